@@ -1,0 +1,304 @@
+"""The Report: everything `compare` found, as typed data.
+
+Rendering (terminal, JSON, CSV) lives in divergence.report and needs nothing but
+this. The JSON form is stable and versioned; numbers that JSON cannot hold
+(nan, inf) are written as the strings "nan", "inf", "-inf".
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = [
+    "REPORT_SCHEMA_VERSION",
+    "Coverage",
+    "Evidence",
+    "LogitsDiff",
+    "NonfiniteCount",
+    "Onset",
+    "PreflightLine",
+    "Report",
+    "RunSummary",
+    "SiteResult",
+    "Skipped",
+    "TokenChoice",
+    "TokenDifference",
+    "TokensResult",
+    "Verdict",
+    "VerdictKind",
+]
+
+REPORT_SCHEMA_VERSION = 1
+
+VerdictKind = Literal[
+    "identical",
+    "within_floor",
+    "systematic",
+    "localized",
+    "drift",
+    "nonfinite",
+    "incomparable",
+    "undetermined",
+]
+
+
+class _Part(msgspec.Struct, kw_only=True):
+    """Shared options; no fields of its own."""
+
+
+class Onset(_Part, frozen=True, kw_only=True):
+    """The first site, in execution order, where the error is made rather than inherited.
+
+    ``block``: module path of the repeated block the site is or lies in, or None.
+    ``position``: token index of the worst row there, where rows are tokens.
+    """
+
+    site: str
+    block: str | None
+    sample: int
+    step: int
+    position: int | None
+
+
+class Evidence(_Part, frozen=True, kw_only=True):
+    """One fact the verdict rests on: a sentence, and its numbers by name."""
+
+    text: str
+    values: dict[str, float] = {}
+
+
+class Verdict(_Part, frozen=True, kw_only=True):
+    """The judgement. ``side``: which run is wrong, where that can be told.
+
+    ``summary``: one line for people. ``next``: commands that go deeper.
+    """
+
+    kind: VerdictKind
+    summary: str
+    onset: Onset | None = None
+    confidence: Literal["high", "medium", "low"]
+    side: Literal["reference", "candidate", "both", "neither"] | None = None
+    evidence: list[Evidence] = []
+    next: list[str] = []
+
+
+class PreflightLine(_Part, frozen=True, kw_only=True):
+    """One thing checked before any number. ``detail``: e.g. the first parameters that differ."""
+
+    check: str
+    status: Literal["same", "differs", "blocking"]
+    reference: str
+    candidate: str
+    detail: str | None = None
+
+
+class TokenChoice(_Part, frozen=True, kw_only=True):
+    """One entry of a top-k list: log-probability in nats."""
+
+    id: int
+    text: str | None
+    logprob: float
+
+
+class TokenDifference(_Part, frozen=True, kw_only=True):
+    """The first generated token on which the two sides disagree.
+
+    ``margin``: logit of the reference's choice minus its runner-up, on the
+    reference; ``candidate_margin``: the same on the candidate.
+    ``order_to_onset``: whether the numeric onset lies in an earlier, the same or a later forward.
+    """
+
+    sample: int
+    step: int
+    reference: TokenChoice
+    candidate: TokenChoice
+    margin: float | None
+    candidate_margin: float | None
+    reference_top: list[TokenChoice] = []
+    candidate_top: list[TokenChoice] = []
+    order_to_onset: Literal["before", "same step", "after"] | None = None
+
+
+class TokensResult(_Part, frozen=True, kw_only=True):
+    """Agreement of greedy choices. ``forced``: the candidate was fed the reference's tokens,
+    so that every step is comparable; otherwise steps after the first difference are not."""
+
+    num_tokens: int
+    num_equal: int
+    forced: bool
+    first_difference: TokenDifference | None = None
+
+
+class NonfiniteCount(_Part, frozen=True, kw_only=True):
+    """Elements that are no finite number, per side."""
+
+    reference_nan: int = 0
+    reference_inf: int = 0
+    candidate_nan: int = 0
+    candidate_inf: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.reference_nan + self.reference_inf + self.candidate_nan + self.candidate_inf
+
+
+class LogitsDiff(_Part, frozen=True, kw_only=True):
+    """Distribution-level difference of one logits pair over its rows (positions).
+
+    ``kl_*``: KL(reference‖candidate) in nats; ``top1_agreement``: share of rows with the
+    same argmax; ``top5_overlap``: mean size of the common top-5 over 5; ``margin_min``:
+    smallest top1-top2 gap of the reference; ``chosen_logprob_diff_max``: largest change
+    of the reference's argmax' log-probability.
+    """
+
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    top1_agreement: float
+    top5_overlap: float
+    margin_min: float
+    chosen_logprob_diff_max: float
+
+
+class SiteResult(_Part, kw_only=True):
+    """One compared pair of tensors, a = reference, b = candidate, d = a - b.
+
+    Formulas and care in divergence.numerics.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
+    rel_l2 that correct implementations of this dtype are expected to reach here;
+    ``ratio`` = rel_l2 / floor; ``flagged``: beyond what rounding explains.
+    ``match``: how the pair was found (``exact`` or the name map's rule).
+    """
+
+    pass_: str = msgspec.field(name="pass")
+    sample: int
+    step: int
+    site: str
+    order: int
+    candidate_site: str | None = None
+    match: str = "exact"
+    block: str | None = None
+    role: str | None = None
+    kind: str | None = None
+    shape: tuple[int, ...]
+    reference_dtype: str
+    candidate_dtype: str
+    identical: bool
+    numel: int
+    num_masked: int = 0
+    rel_l2: float
+    cosine: float
+    one_minus_cosine: float
+    sqnr_db: float
+    max_abs: float
+    max_abs_index: tuple[int, ...] | None = None
+    max_abs_reference: float | None = None
+    max_abs_candidate: float | None = None
+    reference_norm: float
+    candidate_norm: float
+    gain: float
+    gain_se: float
+    ulp_format: str | None = None
+    ulp_share_over_1: float | None = None
+    ulp_p99: float | None = None
+    ulp_max: float | None = None
+    token_rel_l2_median: float
+    token_rel_l2_p99: float
+    token_rel_l2_max: float
+    worst_position: int | None = None
+    channel_rel_l2_max: float
+    worst_channel: int | None = None
+    update_rel_l2: float | None = None
+    num_sink_tokens: int = 0
+    rel_l2_without_sinks: float | None = None
+    pad_rel_l2: float | None = None
+    nonfinite: NonfiniteCount | None = None
+    logits: LogitsDiff | None = None
+    floor: float | None = None
+    ratio: float | None = None
+    flagged: bool = False
+
+
+class Skipped(_Part, frozen=True, kw_only=True):
+    """Tensors that were not compared, and why; never counted as passes."""
+
+    pass_: str = msgspec.field(name="pass")
+    sample: int
+    step: int
+    site: str
+    reason: str
+    side: Literal["reference", "candidate", "both"]
+
+
+class Coverage(_Part, frozen=True, kw_only=True):
+    """How much of what was recorded was compared."""
+
+    num_compared: int
+    num_only_reference: int
+    num_only_candidate: int
+    num_skipped: int
+    unmatched: list[Skipped] = []
+
+
+class RunSummary(_Part, frozen=True, kw_only=True):
+    """What the report says about each run without opening it again."""
+
+    path: str
+    id: str
+    label: str
+    model: str
+    dtype: str
+    device: str
+    complete: bool
+    stopped_by: str | None = None
+    num_records: int = 0
+    plants: list[str] = []
+
+
+class Report(_Part, kw_only=True):
+    """The answer of `compare`."""
+
+    schema_version: int = REPORT_SCHEMA_VERSION
+    tool_version: str
+    reference: RunSummary
+    candidate: RunSummary
+    verdict: Verdict
+    preflight: list[PreflightLine]
+    tokens: TokensResult | None
+    coverage: Coverage
+    sites: list[SiteResult]
+    notes: list[str] = []
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """One flat dict per compared site, ready for pandas.DataFrame or csv.DictWriter."""
+        rows = []
+        for site in self.sites:
+            row = msgspec.to_builtins(site)
+            for name in ("logits", "nonfinite"):
+                nested = row.pop(name) or {}
+                row.update({f"{name}_{key}": value for key, value in nested.items()})
+            rows.append(row)
+        return rows
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The whole report as strict JSON; nan and inf become strings."""
+        text = msgspec.json.encode(_json_safe(msgspec.to_builtins(self)))
+        if indent:
+            text = msgspec.json.format(text, indent=indent)
+        return text.decode()
+
+
+def _json_safe(value: Any) -> Any:
+    """Replace non-finite floats, which JSON cannot hold, by their names."""
+    if isinstance(value, float):
+        if value != value:
+            return "nan"
+        if value in (float("inf"), float("-inf")):
+            return "inf" if value > 0 else "-inf"
+        return value
+    if isinstance(value, dict):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_safe(item) for item in value]
+    return value

@@ -1,0 +1,111 @@
+"""Every error a user can meet: what happened, where, and what to try.
+
+    DivergenceError                 exit code 3 unless a subclass says otherwise
+    ├── UsageError                  2  a wrong option, an unknown site, dtype or device
+    │   ├── ConfigError             2  a policy, preset or name map that cannot be read
+    │   └── PlantError              2  a fault that cannot be parsed or planted
+    ├── ModelError                  2  no such model, no weights, an architecture that cannot be run
+    ├── PromptError                 2  a prompts file that is unreadable, empty or malformed
+    ├── RunError                    2  a run on disk that cannot be read or must not be written
+    │   ├── RunExistsError          2  the output directory holds something already
+    │   ├── RunFormatError          2  a manifest, record or shard that breaks the format
+    │   └── RunWriteError           2  the disk refused (full, read-only); what was finished stays readable
+    ├── IncomparableError           2  nothing in common, so nothing was compared
+    └── FaultError                  3  a fault of this tool itself
+
+The message is one sentence. ``where`` names the file, record, site or step and
+``hint`` says what to try; both are printed under the message.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "DivergenceError",
+    "FaultError",
+    "IncomparableError",
+    "ModelError",
+    "PlantError",
+    "PromptError",
+    "RunError",
+    "RunExistsError",
+    "RunFormatError",
+    "RunWriteError",
+    "UsageError",
+]
+
+
+class DivergenceError(Exception):
+    """Base of all errors raised on purpose. ``exit_code`` is what the command line returns."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.where:
+            text += f"\n  where: {self.where}"
+        if self.hint:
+            text += f"\n  try:   {self.hint}"
+        return text
+
+
+class UsageError(DivergenceError):
+    """A request that cannot be carried out as it was put."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A TOML file (policy, preset, name map) that cannot be read as such."""
+
+
+class PlantError(UsageError):
+    """A ``SITE=FAULT`` that cannot be parsed, or a site that cannot be planted."""
+
+
+class ModelError(DivergenceError):
+    """A model that cannot be found, loaded or run."""
+
+    exit_code = 2
+
+
+class PromptError(DivergenceError):
+    """Prompts that cannot be read."""
+
+    exit_code = 2
+
+
+class RunError(DivergenceError):
+    """A run on disk that cannot be read or written."""
+
+    exit_code = 2
+
+
+class RunExistsError(RunError):
+    """The output directory exists; it is never overwritten without ``--force``."""
+
+
+class RunFormatError(RunError):
+    """A manifest, record or shard that breaks docs/dump-format.md."""
+
+
+class RunWriteError(RunError):
+    """Writing failed; everything before the last shard is intact and readable."""
+
+
+class IncomparableError(DivergenceError):
+    """Nothing could be compared."""
+
+    exit_code = 2
+
+
+class FaultError(DivergenceError):
+    """A fault of divergence itself; please report it."""
+
+    exit_code = 3

@@ -1,0 +1,213 @@
+"""manifest.json: what ran, on which tokens, under which settings, where.
+
+Typed and strict: unknown keys are refused, and an error names the path of the
+wrong value. Everything a second machine needs to re-execute the run is here or
+in the shards; nothing here is executed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Environment",
+    "Manifest",
+    "ModelIdentity",
+    "ModuleNote",
+    "Override",
+    "Plan",
+    "Repeatability",
+    "SampleTokens",
+    "Settings",
+    "Sizes",
+    "Switch",
+    "Task",
+    "Tokens",
+]
+
+SCHEMA_VERSION = 1
+
+Task = Literal["causal-lm", "encoder", "encoder-decoder"]
+
+
+class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Shared strictness; no fields of its own."""
+
+
+class ModelIdentity(_Strict, kw_only=True):
+    """Which model, so that two runs can be told to have used the same one.
+
+    ``digests``: xxh3-128 of each parameter and buffer in the run's dtype, by name;
+    ``digest``: one over all of them. ``rounded_digests``: the overall digest that
+    the same weights have once rounded to a narrower dtype, so that a float32 run
+    and a bfloat16 run of one checkpoint can be recognised as such.
+    """
+
+    source: str
+    revision: str | None = None
+    model_class: str
+    task: Task
+    config_digest: str
+    dtype: str
+    num_parameters: int
+    digest: str
+    digests: dict[str, str] = {}
+    rounded_digests: dict[str, str] = {}
+    quantization: str | None = None
+    attn_implementation: str | None = None
+    tokenizer_digest: str | None = None
+    chat_template_digest: str | None = None
+    trust_remote_code: bool = False
+
+
+class SampleTokens(_Strict, kw_only=True):
+    """One prompt as data: text for people, ids for machines.
+
+    ``prompt_ids`` without padding. ``num_left_pad``/``num_right_pad``: what the
+    batch added around them. ``decoder_prompt_ids``: what an encoder-decoder's
+    decoder began with. ``generated_ids``: what was fed forward as decode tokens
+    (forced or own); ``chosen_ids``: what greedy choice wanted at each step, which
+    differs from ``generated_ids`` only where tokens were forced.
+    """
+
+    text: str | None = None
+    prompt_ids: list[int]
+    num_left_pad: int = 0
+    num_right_pad: int = 0
+    decoder_prompt_ids: list[int] = []
+    generated_ids: list[int] = []
+    chosen_ids: list[int] = []
+
+
+class Tokens(_Strict, kw_only=True):
+    """All prompts and how they were put together.
+
+    ``groups``: samples run together in one forward, each a list of consecutive
+    sample numbers; a record's ``sample`` is the first of its group.
+    ``forced_by``: id of the run whose tokens were forced, or None for own choice.
+    ``texts``: decoded text of token ids that a report may want to show.
+    """
+
+    samples: list[SampleTokens]
+    groups: list[list[int]]
+    forced_by: str | None = None
+    texts: dict[str, str] = {}
+
+
+class Switch(_Strict, kw_only=True):
+    """One determinism or precision switch: asked for, and what the machine did."""
+
+    name: str
+    asked: str
+    found: str
+    status: Literal["accepted", "refused", "absent"]
+    note: str | None = None
+
+
+class Settings(_Strict, kw_only=True):
+    """How the run was made."""
+
+    deterministic: bool
+    seed: int
+    device: str
+    device_map: str | None = None
+    dtype: str | None = None
+    attn_implementation: str | None = None
+    max_new_tokens: int
+    batch: bool
+    switches: list[Switch] = []
+    nondeterministic_warnings: list[str] = []
+
+
+class Environment(_Strict, kw_only=True):
+    """The machine: no host name, no user, no path; variables by allow-list only."""
+
+    label: str
+    platform: str
+    python: str
+    device_type: str
+    device_name: str
+    num_devices: int = 0
+    driver: str | None = None
+    runtime: str | None = None
+    cpu: str
+    cpu_capability: str
+    num_threads: int
+    versions: dict[str, str]
+    variables: dict[str, str] = {}
+
+
+class ModuleNote(_Strict, kw_only=True):
+    """What a captured module is: its class, and its part in the model.
+
+    ``role``: ``block`` (a repeated block), ``trunk`` (run once, outside the
+    blocks: embedding, rotary table, final norm, head), ``inner`` (inside either).
+    """
+
+    kind: str
+    role: Literal["block", "trunk", "inner"]
+
+
+class Plan(_Strict, kw_only=True):
+    """What was to be recorded. ``modules``: every hooked module, by path."""
+
+    passes: list[str]
+    sites: list[str]
+    steps: str | None = None
+    positions: str | None = None
+    store: Literal["full"] = "full"
+    anchored_to: str | None = None
+    plants: list[str] = []
+    logits_site: str | None = None
+    modules: dict[str, ModuleNote] = {}
+
+
+class Repeatability(_Strict, kw_only=True):
+    """Did this machine repeat itself bit for bit? None of it was measured if num_runs is 1."""
+
+    num_runs: int = 1
+    num_compared: int = 0
+    num_different: int = 0
+    first_difference: str | None = None
+
+
+class Override(_Strict, kw_only=True):
+    """A setting of the recorded run that ``--like`` was told to change."""
+
+    name: str
+    reference: str
+    used: str
+
+
+class Sizes(_Strict, kw_only=True):
+    """``stored_bytes`` on disk for tensors; ``seen_bytes`` before equal ones were shared."""
+
+    num_records: int = 0
+    num_tensors: int = 0
+    num_shards: int = 0
+    stored_bytes: int = 0
+    seen_bytes: int = 0
+
+
+class Manifest(_Strict, kw_only=True):
+    """The whole of manifest.json."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    tool_version: str
+    created: str
+    command: str | None = None
+    complete: bool = False
+    stopped_by: str | None = None
+    like: str | None = None
+    model: ModelIdentity
+    tokens: Tokens
+    settings: Settings
+    environment: Environment
+    plan: Plan
+    repeatability: Repeatability = msgspec.field(default_factory=Repeatability)
+    overrides: list[Override] = []
+    sizes: Sizes = msgspec.field(default_factory=Sizes)

@@ -1,0 +1,78 @@
+"""Sites: where in a model a tensor was seen.
+
+A site is ``MODULE_PATH:PORT``. The module path is torch's fully qualified name
+(``model.layers.3.self_attn``; the root module is written ``.``). A port is
+
+* ``in``            the first tensor argument,
+* ``in.N``          the N-th further positional tensor,
+* ``in.NAME``       a keyword tensor, ``in.NAME.N`` one of a tuple of them,
+* ``out``           the output, or the first tensor of a tuple or a ModelOutput,
+* ``out.N``, ``out.NAME``   the others.
+
+Patterns select sites: a glob (``model.layers.*.mlp:*``; ``*`` also crosses dots)
+or ``re:`` and a regular expression that must match the whole site. A pattern
+without a port matches every port of the module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable
+
+from divergence.errors import UsageError
+
+__all__ = ["ROOT", "compile_patterns", "join_site", "natural_key", "near_names", "split_site"]
+
+ROOT = "."
+"""How the root module is written in a site."""
+
+_SITE = re.compile(r"(?P<path>[^:\s]+):(?P<port>(?:in|out)(?:\.[^:\s]+)?)")
+
+
+def join_site(path: str, port: str) -> str:
+    """``("model.layers.3", "out")`` → ``"model.layers.3:out"``."""
+    return f"{path or ROOT}:{port}"
+
+
+def split_site(site: str) -> tuple[str, str]:
+    """``"model.layers.3:out"`` → ``("model.layers.3", "out")``; UsageError if it is no site."""
+    match = _SITE.fullmatch(site)
+    if match is None:
+        raise UsageError(
+            f"{site!r} is not a site",
+            hint="a site is MODULE_PATH:PORT, for example model.layers.3:out or lm_head:in",
+        )
+    return match["path"], match["port"]
+
+
+def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """A predicate on sites that is true where any of the patterns matches.
+
+    Raises UsageError for a regular expression that does not compile.
+    """
+    tests: list[re.Pattern[str]] = []
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                tests.append(re.compile(pattern[3:]))
+            except re.error as error:
+                raise UsageError(
+                    f"{pattern!r} is not a regular expression: {error}",
+                    hint="quote it for the shell, or use a glob such as 'model.layers.*.mlp:out'",
+                ) from error
+            continue
+        full = pattern if ":" in pattern else pattern + ":*"
+        tests.append(re.compile(fnmatch.translate(full)))
+    return lambda site: any(test.fullmatch(site) for test in tests)
+
+
+def natural_key(site: str) -> list[tuple[int, int | str]]:
+    """Sort key under which ``layers.10`` follows ``layers.9``."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", site)]
+
+
+def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str]:
+    """The ``count`` names most like ``wanted``, best first: for "did you mean"."""
+    return difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.5)

@@ -12,31 +12,14 @@ from typing import Literal
 
 import msgspec
 
+from divergence.numerics.summary import Summary
+
 __all__ = ["Coordinates", "PassName", "Place", "Record", "Summary"]
 
 PassName = Literal["free", "anchored", "escalated"]
 
 Coordinates = tuple[str, int, int, str]
 """(pass, sample, step, site): unique within a run and rank."""
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Statistics of one tensor over its finite elements, accumulated in float64.
-
-    ``min``, ``max``, ``mean``, ``rms``, ``absmax`` are None where no element is
-    finite (an empty or all-NaN tensor). Counts are over all elements.
-    Complex tensors are summarised through their magnitudes.
-    """
-
-    min: float | None
-    max: float | None
-    mean: float | None
-    rms: float | None
-    absmax: float | None
-    num_nan: int = 0
-    num_posinf: int = 0
-    num_neginf: int = 0
-    num_zero: int = 0
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,82 @@
+"""Names and limits of the files of a run, in one place for the writer and the reader.
+
+Nothing in a run may point outside its directory: shard names are matched against
+a narrow pattern, and symbolic links are refused wherever they stand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from divergence.errors import RunFormatError
+
+__all__ = [
+    "MANIFEST",
+    "MAX_LINE_BYTES",
+    "MAX_MANIFEST_BYTES",
+    "MAX_SHARD_BYTES",
+    "RECORDS",
+    "TENSORS",
+    "checked_file",
+    "shard_name",
+    "shard_path",
+]
+
+MANIFEST = "manifest.json"
+RECORDS = "records.jsonl"
+TENSORS = "tensors"
+
+MAX_LINE_BYTES = 1 << 20
+"""A record takes some 500 bytes; a line beyond 1 MiB is damage, not data."""
+MAX_MANIFEST_BYTES = 1 << 30
+"""Digests take some 100 bytes a parameter tensor; 1 GiB is beyond any model."""
+MAX_SHARD_BYTES = 256 << 20
+
+_SHARD = re.compile(r"tensors/[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+
+
+def shard_name(rank: int, number: int) -> str:
+    """``(0, 3)`` → ``"tensors/r00000-000003.safetensors"``."""
+    return f"{TENSORS}/r{rank:05d}-{number:06d}.safetensors"
+
+
+def shard_path(root: Path, name: str, *, where: str) -> Path:
+    """The shard's path; RunFormatError where the name leads out of the run."""
+    if _SHARD.fullmatch(name) is None:
+        raise RunFormatError(
+            f"shard name {name!r} is not allowed",
+            where=where,
+            hint="a shard is named tensors/NAME.safetensors, inside the run's own directory",
+        )
+    return checked_file(root, name)
+
+
+def checked_file(root: Path, name: str) -> Path:
+    """``root/name`` if it is a regular file reached through no symbolic link inside the run."""
+    path = root
+    for part in name.split("/"):
+        path = path / part
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            raise RunFormatError(
+                f"{name} is missing",
+                where=str(root),
+                hint="copy the whole run directory; a run is not complete without it",
+            ) from None
+        except OSError as error:
+            raise RunFormatError(
+                f"{name} cannot be read: {error.strerror}", where=str(root)
+            ) from error
+        if stat.S_ISLNK(mode):
+            raise RunFormatError(
+                f"{name} is a symbolic link, which a run may not contain",
+                where=str(path),
+                hint="copy the run with links resolved, for example: cp -rL",
+            )
+    if not stat.S_ISREG(mode):
+        raise RunFormatError(f"{name} is not a regular file", where=str(path))
+    return path

@@ -1,0 +1,264 @@
+"""Reading a run, strictly: what is damaged is named, never guessed around.
+
+Opening reads the manifest, every record line and every shard's header, so that a
+record without bytes is found before any number is printed. Tensors are views of
+memory maps; each is checked against its checksum the first time it is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from divergence.errors import RunFormatError, UsageError
+from divergence.numerics.formats import format_named
+from divergence.run.fingerprint import digest_tensor
+from divergence.run.layout import (
+    MANIFEST,
+    MAX_LINE_BYTES,
+    MAX_MANIFEST_BYTES,
+    RECORDS,
+    checked_file,
+    shard_path,
+)
+from divergence.run.manifest import SCHEMA_VERSION, Manifest
+from divergence.run.record import Coordinates, Record
+from divergence.run.shard import Shard
+from divergence.run.site import natural_key, near_names
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Run"]
+
+
+class _Version(msgspec.Struct):
+    schema_version: int
+
+
+class Run:
+    """One recorded execution. ``Run.open(path)``; then ``manifest``, ``records``, ``read``.
+
+    ``torn_tail``: the last record line of an incomplete run was cut off and left out.
+    """
+
+    def __init__(
+        self, path: Path, manifest: Manifest, records: list[Record], *, torn_tail: bool = False
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.records = records
+        self.torn_tail = torn_tail
+        self._shards: dict[str, Shard] = {}
+        self._checked: set[tuple[str, str]] = set()
+        self._by_coordinates: dict[Coordinates, Record] = {}
+
+    def __repr__(self) -> str:
+        state = "complete" if self.manifest.complete else "incomplete"
+        return f"<Run {self.path} {state}, {len(self.records)} records>"
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Run:
+        """Open the run in directory ``path``.
+
+        Raises RunFormatError for anything that breaks docs/dump-format.md: no such
+        directory, no manifest, a newer schema, an unknown key, a broken line, a
+        truncated or missing shard, a path or link that leaves the directory.
+        """
+        root = Path(path).expanduser()
+        if not root.is_dir():
+            kind = "is not a directory" if root.exists() else "does not exist"
+            raise RunFormatError(
+                f"{root} {kind}",
+                hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
+            )
+        if not (root / MANIFEST).exists() and not (root / MANIFEST).is_symlink():
+            raise RunFormatError(
+                f"{root} is not a run: it has no {MANIFEST}",
+                hint="give the directory that `divergence capture MODEL -o RUN` wrote",
+            )
+        manifest = _read_manifest(checked_file(root, MANIFEST))
+        run = cls(root, manifest, [])
+        run.records, run.torn_tail = _read_records(root, manifest)
+        run._check_places()
+        return run
+
+    def close(self) -> None:
+        """Release the memory maps."""
+        for shard in self._shards.values():
+            shard.close()
+        self._shards.clear()
+
+    def find(self, coordinates: Coordinates) -> Record | None:
+        """The record at (pass, sample, step, site), or None."""
+        if not self._by_coordinates:
+            self._by_coordinates = {record.coordinates: record for record in self.records}
+        return self._by_coordinates.get(coordinates)
+
+    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+        """The record's tensor, bit-exact, as a read-only view. Never write to it.
+
+        Raises RunFormatError naming file and record when the bytes do not have the
+        recorded checksum.
+        """
+        shard = self._shard(record)
+        form = format_named(record.dtype)
+        tensor = shard.view(record.place.key, dtype=form.torch_dtype, shape=record.shape)
+        identity = (record.place.shard, record.place.key)
+        if verify and identity not in self._checked:
+            found = digest_tensor(tensor)
+            if found != record.xxh3:
+                raise RunFormatError(
+                    f"wrong checksum: recorded {record.xxh3}, the bytes on disk give {found}",
+                    where=f"{shard.path}, {_name(record)}",
+                    hint="the file was changed or damaged; copy it again, or capture again",
+                )
+            self._checked.add(identity)
+        return tensor
+
+    def sites(self) -> list[str]:
+        """Every recorded site, in natural order."""
+        return sorted({record.site for record in self.records}, key=natural_key)
+
+    def at_site(self, site: str) -> list[Record]:
+        """All records of one site. Raises UsageError with near names if there are none."""
+        found = [record for record in self.records if record.site == site]
+        if not found:
+            near = near_names(site, self.sites())
+            raise UsageError(
+                f"no site {site!r} in {self.path}",
+                hint=f"did you mean {', '.join(near)}?" if near else
+                f"`divergence inspect {self.path}` lists the sites",
+            )
+        return found
+
+    def verify(self, progress: Callable[[str, int, int | None, str], None] | None = None):
+        """Check every checksum; returns the problems found, one line each."""
+        problems: list[str] = []
+        seen: set[tuple[str, str]] = set()
+        for number, record in enumerate(self.records):
+            if progress is not None:
+                progress("verify", number, len(self.records), record.site)
+            identity = (record.place.shard, record.place.key)
+            if identity in seen:
+                continue
+            seen.add(identity)
+            try:
+                self.read(record)
+            except RunFormatError as error:
+                problems.append(f"{error.message} ({error.where})")
+        return problems
+
+    def _shard(self, record: Record) -> Shard:
+        name = record.place.shard
+        if name not in self._shards:
+            self._shards[name] = Shard(shard_path(self.path, name, where=_name(record)))
+        return self._shards[name]
+
+    def _check_places(self) -> None:
+        for record in self.records:
+            shard = self._shard(record)
+            entry = shard.entries.get(record.place.key)
+            if entry is None:
+                raise RunFormatError(
+                    f"record without bytes: shard has no tensor {record.place.key}",
+                    where=f"{shard.path}, {_name(record)}",
+                    hint="the shard belongs to another run, or was cut; copy the run again",
+                )
+            wanted = record.numel * format_named(record.dtype).itemsize
+            if entry.num_bytes != wanted:
+                raise RunFormatError(
+                    f"record needs {wanted} bytes, its tensor holds {entry.num_bytes}",
+                    where=f"{shard.path}, {_name(record)}",
+                )
+
+
+def _name(record: Record) -> str:
+    return (
+        f"{record.site} (pass {record.pass_}, sample {record.sample}, step {record.step}, "
+        f"rank {record.rank})"
+    )
+
+
+def _read_manifest(path: Path) -> Manifest:
+    size = path.stat().st_size
+    if size > MAX_MANIFEST_BYTES:
+        raise RunFormatError(f"{MANIFEST} has {size} bytes, which no run needs", where=str(path))
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Version).schema_version
+    except OSError as error:
+        raise RunFormatError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RunFormatError(f"{MANIFEST} is damaged: {error}", where=str(path)) from error
+    if version > SCHEMA_VERSION:
+        raise RunFormatError(
+            f"the run has schema version {version}, this divergence reads up to {SCHEMA_VERSION}",
+            where=str(path),
+            hint="upgrade: pip install -U divergence-debug",
+        )
+    if version < 1:
+        raise RunFormatError(f"schema version {version} does not exist", where=str(path))
+    try:
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.ValidationError as error:
+        raise RunFormatError(
+            f"{MANIFEST} breaks the format: {error}",
+            where=str(path),
+            hint="docs/dump-format.md describes every key",
+        ) from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines with their ends; never holds more than the limit of one line."""
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise RunFormatError(
+                    f"line {number} is longer than {MAX_LINE_BYTES} bytes",
+                    where=str(path),
+                    hint="a record takes some 500 bytes; the file is damaged",
+                )
+            yield number, line
+
+
+def _read_records(root: Path, manifest: Manifest) -> tuple[list[Record], bool]:
+    if not (root / RECORDS).exists() and not (root / RECORDS).is_symlink():
+        if manifest.complete:
+            checked_file(root, RECORDS)  # raises
+        return [], False
+    path = checked_file(root, RECORDS)
+    decoder = msgspec.json.Decoder(Record)
+    records: list[Record] = []
+    seen: dict[tuple, int] = {}
+    for number, line in _lines(path):
+        where = f"{path}, line {number}"
+        try:
+            record = decoder.decode(line)
+            format_named(record.dtype)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if not line.endswith(b"\n") and not manifest.complete:
+                return records, True  # killed while appending: the line never counted
+            raise RunFormatError(
+                f"broken record: {error}",
+                where=where,
+                hint="copy records.jsonl again; docs/dump-format.md describes every key",
+            ) from error
+        except UsageError as error:
+            raise RunFormatError(f"broken record: {error.message}", where=where) from error
+        if any(size < 0 for size in record.shape):
+            raise RunFormatError(f"broken record: negative size in {record.shape}", where=where)
+        identity = (*record.coordinates, record.rank)
+        if identity in seen:
+            raise RunFormatError(
+                f"line {number} repeats line {seen[identity]}: {_name(record)}", where=where
+            )
+        seen[identity] = number
+        records.append(record)
+    return records, False

@@ -1,0 +1,38 @@
+# Every target does its own set-up: `make demo` works in a fresh clone.
+.DEFAULT_GOAL := test
+.PHONY: bench clean demo lint setup test test-slow
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt divergence/_version.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lint,test]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/divergence demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(STAMP)
+	@set -e; for program in benchmarks/[!_]*.py; do \
+		test -e "$$program" || { echo "benchmarks/ holds no programs yet" >&2; exit 1; }; \
+		echo "== $$program"; $(BIN)/python "$$program"; \
+	done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	find divergence tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

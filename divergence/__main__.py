@@ -1,0 +1,6 @@
+"""``python -m divergence``: the command line, from an installed wheel or a bare checkout."""
+
+from divergence.cli.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""`check`: a comparison held against a policy, and the keeping of goldens.
+
+A policy is met or not; every rule that is not met is one Failure with what was
+allowed and what was found. Runs that cannot be compared are an error and never a
+pass, nor is a golden of which nothing was compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from divergence.compare.policy import Policy, load_policy
+from divergence.compare.result import Coverage, Report, TokenDifference, TokensResult
+from divergence.errors import IncomparableError, RunWriteError, UsageError
+from divergence.run.site import natural_key
+
+__all__ = [
+    "Blessing",
+    "CheckResult",
+    "Failure",
+    "bless",
+    "check",
+    "coverage_share",
+    "evaluate",
+    "is_tie",
+]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule of the policy that is not met. ``allowed`` and ``found`` as text for people."""
+
+    rule: str
+    site: str | None = None
+    allowed: str
+    found: str
+    text: str
+
+
+class CheckResult(msgspec.Struct, kw_only=True):
+    """The answer of `check`."""
+
+    passed: bool
+    failures: list[Failure]
+    report: Report
+    policy: Policy
+
+
+class _NothingComparedError(IncomparableError):
+    """Carries the report, so that the command line can show why."""
+
+    report: Report | None = None
+
+
+def check(
+    golden: Any,
+    new: Any,
+    *,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    name_map: Any = None,
+    progress: Callable[..., None] | None = None,
+) -> CheckResult:
+    """Compare ``new`` with ``golden`` and hold the report against ``policy`` (configs/ci.toml).
+
+    Raises IncomparableError where preflight blocks or nothing was compared.
+    """
+    from divergence.compare.api import compare
+
+    rules = load_policy(policy)
+    report = compare(golden, new, name_map=name_map, progress=progress)
+    if report.verdict.kind == "incomparable" or report.coverage.num_compared == 0:
+        blocking = [line for line in report.preflight if line.status == "blocking"]
+        error = _NothingComparedError(
+            report.verdict.summary
+            if report.verdict.kind == "incomparable"
+            else "nothing was compared, so nothing was checked",
+            where="; ".join(
+                f"{line.check}: {line.reference} in the golden, {line.candidate} in the new run"
+                for line in blocking
+            )
+            or None,
+            hint=f"divergence compare {report.reference.path} {report.candidate.path}",
+        )
+        error.report = report
+        raise error
+    return evaluate(report, rules)
+
+
+def evaluate(report: Report, policy: Policy) -> CheckResult:
+    """The rules of ``policy`` that ``report`` does not meet, in the order of the policy's keys."""
+    failures = [
+        *_verdict(report, policy),
+        *_coverage(report.coverage, policy),
+        *_preflight(report, policy),
+        *_tokens(report, policy),
+        *_tolerances(report, policy),
+    ]
+    return CheckResult(passed=not failures, failures=failures, report=report, policy=policy)
+
+
+def _verdict(report: Report, policy: Policy) -> list[Failure]:
+    verdict = report.verdict
+    if verdict.kind in policy.verdicts:
+        return []
+    allowed = ", ".join(policy.verdicts)
+    return [
+        Failure(
+            rule="verdicts",
+            site=verdict.onset.site if verdict.onset else None,
+            allowed=allowed,
+            found=verdict.kind,
+            text=f"the verdict is {verdict.kind}; the policy allows {allowed}",
+        )
+    ]
+
+
+def coverage_share(coverage: Coverage) -> float:
+    """Compared over all that the golden offered: compared + only there + skipped; 0 if nothing."""
+    total = coverage.num_compared + coverage.num_only_reference + coverage.num_skipped
+    return coverage.num_compared / total if total else 0.0
+
+
+def _coverage(coverage: Coverage, policy: Policy) -> list[Failure]:
+    share = coverage_share(coverage)
+    if share >= policy.min_coverage:
+        return []
+    left_out = coverage.num_only_reference + coverage.num_skipped
+    return [
+        Failure(
+            rule="min_coverage",
+            allowed=f">= {policy.min_coverage:g}",
+            found=f"{share:.6g}",
+            text=f"{coverage.num_compared} records of the golden were compared and {left_out} "
+            f"were not: a share of {share:.4g}, and the policy wants {policy.min_coverage:g}",
+        )
+    ]
+
+
+def _preflight(report: Report, policy: Policy) -> list[Failure]:
+    return [
+        Failure(
+            rule="preflight.allow",
+            allowed=f"the same, unless allowed ({', '.join(policy.preflight.allow) or 'none'})",
+            found=f"{line.reference} / {line.candidate}",
+            text=f"{line.check} differs: {line.reference} in the golden, "
+            f"{line.candidate} in the new run",
+        )
+        for line in report.preflight
+        if line.status == "blocking"
+        or (line.status == "differs" and not policy.preflight.allows(line.check))
+    ]
+
+
+def is_tie(difference: TokenDifference, margin: float | None) -> bool:
+    """Whether both sides preferred their own token by no more than ``margin`` logits."""
+    if margin is None or difference.margin is None:
+        return False
+    other = difference.candidate_margin
+    return difference.margin <= margin and (other is None or other <= margin)
+
+
+def _tokens(report: Report, policy: Policy) -> list[Failure]:
+    rules, tokens = policy.tokens, report.tokens
+    wanted = rules.min_equal is not None or rules.min_equal_count is not None
+    if tokens is None or tokens.num_tokens == 0 or not wanted:
+        return []
+    num_equal, tie = _num_equal(tokens, rules.tie_margin_for(report.reference.dtype))
+    share = num_equal / tokens.num_tokens
+    failures = []
+    for rule, least, found in (
+        ("tokens.min_equal", rules.min_equal, share),
+        ("tokens.min_equal_count", rules.min_equal_count, num_equal),
+    ):
+        if least is not None and found < least:
+            counted = " (one more was a tie)" if tie else ""
+            failures.append(
+                Failure(
+                    rule=rule,
+                    allowed=f">= {least:g}",
+                    found=f"{found:.6g}",
+                    text=f"{tokens.num_equal} of {tokens.num_tokens} generated tokens are "
+                    f"equal{counted}; the policy wants {least:g}",
+                )
+            )
+    return failures
+
+
+def _num_equal(tokens: TokensResult, margin: float | None) -> tuple[int, bool]:
+    """Equal tokens, ties included, and whether there was a tie.
+
+    Tokens not forced: what follows a tie continues another text, so nothing after
+    it counts against the candidate. Forced: only the first flip's margin is known.
+    """
+    first = tokens.first_difference
+    if first is None or not is_tie(first, margin):
+        return tokens.num_equal, False
+    return (tokens.num_equal + 1 if tokens.forced else tokens.num_tokens), True
+
+
+def _tolerances(report: Report, policy: Policy) -> list[Failure]:
+    failures = []
+    for site in report.sites:
+        tolerance = policy.tolerance_for(site)
+        for name, limit in (tolerance.limits() if tolerance else {}).items():
+            found = getattr(site, name)
+            # written as "not <=", so that a nan is above every limit
+            if site.identical or (found is not None and found <= limit):
+                continue
+            place = f"{site.site} ({site.pass_}, sample {site.sample}, step {site.step})"
+            failures.append(
+                Failure(
+                    rule=f"tolerance.{name}",
+                    site=site.site,
+                    allowed=f"<= {limit:g}",
+                    found="unknown" if found is None else f"{found:.6g}",
+                    text=f"{name} is unknown at {place}, where there is no floor"
+                    if found is None
+                    else f"{name} is {found:.3g} at {place}; the policy allows {limit:g}",
+                )
+            )
+    return failures
+
+
+class Blessing(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bless` did. ``previous``: where the old golden was kept, or None if there was none.
+
+    ``verdict``: of the old golden against the new one; ``reason`` where they could not be compared.
+    """
+
+    golden: str
+    previous: str | None
+    verdict: str | None = None
+    summary: str | None = None
+    reason: str | None = None
+    added_sites: list[str] = []
+    removed_sites: list[str] = []
+
+
+def bless(
+    golden: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    name_map: Any = None,
+    progress: Callable[..., None] | None = None,
+) -> Blessing:
+    """Store ``new`` as the golden and say what that changes.
+
+    The run is copied beside its place and renamed into it; the old golden stays as
+    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run
+    and one with planted faults.
+    """
+    from divergence.compare.api import compare
+    from divergence.run.reader import Run
+
+    source, target = Path(new), Path(os.path.abspath(golden))
+    previous = target.with_name(target.name + ".previous")
+    run = Run.open(source)
+    _refuse_unfit(run, source)
+    real = source.resolve()
+    if target.resolve() in (real, *real.parents) or real in target.resolve().parents:
+        raise UsageError(f"{new} is the golden, or lies in it", hint="bless a run from elsewhere")
+    for place in (target, previous):
+        if place.exists() and not (place / "manifest.json").is_file():
+            raise UsageError(
+                f"{place} exists and is no run, so it is not replaced", hint="move it away"
+            )
+
+    said: dict[str, Any] = {}
+    if target.exists():
+        old_sites: set[str] = set()
+        try:
+            old = Run.open(target)
+            old_sites = {record.site for record in old.records}
+            report = compare(target, source, name_map=name_map, progress=progress)
+            said = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
+        # a golden that cannot be compared any more is what blessing is for
+        except (IncomparableError, UsageError) as error:
+            said = {"reason": error.message}
+        new_sites = {record.site for record in run.records}
+        said["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
+        said["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
+    kept = _replace(source, target, previous)
+    return Blessing(golden=str(golden), previous=str(previous) if kept else None, **said)
+
+
+def _refuse_unfit(run: Any, source: Path) -> None:
+    """UsageError for a run that must not become a golden."""
+    manifest = run.manifest
+    problems = []
+    if not manifest.complete:
+        problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
+    if manifest.plan.plants:
+        problems.append(f"it carries planted faults ({', '.join(manifest.plan.plants)})")
+    problems += run.verify()[:3]
+    if problems:
+        raise UsageError(
+            f"{source} cannot become a golden: {'; '.join(problems)}", hint="capture it again"
+        )
+
+
+def _replace(source: Path, target: Path, previous: Path) -> bool:
+    """Copy ``source`` to ``target`` by way of a temporary neighbour; True if one was kept."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            shutil.copytree(source, beside / "run")
+            kept = target.exists()
+            if kept:
+                if previous.exists():
+                    shutil.rmtree(previous)
+                target.rename(previous)
+            try:
+                (beside / "run").rename(target)
+            except OSError:
+                if kept:
+                    previous.rename(target)
+                raise
+            return kept
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(beside)
+    except (OSError, shutil.Error) as error:
+        raise RunWriteError(
+            f"the golden could not be stored: {error}", where=str(target)
+        ) from error

@@ -1,0 +1,206 @@
+"""Number formats by name: what a dtype can represent, without importing torch.
+
+A run on disk names its dtypes in text, and reading one must not cost torch's
+import; so the table below is constants, and ``Format.torch_dtype`` looks torch up
+only when asked. Constants follow IEEE 754-2019 (binary16/32/64), the bfloat16
+layout (8-bit significand, binary32's exponent), "FP8 Formats for Deep Learning"
+(arXiv 2209.05433) for e4m3fn and e5m2, arXiv 2206.02915 for the fnuz pair (no -0,
+no inf, one nan at 0x80, exponent bias one higher), and the OCP Microscaling
+specification v1.0 for e8m0fnu (a bare exponent: no sign, no zero).
+
+What it refuses: sub-byte and quantised dtypes, which hold no number per element.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from divergence.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FORMATS", "Format", "format_named", "format_of", "is_float", "wider"]
+
+FormatKind = Literal["float", "int", "bool", "complex"]
+
+
+class Format(msgspec.Struct, frozen=True, kw_only=True):
+    """One storage format. For complex formats every number is that of one component.
+
+    ``unit_roundoff`` u = 2^-(mantissa_bits + 1): largest relative error of rounding to
+    nearest in the normal range; 0 for ints and bool. ``mantissa_bits``: explicit fraction
+    bits (ints: value bits without the sign). ``smallest_normal``, ``smallest_subnormal``
+    and ``max`` are finite and positive (ints: 1, 1 and the largest value).
+    """
+
+    name: str
+    kind: FormatKind
+    itemsize: int
+    mantissa_bits: int
+    unit_roundoff: float
+    smallest_normal: float
+    smallest_subnormal: float
+    max: float
+    signed: bool = True
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype. Raises UsageError where this torch is too old to have it."""
+        import torch
+
+        dtype = getattr(torch, self.name, None)
+        if dtype is None:
+            raise UsageError(
+                f"torch {torch.__version__} has no dtype {self.name}",
+                hint="install a newer torch, or leave tensors of this dtype out",
+            )
+        return dtype
+
+
+def _float(
+    name: str, *, itemsize: int, mantissa_bits: int, min_exponent: int, maximum: float,
+    signed: bool = True, kind: FormatKind = "float", subnormals: bool = True,
+) -> Format:
+    normal = 2.0**min_exponent
+    return Format(
+        name=name,
+        kind=kind,
+        itemsize=itemsize,
+        mantissa_bits=mantissa_bits,
+        unit_roundoff=2.0 ** -(mantissa_bits + 1),
+        smallest_normal=normal,
+        smallest_subnormal=normal * 2.0**-mantissa_bits if subnormals else normal,
+        max=maximum,
+        signed=signed,
+    )
+
+
+def _int(name: str, *, itemsize: int, signed: bool, kind: FormatKind = "int") -> Format:
+    value_bits = 1 if kind == "bool" else 8 * itemsize - signed
+    return Format(
+        name=name,
+        kind=kind,
+        itemsize=itemsize,
+        mantissa_bits=value_bits,
+        unit_roundoff=0.0,
+        smallest_normal=1.0,
+        smallest_subnormal=1.0,
+        max=float(2**value_bits - 1),
+        signed=signed,
+    )
+
+
+_F64_MAX = (2 - 2.0**-52) * 2.0**1023
+_F32_MAX = (2 - 2.0**-23) * 2.0**127
+
+# Narrow to wide: wider() answers with the first that holds both.
+_TABLE = (
+    _int("bool", itemsize=1, signed=False, kind="bool"),
+    _int("uint8", itemsize=1, signed=False),
+    _int("int8", itemsize=1, signed=True),
+    _int("uint16", itemsize=2, signed=False),
+    _int("int16", itemsize=2, signed=True),
+    _int("uint32", itemsize=4, signed=False),
+    _int("int32", itemsize=4, signed=True),
+    _int("uint64", itemsize=8, signed=False),
+    _int("int64", itemsize=8, signed=True),
+    _float("float8_e8m0fnu", itemsize=1, mantissa_bits=0, min_exponent=-127, maximum=2.0**127,
+           signed=False, subnormals=False),
+    _float("float8_e5m2", itemsize=1, mantissa_bits=2, min_exponent=-14, maximum=57344.0),
+    _float("float8_e5m2fnuz", itemsize=1, mantissa_bits=2, min_exponent=-15, maximum=57344.0),
+    _float("float8_e4m3fn", itemsize=1, mantissa_bits=3, min_exponent=-6, maximum=448.0),
+    _float("float8_e4m3fnuz", itemsize=1, mantissa_bits=3, min_exponent=-7, maximum=240.0),
+    _float("bfloat16", itemsize=2, mantissa_bits=7, min_exponent=-126,
+           maximum=(2 - 2.0**-7) * 2.0**127),
+    _float("float16", itemsize=2, mantissa_bits=10, min_exponent=-14, maximum=65504.0),
+    _float("float32", itemsize=4, mantissa_bits=23, min_exponent=-126, maximum=_F32_MAX),
+    _float("float64", itemsize=8, mantissa_bits=52, min_exponent=-1022, maximum=_F64_MAX),
+    _float("complex64", itemsize=8, mantissa_bits=23, min_exponent=-126, maximum=_F32_MAX,
+           kind="complex"),
+    _float("complex128", itemsize=16, mantissa_bits=52, min_exponent=-1022, maximum=_F64_MAX,
+           kind="complex"),
+)
+
+FORMATS: dict[str, Format] = {form.name: form for form in _TABLE}
+
+_ALIASES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16",
+    "fp32": "float32", "f32": "float32", "float": "float32", "single": "float32",
+    "fp64": "float64", "f64": "float64", "double": "float64",
+    "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "f8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn",
+    "e4m3fnuz": "float8_e4m3fnuz", "fp8_e5m2": "float8_e5m2", "f8_e5m2": "float8_e5m2",
+    "e5m2": "float8_e5m2", "e5m2fnuz": "float8_e5m2fnuz",
+    "e8m0": "float8_e8m0fnu", "e8m0fnu": "float8_e8m0fnu", "f8_e8m0": "float8_e8m0fnu",
+    "char": "int8", "byte": "uint8", "short": "int16", "int": "int32", "long": "int64",
+    "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64",
+    "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
+    "cfloat": "complex64", "c64": "complex64", "cdouble": "complex128", "c128": "complex128",
+}  # fmt: skip
+
+
+def format_named(name: str) -> Format:
+    """The format called ``name``: torch's, safetensors' or a usual short name, any case,
+    with or without ``torch.``. Raises UsageError with near names."""
+    text = name.strip().lower().removeprefix("torch.")
+    form = FORMATS.get(_ALIASES.get(text, text))
+    if form is None:
+        near = difflib.get_close_matches(text, [*FORMATS, *_ALIASES], n=3, cutoff=0.5)
+        raise UsageError(
+            f"no number format is called {name!r}",
+            hint=f"did you mean {', '.join(near)}?" if near else f"one of {', '.join(FORMATS)}",
+        )
+    return form
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The format of a torch dtype. Raises UsageError for dtypes that hold no plain number
+    per element (quantised, packed sub-byte)."""
+    form = FORMATS.get(str(dtype).removeprefix("torch."))
+    if form is None:
+        raise UsageError(
+            f"tensors of dtype {dtype} cannot be compared number by number",
+            hint="dequantise them first, or leave this site out",
+        )
+    return form
+
+
+def is_float(form: Format) -> bool:
+    """Whether ``form`` is a real floating-point format (ulp distances exist in it)."""
+    return form.kind == "float"
+
+
+def wider(a: Format, b: Format) -> Format:
+    """The narrowest format that holds every value of both: bfloat16, float16 -> float32.
+
+    float64 (complex128 beside a complex format) where nothing holds both exactly: int64
+    beside any float, uint64 beside any signed format.
+    """
+    for form in (a, b, *_TABLE):
+        if _holds(form, a) and _holds(form, b):
+            return form
+    return FORMATS["complex128" if "complex" in (a.kind, b.kind) else "float64"]
+
+
+def _holds(form: Format, other: Format) -> bool:
+    if other.kind == "bool" or form.name == other.name:
+        return True
+    if other.kind == "complex" and form.kind != "complex":
+        return False
+    if form.kind in ("int", "bool"):
+        return other.kind == "int" and form.max >= other.max and (form.signed or not other.signed)
+    if other.kind == "int":
+        # Every integer of v value bits needs v significand bits; the fraction has one more.
+        return form.signed and form.mantissa_bits + 1 >= other.mantissa_bits and (
+            form.max >= other.max
+        )
+    return (
+        form.mantissa_bits >= other.mantissa_bits
+        and form.max >= other.max
+        and form.smallest_subnormal <= other.smallest_subnormal
+        and (form.signed or not other.signed)
+    )

@@ -61,6 +61,7 @@ class ModelIdentity(_Strict, kw_only=True):
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None
     trust_remote_code: bool = False
+    missing: list[str] = []
 
 
 class SampleTokens(_Strict, kw_only=True):

@@ -1,11 +1,12 @@
 """Sites: where in a model a tensor was seen.
 
 A site is ``MODULE_PATH:PORT``. The module path is torch's fully qualified name
-(``model.layers.3.self_attn``; the root module is written ``.``). A port is
+(``model.layers.3.self_attn``; the root module is written ``.``). A module called
+again within one forward adds the call: ``shared#2:out``. A port is
 
 * ``in``            the first tensor argument,
-* ``in.N``          the N-th further positional tensor,
-* ``in.NAME``       a keyword tensor, ``in.NAME.N`` one of a tuple of them,
+* ``in.NAME``       another argument by the name it has in ``forward`` (``in.N`` where it has
+                    none), ``in.NAME.N`` one of a tuple of them,
 * ``out``           the output, or the first tensor of a tuple or a ModelOutput,
 * ``out.N``, ``out.NAME``   the others.
 
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable
 
 from divergence.errors import UsageError
 
-__all__ = ["ROOT", "compile_patterns", "join_site", "natural_key", "near_names", "split_site"]
+__all__ = ["ROOT", "compile_patterns", "join_site", "module_of", "natural_key", "near_names", "split_site"]
 
 ROOT = "."
 """How the root module is written in a site."""
@@ -45,6 +46,11 @@ def split_site(site: str) -> tuple[str, str]:
             hint="a site is MODULE_PATH:PORT, for example model.layers.3:out or lm_head:in",
         )
     return match["path"], match["port"]
+
+
+def module_of(site: str) -> str:
+    """``"shared#2:out"`` → ``"shared"``: the module path alone."""
+    return site.partition(":")[0].partition("#")[0]
 
 
 def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -57,11 +57,13 @@ def new_run_id() -> str:
 class Item:
     """A tensor handed to the writer once, whatever number of sites it was seen at."""
 
-    __slots__ = ("digest", "num_bytes", "place", "summary", "tensor")
+    __slots__ = ("digest", "dtype", "num_bytes", "place", "shape", "summary", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor
+        self.tensor: torch.Tensor | None = tensor  # until the writer has taken it
         self.num_bytes = tensor.numel() * tensor.element_size()
+        self.dtype = format_of(tensor.dtype).name
+        self.shape = tuple(tensor.shape)
         self.digest: str | None = None
         self.summary: Summary | None = None
         self.place: Place | None = None
@@ -93,6 +95,7 @@ class RunWriter:
         self._queue: queue.SimpleQueue[tuple[Item, dict] | None] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._waiting_bytes = 0
+        self._unfinished = 0
         self._failure: BaseException | None = None
         self._closed = False
         self._prepare(force)
@@ -138,7 +141,15 @@ class RunWriter:
             while self._waiting_bytes > QUEUE_BYTES and self._failure is None:
                 self._room.wait()
             self._waiting_bytes += item.num_bytes
+            self._unfinished += 1
         self._queue.put((item, coordinates))
+
+    def drain(self) -> None:
+        """Wait until everything put so far has been hashed (and most of it written)."""
+        with self._room:
+            while self._unfinished and self._failure is None:
+                self._room.wait()
+        self._raise_failure()
 
     def update_manifest(self) -> None:
         """Write manifest.json as it stands now, atomically."""
@@ -217,25 +228,27 @@ class RunWriter:
                 if job:
                     with self._room:
                         self._waiting_bytes -= job[0].num_bytes
+                        self._unfinished -= 1
                         self._room.notify_all()
             if job is None:
                 return
 
     def _take(self, item: Item, coordinates: dict) -> None:
-        tensor = item.tensor
-        dtype, shape = item_identity(tensor)
-        if item.digest is None:
-            item.digest = digest_tensor(tensor)
-            identity = (item.digest, dtype, shape)
+        if item.tensor is not None:
+            tensor, item.tensor = item.tensor, None
+            digest = digest_tensor(tensor)
+            identity = (digest, item.dtype, item.shape)
             if identity not in self._known:
-                self._known[identity] = (self._store(item, tensor), summarize(tensor))
+                place = self._store(digest, tensor, item.num_bytes)
+                self._known[identity] = (place, summarize(tensor))
             item.place, item.summary = self._known[identity]
+            item.digest = digest
         self._pending_records.append(
             Record(
                 **coordinates,
                 rank=self._rank,
-                shape=shape,
-                dtype=dtype,
+                shape=item.shape,
+                dtype=item.dtype,
                 place=item.place,
                 xxh3=item.digest,
                 summary=item.summary,
@@ -247,18 +260,18 @@ class RunWriter:
         if self._pending_bytes >= SHARD_BYTES:
             self._flush()
 
-    def _store(self, item: Item, tensor: torch.Tensor) -> Place:
+    def _store(self, digest: str, tensor: torch.Tensor, num_bytes: int) -> Place:
         """Queue the bytes for the current shard, and say where they will be."""
-        key, clash = item.digest, 0
+        key, clash = digest, 0
         while key in self._keys:  # the same bytes under another dtype or shape
             clash += 1
-            key = f"{item.digest}-{clash}"
+            key = f"{digest}-{clash}"
         self._keys.add(key)
         self._pending[key] = tensor
-        self._pending_bytes += item.num_bytes
+        self._pending_bytes += num_bytes
         sizes = self.manifest.sizes
         sizes.num_tensors += 1
-        sizes.stored_bytes += item.num_bytes
+        sizes.stored_bytes += num_bytes
         return Place(shard=shard_name(self._rank, self._shard), key=key)
 
     def _flush(self) -> None:
@@ -282,11 +295,6 @@ class RunWriter:
         while lines:  # unbuffered, so that nothing half-written waits for a later retry
             lines = lines[self._records.write(lines) :]
         self._pending, self._pending_bytes, self._pending_records = {}, 0, []
-
-
-def item_identity(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """(format name, shape) of a tensor."""
-    return format_of(tensor.dtype).name, tuple(tensor.shape)
 
 
 def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:

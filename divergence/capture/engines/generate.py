@@ -1,0 +1,204 @@
+"""Running one group of prompts: greedy decoding with the KV cache, or one forward.
+
+Decoding goes through transformers' own ``generate``, because it knows each
+architecture's caches and inputs; the choice of token is made here, by a logits
+processor that either takes the argmax or forces a recorded token. The model's
+generation config (sampling, penalties, stop words) is left out on purpose: it
+belongs to the deployment, and it would hide what the forward pass computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from divergence.capture.engines.load import LoadedModel
+from divergence.errors import ModelError
+
+if TYPE_CHECKING:
+    from divergence.run.manifest import SampleTokens
+
+__all__ = ["GroupResult", "run_group"]
+
+_TOP = 5
+
+
+@dataclass(slots=True)
+class GroupResult:
+    """Per sample of the group: ids fed forward or chosen last, greedy choices, decoder prompt.
+
+    ``seen_ids``: every id that a report may want to show as text (choices and top-5).
+    """
+
+    generated: list[list[int]]
+    chosen: list[list[int]]
+    decoder_prompt: list[list[int]]
+    seen_ids: set[int] = field(default_factory=set)
+
+
+def run_group(
+    loaded: LoadedModel,
+    samples: list[SampleTokens],
+    *,
+    max_new_tokens: int,
+    forced: list[list[int]] | None = None,
+) -> GroupResult:
+    """One forward for each generated token over a group of equally long (padded) prompts.
+
+    ``forced``: the tokens to feed instead of the own choice, equally many for each sample.
+    Raises ModelError when the forward itself fails.
+    """
+    ids, mask = _inputs(loaded, samples)
+    count = max_new_tokens if forced is None else len(forced[0])
+    model: Any = loaded.module
+    empty = [[] for _ in samples]
+    try:
+        with torch.no_grad():
+            if loaded.task == "encoder" or count == 0 or not _can_generate(model):
+                kwargs = {}
+                if loaded.task == "encoder-decoder":
+                    start = _decoder_start(model)
+                    kwargs["decoder_input_ids"] = torch.full(
+                        (len(samples), 1), start, device=ids.device
+                    )
+                    empty_prompt = [[start] for _ in samples]
+                else:
+                    empty_prompt = [[] for _ in samples]
+                model(input_ids=ids, attention_mask=mask, **kwargs)
+                return GroupResult(empty, [list(row) for row in empty], empty_prompt)
+            return _decode(loaded, ids, mask, count, forced)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"out of memory on {loaded.device} during the forward pass",
+            hint="shorter prompts, --device-map auto, or a smaller --dtype",
+        ) from error
+    except NotImplementedError as error:
+        raise ModelError(
+            f"the forward pass needs an operator that {loaded.device} lacks: "
+            f"{str(error).splitlines()[0][:200]}",
+            hint="use --device cpu, or a newer torch for this device",
+        ) from error
+
+
+def _decode(
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    count: int,
+    forced: list[list[int]] | None,
+) -> GroupResult:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    model: Any = loaded.module
+    control = _control(forced)
+    own = model.generation_config
+    eos = own.eos_token_id if forced is None else None
+    pad = _pad_id(own, loaded)
+    plain = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=count,
+        use_cache=True,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        bos_token_id=own.bos_token_id,
+        decoder_start_token_id=own.decoder_start_token_id,
+    )
+    model.generation_config = plain  # generate() fills gaps from here; keep it equally plain
+    try:
+        output = model.generate(
+            inputs=ids,
+            attention_mask=mask,
+            generation_config=plain,
+            logits_processor=LogitsProcessorList([control]),
+        )
+    finally:
+        model.generation_config = own
+    num_steps = len(control.chosen)
+    generated = output[:, -num_steps:].tolist() if num_steps else [[] for _ in range(len(ids))]
+    before = output.shape[1] - num_steps
+    decoder = output[:, :before].tolist() if loaded.task == "encoder-decoder" else (
+        [[] for _ in range(len(ids))]
+    )
+    chosen = [list(row) for row in zip(*control.chosen, strict=True)]
+    return GroupResult(generated, chosen, decoder, control.seen)
+
+
+def _control(forced: list[list[int]] | None) -> Any:
+    """A logits processor: notes the greedy choice, and forces the recorded one if there is one."""
+    from transformers import LogitsProcessor
+
+    class Control(LogitsProcessor):
+        def __init__(self) -> None:
+            self.chosen: list[list[int]] = []
+            self.seen: set[int] = set()
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            step = len(self.chosen)
+            # On ties the lowest id: argmax does not promise it on every device.
+            best = scores.amax(dim=-1, keepdim=True)
+            index = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+            choice = torch.where(scores == best, index, scores.shape[-1]).amin(dim=-1)
+            choice = choice.clamp_max(scores.shape[-1] - 1)  # a row of nan has no best
+            self.chosen.append(choice.tolist())
+            self.seen.update(scores.topk(min(_TOP, scores.shape[-1])).indices.flatten().tolist())
+            if forced is not None:
+                choice = torch.tensor([row[step] for row in forced], device=scores.device)
+            self.seen.update(choice.tolist())
+            out = torch.full_like(scores, float("-inf"))
+            return out.scatter_(1, choice[:, None], 0.0)
+
+    return Control()
+
+
+def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, mask), both (B, T), padded as the samples say."""
+    pad = _pad_id(getattr(loaded.module, "generation_config", None), loaded) or 0
+    ids = [
+        [pad] * sample.num_left_pad + sample.prompt_ids + [pad] * sample.num_right_pad
+        for sample in samples
+    ]
+    mask = [
+        [0] * sample.num_left_pad + [1] * len(sample.prompt_ids) + [0] * sample.num_right_pad
+        for sample in samples
+    ]
+    vocab = getattr(loaded.module.config.get_text_config(), "vocab_size", None)
+    top = max((max(row) for row in ids if row), default=0)
+    if vocab is not None and top >= vocab:
+        raise ModelError(
+            f"token id {top} is outside the model's vocabulary of {vocab}",
+            hint="the prompt ids or the tokenizer belong to another model",
+        )
+    device = loaded.device
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _pad_id(own: Any, loaded: LoadedModel) -> int | None:
+    """Padding, or any stand-in: padded positions are masked."""
+    candidates = [
+        getattr(own, "pad_token_id", None),
+        getattr(loaded.tokenizer, "pad_token_id", None),
+        getattr(own, "eos_token_id", None),
+    ]
+    for value in candidates:
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if value is not None:
+            return int(value)
+    return 0
+
+
+def _can_generate(model: Any) -> bool:
+    check: Callable[[], bool] | None = getattr(model, "can_generate", None)
+    return bool(check and check() and getattr(model, "generation_config", None) is not None)
+
+
+def _decoder_start(model: Any) -> int:
+    for owner in (getattr(model, "generation_config", None), model.config):
+        value = getattr(owner, "decoder_start_token_id", None)
+        if value is not None:
+            return int(value)
+    return 0

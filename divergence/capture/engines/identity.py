@@ -1,0 +1,135 @@
+"""Who a model is: digests of its weights, config, tokenizer and chat template.
+
+Digests are of values, not of files: the same weights give the same digest from
+any checkpoint layout and on any device. Only what a checkpoint stores counts
+(parameters and persistent buffers); tables computed at start-up are not identity,
+they are results, and are seen at their sites.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divergence.capture.engines.load import LoadedModel
+from divergence.numerics.formats import format_of
+from divergence.run.fingerprint import digest_json, digest_many, digest_tensor, digest_text
+from divergence.run.manifest import ModelIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+__all__ = ["identify", "portable_source"]
+
+_VOLATILE = {
+    # What does not change the numbers that the weights stand for, or is recorded elsewhere.
+    "transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation",
+    "attn_implementation", "_attn_implementation_autoset", "experts_implementation",
+    "_experts_implementation", "architectures", "use_cache", "output_attentions",
+    "output_hidden_states", "return_dict",
+}  # fmt: skip
+_NARROWER = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
+
+
+def identify(
+    loaded: LoadedModel, *, on_parameter: Callable[[int, int, str], None] | None = None
+) -> ModelIdentity:
+    """Digest everything. ``on_parameter(done, total, name)`` reports progress."""
+    module = loaded.module
+    state = module.state_dict()
+    digests: dict[str, str] = {}
+    narrowed: dict[str, dict[str, str]] = {}
+    dtype = _main_dtype(state)
+    for number, (name, tensor) in enumerate(state.items()):
+        if on_parameter is not None:
+            on_parameter(number, len(state), name)
+        if tensor.device.type == "meta":
+            digests[name] = "offloaded"
+            continue
+        digests[name] = digest_tensor(tensor)
+        for target in _NARROWER.get(dtype, ()):
+            narrowed.setdefault(target, {})[name] = _narrow_digest(tensor, target, digests[name])
+    config = module.config
+    tokenizer = loaded.tokenizer
+    template = getattr(tokenizer, "chat_template", None)
+    return ModelIdentity(
+        source=portable_source(loaded.source),
+        revision=loaded.revision,
+        model_class=type(module).__name__,
+        task=loaded.task,
+        config_digest=digest_json(_steady(config.to_dict())),
+        dtype=dtype,
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        digest=digest_many(digests),
+        digests=digests,
+        rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
+        quantization=_quantization(config),
+        attn_implementation=getattr(config, "_attn_implementation", None),
+        tokenizer_digest=_tokenizer_digest(tokenizer),
+        chat_template_digest=None if template is None else digest_json(template),
+        trust_remote_code=loaded.trust_remote_code,
+        missing=loaded.missing,
+    )
+
+
+def portable_source(source: str) -> str:
+    """The model's id or path; a path below the home directory is written with ``~``."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        return source
+    path = path.resolve()
+    home = Path.home()
+    if home != Path("/") and path.is_relative_to(home):
+        return str(Path("~") / path.relative_to(home))
+    return str(path)
+
+
+def _narrow_digest(tensor: torch.Tensor, target: str, own: str) -> str:
+    from divergence.numerics.formats import format_named
+
+    if not tensor.is_floating_point():
+        return own
+    return digest_tensor(tensor.to(format_named(target).torch_dtype))
+
+
+def _main_dtype(state: dict[str, torch.Tensor]) -> str:
+    """The dtype that holds most of the floating-point weights."""
+    counts: dict[str, int] = {}
+    for tensor in state.values():
+        if tensor.is_floating_point():
+            name = format_of(tensor.dtype).name
+            counts[name] = counts.get(name, 0) + tensor.numel()
+    return max(counts, key=counts.__getitem__) if counts else "float32"
+
+
+def _steady(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _steady(v) for k, v in value.items() if k not in _VOLATILE}
+    if isinstance(value, list | tuple):
+        return [_steady(item) for item in value]
+    return value
+
+
+def _quantization(config: Any) -> str | None:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    values = found if isinstance(found, dict) else found.to_dict()
+    method = values.get("quant_method", "unknown")
+    bits = values.get("bits") or values.get("weight_bits")
+    return f"{getattr(method, 'value', method)}{f' {bits}-bit' if bits else ''}"
+
+
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        values = json.loads(backend.to_str())
+        values.pop("truncation", None)  # set by the last call, not by the tokenizer's files
+        values.pop("padding", None)
+        return digest_json(values)
+    return digest_text(json.dumps(tokenizer.get_vocab(), sort_keys=True))

@@ -1,0 +1,273 @@
+"""Loading a Hugging Face model by hub id or local path, without surprises.
+
+The task is read off the config's architectures; attention is ``eager`` unless
+asked otherwise, because it is the one implementation that every backend shares.
+Parameters that the checkpoint lacks (transformers fills them with random numbers)
+are reported, not passed over: a missing shard looks exactly like a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divergence.errors import ModelError, UsageError
+from divergence.numerics.formats import format_named
+from divergence.run.manifest import Task
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+__all__ = ["LoadedModel", "empty_model", "load_config", "load_model", "load_tokenizer",
+           "resolve_task"]
+
+TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in eval mode on its device, with what is needed to feed it."""
+
+    source: str
+    revision: str | None
+    task: Task
+    module: torch.nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+    device: torch.device
+    trust_remote_code: bool
+    missing: list[str] = field(default_factory=list)
+
+
+def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
+    """The model's config alone. Raises ModelError for no such model and for damaged configs."""
+    from transformers import AutoConfig
+
+    _check_source(source)
+    try:
+        return AutoConfig.from_pretrained(
+            os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise _model_error(source, error) from error
+
+
+def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
+    """``auto`` → from ``is_encoder_decoder`` and the architectures' names."""
+    if task not in TASKS:
+        raise UsageError(f"unknown task {task!r}", hint=f"one of {', '.join(TASKS)}")
+    if task != "auto":
+        return task
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    names = config.architectures or []
+    if any("CausalLM" in name or "LMHead" in name or name.endswith("ForConditionalGeneration")
+           for name in names):
+        return "causal-lm"
+    if names:
+        return "encoder"
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return "causal-lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else "encoder"
+
+
+def load_tokenizer(
+    source: str, *, revision: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or None where the model has none (token ids are then needed)."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception:  # any tokenizer library's own error; reported when text needs it
+        return None
+
+
+def load_model(
+    source: str,
+    *,
+    task: str = "auto",
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    device_map: str | None = None,
+    attn_implementation: str = "eager",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load model and tokenizer. ``dtype`` None keeps the checkpoint's.
+
+    Raises ModelError (no such model, no weights, not loadable, does not fit) and
+    UsageError (unknown dtype or attention implementation).
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    kind = resolve_task(config, task)
+    torch_dtype: Any = "auto"
+    if dtype is not None:
+        torch_dtype = _model_dtype(dtype)
+    options: dict[str, Any] = {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "dtype": torch_dtype,
+        "attn_implementation": attn_implementation,
+        "output_loading_info": True,
+    }
+    if device_map is not None:
+        options["device_map"] = device_map
+    factory = _factory(config, kind)
+    disable_progress_bar()  # progress is the caller's, and none where stderr is no terminal
+    try:
+        module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if "attn_implementation" in str(error) or "attention implementation" in str(error).lower():
+            raise UsageError(
+                f"attention implementation {attn_implementation!r} cannot be used: "
+                f"{_first_line(error)}",
+                hint=f"one of {', '.join(_ATTENTION)}; eager is always there",
+            ) from error
+        raise _model_error(source, error) from error
+    module.eval()
+    if device_map is None:
+        try:
+            module.to(device)
+        except RuntimeError as error:  # out of memory is a RuntimeError on every backend
+            raise ModelError(
+                f"the model does not fit on {device}: {_first_line(error)}",
+                hint="use --device-map auto, a smaller --dtype, or --device cpu",
+            ) from error
+    missing = sorted(str(name) for name in loading.get("missing_keys", ()))
+    return LoadedModel(
+        source=source,
+        revision=revision,
+        task=kind,
+        module=module,
+        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
+        device=next(module.parameters()).device,
+        trust_remote_code=trust_remote_code,
+        missing=missing,
+    )
+
+
+def empty_model(
+    source: str,
+    *,
+    task: str = "auto",
+    revision: str | None = None,
+    dtype: str | None = None,
+    attn_implementation: str = "eager",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """The model's structure on torch's meta device: shapes without weights."""
+    import torch
+
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    kind = resolve_task(config, task)
+    factory = _factory(config, kind)
+    wanted = _model_dtype(dtype) if dtype is not None else _config_dtype(config)
+    try:
+        with torch.device("meta"):
+            module = factory.from_config(
+                config,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                **({} if wanted is None else {"dtype": wanted}),
+            )
+    except (ValueError, ImportError, RuntimeError, NotImplementedError) as error:
+        raise _model_error(source, error) from error
+    return LoadedModel(
+        source=source,
+        revision=revision,
+        task=kind,
+        module=module.eval(),
+        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
+        device=torch.device("meta"),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _factory(config: PretrainedConfig, task: Task) -> Any:
+    import transformers as hf
+
+    if task == "causal-lm":
+        return hf.AutoModelForCausalLM
+    names = config.architectures or [""]
+    if task == "encoder-decoder":
+        return hf.AutoModelForSeq2SeqLM
+    for suffix, factory in (
+        ("ForMaskedLM", hf.AutoModelForMaskedLM),
+        ("ForSequenceClassification", hf.AutoModelForSequenceClassification),
+        ("ForTokenClassification", hf.AutoModelForTokenClassification),
+        ("ForQuestionAnswering", hf.AutoModelForQuestionAnswering),
+    ):
+        if names[0].endswith(suffix):
+            return factory
+    return hf.AutoModel
+
+
+def _model_dtype(name: str) -> torch.dtype:
+    form = format_named(name)
+    if form.kind != "float" or form.name.startswith("float8"):
+        raise UsageError(
+            f"a model cannot be run in dtype {form.name}",
+            hint="one of float32, bfloat16, float16, float64",
+        )
+    return form.torch_dtype
+
+
+def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    value = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return format_named(str(value)).torch_dtype if value is not None else None
+
+
+def _check_source(source: str) -> None:
+    path = Path(source).expanduser()
+    looks_local = source.startswith((".", "/", "~")) or path.exists()
+    if not looks_local:
+        return
+    if not path.exists():
+        raise ModelError(f"no such model: {path} does not exist", hint="check the path")
+    if not path.is_dir():
+        raise ModelError(f"{path} is a file", hint="give the model's directory")
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"no model in {path}: it has no config.json",
+            hint="give the directory that save_pretrained or `hf download` wrote",
+        )
+
+
+def _model_error(source: str, error: BaseException) -> ModelError:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return ModelError(
+            f"{source} carries its own modelling code",
+            hint="read that code, then pass --trust-remote-code",
+        )
+    if "no file named" in text or "safetensors" in text and "not found" in text.lower():
+        return ModelError(
+            f"no weights in {source}",
+            where=_first_line(error),
+            hint="download the model.safetensors files (all shards) beside config.json",
+        )
+    if "accelerate" in text:
+        return ModelError(
+            "--device-map needs the accelerate package",
+            hint="pip install accelerate, or leave out --device-map",
+        )
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    return ModelError(
+        f"cannot load {source!r}: {_first_line(error)}",
+        hint="HF_HUB_OFFLINE is set: only local paths and cached models can be used"
+        if offline
+        else "check the hub id or path, --revision, and that this machine reaches the hub "
+        "(offline: give a local directory)",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

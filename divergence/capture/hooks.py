@@ -1,0 +1,275 @@
+"""Hooks: seeing every wanted tensor without changing a bit of the result.
+
+One pre-hook and one hook a module. The pre-hook puts a recorded input in place
+(anchored pass), then a planted fault, then records; the hook plants, then
+records. Tensors are cloned at once, because later operators may write to them in
+place. A tensor that passes through unchanged from one module to the next is
+cloned once: recognised by identity and by torch's version counter, which every
+in-place write advances.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from divergence.capture.leaves import argument_names, input_leaves, map_inputs, map_output, output_leaves
+from divergence.capture.plant import Plant
+from divergence.capture.selection import select_positions, step_selected
+from divergence.errors import PlantError
+from divergence.run.manifest import ModuleNote
+from divergence.run.record import PassName
+from divergence.run.site import ROOT, join_site
+from divergence.run.writer import Item
+
+__all__ = ["Anchor", "Recorder", "Sink"]
+
+_REMEMBERED = 16
+"""Live tensors kept for recognition; a block hands its input to at most a few readers."""
+
+
+class Sink(Protocol):
+    """Where records go: a RunWriter, or something that only compares digests."""
+
+    def put(self, item: Item, *, pass_: PassName, sample: int, step: int, site: str,
+            order: int, positions: tuple[int, ...] | None = None) -> None: ...
+
+
+class Anchor(Protocol):
+    """Recorded inputs by coordinates; None where nothing was recorded."""
+
+    def __call__(self, sample: int, step: int, site: str) -> torch.Tensor | None: ...
+
+
+class Recorder:
+    """Installs the hooks of one pass over one model; ``with recorder.installed():``.
+
+    ``wanted(path, port, tensor)`` decides what is recorded. ``logit_paths``: modules of
+    whose output only the last position decides (causal models). ``fired`` holds the
+    plants that met a tensor, ``anchored`` the number of inputs that were replaced.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        notes: Mapping[str, ModuleNote],
+        *,
+        wanted: Callable[[str, str, torch.Tensor], bool],
+        hooked: set[str],
+        sink: Sink,
+        pass_: PassName = "free",
+        steps: str | None = None,
+        positions: str | None = None,
+        logit_paths: frozenset[str] = frozenset(),
+        plants: Sequence[Plant] = (),
+        anchor: Anchor | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._notes = notes
+        self._wanted = wanted
+        self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
+        if anchor is not None:
+            self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
+        self.sink = sink
+        self._pass: PassName = pass_
+        self._steps = steps
+        self._positions = positions
+        self._logit_paths = logit_paths
+        self._plants: dict[str, list[Plant]] = {}
+        for plant in plants:
+            self._plants.setdefault(plant.path, []).append(plant)
+        self._anchor = anchor
+        self._on_step = on_step
+        self.fired: set[str] = set()
+        self.anchored = 0
+        self._recent: deque[tuple[torch.Tensor, int, Item]] = deque(maxlen=_REMEMBERED)
+        self.begin(sample=0, batch=1, num_tokens=0)
+
+    def begin(self, *, sample: int, batch: int, num_tokens: int) -> None:
+        """A new group of samples: ``batch`` sequences of ``num_tokens`` prompt tokens."""
+        self._sample, self._batch, self._num_tokens = sample, batch, num_tokens
+        self._step = self._order = 0
+        self._forwards = 0
+        self._anchor_broken = False
+        self._calls: dict[str, int] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Forwards of the whole model seen since ``begin``."""
+        return self._step
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Recorder]:
+        """Hooks on; off again on any exit."""
+        handles = []
+        try:
+            for name, module in self._model.named_modules():
+                path = name or ROOT
+                if path not in self._hooked:
+                    continue
+                handles.append(
+                    module.register_forward_pre_hook(self._pre_hook(path, argument_names(module)), with_kwargs=True)
+                )
+                handles.append(module.register_forward_hook(self._post_hook(path)))
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._recent.clear()
+
+    def _pre_hook(self, path: str, names: Sequence[str]) -> Callable:
+        anchors = self._anchor is not None and path != ROOT and (
+            self._notes[path].role in ("block", "trunk")
+        )
+        plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("in")]
+
+        def pre_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
+            call = self._calls[path] = self._calls.get(path, 0) + 1
+            changed = None
+            done: set[str] = set()
+            if anchors and not self._anchor_broken:
+                site_path = _called(path, call)
+
+                def put_recorded(port: str, tensor: torch.Tensor) -> torch.Tensor:
+                    return self._recorded_input(site_path, port, tensor, done)
+
+                changed = args, kwargs = map_inputs(args, kwargs, put_recorded, names)
+            if plants:
+                changed = args, kwargs = map_inputs(args, kwargs, self._planter(plants), names)
+            for port, tensor in input_leaves(args, kwargs, names):
+                if port not in done:  # an anchored input is the other run's, not news of this one
+                    self._emit(path, call, port, tensor)
+            return changed
+
+        return pre_hook
+
+    def _post_hook(self, path: str) -> Callable:
+        plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("out")]
+
+        def post_hook(module: torch.nn.Module, args: tuple, output: Any):
+            new = map_output(output, self._planter(plants)) if plants else output
+            call = self._calls.get(path, 1)
+            for port, tensor in output_leaves(new):
+                self._emit(path, call, port, tensor)
+            if path == ROOT:
+                self._end_of_forward()
+            return new if plants else None
+
+        return post_hook
+
+    def _end_of_forward(self) -> None:
+        self._step += 1
+        self._order = 0
+        self._calls.clear()
+        if self._on_step is not None:
+            self._on_step(self._step)
+
+    def _recorded_input(
+        self, path: str, port: str, tensor: torch.Tensor, done: set[str]
+    ) -> torch.Tensor:
+        """The other run's tensor for this input; the own one where none was recorded."""
+        if not tensor.is_floating_point() or "mask" in port:
+            return tensor
+        recorded = self._anchor(self._sample, self._step, join_site(path, port))
+        if recorded is None:
+            if port == "in" and self._notes[path.partition("#")[0]].role == "block":
+                # From here on the caches would hold own values: no longer anchored.
+                self._anchor_broken = True
+            return tensor
+        if recorded.shape != tensor.shape:
+            if port == "in":
+                self._anchor_broken = True
+            return tensor
+        done.add(port)
+        self.anchored += 1
+        # A copy: the model may write to its inputs in place, and the recording must not change.
+        return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+
+    def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        def change(port: str, tensor: torch.Tensor) -> torch.Tensor:
+            for plant in plants:
+                if plant.port == port:
+                    self.fired.add(plant.site)
+                    tensor = plant.apply(tensor, self._sample * 100_003 + self._step)
+            return tensor
+
+        return change
+
+    def _emit(self, path: str, call: int, port: str, tensor: torch.Tensor) -> None:
+        if not self._wanted(path, port, tensor) or not step_selected(self._steps, self._step):
+            return
+        if self._anchor is not None and self._anchor_broken:
+            return
+        kept, positions = self._narrowed(path, port, tensor)
+        self.sink.put(
+            self._item(kept),
+            pass_=self._pass,
+            sample=self._sample,
+            step=self._step,
+            site=join_site(_called(path, call), port),
+            order=self._order,
+            positions=positions,
+        )
+        self._order += 1
+
+    def _narrowed(
+        self, path: str, port: str, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+        """The part of a tensor that is kept, and the token indices of its rows."""
+        tokens = self._num_tokens
+        if self._step > 0 or tensor.ndim < 2 or tensor.shape[0] != self._batch:
+            return tensor, None
+        if path in self._logit_paths and tensor.ndim == 3 and tensor.shape[1] in (1, tokens):
+            return tensor[:, -1:, :], (tokens - 1,)
+        if self._positions is None or tensor.shape[1] != tokens:
+            return tensor, None
+        positions = select_positions(self._positions, tokens)
+        return tensor[:, list(positions)], positions
+
+    def _item(self, tensor: torch.Tensor) -> Item:
+        version = _version(tensor)
+        for seen, seen_version, item in self._recent:
+            if seen is tensor and seen_version == version and version is not None:
+                return item
+        item = Item(_detached_copy(tensor))
+        self._recent.append((tensor, version, item))
+        return item
+
+    def check_plants(self) -> None:
+        """Raise PlantError for a plant whose site was never reached."""
+        for plants in self._plants.values():
+            for plant in plants:
+                if plant.site not in self.fired:
+                    raise PlantError(
+                        f"the fault {plant.fault} was never planted: "
+                        f"no tensor passed {plant.site}",
+                        hint="`divergence inspect RUN` lists the sites of a run "
+                        "captured with --sites modules",
+                    )
+
+
+def _called(path: str, call: int) -> str:
+    return path if call == 1 else f"{path}#{call}"
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """torch's in-place write counter; None where it is not kept (inference mode)."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
+
+
+def _detached_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU copy that nobody else writes to."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.device.type != "cpu":
+        return tensor.to("cpu").contiguous()
+    return tensor.clone(memory_format=torch.contiguous_format)

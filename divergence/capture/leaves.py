@@ -1,0 +1,112 @@
+"""Names for the tensors among a module's arguments and results, and their replacement.
+
+``forward(hidden, mask=m, position_embeddings=(cos, sin))`` has the ports ``in``,
+``in.mask``, ``in.position_embeddings.0`` and ``in.position_embeddings.1``. The
+first tensor found is always ``in`` (or ``out``), given by position or by name, so
+that ``layer(hidden)`` and ``layer(hidden_states=hidden)`` have the same sites;
+the other positional arguments take their names from ``forward``'s signature for the
+same reason. Caches and other objects are passed by.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["argument_names", "input_leaves", "map_inputs", "map_output", "output_leaves"]
+
+Leaf = tuple[str, torch.Tensor]
+
+
+def argument_names(module: torch.nn.Module) -> list[str]:
+    """Names of the positional parameters of ``module.forward``; empty where it hides them."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def input_leaves(
+    args: tuple, kwargs: Mapping[str, Any], names: Sequence[str] = ()
+) -> Iterator[Leaf]:
+    """(port, tensor) for each tensor among the arguments, in order."""
+    found: list[Leaf] = []
+
+    def note(port: str, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((port, tensor))
+        return tensor
+
+    _walk_inputs(args, kwargs, names, note)
+    return iter(found)
+
+
+def map_inputs(
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    change: Callable[[str, torch.Tensor], torch.Tensor],
+    names: Sequence[str] = (),
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with each tensor replaced by ``change(port, tensor)``."""
+    return _walk_inputs(args, kwargs, names, change)
+
+
+def output_leaves(output: Any) -> Iterator[Leaf]:
+    """(port, tensor) for each tensor of a module's result, in order."""
+    found: list[Leaf] = []
+
+    def note(port: str, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((port, tensor))
+        return tensor
+
+    map_output(output, note)
+    return iter(found)
+
+
+def map_output(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """The result with each tensor replaced by ``change(port, tensor)``."""
+    return _walk(output, "out", _first_named(change, "out"))
+
+
+def _first_named(change: Callable[[str, torch.Tensor], torch.Tensor], port: str) -> Callable:
+    """Give the first tensor the bare port, whatever it was called."""
+    first = True
+
+    def named(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal first
+        if first:
+            first, name = False, port
+        return change(name, tensor)
+
+    return named
+
+
+def _walk_inputs(
+    args: tuple, kwargs: Mapping[str, Any], names: Sequence[str], change: Callable
+) -> tuple[tuple, dict]:
+    named = _first_named(change, "in")
+    labels = [names[index] if index < len(names) else str(index) for index in range(len(args))]
+    new_args = tuple(
+        _walk(value, f"in.{label}", named) for label, value in zip(labels, args, strict=True)
+    )
+    new_kwargs = {name: _walk(value, f"in.{name}", named) for name, value in kwargs.items()}
+    return new_args, new_kwargs
+
+
+def _walk(value: Any, name: str, change: Callable) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(name, value)
+    if type(value) in (tuple, list):
+        new = [_walk(item, f"{name}.{index}", change) for index, item in enumerate(value)]
+        changed = any(a is not b for a, b in zip(new, value, strict=True))
+        return type(value)(new) if changed else value
+    if isinstance(value, dict):  # ModelOutput is an ordered dict
+        for key in list(value):
+            new_item = _walk(value[key], f"{name}.{key}", change)
+            if new_item is not value[key]:
+                value[key] = new_item
+    return value

@@ -1,0 +1,110 @@
+"""The passes of a capture: free, its repeats, and anchored.
+
+Free: the model runs on its own values (tokens forced where a run is repeated).
+Repeat: the free pass again, its digests held against the first. Anchored: every
+block gets the recorded input of the run that is repeated, so that what differs at
+its output was made there; caches are the own ones, made from those inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from divergence.capture.engines.generate import GroupResult, run_group
+from divergence.capture.engines.load import LoadedModel
+from divergence.capture.hooks import Recorder
+from divergence.run.fingerprint import digest_tensor
+from divergence.run.manifest import Repeatability, SampleTokens
+from divergence.run.reader import Run
+from divergence.run.record import PassName
+from divergence.run.writer import Item, RunWriter
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RememberingSink", "RepeatSink", "can_anchor", "recorded_inputs", "run_pass"]
+
+Key = tuple[int, int, str]
+
+
+class RememberingSink:
+    """Passes everything on to the writer and remembers what was seen where."""
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
+        self.items: dict[Key, Item] = {}
+
+    def put(self, item: Item, *, sample: int, step: int, site: str, **rest) -> None:
+        self.items[sample, step, site] = item
+        self._writer.put(item, sample=sample, step=step, site=site, **rest)
+
+
+class RepeatSink:
+    """Holds a repeated run's digests against the first run's. ``first`` must be written out."""
+
+    def __init__(self, first: dict[Key, Item], result: Repeatability) -> None:
+        self._first = first
+        self._result = result
+
+    def put(self, item: Item, *, sample: int, step: int, site: str, **_: object) -> None:
+        if item.digest is None:
+            item.digest, item.tensor = digest_tensor(item.tensor), None
+        earlier = self._first.get((sample, step, site))
+        self._result.num_compared += 1
+        if earlier is None or earlier.digest != item.digest:
+            self._result.num_different += 1
+            if self._result.first_difference is None:
+                self._result.first_difference = f"{site} (sample {sample}, step {step})"
+
+
+def run_pass(
+    loaded: LoadedModel,
+    recorder: Recorder,
+    samples: Sequence[SampleTokens],
+    groups: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    forced: Sequence[list[int]] | None = None,
+    on_group: Callable[[list[int], GroupResult], None] | None = None,
+) -> None:
+    """Run every group once under the recorder's hooks."""
+    with recorder.installed():
+        for group in groups:
+            members = [samples[number] for number in group]
+            first = members[0]
+            recorder.begin(
+                sample=group[0],
+                batch=len(group),
+                num_tokens=first.num_left_pad + len(first.prompt_ids) + first.num_right_pad,
+            )
+            wanted = None if forced is None else [
+                forced[number][:max_new_tokens] for number in group
+            ]
+            result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
+            if on_group is not None:
+                on_group(group, result)
+
+
+def can_anchor(run: Run) -> str | None:
+    """None if the run holds what an anchored pass needs, else why it does not."""
+    plan = run.manifest.plan
+    if plan.positions is not None:
+        return f"it holds only the token positions {plan.positions}"
+    blocks = {path for path, note in plan.modules.items() if note.role == "block"}
+    inputs = {record.site.rpartition(":")[0] for record in run.records
+              if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")}
+    if not blocks & inputs:
+        return "it holds no inputs of blocks (its sites: " + ", ".join(plan.sites) + ")"
+    return None
+
+
+def recorded_inputs(run: Run) -> Callable[[int, int, str], torch.Tensor | None]:
+    """An Anchor over a run's free pass."""
+    free: PassName = "free"
+
+    def anchor(sample: int, step: int, site: str) -> torch.Tensor | None:
+        record = run.find((free, sample, step, site))
+        return None if record is None else run.read(record)
+
+    return anchor

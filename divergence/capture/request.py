@@ -1,0 +1,182 @@
+"""What is to be captured: the caller's wishes, merged with the run to be repeated.
+
+With ``--like`` everything comes from the recorded run unless the caller says
+otherwise, and every such override is noted, because a comparison must know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from divergence.capture.plant import Plant, parse_plant
+from divergence.capture.prompts import Prompt, collect_prompts
+from divergence.capture.selection import select_positions, step_selected
+from divergence.errors import UsageError
+from divergence.numerics.formats import format_named
+from divergence.run.manifest import Override
+from divergence.run.reader import Run
+
+__all__ = ["DEFAULT_MAX_NEW_TOKENS", "Request", "resolve_request"]
+
+DEFAULT_MAX_NEW_TOKENS = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """Everything decided before the model is loaded."""
+
+    model: str
+    task: str
+    revision: str | None
+    dtype: str | None
+    device: str
+    device_map: str | None
+    attn_implementation: str
+    trust_remote_code: bool
+    prompts: list[Prompt]
+    chat: bool
+    batch: bool
+    max_new_tokens: int
+    sites: list[str]
+    steps: str | None
+    positions: str | None
+    deterministic: bool
+    seed: int
+    repeat: int
+    anchor: bool
+    plants: list[Plant] = field(default_factory=list)
+    label: str | None = None
+    like: Run | None = None
+    overrides: list[Override] = field(default_factory=list)
+
+
+def resolve_request(
+    model: str | None,
+    *,
+    like: str | Path | Run | None,
+    task: str,
+    revision: str | None,
+    dtype: str | None,
+    device: str,
+    device_map: str | None,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    prompts: Sequence[str],
+    prompts_file: str | Path | None,
+    chat: bool,
+    batch: bool | None,
+    max_new_tokens: int | None,
+    sites: Sequence[str],
+    steps: str | None,
+    positions: str | None,
+    deterministic: bool | None,
+    seed: int | None,
+    repeat: int,
+    anchor: bool,
+    plants: Sequence[str],
+    label: str | None,
+) -> Request:
+    """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
+    step_selected(steps, 0)
+    select_positions(positions, 1)
+    if dtype is not None:
+        dtype = format_named(dtype).name
+    if repeat < 1:
+        raise UsageError(f"--repeat {repeat}: at least one run is needed")
+    if max_new_tokens is not None and max_new_tokens < 0:
+        raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
+    parsed = [parse_plant(text) for text in plants]
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    common = {
+        "device": device,
+        "device_map": device_map,
+        "repeat": repeat,
+        "anchor": anchor,
+        "plants": parsed,
+        "label": label,
+        "chat": chat,
+    }
+    if like is None:
+        if model is None:
+            raise UsageError("no model given", hint="divergence capture MODEL -o RUN, "
+                             "or divergence capture --like RUN -o RUN2")
+        return Request(
+            model=model,
+            task=task,
+            revision=revision,
+            dtype=dtype,
+            attn_implementation=attn_implementation or "eager",
+            trust_remote_code=trust_remote_code,
+            prompts=collect_prompts(prompts, prompts_file),
+            batch=bool(batch),
+            max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+            sites=list(sites) or ["blocks"],
+            steps=steps,
+            positions=positions,
+            deterministic=True if deterministic is None else deterministic,
+            seed=seed or 0,
+            **common,
+        )
+    if prompts or prompts_file or chat or batch:
+        raise UsageError(
+            "--like repeats the recorded tokens, so prompts cannot be given with it",
+            hint="leave out --prompt, --prompts, --chat and --batch, or capture without --like",
+        )
+    run = like if isinstance(like, Run) else Run.open(like)
+    return _like(run, model=model, task=task, revision=revision, dtype=dtype,
+                 attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
+                 max_new_tokens=max_new_tokens, sites=sites, steps=steps, positions=positions,
+                 deterministic=deterministic, seed=seed, common=common)
+
+
+def _like(
+    run: Run,
+    *,
+    model: str | None,
+    task: str,
+    revision: str | None,
+    dtype: str | None,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    max_new_tokens: int | None,
+    sites: Sequence[str],
+    steps: str | None,
+    positions: str | None,
+    deterministic: bool | None,
+    seed: int | None,
+    common: dict,
+) -> Request:
+    """The recorded run's own request, with what the caller overrides."""
+    recorded = run.manifest
+    overrides: list[Override] = []
+
+    def choose(name: str, given, found):
+        if given is None or given == found:
+            return found
+        overrides.append(Override(name=name, reference=str(found), used=str(given)))
+        return given
+
+    settings, plan, identity = recorded.settings, recorded.plan, recorded.model
+    attention = identity.attn_implementation or settings.attn_implementation or "eager"
+    return Request(
+        like=run,
+        model=choose("model", model, identity.source),
+        task=choose("task", None if task == "auto" else task, identity.task),
+        revision=choose("revision", revision, identity.revision if model is None else None),
+        dtype=choose("dtype", dtype, identity.dtype),
+        attn_implementation=choose("attn_implementation", attn_implementation, attention),
+        trust_remote_code=trust_remote_code or (model is None and identity.trust_remote_code),
+        prompts=[],
+        batch=settings.batch,
+        max_new_tokens=choose("max_new_tokens", max_new_tokens, settings.max_new_tokens),
+        sites=choose("sites", list(sites) or None, plan.sites),
+        steps=choose("steps", steps, plan.steps),
+        positions=choose("positions", positions, plan.positions),
+        deterministic=choose("deterministic", deterministic, settings.deterministic),
+        seed=choose("seed", seed, settings.seed),
+        overrides=overrides,
+        **common,
+    )

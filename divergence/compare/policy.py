@@ -37,8 +37,8 @@ __all__ = [
     "DEFAULT_POLICY",
     "Policy",
     "PreflightPolicy",
-    "Tolerance",
     "TokensPolicy",
+    "Tolerance",
     "load_policy",
 ]
 

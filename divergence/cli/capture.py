@@ -1,0 +1,370 @@
+"""`divergence capture`: make a run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose, settings, show
+from divergence.cli.progress import progress_bars
+from divergence.errors import UsageError
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence capture Qwen/Qwen3-0.6B -o a --prompt "The capital of France is"
+
+  divergence capture --like a -o b                            # the other machine
+
+  divergence capture ./model -o a --sites attention --steps 0:4
+
+  divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
+
+  divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
+"""
+
+MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
+REPEATING, OUTPUT = "Repeating a run", "Output"
+
+
+def command(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Model id or directory; left out with --like.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="RUN", help="Directory to write; needed."),
+    ] = None,
+    task: Annotated[
+        Literal["auto", "causal-lm", "encoder", "encoder-decoder"] | None,
+        typer.Option(
+            "--task",
+            metavar="TASK",
+            help="auto, causal-lm, encoder or encoder-decoder.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            "--revision",
+            metavar="REV",
+            help="Branch, tag or commit on the hub.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="float32, bfloat16, float16 or auto (as the checkpoint says).",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="auto, cpu, cuda:0, npu:0, xpu, mps.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            "--device-map",
+            metavar="MAP",
+            help="Spread the model over devices, as transformers does (auto, balanced).",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    attn_implementation: Annotated[
+        str | None,
+        typer.Option(
+            "--attn-implementation",
+            metavar="NAME",
+            help="eager, sdpa, flash_attention_2. Default: eager, or the recorded one.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            metavar="",
+            help="Run code that comes with the model.",
+            rich_help_panel=MODEL,
+        ),
+    ] = False,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt", metavar="TEXT", help="A prompt; repeatable.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts", metavar="FILE", help="A file of prompts.", rich_help_panel=PROMPTS
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            metavar="",
+            help="Put prompts through the chat template.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = False,
+    batch: Annotated[
+        bool,
+        typer.Option(
+            "--batch",
+            metavar="",
+            help="Run all prompts in one padded batch.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            min=0,
+            help="Decode steps after the prefill. Default: 16, or the recorded number.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    sites: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sites",
+            metavar="SITES",
+            help="blocks, modules, a preset (attention, mlp, norms), a glob, re:REGEX; repeatable.",
+            rich_help_panel=RECORDED,
+        ),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps",
+            metavar="STEPS",
+            help="Forwards to record: 0 is the prefill; 0:4 or 0,8,16.",
+            rich_help_panel=RECORDED,
+        ),
+    ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option(
+            "--positions",
+            metavar="TOKENS",
+            help="Token positions to record, such as -1 or 0:8.",
+            rich_help_panel=RECORDED,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            metavar="",
+            help="List sites, shapes and bytes; write nothing.",
+            rich_help_panel=RECORDED,
+        ),
+    ] = False,
+    no_deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--no-deterministic",
+            metavar="",
+            help="Leave the determinism switches alone.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = False,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Seed of every generator. Default: 0.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = None,
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            "--repeat",
+            metavar="K",
+            min=1,
+            help="Run K times and say whether this machine repeats itself. Default: 1.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            metavar="RUN",
+            help="Do again what RUN did: its tokens, sites and settings, on this machine.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = None,
+    model_copy: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="With --like: where this machine has the model.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = None,
+    no_anchor: Annotated[
+        bool,
+        typer.Option(
+            "--no-anchor",
+            metavar="",
+            help="With --like: leave out the anchored pass.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = False,
+    plants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plant",
+            metavar="SITE=FAULT",
+            help="Plant a fault, to see that it is found; repeatable.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            "--label", metavar="TEXT", help="What to call this machine.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a model and record what happens at chosen sites.
+
+    Makes a run: a directory that another machine can do again with --like, and that
+    compare, check and inspect read without the model.
+    """
+    if like is None and model is None:
+        raise UsageError(
+            "there is no MODEL", hint="divergence capture MODEL -o RUN, or --like RUN -o OTHER"
+        )
+    if like is not None and model is not None:
+        raise UsageError(
+            "with --like the model is the recorded one",
+            hint=f"if this machine has it elsewhere: --model {shlex.quote(model)}",
+        )
+    if like is None and (model_copy is not None or no_anchor):
+        given = "--model" if model_copy is not None else "--no-anchor"
+        raise UsageError(f"{given} needs --like", hint="name the model as the argument")
+    if out is None and not dry_run:
+        raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
+
+    from divergence.config import expand_sites
+
+    chosen: dict[str, Any] = {
+        "task": task,
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
+        "device_map": device_map,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code or None,
+        "prompts": prompts or None,
+        "prompts_file": prompts_file,
+        "chat": chat or None,
+        # None with --like: batched if the recorded run was
+        "batch": True if batch else None if like else False,
+        "max_new_tokens": max_new_tokens,
+        "sites": sites or None,
+        "steps": steps,
+        "positions": positions,
+        "deterministic": False if no_deterministic else None,
+        "seed": seed,
+        "repeat": repeat,
+        "anchor": False if no_anchor else None,
+        "plants": plants or None,
+        "label": label,
+        "force": force or None,
+    }
+    # what is not given is left to the function's own default
+    values = {name: value for name, value in chosen.items() if value is not None or name == "batch"}
+    values = {**_defaults(like is not None), **values}
+    if "sites" in values:
+        values["sites"] = expand_sites(values["sites"])
+    values["out"] = out
+    values["like"] = like
+    arguments = ctx.meta.get(ARGUMENTS)
+    if arguments:
+        values["command"] = shlex.join(["divergence", *arguments])
+
+    from divergence.capture import api
+
+    with progress_bars(quiet=quiet or json) as progress:
+        call = api.plan_capture if dry_run else api.capture
+        result = call(model if like is None else model_copy, progress=progress, **values)
+    if dry_run:
+        _show_plan(result, json=json)
+    else:
+        _show_run(result, like=like, json=json, quiet=quiet)
+
+
+def _defaults(like: bool) -> dict[str, Any]:
+    """Settings from the environment and the file; with --like only those of the machine."""
+    import msgspec
+
+    known = msgspec.structs.asdict(settings("capture"))
+    of_machine = ("device", "device_map", "label")
+    return {
+        name: value
+        for name, value in known.items()
+        if value is not None and (not like or name in of_machine)
+    }
+
+
+def _show_plan(plan: Any, *, json: bool) -> None:
+    import msgspec
+
+    from divergence.report.inspection import plan_lines
+    from divergence.report.machine import strict_json
+    from divergence.report.terminal import print_lines
+
+    built = msgspec.to_builtins(plan)
+    if json:
+        show(strict_json({"schema_version": 1, "dry_run": built}))
+    else:
+        print_lines(plan_lines(built))
+
+
+def _show_run(run: Any, *, like: Path | None, json: bool, quiet: bool) -> None:
+    import msgspec
+
+    from divergence.report.inspection import captured_lines
+    from divergence.report.machine import strict_json
+    from divergence.report.terminal import print_lines
+
+    if json:
+        manifest = msgspec.to_builtins(run.manifest)
+        show(strict_json({"schema_version": 1, "path": str(run.path), "manifest": manifest}))
+    elif quiet:
+        show(str(run.path))
+    else:
+        print_lines(captured_lines(str(run.path), run.manifest, run.records, like=like))

@@ -1,0 +1,101 @@
+"""`divergence check`: hold a run against a golden and a policy, for CI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divergence.cli.options import Json, NameMap, Quiet, Verbose, settings, show
+from divergence.cli.progress import progress_bars
+from divergence.errors import IncomparableError
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence check golden new
+
+  divergence check golden new --policy strict
+
+  divergence check golden new --policy ./policies/nightly.toml --json > check.json
+
+  divergence check golden new --bless      # new becomes the golden; the old one is kept
+
+Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
+"""
+
+
+def command(
+    golden: Annotated[Path, typer.Argument(metavar="GOLDEN", help="The run kept as right.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The run to check.")],
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="FILE",
+            help="Policy file, or the name of one: ci (default), strict.",
+        ),
+    ] = None,
+    name_map: NameMap = None,
+    bless: Annotated[
+        bool,
+        typer.Option(
+            "--bless",
+            metavar="",
+            help="Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
+        ),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check a run against a golden under a policy.
+
+    The policy says which verdicts pass, how many tokens must agree and how much must
+    have been compared.
+    """
+    defaults = settings("check")
+    policy = policy or defaults.policy
+    name_map = name_map or defaults.map
+    if bless:
+        _bless(golden, new, name_map, json=json, quiet=quiet)
+        return
+
+    from divergence.cli.compare import show_report
+    from divergence.compare.check import check
+    from divergence.report.machine import check_json
+    from divergence.report.summary import check_lines
+    from divergence.report.terminal import print_lines
+
+    try:
+        with progress_bars(quiet=quiet or json) as progress:
+            result = check(golden, new, policy=policy, name_map=name_map, progress=progress)
+    except IncomparableError as error:
+        report = getattr(error, "report", None)
+        if report is not None:
+            show_report(report, json=json, quiet=quiet, verbose=verbose)
+        raise
+    if json:
+        show(check_json(result))
+    else:
+        lines = check_lines(result, verbose=verbose)
+        print_lines(lines[: 1 + len(result.failures)] if quiet else lines)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _bless(golden: Path, new: Path, name_map: Path | None, *, json: bool, quiet: bool) -> None:
+    from divergence.compare.check import bless
+    from divergence.report.machine import blessing_json
+    from divergence.report.summary import blessing_lines
+    from divergence.report.terminal import print_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        blessing = bless(golden, new, name_map=name_map, progress=progress)
+    if json:
+        show(blessing_json(blessing))
+    elif not quiet:
+        print_lines(blessing_lines(blessing))

@@ -1,0 +1,136 @@
+"""`divergence compare`: where two runs part, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from divergence.cli.options import Json, NameMap, Quiet, Verbose, settings, show
+from divergence.cli.progress import progress_bars
+from divergence.errors import UsageError
+
+if TYPE_CHECKING:
+    from divergence.compare.result import Report
+
+__all__ = ["EPILOG", "command", "show_report"]
+
+EPILOG = """
+Examples:
+
+  divergence compare a b
+
+  divergence compare a b --all | less
+
+  divergence compare a b --json > report.json
+
+  divergence compare a b --quiet --exit-code || echo "not the same"
+
+With --exit-code: 0 for identical and within_floor; 1 for systematic, localized, drift
+and nonfinite; 2 for incomparable and undetermined, which say neither.
+"""
+
+EXIT_CODES = {
+    "identical": 0,
+    "within_floor": 0,
+    "systematic": 1,
+    "localized": 1,
+    "drift": 1,
+    "nonfinite": 1,
+    "incomparable": 2,
+    # an abstention: neither a pass nor a divergence, so a script must not take it for either
+    "undetermined": 2,
+}
+
+
+def command(
+    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference run.")],
+    candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate run.")],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", metavar="", help="Compare even where preflight says it is pointless."
+        ),
+    ] = False,
+    name_map: NameMap = None,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code", metavar="", help="Exit 1 if the runs diverge, 2 if none can tell."
+        ),
+    ] = False,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", metavar="", help="Every site, nothing left out.", rich_help_panel="Output"
+        ),
+    ] = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv",
+            metavar="FILE",
+            help="Also write one line per compared site; - is stdout, in place of the report.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Compare two runs: the verdict, the first site where they part, and why.
+
+    The first run is the reference, as in diff old new. Neither the model nor an
+    accelerator is needed.
+    """
+    if json and csv is not None and str(csv) == "-":
+        raise UsageError("--json and --csv - both want stdout", hint="give --csv a file")
+    if name_map is None:
+        name_map = settings("compare").map
+
+    from divergence.compare import api
+
+    with progress_bars(quiet=quiet or json) as progress:
+        report = api.compare(
+            reference, candidate, force=force, name_map=name_map, progress=progress
+        )
+    if csv is not None:
+        _write_csv(report, csv)
+    if csv is None or str(csv) != "-":
+        show_report(report, every=every, json=json, quiet=quiet, verbose=verbose)
+    if exit_code:
+        raise typer.Exit(EXIT_CODES[report.verdict.kind])
+    if report.verdict.kind == "incomparable":
+        raise typer.Exit(2)
+
+
+def show_report(
+    report: Report, *, every: bool = False, json: bool = False, quiet: bool = False, verbose: bool
+) -> None:
+    """The report in the form that was asked for."""
+    from divergence.report.summary import report_lines, verdict_lines
+    from divergence.report.terminal import print_lines
+
+    if json:
+        show(report.to_json(indent=2))
+    elif quiet:
+        print_lines(verdict_lines(report))
+    else:
+        print_lines(report_lines(report, all_sites=every, verbose=verbose))
+
+
+def _write_csv(report: Report, path: Path) -> None:
+    import io
+
+    from divergence.report.machine import write_csv
+
+    text = io.StringIO()
+    write_csv(report, text)
+    if str(path) == "-":
+        show(text.getvalue())
+        return
+    try:
+        path.write_text(text.getvalue(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the CSV: {error.strerror}", where=str(path)) from error

@@ -1,0 +1,47 @@
+"""`divergence env`: this machine, as a run would record it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from divergence.cli.options import Json, Quiet, Verbose, show
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence env
+
+  divergence env --json > machine.json
+"""
+
+
+def command(
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
+    ] = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show this machine as a run records it: device, CPU, versions and variables.
+
+    No host name, no user and no path is recorded; variables by an allow-list.
+    """
+    import msgspec
+
+    from divergence.capture.environment import collect_environment
+    from divergence.report.inspection import environment_lines
+    from divergence.report.machine import strict_json
+    from divergence.report.terminal import print_lines
+
+    environment = collect_environment(device)
+    if json:
+        show(strict_json({"schema_version": 1, "environment": msgspec.to_builtins(environment)}))
+    else:
+        lines = environment_lines(environment)
+        print_lines(lines[:2] if quiet else lines)

@@ -1,0 +1,89 @@
+"""`divergence inspect`: what a run holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divergence.cli.options import Json, Quiet, Verbose, show
+from divergence.cli.progress import progress_bars
+from divergence.errors import RunFormatError
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence inspect a
+
+  divergence inspect a --site model.layers.3.mlp:out
+
+  divergence inspect a --verify
+"""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run to look at.")],
+    site: Annotated[
+        str | None,
+        typer.Option("--site", metavar="SITE", help="The tensors of one site, or of a pattern."),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", metavar="", help="Read every byte and check it; exit 2 if one is wrong."
+        ),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what a run holds: what ran, where, whether it finished, and which sites.
+
+    Needs neither the model nor an accelerator; without --verify it reads no tensor.
+    """
+    import msgspec
+
+    from divergence.report.inspection import run_lines, select_records, site_lines
+    from divergence.report.machine import strict_json
+    from divergence.report.terminal import print_lines
+    from divergence.run.reader import Run
+
+    opened = Run.open(run)
+    records = opened.records if site is None else select_records(opened.records, site)
+    problems: list[str] | None = None
+    if verify:
+        with progress_bars(quiet=quiet or json) as progress:
+            problems = opened.verify(progress=progress)
+    if json:
+        answer = {
+            "schema_version": 1,
+            "path": str(run),
+            "manifest": msgspec.to_builtins(opened.manifest),
+            "records": msgspec.to_builtins(records),
+        }
+        if problems is not None:
+            answer["problems"] = problems
+        show(strict_json(answer))
+    else:
+        if site is not None:
+            print_lines(site_lines(records))
+        elif not quiet:
+            print_lines(run_lines(str(run), opened.manifest, records, verbose=verbose))
+        else:
+            print_lines(run_lines(str(run), opened.manifest, records)[:1])
+        if problems is not None:
+            # after the answer, since it is what --verify was asked for
+            show(
+                "\n".join(["verified: DAMAGED", *(f"  {text}" for text in problems)])
+                if problems
+                else "verified: every tensor has the checksum it was written with"
+            )
+    if problems:
+        raise RunFormatError(
+            f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the run",
+            where=str(run),
+            hint="copy it again, or capture again",
+        )

@@ -1,0 +1,134 @@
+"""The command line: one app, one place where errors become exit codes.
+
+0    done, or passed
+1    diverged: only `check` and `compare --exit-code`, and nothing else ever
+2    wrong usage, unreadable or incomparable input, nothing compared, no verdict
+3    a fault of divergence itself
+130  interrupted
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from divergence.cli import capture, check, compare, env, inspect
+from divergence.cli.options import ARGUMENTS, VERBOSE
+from divergence.errors import DivergenceError
+
+__all__ = ["app", "run"]
+
+USAGE_CODE = 2
+FAULT_CODE = 3
+INTERRUPTED_CODE = 130
+
+EPILOG = """
+Examples:
+
+  divergence capture Qwen/Qwen3-0.6B -o a          # machine A
+
+  divergence capture --like a -o b                 # machine B: same tokens, same sites
+
+  divergence compare a b                           # anywhere: the verdict, and where it starts
+
+Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code);
+2 wrong usage or incomparable runs; 3 a fault of divergence itself; 130 interrupted.
+"""
+
+
+class _Group(TyperGroup):
+    """Turns every way in which a command can end into an exit code."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        given = list(args)
+        context = super().make_context(info_name, args, *rest, **extra)
+        context.meta[ARGUMENTS] = given
+        return context
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, EOFError, typer.Abort):
+            _say("interrupted")
+            raise typer.Exit(INTERRUPTED_CODE) from None
+        except typer.Exit:
+            raise
+        except DivergenceError as error:
+            if ctx.meta.get(VERBOSE):
+                traceback.print_exc(file=sys.stderr)
+            _say(f"error: {error}")
+            raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+                # typer's own: it prints the usage, and 1 is not its to give
+                error.exit_code = max(error.exit_code, USAGE_CODE)
+                raise
+            if ctx.meta.get(VERBOSE):
+                traceback.print_exc(file=sys.stderr)
+                hint = "report this with the traceback above"
+            else:
+                hint = "run the command again with -v for the traceback, and report it"
+            text = " ".join(str(error).split("\n"))[:500]
+            _say(f"fault in divergence: {type(error).__name__}: {text}\n  try:   {hint}")
+            raise typer.Exit(FAULT_CODE) from None
+
+
+def _say(text: str) -> None:
+    from divergence.report.terminal import write_text
+
+    write_text(text + "\n", file=sys.stderr)
+
+
+app = typer.Typer(
+    name="divergence",
+    cls=_Group,
+    no_args_is_help=True,
+    epilog=EPILOG,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        from divergence import __version__
+
+        typer.echo(f"divergence {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def divergence(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, metavar="", help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Find why the same language model gives different numbers on different hardware.
+
+    A run is one execution of a model, recorded; every question is a comparison of runs.
+    """
+
+
+for _command in (capture, compare, check, inspect, env):
+    app.command(
+        _command.__name__.rpartition(".")[2],
+        epilog=_command.EPILOG,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )(_command.command)
+
+
+def run() -> None:
+    """The console script."""
+    try:
+        app(prog_name="divergence")
+    except KeyboardInterrupt:
+        _say("interrupted")
+        sys.exit(INTERRUPTED_CODE)

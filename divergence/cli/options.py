@@ -1,0 +1,89 @@
+"""Options that several commands share, and what they leave in the context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+__all__ = [
+    "ARGUMENTS",
+    "VERBOSE",
+    "Force",
+    "Json",
+    "NameMap",
+    "Quiet",
+    "Verbose",
+    "settings",
+    "show",
+]
+
+ARGUMENTS = "divergence.arguments"
+"""Context key: the command line as it was given."""
+VERBOSE = "divergence.verbose"
+"""Context key: whether errors print their traceback."""
+
+OUTPUT_PANEL = "Output"
+
+
+def _note_verbose(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[VERBOSE] = value
+    return value
+
+
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        metavar="",
+        help="Print the answer as JSON: stable, versioned, nan and inf as strings.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet",
+        "-q",
+        metavar="",
+        help="Print the answer alone, no progress.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        callback=_note_verbose,
+        metavar="",
+        help="Print more, and tracebacks with errors.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", metavar="", help="Replace an existing run.")]
+NameMap = Annotated[
+    Path | None,
+    typer.Option(
+        "--map",
+        metavar="FILE",
+        help="Name map (TOML) from the first run's module paths to the second's.",
+    ),
+]
+
+
+def settings(section: str) -> Any:
+    """One section of the settings; variables that mean nothing are warned about."""
+    from divergence.config import ignored_variables, load_settings
+
+    for variable in ignored_variables():
+        typer.echo(f"warning: {variable} is no setting of divergence; it is ignored", err=True)
+    return getattr(load_settings(), section)
+
+
+def show(text: str) -> None:
+    """One answer in text form, to stdout."""
+    from divergence.report.terminal import write_text
+
+    write_text(text if text.endswith("\n") else text + "\n")

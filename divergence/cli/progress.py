@@ -1,0 +1,46 @@
+"""Progress bars on stderr, only where stderr is a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Progress", "progress_bars"]
+
+Progress = Callable[..., None]
+"""``progress(event, done, total, detail)``: what is done, how far, of how much, and where."""
+
+
+@contextlib.contextmanager
+def progress_bars(*, quiet: bool = False) -> Iterator[Progress | None]:
+    """A callback that draws one bar per event, or None where nobody would see it."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    # markup off: a detail is a module path or a file and may hold brackets
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}", markup=False),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    tasks: dict[str, Any] = {}
+
+    def report(event: str, done: int, total: int | None = None, detail: str = "") -> None:
+        if event not in tasks:
+            tasks[event] = bars.add_task(event, total=total, amount="", detail="")
+        amount = f"{done:,}" if total is None else f"{done:,}/{total:,}"
+        bars.update(
+            tasks[event], completed=done, total=total, amount=amount, detail=str(detail)[-40:]
+        )
+
+    with bars:
+        yield report

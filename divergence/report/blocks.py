@@ -1,0 +1,150 @@
+"""Which rows the table of a report has: a block or trunk site each, prefill and decode apart.
+
+A block's row shows the block's own output where that was recorded and its worst
+site otherwise, at the sample and step where it is worst. The anchored pass is
+preferred, since its numbers were made in the block; the free pass stands beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from divergence.compare.result import Report, SiteResult
+
+__all__ = ["Elision", "Row", "elide", "main_pass", "phase_rows", "phases"]
+
+MAX_ROWS = 40
+NUM_AROUND = 4
+"""Healthy rows kept on either side of a flagged one, and at both ends."""
+
+
+class Row(NamedTuple):
+    """One line of the table. ``main``: the pass that is judged, if it was recorded here."""
+
+    name: str
+    inner: bool
+    main: SiteResult | None
+    free: SiteResult | None
+    flagged: bool
+    onset: bool
+
+    @property
+    def worst(self) -> SiteResult:
+        found = self.main or self.free
+        assert found is not None
+        return found
+
+
+class Elision(NamedTuple):
+    """Healthy rows that were left out, and the worst of them."""
+
+    num_rows: int
+    worst: Row
+
+
+def phases(report: Report) -> list[str]:
+    """``prefill`` and ``decode``, those of them that were compared."""
+    steps = {site.step for site in report.sites}
+    return [name for name, there in (("prefill", 0 in steps), ("decode", any(steps))) if there]
+
+
+def main_pass(sites: Iterable[SiteResult]) -> str:
+    """The pass that the table is about: anchored where there is one."""
+    return "anchored" if any(site.pass_ == "anchored" for site in sites) else "free"
+
+
+def badness(site: SiteResult) -> tuple[bool, float, float]:
+    """Sort key: non-finite values first, then floor units, then the relative difference."""
+    nonfinite = site.nonfinite is not None and site.nonfinite.total > 0
+    return (nonfinite, _rank(site.ratio), _rank(site.rel_l2))
+
+
+def _rank(value: float | None) -> float:
+    if value is None:
+        return -1.0
+    return math.inf if math.isnan(value) else value
+
+
+def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[Row]:
+    """Rows of one phase in execution order; each site of its own with ``all_sites``."""
+    sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+    wanted = main_pass(sites)
+    onset = report.verdict.onset
+    if onset is not None and (onset.step == 0) != (phase == "prefill"):
+        onset = None
+
+    def row(name: str, group: list[SiteResult], *, inner: bool, onset_here: bool) -> Row:
+        free = [site for site in group if site.pass_ == "free"]
+        main = [site for site in group if site.pass_ == wanted]
+        return Row(
+            name=name,
+            inner=inner,
+            main=max(main, key=badness, default=None),
+            free=max(free, key=badness, default=None) if wanted != "free" else None,
+            flagged=any(site.flagged for site in group),
+            onset=onset_here,
+        )
+
+    # another pass (escalated) has its numbers in the evidence, not in this table
+    known = [site for site in sites if site.pass_ in (wanted, "free")]
+    rows: list[Row] = []
+    for name, group in _grouped(known, lambda s: s.site if all_sites else s.block or s.site):
+        own = [site for site in group if site.block is None or site.site == f"{site.block}:out"]
+        here = onset is not None and (
+            onset.site == name if all_sites else name in (onset.site, onset.block)
+        )
+        shown = row(name, group if all_sites else own or group, inner=False, onset_here=here)
+        if here and onset is not None and not all_sites:
+            # the block of the onset is opened: its parts in the order in which they ran
+            inner = dict(_grouped([site for site in group if site.site != name + ":out"], _site))
+            rows += [
+                row(_within(site, name), part, inner=True, onset_here=site == onset.site)
+                for site, part in inner.items()
+                if site != name
+            ]
+            shown = shown._replace(onset=onset.site not in inner or onset.site == name)
+        rows.append(shown._replace(flagged=shown.flagged or any(s.flagged for s in group)))
+    return rows
+
+
+def _site(site: SiteResult) -> str:
+    return site.site
+
+
+def _within(site: str, block: str) -> str:
+    """``mlp:out`` for ``model.layers.3.mlp:out`` within ``model.layers.3``."""
+    return site.removeprefix(block).removeprefix(".")
+
+
+def _grouped(
+    sites: list[SiteResult], key: Callable[[SiteResult], str]
+) -> list[tuple[str, list[SiteResult]]]:
+    """Sites by key, groups in order of their last execution: a block ends after its parts."""
+    groups: dict[str, list[SiteResult]] = {}
+    for site in sites:
+        groups.setdefault(key(site), []).append(site)
+    return sorted(groups.items(), key=lambda item: (max(site.order for site in item[1]), item[0]))
+
+
+def elide(rows: list[Row], *, max_rows: int = MAX_ROWS) -> list[Row | Elision]:
+    """About ``max_rows`` rows at most; healthy ones far from anything flagged are counted."""
+    if len(rows) <= max_rows:
+        return list(rows)
+    marked = [i for i, row in enumerate(rows) if row.onset or row.flagged or row.inner]
+    kept = {*range(NUM_AROUND), *range(len(rows) - NUM_AROUND, len(rows)), *marked}
+    # the surroundings of the onset only: with many flagged rows theirs would be everything
+    for i in [i for i in marked if rows[i].onset] or marked[:1]:
+        kept.update(range(max(i - NUM_AROUND, 0), min(i + NUM_AROUND + 1, len(rows))))
+    shown: list[Row | Elision] = []
+    gone: list[Row] = []
+    for i, row in enumerate(rows):
+        if i not in kept:
+            gone.append(row)
+            continue
+        if gone:
+            shown.append(Elision(len(gone), max(gone, key=lambda r: badness(r.worst))))
+            gone = []
+        shown.append(row)
+    return shown

@@ -1,0 +1,86 @@
+"""Reports for programs: strict, versioned JSON and CSV with full precision.
+
+JSON holds no nan and no inf, so those are the strings "nan", "inf" and "-inf".
+Every document has ``schema_version``; keys are only ever added within a version.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from typing import Any, TextIO
+
+import msgspec
+
+from divergence.compare.check import Blessing, CheckResult
+from divergence.compare.result import (
+    REPORT_SCHEMA_VERSION,
+    LogitsDiff,
+    NonfiniteCount,
+    Report,
+    SiteResult,
+)
+
+__all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_csv"]
+
+
+def strict_json(value: Any, *, indent: int = 2) -> str:
+    """Structs, dicts and lists as JSON text that any parser reads."""
+    text = msgspec.json.encode(_finite(msgspec.to_builtins(value)))
+    return msgspec.json.format(text, indent=indent).decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value:g}"
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def check_json(result: CheckResult) -> str:
+    """The answer of `check`; the report is the one `compare --json` gives."""
+    return strict_json(
+        {
+            "schema_version": REPORT_SCHEMA_VERSION,
+            "passed": result.passed,
+            "failures": msgspec.to_builtins(result.failures),
+            "policy": msgspec.to_builtins(result.policy),
+            "report": msgspec.to_builtins(result.report),
+        }
+    )
+
+
+def blessing_json(blessing: Blessing) -> str:
+    """The answer of `check --bless`."""
+    return strict_json(
+        {"schema_version": REPORT_SCHEMA_VERSION, "blessed": msgspec.to_builtins(blessing)}
+    )
+
+
+def csv_columns() -> list[str]:
+    """The columns of the CSV, whatever a report holds."""
+    names: list[str] = []
+    for name in SiteResult.__struct_encode_fields__:
+        nested = {"logits": LogitsDiff, "nonfinite": NonfiniteCount}.get(name)
+        if nested is None:
+            names.append(name)
+        else:
+            names += [f"{name}_{key}" for key in nested.__struct_encode_fields__]
+    return names
+
+
+def write_csv(report: Report, file: TextIO) -> None:
+    """One line per compared site; an absent number is an empty cell.
+
+    Shapes are written ``1x12x64`` and indices ``0 3 17``.
+    """
+    writer = csv.DictWriter(file, csv_columns(), restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in report.to_records():
+        for key, value in row.items():
+            if isinstance(value, list | tuple):
+                row[key] = ("x" if key == "shape" else " ").join(str(size) for size in value)
+        writer.writerow(row)

@@ -1,0 +1,161 @@
+"""The table of a report: one row per block, at most 100 columns wide."""
+
+from __future__ import annotations
+
+import math
+
+from divergence.compare.result import Report, SiteResult
+from divergence.report.blocks import Elision, Row, elide, main_pass, phase_rows, phases
+from divergence.report.lines import BLANK, Line, cut, heading, line
+from divergence.report.numbers import (
+    RATIO_DECADES,
+    REL_L2_DECADES,
+    bar,
+    count,
+    decimal,
+    times,
+)
+
+__all__ = ["table_lines"]
+
+NAME_WIDTH = 38
+_PASSES = {
+    "anchored": "anchored pass: each block got the reference's input",
+    "free": "free pass: each run on its own values",
+}
+
+
+def table_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
+    """Both phases' tables, each under its heading."""
+    if not report.sites:
+        return [heading("sites", "none were compared"), BLANK]
+    lines: list[Line] = []
+    for phase in phases(report):
+        lines += [*_phase_lines(report, phase, all_sites=all_sites), BLANK]
+    return lines
+
+
+def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
+    sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+    rows = phase_rows(report, phase, all_sites=all_sites)
+    shown = list(rows) if all_sites else elide(rows)
+    num_samples = len({site.sample for site in sites})
+    name_width = min(max(len(row.name) + 2 * row.inner for row in rows), NAME_WIDTH)
+    with_floor = any(site.ratio is not None for site in sites)
+    with_free = any(row.free is not None for row in rows)
+
+    num_steps = len({site.step for site in sites})
+    what = f"decode, {count(num_steps, 'step')}" if phase == "decode" else "prefill"
+    over = [
+        text
+        for text, several in (("steps", num_steps > 1), ("samples", num_samples > 1))
+        if several
+    ]
+    worst = f"; the worst of all {' and '.join(over)}" if over else ""
+    where = "token" if phase == "prefill" else "step"
+    titles = [
+        "site".ljust(name_width),
+        "rel L2".rjust(7),
+        "1-cos".rjust(7),
+        (f"s:{where}" if num_samples > 1 else where).rjust(8),
+    ]
+    titles += ["floors".rjust(8)] if with_floor else []
+    titles += [("0.1..1e3x" if with_floor else "1e-8..1").ljust(10)]
+    titles += ["free L2".rjust(7)] if with_free else []
+    lines = [
+        heading(what, _PASSES.get(main_pass(sites), main_pass(sites)) + worst),
+        line(("    " + "  ".join(titles), "dim")),
+    ]
+    for row in shown:
+        if isinstance(row, Elision):
+            lines.append(_elision(row))
+            continue
+        lines.append(
+            _row(
+                row,
+                name_width,
+                phase=phase,
+                with_sample=num_samples > 1,
+                with_floor=with_floor,
+                with_free=with_free,
+            )
+        )
+    num_flagged = sum(row.flagged for row in rows)
+    num_same = sum(row.worst.identical for row in rows)
+    lines.append(
+        line(
+            (
+                f"    {count(len(rows), 'row')}: {num_flagged:,} beyond the floor (!), "
+                f"{num_same:,} bit-identical"
+                + ("; > is the onset" if any(row.onset for row in rows) else ""),
+                "dim",
+            )
+        )
+    )
+    return lines
+
+
+def _elision(gap: Elision) -> Line:
+    worst = gap.worst.worst
+    value = times(worst.ratio) if worst.ratio is not None else decimal(worst.rel_l2)
+    return line((f"  … {count(gap.num_rows, 'healthy row')}, at most {value}", "dim"))
+
+
+def _row(
+    row: Row,
+    name_width: int,
+    *,
+    phase: str,
+    with_sample: bool,
+    with_floor: bool,
+    with_free: bool,
+) -> Line:
+    style = "bold red" if row.onset else "yellow" if row.flagged else ""
+    mark = (">" if row.onset else " ") + ("!" if row.flagged else " ")
+    name = cut("  " * row.inner + row.name, name_width).ljust(name_width)
+    main = row.main
+    at = str(_at(main, phase)) if main is not None else "-"
+    if main is not None and with_sample and at != "-":
+        at = f"{main.sample}:{at}"
+    cells = [
+        decimal(main.rel_l2 if main else None).rjust(7),
+        decimal(main.one_minus_cosine if main else None).rjust(7),
+        cut(at, 8).rjust(8),
+    ]
+    if with_floor:
+        cells.append(times(main.ratio if main else None).rjust(8))
+    filled = _bar(main, with_floor=with_floor) if main is not None else ""
+    tail = f"  {decimal(row.free.rel_l2 if row.free else None).rjust(7)}" if with_free else ""
+    counts = _nonfinite(row.worst)
+    return line(
+        f" {mark} ",
+        (name, style),
+        "  ",
+        ("  ".join(cells), style),
+        "  ",
+        (filled.ljust(10), style),
+        (tail, style),
+        (f"  {counts}" if counts else "", style),
+    )
+
+
+def _at(site: SiteResult, phase: str) -> int | str:
+    if site.identical:
+        return "-"
+    if phase == "decode":
+        return site.step
+    return "-" if site.worst_position is None else site.worst_position
+
+
+def _bar(site: SiteResult, *, with_floor: bool) -> str:
+    if with_floor:
+        return bar(site.ratio, RATIO_DECADES)
+    return bar(site.rel_l2, REL_L2_DECADES)
+
+
+def _nonfinite(site: SiteResult) -> str:
+    """``nan``: a row whose numbers are not numbers says so, at whatever cost in width."""
+    found = site.nonfinite
+    if found is None or found.total == 0 or not math.isfinite(site.rel_l2):
+        return ""
+    return "nan/inf"

@@ -91,6 +91,8 @@ def build(
         raise UsageError(
             f"a tiny model cannot have dtype {dtype!r}", hint=f"use {', '.join(get_args(Dtype))}"
         )
+    if seed < 0:
+        raise UsageError(f"a seed cannot be negative, got {seed}", hint="use 0 or more")
     if directory.is_dir() and any(directory.iterdir()):
         raise RunExistsError(
             "the folder for the model is not empty",

@@ -1,0 +1,217 @@
+"""Who may import whom: the drawing in the architecture, enforced.
+
+    errors <- numerics <- run <- {capture, ops, probe, compare} <- report <- cli
+
+Every import counts, at module level or inside a function, and under TYPE_CHECKING too.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import divergence
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "divergence"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+MAX_LINES = 400
+
+LEVELS = {
+    "errors": 0,
+    "_version": 0,
+    "numerics": 1,
+    "run": 2,
+    "config": 2,  # may be imported by all above; itself names sites
+    "capture": 3,
+    "ops": 3,
+    "probe": 3,
+    "compare": 3,
+    "report": 4,
+    "cli": 5,
+    "__main__": 6,
+    "__init__": 6,
+}
+"""A room may import itself and what stands lower; rooms of one level see exceptions below."""
+
+APART = {("capture", "compare"), ("compare", "capture")}
+"""Level 3 rooms may use each other (ops uses capture's hooks), except these pairs."""
+
+REPORT_READS = (
+    "divergence.compare.result",
+    "divergence.run.site",
+    "divergence.run.record",
+    "divergence.run.manifest",
+)
+"""All that report may take from run and from level 3: types. It never opens a run."""
+
+OWNERS = {
+    "transformers": ("capture/engines/",),
+    "vllm": ("capture/engines/",),
+    "typer": ("cli/",),
+    "rich": ("cli/", "report/terminal.py"),
+}
+"""Third-party packages with one home each."""
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything imported, ``from a import b`` as ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name | ast.Attribute)
+            and (node.func.id if isinstance(node.func, ast.Name) else node.func.attr)
+            in ("import_module", "__import__")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
+
+
+def violation(path: str, target: str) -> str | None:
+    """Why ``divergence/PATH`` may not import ``target``, or None where it may."""
+    package, _, rest = target.partition(".")
+    if package in OWNERS:
+        if path.startswith(OWNERS[package]):
+            return None
+        return f"only {' and '.join(OWNERS[package])} may import {package}"
+    if package != "divergence":
+        return None
+    room = path.partition("/")[0].removesuffix(".py")
+    other = rest.partition(".")[0]
+    if other not in LEVELS and rest in divergence.__all__:
+        other = ""  # ``from divergence import name``: the lazy public API, above all rooms but cli
+    if room not in LEVELS or (other and other not in LEVELS):
+        unknown = room if room not in LEVELS else other
+        return f"{unknown} has no place in the architecture"
+    if not other:
+        return None if LEVELS[room] >= LEVELS["cli"] else "import the module that is meant"
+    if LEVELS[other] > LEVELS[room]:
+        return f"{room} stands below {other}"
+    if (room, other) in APART:
+        return f"{room} and {other} never import each other"
+    if room == "report" and other in ("run", "capture", "ops", "probe", "compare"):
+        allowed = any(target == name or target.startswith(name + ".") for name in REPORT_READS)
+        return None if allowed else f"report may read {', '.join(REPORT_READS)} only"
+    return None
+
+
+def test_the_package_is_here():
+    """The tests below look at something."""
+    assert len(FILES) > 10
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_follow_the_arrow(file):
+    """No module imports a room above it, or a package that has another home."""
+    path = file.relative_to(PACKAGE).as_posix()
+    wrong = []
+    for line, target in imports(ast.parse(file.read_text(encoding="utf-8"))):
+        reason = violation(path, target)
+        if reason is not None:
+            wrong.append(f"divergence/{path}:{line} imports {target}: {reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_files_stay_short(file):
+    """At most 400 lines; 250 is the aim. Look for the second noun."""
+    num_lines = len(file.read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MAX_LINES, f"{num_lines} lines, at most {MAX_LINES}"
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("numerics/pair.py", "divergence.run.reader.Run"),
+        ("errors.py", "divergence.numerics.pair"),
+        ("compare/align.py", "divergence.capture.hooks"),
+        ("capture/api.py", "divergence.compare.result.Report"),
+        ("run/writer.py", "divergence.report.table"),
+        ("report/summary.py", "divergence.run.reader.Run"),
+        ("report/summary.py", "divergence.compare.align.align"),
+        ("report/html.py", "rich.table.Table"),
+        ("capture/hooks.py", "transformers.PreTrainedModel"),
+        ("capture/api.py", "typer"),
+        ("utils/misc.py", "divergence.errors.UsageError"),
+        ("compare/judge.py", "divergence"),
+        ("compare/judge.py", "divergence.Run"),
+    ],
+)
+def test_the_rules_can_fail(path, target):
+    """Each kind of forbidden import is seen as one."""
+    assert violation(path, target) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("cli/main.py", "typer"),
+        ("cli/main.py", "divergence.__version__"),
+        ("cli/compare.py", "divergence.compare.api.compare"),
+        ("report/terminal.py", "rich.console.Console"),
+        ("report/summary.py", "divergence.compare.result.Report"),
+        ("capture/engines/load.py", "transformers.AutoModel"),
+        ("ops/replay.py", "divergence.capture.hooks"),
+        ("compare/judge.py", "divergence.numerics.pair"),
+        ("capture/api.py", "divergence.config.load_settings"),
+        ("numerics/pair.py", "torch"),
+    ],
+)
+def test_the_rules_can_pass(path, target):
+    """What the architecture allows is allowed."""
+    assert violation(path, target) is None
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level packages in sys.modules of a fresh interpreter that ran ``code``.
+
+    A child that fails is a failure here; its standard output belongs to the code.
+    """
+    program = (
+        f"import sys\ntry:\n    {code}\nexcept SystemExit as stop:\n"
+        "    assert not stop.code, stop.code\n"
+        "print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, env=os.environ
+    )
+    assert result.returncode == 0, result.stderr
+    return set(result.stderr.splitlines()[-1].split())
+
+
+HEAVY = {"torch", "transformers", "numpy", "tokenizers", "safetensors"}
+
+
+def test_importing_the_package_is_light():
+    """``import divergence`` loads nothing heavy, nor the command line's packages."""
+    loaded = loaded_after("import divergence; divergence.__version__")
+    assert not loaded & (HEAVY | {"typer", "rich"})
+
+
+needs_cli = pytest.mark.skipif(
+    not (PACKAGE / "cli" / "main.py").is_file(), reason="divergence/cli/main.py is not written yet"
+)
+
+
+@needs_cli
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["compare", "--help"]], ids=str)
+def test_help_is_light(arguments):
+    """Asking for help loads none of the heavy packages, so it answers at once."""
+    run = "import runpy; runpy.run_module('divergence', run_name='__main__', alter_sys=True)"
+    loaded = loaded_after(f"sys.argv = ['divergence', *{arguments}]; {run}")
+    assert not loaded & HEAVY

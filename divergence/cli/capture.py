@@ -21,7 +21,7 @@ Examples:
 
   divergence capture --like a -o b                            # the other machine
 
-  divergence capture ./model -o a --sites attention --steps 0:4
+  divergence capture ./model -o a --sites attention --steps 0-4
 
   divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
 
@@ -67,7 +67,7 @@ def command(
         typer.Option(
             "--dtype",
             metavar="DTYPE",
-            help="float32, bfloat16, float16 or auto (as the checkpoint says).",
+            help="float32, bfloat16, float16. Default: auto, as the checkpoint says.",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -116,7 +116,10 @@ def command(
     prompts_file: Annotated[
         Path | None,
         typer.Option(
-            "--prompts", metavar="FILE", help="A file of prompts.", rich_help_panel=PROMPTS
+            "--prompts",
+            metavar="FILE",
+            help="A file of prompts: .txt (one a line), .jsonl or .json.",
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
     chat: Annotated[
@@ -161,7 +164,7 @@ def command(
         typer.Option(
             "--steps",
             metavar="STEPS",
-            help="Forwards to record: 0 is the prefill; 0:4 or 0,8,16.",
+            help="Forwards to record: 0,4-8 or prefill or decode; 0 is the prefill. Default: all.",
             rich_help_panel=RECORDED,
         ),
     ] = None,
@@ -170,7 +173,7 @@ def command(
         typer.Option(
             "--positions",
             metavar="TOKENS",
-            help="Token positions to record, such as -1 or 0:8.",
+            help="Token positions to record: 0,4-8 or -1 or last:16. Default: all.",
             rich_help_panel=RECORDED,
         ),
     ] = None,
@@ -278,12 +281,10 @@ def command(
     if out is None and not dry_run:
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
-    from divergence.config import expand_sites
-
     chosen: dict[str, Any] = {
         "task": task,
         "revision": revision,
-        "dtype": dtype,
+        "dtype": None if dtype == "auto" else dtype,
         "device": device,
         "device_map": device_map,
         "attn_implementation": attn_implementation,
@@ -291,8 +292,7 @@ def command(
         "prompts": prompts or None,
         "prompts_file": prompts_file,
         "chat": chat or None,
-        # None with --like: batched if the recorded run was
-        "batch": True if batch else None if like else False,
+        "batch": batch or None,
         "max_new_tokens": max_new_tokens,
         "sites": sites or None,
         "steps": steps,
@@ -306,10 +306,8 @@ def command(
         "force": force or None,
     }
     # what is not given is left to the function's own default
-    values = {name: value for name, value in chosen.items() if value is not None or name == "batch"}
+    values = {name: value for name, value in chosen.items() if value is not None}
     values = {**_defaults(like is not None), **values}
-    if "sites" in values:
-        values["sites"] = expand_sites(values["sites"])
     values["out"] = out
     values["like"] = like
     arguments = ctx.meta.get(ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Progress bars on stderr, only where stderr is a terminal."""
+"""Progress bars on stderr, only where stderr is a terminal; warnings always."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ Progress = Callable[..., None]
 
 
 @contextlib.contextmanager
-def progress_bars(*, quiet: bool = False) -> Iterator[Progress | None]:
-    """A callback that draws one bar per event, or None where nobody would see it."""
+def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
+    """A callback that draws one bar per event. The event ``note`` is a warning in ``detail``:
+    printed on stderr whether or not there are bars."""
     if quiet or not sys.stderr.isatty():
-        yield None
+        yield _only_notes
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
     # markup off: a detail is a module path or a file and may hold brackets
     bars = Progress(
@@ -35,6 +37,9 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress | None]:
     tasks: dict[str, Any] = {}
 
     def report(event: str, done: int, total: int | None = None, detail: str = "") -> None:
+        if event == "note":
+            bars.console.print(Text(f"warning: {detail}"), soft_wrap=True)
+            return
         if event not in tasks:
             tasks[event] = bars.add_task(event, total=total, amount="", detail="")
         amount = f"{done:,}" if total is None else f"{done:,}/{total:,}"
@@ -44,3 +49,8 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress | None]:
 
     with bars:
         yield report
+
+
+def _only_notes(event: str, done: int, total: int | None = None, detail: str = "") -> None:
+    if event == "note":
+        sys.stderr.write(f"warning: {detail}\n")

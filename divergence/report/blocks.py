@@ -89,6 +89,8 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
 
     # another pass (escalated) has its numbers in the evidence, not in this table
     known = [site for site in sites if site.pass_ in (wanted, "free")]
+    # where several are equally bad, the earliest is shown
+    known.sort(key=lambda site: (site.sample, site.step, site.order, site.site, site.pass_))
     rows: list[Row] = []
     for name, group in _grouped(known, lambda s: s.site if all_sites else s.block or s.site):
         own = [site for site in group if site.block is None or site.site == f"{site.block}:out"]

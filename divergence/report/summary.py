@@ -67,7 +67,11 @@ def verdict_lines(report: Report) -> list[Line]:
     onset = verdict.onset
     if onset is not None:
         forward = "prefill" if onset.step == 0 else f"decode step {onset.step}"
-        block = "" if onset.block in (None, onset.site) else f", in block {onset.block}"
+        block = (
+            ""
+            if onset.block is None or onset.site == f"{onset.block}:out"
+            else f", in block {onset.block}"
+        )
         token = "" if onset.position is None else f", token {onset.position}"
         lines.append(
             prose(

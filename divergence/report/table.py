@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from divergence.compare.result import Report, SiteResult
 from divergence.report.blocks import Elision, Row, elide, main_pass, phase_rows, phases
 from divergence.report.lines import BLANK, Line, cut, heading, line
@@ -18,7 +16,7 @@ from divergence.report.numbers import (
 
 __all__ = ["table_lines"]
 
-NAME_WIDTH = 38
+NAME_WIDTH = 37
 _PASSES = {
     "anchored": "anchored pass: each block got the reference's input",
     "free": "free pass: each run on its own values",
@@ -126,7 +124,6 @@ def _row(
         cells.append(times(main.ratio if main else None).rjust(8))
     filled = _bar(main, with_floor=with_floor) if main is not None else ""
     tail = f"  {decimal(row.free.rel_l2 if row.free else None).rjust(7)}" if with_free else ""
-    counts = _nonfinite(row.worst)
     return line(
         f" {mark} ",
         (name, style),
@@ -135,7 +132,6 @@ def _row(
         "  ",
         (filled.ljust(10), style),
         (tail, style),
-        (f"  {counts}" if counts else "", style),
     )
 
 
@@ -151,11 +147,3 @@ def _bar(site: SiteResult, *, with_floor: bool) -> str:
     if with_floor:
         return bar(site.ratio, RATIO_DECADES)
     return bar(site.rel_l2, REL_L2_DECADES)
-
-
-def _nonfinite(site: SiteResult) -> str:
-    """``nan``: a row whose numbers are not numbers says so, at whatever cost in width."""
-    found = site.nonfinite
-    if found is None or found.total == 0 or not math.isfinite(site.rel_l2):
-        return ""
-    return "nan/inf"

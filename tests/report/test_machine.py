@@ -1,0 +1,82 @@
+"""What programs read: strict JSON and CSV with every number in full."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import msgspec
+
+from divergence.compare.check import evaluate
+from divergence.compare.policy import Policy
+from divergence.report.machine import check_json, csv_columns, strict_json, write_csv
+
+
+def refuse(name: str):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_json_writes_nonfinite_numbers_as_strings(reports):
+    """nan and inf are the strings "nan", "inf" and "-inf" in every document."""
+    report = reports.make_nonfinite_report()
+    for text in (
+        report.to_json(),
+        check_json(evaluate(report, Policy())),
+        strict_json({"x": [float("nan"), float("inf"), float("-inf")]}),
+    ):
+        json.loads(text, parse_constant=refuse)
+    site = json.loads(report.to_json())["sites"][2]
+    assert (site["rel_l2"], site["max_abs"], site["sqnr_db"]) == ("nan", "inf", "-inf")
+    assert json.loads(strict_json({"x": [float("-inf"), 1e-3]})) == {"x": ["-inf", 1e-3]}
+
+
+def test_json_keeps_full_precision(reports):
+    """A float64 survives the way through JSON."""
+    report = reports.make_report()
+    report.sites[1].rel_l2 = 0.1 + 0.2
+    assert json.loads(report.to_json())["sites"][1]["rel_l2"] == 0.1 + 0.2
+
+
+def test_check_json_holds_the_report(reports):
+    """`check --json` embeds exactly the report of `compare --json`."""
+    report = reports.make_long_report()
+    answer = json.loads(check_json(evaluate(report, Policy())))
+    assert answer["schema_version"] == 1
+    assert answer["passed"] is False
+    assert answer["failures"][0]["rule"] == "verdicts"
+    assert answer["report"] == json.loads(report.to_json())
+
+
+def test_csv_has_one_line_per_site(reports):
+    """All columns are there whatever the report holds, and floats read back exactly."""
+    report = reports.make_long_report(num_blocks=3, onset=1)
+    report.sites[0].rel_l2 = 0.1 + 0.2
+    report.sites[1].rel_l2 = float("nan")
+    file = io.StringIO()
+    write_csv(report, file)
+    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
+    assert len(rows) == len(report.sites)
+    assert list(rows[0]) == csv_columns()
+    assert float(rows[0]["rel_l2"]) == 0.1 + 0.2
+    assert rows[1]["rel_l2"] == "nan"
+    assert rows[0]["shape"] == "1x6x16"
+    assert rows[0]["max_abs_index"] == "0 3 7"
+    assert rows[0]["logits_kl_mean"] == ""
+    assert float(rows[-1]["logits_kl_mean"]) == 1e-3
+
+
+def test_csv_of_nothing_has_its_header(reports):
+    """A report without sites is a header, not an empty file."""
+    file = io.StringIO()
+    write_csv(reports.make_report(sites=[]), file)
+    assert file.getvalue().strip().split(",") == csv_columns()
+
+
+def test_columns_are_those_of_to_records(reports):
+    """The CSV and Report.to_records name the same things."""
+    report = reports.make_long_report(num_blocks=2, onset=1)
+    report.sites[0].nonfinite = reports.NonfiniteCount(candidate_nan=1)
+    keys = {key for row in report.to_records() for key in row}
+    assert keys == set(csv_columns())
+    assert msgspec.json.decode(report.to_json())["schema_version"] == 1

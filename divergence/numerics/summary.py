@@ -55,17 +55,17 @@ def summarize(tensor: torch.Tensor) -> Summary:
     """
     import numpy as np
 
-    from divergence.numerics.blocks import BLOCK, Flat, compute_dtype
+    from divergence.numerics.blocks import BLOCK, Grid, compute_dtype
 
     if tensor.is_complex():
         tensor = tensor.detach().to(dtype=_complex128()).abs()
-    flat = Flat(tensor)
-    dtype = compute_dtype(flat.format)
-    buffer, scratch = np.empty((2, min(BLOCK, flat.numel)), dtype)
+    grid = Grid(tensor.reshape(1, -1))
+    dtype = compute_dtype(grid.format)
+    buffer = np.empty(min(BLOCK, grid.num_cols), dtype)
     tally = _Tally()
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        for start in range(0, flat.numel, BLOCK):
-            tally.add(flat.load(start, min(start + BLOCK, flat.numel), buffer), scratch)
+        for start in range(0, grid.num_cols, BLOCK):
+            tally.add(grid.load(slice(0, 1), slice(start, start + BLOCK), buffer))
     return tally.summary()
 
 
@@ -85,15 +85,17 @@ class _Tally:
         self.exponent = -2000  # below every float64
         self.count = self.num_nan = self.num_posinf = self.num_neginf = self.num_zero = 0
 
-    def add(self, block: np.ndarray, scratch: np.ndarray) -> None:
+    def add(self, block: np.ndarray) -> None:
         import numpy as np
+
+        from divergence.numerics.blocks import row_dots
 
         low, high = float(block.min()), float(block.max())
         if not (math.isfinite(low) and math.isfinite(high)):
             self.num_nan += int(np.count_nonzero(np.isnan(block)))
             self.num_posinf += int(np.count_nonzero(block == np.inf))
             self.num_neginf += int(np.count_nonzero(block == -np.inf))
-            block = block[np.isfinite(block)]
+            block = block[np.isfinite(block)].reshape(1, -1)
             if block.size == 0:
                 return
             low, high = float(block.min()), float(block.max())
@@ -107,7 +109,7 @@ class _Tally:
         exponent = 0
         if not _SAFE_LOW <= top <= _SAFE_HIGH:
             exponent = math.frexp(top)[1]
-            block = scratch = np.ldexp(block.astype(np.float64), -exponent)
+            block = np.ldexp(block.astype(np.float64), -exponent)
         if exponent > self.exponent:
             shift = max(self.exponent - exponent, -1100)
             self.total = math.ldexp(self.total, shift)
@@ -115,8 +117,7 @@ class _Tally:
             self.exponent = exponent
         shift = exponent - self.exponent
         self.total += math.ldexp(_sum64(block), shift)
-        # numpy sums pairwise: the rounding of 2^15 terms stays at a few 2^-24.
-        squares = np.multiply(block, block, out=scratch[: block.size]).sum()
+        squares = row_dots(block, block)[0]
         self.squares += math.ldexp(float(squares), 2 * shift)
 
     def summary(self) -> Summary:

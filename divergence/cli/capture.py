@@ -314,10 +314,12 @@ def command(
     if arguments:
         values["command"] = shlex.join(["divergence", *arguments])
 
-    from divergence.capture import api
+    if dry_run:
+        from divergence.capture.api import plan_capture as call
+    else:
+        from divergence.capture.api import capture as call
 
     with progress_bars(quiet=quiet or json) as progress:
-        call = api.plan_capture if dry_run else api.capture
         result = call(model if like is None else model_copy, progress=progress, **values)
     if dry_run:
         _show_plan(result, json=json)

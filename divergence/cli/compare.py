@@ -89,12 +89,10 @@ def command(
     if name_map is None:
         name_map = settings("compare").map
 
-    from divergence.compare import api
+    from divergence.compare.api import compare
 
     with progress_bars(quiet=quiet or json) as progress:
-        report = api.compare(
-            reference, candidate, force=force, name_map=name_map, progress=progress
-        )
+        report = compare(reference, candidate, force=force, name_map=name_map, progress=progress)
     if csv is not None:
         _write_csv(report, csv)
     if csv is None or str(csv) != "-":

@@ -256,7 +256,6 @@ def bless(
     GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run
     and one with planted faults.
     """
-    from divergence.compare.api import compare
     from divergence.run.reader import Run
 
     source, target = Path(new), Path(os.path.abspath(golden))
@@ -274,6 +273,8 @@ def bless(
 
     said: dict[str, Any] = {}
     if target.exists():
+        from divergence.compare.api import compare
+
         old_sites: set[str] = set()
         try:
             old = Run.open(target)

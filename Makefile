@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt divergence/_version.py
+	@echo "setting up $(VENV): torch is large, the first time takes some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lint,test]'
 	touch $@

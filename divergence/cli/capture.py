@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +33,15 @@ MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
 REPEATING, OUTPUT = "Repeating a run", "Output"
 
 
+class TaskName(enum.StrEnum):
+    """What the model is run as."""
+
+    AUTO = "auto"
+    CAUSAL_LM = "causal-lm"
+    ENCODER = "encoder"
+    ENCODER_DECODER = "encoder-decoder"
+
+
 def command(
     ctx: typer.Context,
     model: Annotated[
@@ -45,7 +55,7 @@ def command(
         typer.Option("--out", "-o", metavar="RUN", help="Directory to write; needed."),
     ] = None,
     task: Annotated[
-        Literal["auto", "causal-lm", "encoder", "encoder-decoder"] | None,
+        TaskName | None,
         typer.Option(
             "--task",
             metavar="TASK",
@@ -282,7 +292,7 @@ def command(
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
     chosen: dict[str, Any] = {
-        "task": task,
+        "task": None if task is None else task.value,
         "revision": revision,
         "dtype": None if dtype == "auto" else dtype,
         "device": device,

@@ -1,0 +1,149 @@
+"""The surface of the command line as data: every command, option, default and panel.
+
+    python tests/cli/surface.py       rewrites tests/cli/surface.json and docs/commands.md
+
+The JSON freezes the surface: a change of it is a change that users meet, so it is
+made on purpose, together with a line in the changelog.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SURFACE = Path(__file__).with_name("surface.json")
+DOCS = ROOT / "docs" / "commands.md"
+
+
+def commands() -> dict[str, Any]:
+    """The app's commands by name, "" being the app itself; click's or typer's own objects."""
+    from typer.main import get_command
+
+    from divergence.cli.main import app
+
+    group = get_command(app)
+    return {"": group, **group.commands}
+
+
+def describe(command: Any) -> list[dict[str, Any]]:
+    """The parameters of a command in the order of its help, completion switches left out."""
+    rows = []
+    for parameter in command.params:
+        names = list(parameter.opts)
+        if any("completion" in name for name in names):
+            continue
+        default = parameter.default
+        rows.append(
+            {
+                "names": names,
+                "metavar": parameter.metavar or "",
+                "required": bool(parameter.required),
+                "repeatable": bool(getattr(parameter, "multiple", False)),
+                "default": default if isinstance(default, str | int | float) else None,
+                "panel": getattr(parameter, "rich_help_panel", None) or "",
+                "help": parameter.help,
+            }
+        )
+    return rows
+
+
+def surface() -> dict[str, list[dict[str, Any]]]:
+    """What is frozen: everything but the help texts."""
+    return {
+        name: [{k: v for k, v in row.items() if k != "help"} for row in describe(command)]
+        for name, command in commands().items()
+    }
+
+
+def surface_text() -> str:
+    return json.dumps(surface(), indent=1, sort_keys=True) + "\n"
+
+
+def docs_text() -> str:
+    """docs/commands.md: the help of every command as Markdown."""
+    parts = [
+        "# Commands\n",
+        "This page is made from `--help` by `python tests/cli/surface.py`; a test keeps it true.\n",
+    ]
+    for name, command in commands().items():
+        parts.append(f"## divergence {name}\n" if name else "## divergence\n")
+        arguments = [row for row in describe(command) if not row["names"][0].startswith("-")]
+        options = [row for row in describe(command) if row["names"][0].startswith("-")]
+        usage = " ".join(
+            row["metavar"] if row["required"] else f"[{row['metavar']}]" for row in arguments
+        )
+        usage = usage if name else "COMMAND"
+        words = ["divergence", name, "[OPTIONS]", usage]
+        parts.append("    " + " ".join(word for word in words if word) + "\n")
+        parts.append(inspect.cleandoc(command.help or "") + "\n")
+        if not name:
+            rows = [
+                f"| [`{key}`](#divergence-{key}) | {_first_line(value)} |"
+                for key, value in commands().items()
+                if key
+            ]
+            parts.append("\n".join(["| command | |", "|---|---|", *rows]) + "\n")
+        for panel in dict.fromkeys(row["panel"] for row in [*arguments, *options]):
+            rows = [row for row in [*arguments, *options] if row["panel"] == panel]
+            if panel:
+                parts.append(f"**{panel}**\n")
+            parts.append("\n".join(["| | |", "|---|---|", *map(_option, rows)]) + "\n")
+        parts.append(_examples(command.epilog or ""))
+    parts.append(_settings())
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _settings() -> str:
+    """The settings that can be written down, from the types that decode them."""
+    from divergence import config
+
+    rows = [
+        f"| `{section}.{key}` | `DIVERGENCE_{section.upper()}_{key.upper()}` |"
+        for section in ("capture", "compare", "check")
+        for key in getattr(config.Settings(), section).__struct_fields__
+    ]
+    lines = [
+        "## Settings\n",
+        "Options that are always the same can be set once. Order, strongest first: the flag, the",
+        "variable, the file named by `DIVERGENCE_CONFIG` or else `divergence.toml` in the working",
+        "directory, the default. A list in a variable is separated by commas. With `--like` only",
+        "`device`, `device_map` and `label` are used: everything else comes from the recorded run.",
+        "",
+        "| in the file | as a variable |",
+        "|---|---|",
+        *rows,
+    ]
+    return "\n".join(lines)
+
+
+def _first_line(command: Any) -> str:
+    return inspect.cleandoc(command.help or "").splitlines()[0]
+
+
+def _option(row: dict[str, Any]) -> str:
+    if row["names"][0].startswith("-"):
+        names = ", ".join(row["names"]) + (f" {row['metavar']}" if row["metavar"] else "")
+    else:
+        names = row["metavar"]
+    default = row["default"]
+    told = "" if default in (None, "", False) else f" Default: `{default}`."
+    return f"| `{names}` | {row['help'].replace('|', chr(92) + '|')}{told} |"
+
+
+def _examples(epilog: str) -> str:
+    """The examples as a code block, what follows them as text."""
+    parts = [part for part in epilog.strip().split("\n\n") if part.strip() != "Examples:"]
+    code = [part.strip() for part in parts if part.strip().startswith("divergence ")]
+    text = [part.strip() for part in parts if not part.strip().startswith("divergence ")]
+    return "\n".join(["```", *code, "```", "", *text, ""])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    SURFACE.write_text(surface_text(), encoding="utf-8")
+    DOCS.write_text(docs_text(), encoding="utf-8")
+    print(f"wrote {SURFACE.relative_to(ROOT)} and {DOCS.relative_to(ROOT)}")

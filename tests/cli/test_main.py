@@ -1,0 +1,173 @@
+"""Exit codes, errors and start-up: what every command has in common."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from divergence import __version__
+from divergence.errors import DivergenceError, ModelError, UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def failing(error: BaseException):
+    def compare(*_, **__):
+        raise error
+
+    return compare
+
+
+def test_help_answers_at_once():
+    """Half the point of a command line is that --help is there before one has looked up."""
+    elapsed = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert python("-m", "divergence", "--help").returncode == 0
+        elapsed.append(time.perf_counter() - start)
+    # 0.25 s on an idle machine; loose, since CI machines are shared
+    assert min(elapsed) < 1.0
+
+
+@pytest.mark.parametrize("command", ["", "capture", "compare", "check", "inspect", "env"])
+def test_help_loads_nothing_heavy(command):
+    """Neither torch nor transformers nor numpy is needed to say what a command does."""
+    code = (
+        "import sys\n"
+        "from divergence.cli.main import app\n"
+        "try: app([*sys.argv[1:], '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = python("-c", code, *filter(None, [command]))
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_the_package_imports_nothing():
+    """`import divergence` is free, and its names are there when asked for."""
+    code = (
+        "import sys, divergence\n"
+        "assert not {'torch', 'msgspec', 'typer', 'rich'} & set(sys.modules)\n"
+        "assert divergence.__all__ == sorted(divergence.__all__)\n"
+        "assert set(divergence.__all__) <= set(dir(divergence))\n"
+        "assert divergence.__version__\n"
+        "import divergence.compare.result as result\n"
+        "assert divergence.Report is result.Report\n"
+        "assert callable(divergence.compare) and callable(divergence.capture)\n"
+        "try: divergence.nothing\n"
+        "except AttributeError as error: assert 'nothing' in str(error)\n"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_packages_can_be_called_in_any_order_of_import():
+    """A sub-package imported first is as callable as one that comes with its name."""
+    code = (
+        "import divergence.compare.result\n"
+        "import divergence.compare\n"
+        "assert callable(divergence.compare)\n"
+        "from divergence import compare\n"
+        "import divergence.compare.policy as policy\n"
+        "assert compare.policy is policy\n"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_version(invoke):
+    """--version prints one line to stdout."""
+    assert invoke("--version") == (0, f"divergence {__version__}\n", "")
+
+
+def test_module_and_checkout_run():
+    """`python -m divergence` works where nothing is installed."""
+    result = python("-m", "divergence", "--version")
+    assert (result.returncode, result.stdout) == (0, f"divergence {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "args", [["nothing"], ["compare"], ["compare", "a", "b", "--nope"], ["env", "--device"], []]
+)
+def test_wrong_usage_exits_2(invoke, args):
+    """typer's own errors are wrong usage."""
+    code, _out, _err = invoke(*args)
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("no"), 2),
+        (ModelError("no"), 2),
+        (DivergenceError("no"), 3),
+        (ValueError("no"), 3),
+        (OSError(28, "no"), 3),
+        (KeyboardInterrupt(), 130),
+        (EOFError(), 130),
+    ],
+)
+def test_errors_have_their_exit_codes(invoke, replace_api, error, code):
+    """None of them is 1, and none of them writes to stdout."""
+    replace_api("compare", compare=failing(error))
+    found, out, err = invoke("compare", "a", "b")
+    assert (found, out) == (code, "")
+    assert err
+
+
+def test_an_error_says_what_where_and_what_to_try(invoke, replace_api):
+    """All three parts of an error reach the user, brackets included."""
+    error = UsageError("it [red]failed[/red]", where="[here]", hint="try that")
+    replace_api("compare", compare=failing(error))
+    _, _, err = invoke("compare", "a", "b")
+    assert err == "error: it [red]failed[/red]\n  where: [here]\n  try:   try that\n"
+
+
+def test_a_fault_is_short_and_verbose_shows_the_traceback(invoke, replace_api):
+    """An unexpected exception is one line; -v gives the traceback to report."""
+    replace_api("compare", compare=failing(RuntimeError("odd")))
+    code, _, err = invoke("compare", "a", "b")
+    assert code == 3
+    assert err.startswith("fault in divergence: RuntimeError: odd\n")
+    assert "-v" in err and "Traceback" not in err
+    code, _, err = invoke("compare", "a", "b", "-v")
+    assert code == 3
+    assert "Traceback" in err
+
+
+def test_completion_answers():
+    """The shell gets the commands that begin with what was typed."""
+    result = python(
+        "-m",
+        "divergence",
+        _DIVERGENCE_COMPLETE="complete_bash",
+        COMP_WORDS="divergence co",
+        COMP_CWORD="1",
+    )
+    assert result.stdout.split() == ["compare"]
+
+
+def test_settings_that_mean_nothing_are_told(invoke, replace_api, reports, monkeypatch):
+    """A misspelt variable is never silently without effect."""
+    replace_api("compare", compare=lambda *_, **__: reports.make_report())
+    monkeypatch.setenv("DIVERGENCE_CHEKC_POLICY", "strict")
+    code, _, err = invoke("compare", "a", "b")
+    assert code == 0
+    assert "DIVERGENCE_CHEKC_POLICY" in err

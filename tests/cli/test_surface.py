@@ -1,0 +1,48 @@
+"""The surface is frozen and documented."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("surface", Path(__file__).with_name("surface.py"))
+surface = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(surface)
+
+UPDATE = "if this change is meant: python tests/cli/surface.py, and a line in CHANGELOG.md"
+
+
+def test_surface_is_frozen():
+    """Commands, options, defaults and panels are those of surface.json."""
+    assert surface.surface() == json.loads(surface.SURFACE.read_text()), UPDATE
+
+
+def test_options_mean_what_they_mean_in_transformers():
+    """The names that the ecosystem knows are there."""
+    names = {
+        name for row in surface.describe(surface.commands()["capture"]) for name in row["names"]
+    }
+    assert {
+        "--attn-implementation",
+        "--device",
+        "--device-map",
+        "--dtype",
+        "--max-new-tokens",
+        "--revision",
+        "--trust-remote-code",
+    } <= names
+
+
+@pytest.mark.parametrize("name", [name for name in surface.commands() if name])
+def test_every_answer_has_json_quiet_and_verbose(name):
+    """Every command that answers has --json, -q, -v, help for each option, and examples."""
+    command = surface.commands()[name]
+    rows = surface.describe(command)
+    names = {option for row in rows for option in row["names"]}
+    assert {"--json", "-q", "-v"} <= names
+    assert all(row["help"] and row["help"].endswith(".") for row in rows)
+    assert "Examples:" in command.epilog
+    assert f"divergence {name}" in command.epilog

@@ -45,10 +45,11 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """The answer of `check`."""
+    """The answer of `check`. ``tie``: the first flipped token is one, by the policy's margin."""
 
     passed: bool
     failures: list[Failure]
+    tie: bool = False
     report: Report
     policy: Policy
 
@@ -102,7 +103,15 @@ def evaluate(report: Report, policy: Policy) -> CheckResult:
         *_tokens(report, policy),
         *_tolerances(report, policy),
     ]
-    return CheckResult(passed=not failures, failures=failures, report=report, policy=policy)
+    first = report.tokens.first_difference if report.tokens else None
+    margin = policy.tokens.tie_margin_for(report.reference.dtype)
+    return CheckResult(
+        passed=not failures,
+        failures=failures,
+        tie=first is not None and is_tie(first, margin),
+        report=report,
+        policy=policy,
+    )
 
 
 def _verdict(report: Report, policy: Policy) -> list[Failure]:

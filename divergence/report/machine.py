@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 import msgspec
 
-from divergence.compare.check import Blessing, CheckResult
 from divergence.compare.result import (
     REPORT_SCHEMA_VERSION,
     LogitsDiff,
@@ -40,12 +39,13 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def check_json(result: CheckResult) -> str:
-    """The answer of `check`; the report is the one `compare --json` gives."""
+def check_json(result: Any) -> str:
+    """The answer of `check` (a CheckResult of divergence.compare.check); the report is the one `compare --json` gives."""
     return strict_json(
         {
             "schema_version": REPORT_SCHEMA_VERSION,
             "passed": result.passed,
+            "tie": result.tie,
             "failures": msgspec.to_builtins(result.failures),
             "policy": msgspec.to_builtins(result.policy),
             "report": msgspec.to_builtins(result.report),
@@ -53,8 +53,8 @@ def check_json(result: CheckResult) -> str:
     )
 
 
-def blessing_json(blessing: Blessing) -> str:
-    """The answer of `check --bless`."""
+def blessing_json(blessing: Any) -> str:
+    """The answer of `check --bless`, a Blessing of divergence.compare.check."""
     return strict_json(
         {"schema_version": REPORT_SCHEMA_VERSION, "blessed": msgspec.to_builtins(blessing)}
     )

@@ -7,8 +7,8 @@ in as it is; a decoded token is quoted, since it may hold a newline.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
-from divergence.compare.check import Blessing, CheckResult, is_tie
 from divergence.compare.result import (
     Coverage,
     PreflightLine,
@@ -332,8 +332,12 @@ def _next_lines(commands: list[str]) -> list[Line]:
     return [heading("next"), *(line(f"  {command}") for command in commands)]
 
 
-def check_lines(result: CheckResult, *, verbose: bool = False) -> list[Line]:
-    """PASSED or FAILED with each rule that is not met, then the report it rests on."""
+def check_lines(result: Any, *, verbose: bool = False) -> list[Line]:
+    """PASSED or FAILED with each rule that is not met, then the report it rests on.
+
+    ``result``: a CheckResult of divergence.compare.check, which may open runs and is
+    therefore not imported here.
+    """
     policy = result.policy
     if result.passed:
         head = line(("PASSED", "bold green"), f": policy {policy.name or 'given'} is met")
@@ -348,14 +352,16 @@ def check_lines(result: CheckResult, *, verbose: bool = False) -> list[Line]:
     if len(shown) < len(result.failures):
         more = len(result.failures) - len(shown)
         lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
-    first = result.report.tokens.first_difference if result.report.tokens else None
-    if first and is_tie(first, policy.tokens.tie_margin_for(result.report.reference.dtype)):
+    if result.tie:
         lines.append(prose("  tie: ", "the first flipped token is within tie_margin", width=4))
     return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
 
 
-def blessing_lines(blessing: Blessing) -> list[Line]:
-    """What became the golden, what it replaces and how the two differ."""
+def blessing_lines(blessing: Any) -> list[Line]:
+    """What became the golden, what it replaces and how the two differ.
+
+    ``blessing``: a Blessing of divergence.compare.check.
+    """
     lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
     if blessing.previous is None:
         return [*lines, line("  there was no golden before")]

@@ -9,7 +9,7 @@
     ├── RunError                    2  a run on disk that cannot be read or must not be written
     │   ├── RunExistsError          2  the output directory holds something already
     │   ├── RunFormatError          2  a manifest, record or shard that breaks the format
-    │   └── RunWriteError           2  the disk refused (full, read-only); what was finished stays readable
+    │   └── RunWriteError           2  the disk refused (full, read-only); finished shards stay
     ├── IncomparableError           2  nothing in common, so nothing was compared
     └── FaultError                  3  a fault of this tool itself
 

@@ -109,8 +109,13 @@ def capture(
             trust_remote_code=request.trust_remote_code,
         )
         if loaded.missing:
-            tell("note", 0, None, f"the checkpoint lacks {len(loaded.missing)} parameters, which "
-                 f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}")
+            tell(
+                "note",
+                0,
+                None,
+                f"the checkpoint lacks {len(loaded.missing)} parameters, which "
+                f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}",
+            )
         return _Capture(request, loaded, device, determinism, tell).run(
             Path(out), force=force, command=command
         )
@@ -185,8 +190,13 @@ class _Capture:
             if reason is None:
                 passes.append("anchored")
             else:
-                self.tell("note", 0, None, f"no anchored pass: {request.like.path} cannot anchor "
-                          f"one, {reason}; capture it again with --sites blocks")
+                self.tell(
+                    "note",
+                    0,
+                    None,
+                    f"no anchored pass: {request.like.path} cannot anchor "
+                    f"one, {reason}; capture it again with --sites blocks",
+                )
         return Plan(
             passes=passes,
             sites=self.selection.sites,
@@ -195,7 +205,9 @@ class _Capture:
             anchored_to=request.like.manifest.id if "anchored" in passes else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
             logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
-            modules={path: self.notes[path] for path in self.notes if path in self.selection.hooked},
+            modules={
+                path: self.notes[path] for path in self.notes if path in self.selection.hooked
+            },
         )
 
     def _manifest(self, plan: Plan, command: str | None) -> Manifest:

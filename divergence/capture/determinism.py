@@ -66,7 +66,7 @@ _LEGACY_TF32 = (
     ("backends.cudnn.allow_tf32", False),
 )
 _VARIABLES: dict[str, tuple[tuple[str, str], ...]] = {
-    # cuBLAS picks workspaces per stream unless told the size (CUDA toolkit, cuBLAS: reproducibility)
+    # cuBLAS picks workspaces per stream unless told the size (cuBLAS manual, reproducibility)
     "cuda": (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),),
     # CANN: deterministic collectives, and no reordering of matmul along K
     "npu": (

@@ -149,11 +149,14 @@ def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, st
     driver = runtime = None
     if kind == "cuda":
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-        driver = _first_match(Path("/proc/driver/nvidia/version"), r"Module\s+(?:for \S+\s+)?([\d.]+)")
+        driver = _first_match(
+            Path("/proc/driver/nvidia/version"), r"Module\s+(?:for \S+\s+)?([\d.]+)"
+        )
     elif kind == "npu":
         runtime = _first_match(
             Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
-            / "version.cfg", r"\[([\d.A-Za-z]+)"
+            / "version.cfg",
+            r"\[([\d.A-Za-z]+)",
         )
         driver = _first_match(Path("/usr/local/Ascend/driver/version.info"), r"Version=(\S+)")
     elif kind == "xpu":

@@ -17,7 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
-from divergence.capture.leaves import argument_names, input_leaves, map_inputs, map_output, output_leaves
+from divergence.capture.leaves import (
+    argument_names,
+    input_leaves,
+    map_inputs,
+    map_output,
+    output_leaves,
+)
 from divergence.capture.plant import Plant
 from divergence.capture.selection import select_positions, step_selected
 from divergence.errors import PlantError
@@ -35,8 +41,17 @@ _REMEMBERED = 16
 class Sink(Protocol):
     """Where records go: a RunWriter, or something that only compares digests."""
 
-    def put(self, item: Item, *, pass_: PassName, sample: int, step: int, site: str,
-            order: int, positions: tuple[int, ...] | None = None) -> None: ...
+    def put(
+        self,
+        item: Item,
+        *,
+        pass_: PassName,
+        sample: int,
+        step: int,
+        site: str,
+        order: int,
+        positions: tuple[int, ...] | None = None,
+    ) -> None: ...
 
 
 class Anchor(Protocol):
@@ -113,7 +128,9 @@ class Recorder:
                 if path not in self._hooked:
                     continue
                 handles.append(
-                    module.register_forward_pre_hook(self._pre_hook(path, argument_names(module)), with_kwargs=True)
+                    module.register_forward_pre_hook(
+                        self._pre_hook(path, argument_names(module)), with_kwargs=True
+                    )
                 )
                 handles.append(module.register_forward_hook(self._post_hook(path)))
             yield self
@@ -123,8 +140,10 @@ class Recorder:
             self._recent.clear()
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable:
-        anchors = self._anchor is not None and path != ROOT and (
-            self._notes[path].role in ("block", "trunk")
+        anchors = (
+            self._anchor is not None
+            and path != ROOT
+            and (self._notes[path].role in ("block", "trunk"))
         )
         plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("in")]
 
@@ -246,8 +265,7 @@ class Recorder:
             for plant in plants:
                 if plant.site not in self.fired:
                     raise PlantError(
-                        f"the fault {plant.fault} was never planted: "
-                        f"no tensor passed {plant.site}",
+                        f"the fault {plant.fault} was never planted: no tensor passed {plant.site}",
                         hint="`divergence inspect RUN` lists the sites of a run "
                         "captured with --sites modules",
                     )

@@ -78,9 +78,9 @@ def run_pass(
                 batch=len(group),
                 num_tokens=first.num_left_pad + len(first.prompt_ids) + first.num_right_pad,
             )
-            wanted = None if forced is None else [
-                forced[number][:max_new_tokens] for number in group
-            ]
+            wanted = (
+                None if forced is None else [forced[number][:max_new_tokens] for number in group]
+            )
             result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
             if on_group is not None:
                 on_group(group, result)
@@ -92,8 +92,11 @@ def can_anchor(run: Run) -> str | None:
     if plan.positions is not None:
         return f"it holds only the token positions {plan.positions}"
     blocks = {path for path, note in plan.modules.items() if note.role == "block"}
-    inputs = {record.site.rpartition(":")[0] for record in run.records
-              if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")}
+    inputs = {
+        record.site.rpartition(":")[0]
+        for record in run.records
+        if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
+    }
     if not blocks & inputs:
         return "it holds no inputs of blocks (its sites: " + ", ".join(plan.sites) + ")"
     return None

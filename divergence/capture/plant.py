@@ -23,8 +23,8 @@ FAULTS = {
     "bias": "bias:SHARE           add SHARE × the tensor's rms to every element",
     "noise": "noise:SHARE[:SEED]   add Gaussian noise of SHARE × the tensor's rms",
     "channel": "channel:INDEX:FACTOR multiply one feature (last axis) by FACTOR",
-    "zero": "zero[:FIRST-LAST]    set to zero, all of it or a range of features, for example a head",
-    "cast": "cast:FORMAT          round through a lower format, for example cast:float8_e4m3fn",
+    "zero": "zero[:FIRST-LAST]    set to zero, all of it or a range of features (a head)",
+    "cast": "cast:FORMAT          round through a lower format, e.g. cast:float8_e4m3fn",
     "roll": "roll[:N]             shift along the token axis by N (default 1)",
     "nan": "nan[:INDEX]          one element (flat index, default 0) becomes nan",
     "inf": "inf[:INDEX]          one element becomes +inf",
@@ -75,8 +75,9 @@ def parse_plant(text: str) -> Plant:
     if maker is None:
         near = near_names(name, FAULTS)
         known = f"did you mean {near[0]}? " if near else ""
-        raise PlantError(f"unknown fault {name!r}", where=f"--plant {text}",
-                         hint=known + _list_of_faults())
+        raise PlantError(
+            f"unknown fault {name!r}", where=f"--plant {text}", hint=known + _list_of_faults()
+        )
     try:
         change = maker(*arguments)
     except (TypeError, ValueError, UsageError) as error:
@@ -167,7 +168,9 @@ def _cast(name: str) -> Change:
         raise ValueError(f"{name} is no number format to round through")
     limit = torch.finfo(form.torch_dtype).max
     # Saturating, as accelerators cast: float8_e4m3fn would otherwise make nan of large values.
-    return lambda tensor, _: _wide(tensor).clamp(-limit, limit).to(form.torch_dtype).to(torch.float32)
+    return lambda tensor, _: (
+        _wide(tensor).clamp(-limit, limit).to(form.torch_dtype).to(torch.float32)
+    )
 
 
 def _roll(count: str = "1") -> Change:

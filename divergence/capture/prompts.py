@@ -80,7 +80,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         try:
             prompts = msgspec.json.decode(content, type=list[Prompt])
         except (msgspec.DecodeError, ValueError) as error:
-            raise PromptError(f"not a list of prompts: {error}", where=str(path), hint=hint) from error
+            raise PromptError(
+                f"not a list of prompts: {error}", where=str(path), hint=hint
+            ) from error
     else:
         raise PromptError(f"{path} has an unknown kind {suffix or '(no suffix)'}", hint=hint)
     if not prompts:

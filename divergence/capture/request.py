@@ -101,8 +101,10 @@ def resolve_request(
     }
     if like is None:
         if model is None:
-            raise UsageError("no model given", hint="divergence capture MODEL -o RUN, "
-                             "or divergence capture --like RUN -o RUN2")
+            raise UsageError(
+                "no model given",
+                hint="divergence capture MODEL -o RUN, or divergence capture --like RUN -o RUN2",
+            )
         return Request(
             model=model,
             task=task,
@@ -126,10 +128,22 @@ def resolve_request(
             hint="leave out --prompt, --prompts, --chat and --batch, or capture without --like",
         )
     run = like if isinstance(like, Run) else Run.open(like)
-    return _like(run, model=model, task=task, revision=revision, dtype=dtype,
-                 attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
-                 max_new_tokens=max_new_tokens, sites=sites, steps=steps, positions=positions,
-                 deterministic=deterministic, seed=seed, common=common)
+    return _like(
+        run,
+        model=model,
+        task=task,
+        revision=revision,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        max_new_tokens=max_new_tokens,
+        sites=sites,
+        steps=steps,
+        positions=positions,
+        deterministic=deterministic,
+        seed=seed,
+        common=common,
+    )
 
 
 def _like(

@@ -67,7 +67,8 @@ def _bounds(part: str, option: str) -> tuple[int, int]:
     if match is None:
         raise UsageError(
             f"{option}: {part!r} is neither a number nor a range",
-            hint="for example 0,4-8, -1 or last:16" if option == "--positions"
+            hint="for example 0,4-8, -1 or last:16"
+            if option == "--positions"
             else "for example 0,4-8, prefill or decode",
         )
     low = int(match[1])

@@ -100,6 +100,7 @@ def _check(pattern: str, notes: Mapping[str, ModuleNote]) -> None:
     near = near_names(path, notes)
     raise UsageError(
         f"no module of this model matches {pattern!r}",
-        hint=f"did you mean {', '.join(near)}?" if near else
-        "`divergence capture MODEL --sites modules --dry-run` lists every site",
+        hint=f"did you mean {', '.join(near)}?"
+        if near
+        else "`divergence capture MODEL --sites modules --dry-run` lists every site",
     )

@@ -38,7 +38,8 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
             role = "trunk"
         else:
             role = "inner"
-        notes[path or ROOT] = ModuleNote(kind=type(module).__name__, role=role)
+        routed = role == "block" and any("experts" in name for name, _ in module.named_modules())
+        notes[path or ROOT] = ModuleNote(kind=type(module).__name__, role=role, routed=routed)
     return notes
 
 

@@ -166,8 +166,9 @@ class SiteResult(_Part, kw_only=True):
     """One compared pair of tensors, a = reference, b = candidate, d = a - b.
 
     Formulas and care in divergence.numerics.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
-    rel_l2 that correct implementations of this dtype are expected to reach here;
-    ``ratio`` = rel_l2 / floor; ``flagged``: beyond what rounding explains.
+    rel_l2 that correct implementations of this dtype are expected to reach here (median
+    token); ``ratio``: the median token's error made here over its floor, ``ratio_max`` the
+    worst token's; ``flagged``: beyond what rounding explains.
     ``match``: how the pair was found (``exact`` or the name map's rule).
     """
 
@@ -217,6 +218,7 @@ class SiteResult(_Part, kw_only=True):
     logits: LogitsDiff | None = None
     floor: float | None = None
     ratio: float | None = None
+    ratio_max: float | None = None
     flagged: bool = False
 
 

@@ -146,10 +146,13 @@ class ModuleNote(_Strict, kw_only=True):
 
     ``role``: ``block`` (a repeated block), ``trunk`` (run once, outside the
     blocks: embedding, rotary table, final norm, head), ``inner`` (inside either).
+    ``routed``: a block that sends each token to some of its experts, a discrete choice
+    that rounding may flip.
     """
 
     kind: str
     role: Literal["block", "trunk", "inner"]
+    routed: bool = False
 
 
 class Plan(_Strict, kw_only=True):

@@ -131,8 +131,9 @@ class Run:
             near = near_names(site, self.sites())
             raise UsageError(
                 f"no site {site!r} in {self.path}",
-                hint=f"did you mean {', '.join(near)}?" if near else
-                f"`divergence inspect {self.path}` lists the sites",
+                hint=f"did you mean {', '.join(near)}?"
+                if near
+                else f"`divergence inspect {self.path}` lists the sites",
             )
         return found
 

@@ -24,7 +24,15 @@ from collections.abc import Callable, Iterable
 
 from divergence.errors import UsageError
 
-__all__ = ["ROOT", "compile_patterns", "join_site", "module_of", "natural_key", "near_names", "split_site"]
+__all__ = [
+    "ROOT",
+    "compile_patterns",
+    "join_site",
+    "module_of",
+    "natural_key",
+    "near_names",
+    "split_site",
+]
 
 ROOT = "."
 """How the root module is written in a site."""

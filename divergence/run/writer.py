@@ -28,7 +28,7 @@ from divergence.numerics.summary import summarize
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.layout import MANIFEST, RECORDS, TENSORS, shard_name
 from divergence.run.manifest import Manifest
-from divergence.run.record import Coordinates, PassName, Place, Record, Summary
+from divergence.run.record import PassName, Place, Record, Summary
 
 if TYPE_CHECKING:
     import torch
@@ -113,8 +113,10 @@ class RunWriter:
             return
         stopped_by = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         with contextlib.suppress(RunWriteError):  # the first error is the one to report
-            self.close(complete=False, stopped_by=stopped_by.splitlines()[0] if stopped_by else
-                       type(error).__name__)
+            self.close(
+                complete=False,
+                stopped_by=stopped_by.splitlines()[0] if stopped_by else type(error).__name__,
+            )
 
     def put(
         self,
@@ -304,7 +306,8 @@ def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
     whole = {
         # A dtype that safetensors lacks goes as raw bytes: the record knows dtype and shape.
-        key: tensor if format_of(tensor.dtype).name in _STORABLE
+        key: tensor
+        if format_of(tensor.dtype).name in _STORABLE
         else tensor.reshape(-1).view(torch.uint8)
         for key, tensor in tensors.items()
     }

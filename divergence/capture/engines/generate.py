@@ -120,8 +120,10 @@ def _decode(
     num_steps = len(control.chosen)
     generated = output[:, -num_steps:].tolist() if num_steps else [[] for _ in range(len(ids))]
     before = output.shape[1] - num_steps
-    decoder = output[:, :before].tolist() if loaded.task == "encoder-decoder" else (
-        [[] for _ in range(len(ids))]
+    decoder = (
+        output[:, :before].tolist()
+        if loaded.task == "encoder-decoder"
+        else ([[] for _ in range(len(ids))])
     )
     chosen = [list(row) for row in zip(*control.chosen, strict=True)]
     return GroupResult(generated, chosen, decoder, control.seen)

@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["LoadedModel", "empty_model", "load_config", "load_model", "load_tokenizer",
-           "resolve_task"]
+__all__ = [
+    "LoadedModel",
+    "empty_model",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "resolve_task",
+]
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -64,8 +70,10 @@ def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder"
     names = config.architectures or []
-    if any("CausalLM" in name or "LMHead" in name or name.endswith("ForConditionalGeneration")
-           for name in names):
+    if any(
+        "CausalLM" in name or "LMHead" in name or name.endswith("ForConditionalGeneration")
+        for name in names
+    ):
         return "causal-lm"
     if names:
         return "encoder"
@@ -248,7 +256,7 @@ def _model_error(source: str, error: BaseException) -> ModelError:
             f"{source} carries its own modelling code",
             hint="read that code, then pass --trust-remote-code",
         )
-    if "no file named" in text or "safetensors" in text and "not found" in text.lower():
+    if "no file named" in text or ("safetensors" in text and "not found" in text.lower()):
         return ModelError(
             f"no weights in {source}",
             where=_first_line(error),

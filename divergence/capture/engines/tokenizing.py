@@ -22,9 +22,7 @@ def tokenize(
     return [_tokenize(prompt, tokenizer, chat, number) for number, prompt in enumerate(prompts)]
 
 
-def group_samples(
-    samples: list[SampleTokens], *, batch: bool, pad_left: bool
-) -> list[list[int]]:
+def group_samples(samples: list[SampleTokens], *, batch: bool, pad_left: bool) -> list[list[int]]:
     """One group a sample, or one for all with the padding noted in the samples."""
     if not batch:
         return [[number] for number in range(len(samples))]

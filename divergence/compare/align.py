@@ -1,0 +1,245 @@
+"""Alignment: which tensor of one run belongs to which of the other.
+
+By (pass, sample, step, site). What has no partner is listed with its reason and is
+never a pass. A batch is split into its samples where the other run formed other
+batches, so that a batched run can be compared with a run of single prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from divergence.compare.names import NameMap, find_prefix
+from divergence.compare.result import Skipped
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+from divergence.run.record import Record
+
+__all__ = ["Alignment", "Pair", "Piece", "align", "first_different_token"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""
+
+    record: Record
+    sample: int
+    row: int | None = None
+    left: int = 0
+    right: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two pieces of one meaning, compared under ``pass_``."""
+
+    reference: Piece
+    candidate: Piece
+    pass_: str
+    match: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """All pairs in the reference's execution order, and everything that is no pair.
+
+    ``prefix``: the automatic prefix rule in use, if any. ``anchored``: whether pairs of an
+    anchored pass are among them, and ``notes`` why not, where one was recorded.
+    """
+
+    pairs: list[Pair]
+    only_reference: list[Skipped]
+    only_candidate: list[Skipped]
+    skipped: list[Skipped]
+    prefix: tuple[str, str] | None
+    anchored: bool
+    notes: list[str]
+
+
+def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) -> Alignment:
+    """Pair the two runs' records."""
+    a, b = reference.manifest, candidate.manifest
+    split = a.tokens.groups != b.tokens.groups
+    rename, prefix = _renaming(reference, candidate, name_map)
+    notes: list[str] = []
+    passes = [("free", "free", "free")]
+    anchored = _anchored_passes(a, b, notes)
+    if anchored is not None:
+        passes.insert(0, ("anchored", *anchored))
+    theirs = _indexed(candidate, split)
+    ours = _indexed(reference, split)
+    pairs: list[Pair] = []
+    only_reference: list[Skipped] = []
+    skipped: list[Skipped] = []
+    used: set[tuple] = set()
+    last_step = _last_comparable_steps(a, b)
+    for pass_, ours_in, theirs_in in passes:
+        for (found_in, sample, step, site), piece in ours.items():
+            if found_in != ours_in:
+                continue
+            key = (theirs_in, sample, step, rename(site))
+            other = theirs.get(key)
+            if other is None:
+                if pass_ == "free":
+                    only_reference.append(
+                        _skip(pass_, sample, step, site, "no partner", "reference")
+                    )
+                continue
+            used.add(key)
+            reason = _incomparable(piece, other)
+            if step > last_step.get(sample, step):
+                reason = "after the first different token the two sides were fed different tokens"
+            if reason is not None:
+                skipped.append(_skip(pass_, sample, step, site, reason, "both"))
+                continue
+            match = "exact" if key[3] == site else _rule(prefix)
+            pairs.append(Pair(reference=piece, candidate=other, pass_=pass_, match=match))
+    compared = {theirs_in for _, _, theirs_in in passes}
+    only_candidate = [
+        _skip(*key, "no partner" if key[0] in compared else "pass without a partner", "candidate")
+        for key in theirs
+        if key not in used
+    ]
+    order = {"anchored": 0, "free": 1}
+    pairs.sort(
+        key=lambda pair: (
+            order[pair.pass_],
+            pair.reference.sample,
+            pair.reference.record.step,
+            pair.reference.record.order,
+        )
+    )
+    return Alignment(
+        pairs=pairs, only_reference=only_reference, only_candidate=only_candidate,
+        skipped=skipped, prefix=prefix, anchored=anchored is not None, notes=notes,
+    )  # fmt: skip
+
+
+def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:
+    """Index of the first generated token that was fed differently, or None."""
+    one, two = a.tokens.samples[sample].generated_ids, b.tokens.samples[sample].generated_ids
+    for index, (x, y) in enumerate(zip(one, two, strict=False)):
+        if x != y:
+            return index
+    return None
+
+
+def _anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
+    """(reference's pass, candidate's pass) in which blocks had equal inputs, if there is one."""
+    if b.plan.anchored_to is not None and b.plan.anchored_to == a.id:
+        return "free", "anchored"
+    if a.plan.anchored_to is not None and a.plan.anchored_to == b.id:
+        return "anchored", "free"
+    if a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to:
+        return "anchored", "anchored"
+    if a.plan.anchored_to or b.plan.anchored_to:
+        notes.append("an anchored pass was recorded, but to another run's inputs: not used")
+    return None
+
+
+def _renaming(
+    reference: Run, candidate: Run, name_map: NameMap | None
+) -> tuple[NameMap, tuple[str, str] | None]:
+    if name_map is not None:
+        return name_map, None
+    prefix = find_prefix({r.site for r in reference.records}, {r.site for r in candidate.records})
+    if prefix is None:
+        return lambda site: site, None
+    own, other = prefix
+    known = {r.site for r in candidate.records}
+
+    def rename(site: str) -> str:
+        if site.startswith(own) and other + site[len(own) :] in known:
+            return other + site[len(own) :]
+        return site
+
+    return rename, prefix
+
+
+def _rule(prefix: tuple[str, str] | None) -> str:
+    if prefix is None:
+        return "name map"
+    return f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
+
+
+def _indexed(run: Run, split: bool) -> dict[tuple[str, int, int, str], Piece]:
+    pieces: dict[tuple[str, int, int, str], Piece] = {}
+    for record in run.records:
+        for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
+            pieces[record.pass_, piece.sample, record.step, record.site] = piece
+    return pieces
+
+
+def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
+    """One piece for each sample in the record's batch, pads cut off."""
+    group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
+    if len(group) <= 1 or not record.shape or record.shape[0] != len(group):
+        return [Piece(record, record.sample)]
+    pieces = []
+    for row, number in enumerate(group):
+        sample = manifest.tokens.samples[number]
+        length = sample.num_left_pad + len(sample.prompt_ids) + sample.num_right_pad
+        left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
+        if record.step == 0 and len(record.shape) > 2 and record.shape[1] == length:
+            left, right = sample.num_left_pad, length - sample.num_right_pad
+        pieces.append(Piece(record, number, row, left, right))
+    return pieces
+
+
+def _shape(piece: Piece) -> tuple[int, ...]:
+    shape = piece.record.shape
+    if piece.row is None:
+        return shape
+    return (1, piece.right - piece.left, *shape[2:]) if len(shape) > 1 else (1,)
+
+
+def _incomparable(piece: Piece, other: Piece) -> str | None:
+    one, two = piece.record, other.record
+    if _shape(piece) != _shape(other):
+        narrowed = one.positions is None or two.positions is None
+        if narrowed and _selectable(piece, other):
+            return None
+        return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
+    if one.positions != two.positions and None not in (one.positions, two.positions):
+        relative = piece.row is not None or other.row is not None
+        if not relative:
+            return f"token positions differ: {one.positions} and {two.positions}"
+    return None
+
+
+def _selectable(piece: Piece, other: Piece) -> bool:
+    """One side holds only some token positions, the other all: those can be picked out."""
+    if piece.row is not None or other.row is not None:
+        return False
+    few, many = (
+        (piece.record, other.record) if piece.record.positions else (other.record, piece.record)
+    )
+    return (
+        few.positions is not None
+        and many.positions is None
+        and len(few.shape) == len(many.shape) >= 2
+        and few.shape[1] == len(few.positions)
+        and many.shape[1] > max(few.positions, default=0)
+        and few.shape[:1] + few.shape[2:] == many.shape[:1] + many.shape[2:]
+    )
+
+
+def _last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
+    """Per sample, the last step at which both sides had been fed the same tokens."""
+    last: dict[int, int] = {}
+    for number in range(min(len(a.tokens.samples), len(b.tokens.samples))):
+        different = first_different_token(a, b, number)
+        if different is not None:
+            last[number] = different
+    for manifest in (a, b):  # a batched forward is as comparable as its worst sample
+        for group in manifest.tokens.groups:
+            found = [last[number] for number in group if number in last]
+            if found:
+                for number in group:
+                    last[number] = min(found)
+    return last
+
+
+def _skip(pass_: str, sample: int, step: int, site: str, reason: str, side) -> Skipped:
+    return Skipped(pass_=pass_, sample=sample, step=step, site=site, reason=reason, side=side)

@@ -1,0 +1,179 @@
+"""compare(): two runs → a Report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from divergence._version import __version__
+from divergence.compare.align import Alignment, align
+from divergence.compare.floors import ModelFloor
+from divergence.compare.judge import Case, judge
+from divergence.compare.measure import Measurer
+from divergence.compare.names import load_name_map
+from divergence.compare.preflight import preflight
+from divergence.compare.result import (
+    Coverage,
+    Evidence,
+    PreflightLine,
+    Report,
+    RunSummary,
+    Verdict,
+)
+from divergence.compare.tokens import compare_tokens, relate_to_onset
+from divergence.errors import IncomparableError
+from divergence.run.reader import Run
+
+__all__ = ["compare"]
+
+
+def compare(
+    reference: str | Path | Run,
+    candidate: str | Path | Run,
+    *,
+    force: bool = False,
+    name_map: str | Path | None = None,
+    progress: Callable[[str, int, int | None, str], None] | None = None,
+) -> Report:
+    """Compare ``candidate`` with ``reference``, as in ``diff old new``.
+
+    ``force`` measures although preflight found a blocking difference (other weights,
+    other tokens). ``name_map``: a TOML file of module names, see compare.names.
+
+    Raises RunFormatError for unreadable runs and IncomparableError when they have
+    nothing in common.
+    """
+    a = reference if isinstance(reference, Run) else Run.open(reference)
+    b = candidate if isinstance(candidate, Run) else Run.open(candidate)
+    names = None if name_map is None else load_name_map(name_map)
+    lines = preflight(a, b)
+    blocking = [line for line in lines if line.status == "blocking"]
+    if blocking and not force:
+        return _incomparable(a, b, lines, blocking)
+    alignment = align(a, b, name_map=names)
+    if not alignment.pairs:
+        raise IncomparableError(
+            "nothing was compared: the two runs have no tensor in common "
+            f"({len(a.records)} and {len(b.records)} records)",
+            where=f"{a.path} and {b.path}",
+            hint=_why_nothing(alignment),
+        )
+    measurer = Measurer(a, b, ModelFloor())
+    sites = []
+    for number, pair in enumerate(alignment.pairs):
+        if progress is not None:
+            progress("compare", number, len(alignment.pairs), pair.reference.record.site)
+        sites.append(measurer.measure(pair))
+    tokens = compare_tokens(a, b)
+    unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
+    notes = _notes(a, b, alignment)
+    plan = a.manifest.plan
+    verdict = judge(
+        Case(
+            sites=sites,
+            preflight=lines,
+            tokens=tokens,
+            anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
+            routed=frozenset(path for path, note in plan.modules.items() if note.routed),
+            paths=(str(a.path), str(b.path)),
+            missing=len(unmatched),
+            notes=alignment.notes,
+        )
+    )
+    return Report(
+        tool_version=__version__,
+        reference=_summary(a),
+        candidate=_summary(b),
+        verdict=verdict,
+        preflight=lines,
+        tokens=relate_to_onset(tokens, verdict.onset),
+        coverage=_coverage(alignment),
+        sites=sites,
+        notes=notes,
+    )
+
+
+def _incomparable(
+    a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
+) -> Report:
+    return Report(
+        tool_version=__version__,
+        reference=_summary(a),
+        candidate=_summary(b),
+        verdict=Verdict(
+            kind="incomparable",
+            summary="not the same experiment: "
+            + " and ".join(f"other {line.check}" for line in blocking),
+            confidence="high",
+            evidence=[
+                Evidence(text=f"{line.check}: {line.detail or _against(line)}")
+                for line in blocking
+            ],
+            next=[f"divergence compare {a.path} {b.path} --force   # measure all the same"],
+        ),
+        preflight=lines,
+        tokens=None,
+        coverage=Coverage(
+            num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0
+        ),
+        sites=[],
+    )
+
+
+def _against(line: PreflightLine) -> str:
+    return f"{line.reference} against {line.candidate}"
+
+
+def _coverage(alignment: Alignment) -> Coverage:
+    return Coverage(
+        num_compared=len(alignment.pairs),
+        num_only_reference=len(alignment.only_reference),
+        num_only_candidate=len(alignment.only_candidate),
+        num_skipped=len(alignment.skipped),
+        unmatched=[*alignment.only_reference, *alignment.only_candidate, *alignment.skipped],
+    )
+
+
+def _notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
+    notes = list(alignment.notes)
+    if alignment.prefix is not None:
+        one, two = (name or "(nothing)" for name in alignment.prefix)
+        notes.append(f"sites were matched with the prefix {one} read as {two}")
+    for name, run in (("reference", a), ("candidate", b)):
+        if run.torn_tail:
+            notes.append(f"the {name}'s last record line was cut off and left out")
+        for override in run.manifest.overrides:
+            notes.append(
+                f"the {name} was told to use {override.name} {override.used} "
+                f"instead of {override.reference}"
+            )
+    return notes
+
+
+def _why_nothing(alignment: Alignment) -> str:
+    if alignment.skipped:
+        return f"{len(alignment.skipped)} were skipped, the first because: " + (
+            alignment.skipped[0].reason
+        )
+    if alignment.only_reference and alignment.only_candidate:
+        return (
+            f"the first sites are {alignment.only_reference[0].site} and "
+            f"{alignment.only_candidate[0].site}; if they mean the same, give --map FILE"
+        )
+    return "one of the runs is empty"
+
+
+def _summary(run: Run) -> RunSummary:
+    manifest = run.manifest
+    return RunSummary(
+        path=str(run.path),
+        id=manifest.id,
+        label=manifest.environment.label,
+        model=manifest.model.source,
+        dtype=manifest.model.dtype,
+        device=f"{manifest.environment.device_type}: {manifest.environment.device_name}",
+        complete=manifest.complete,
+        stopped_by=manifest.stopped_by,
+        num_records=len(run.records),
+        plants=manifest.plan.plants,
+    )

@@ -1,0 +1,94 @@
+"""Floors for measured pairs: what correct implementations may differ by, row by row.
+
+The seam for judging: a Floor turns the rows of one pair into ratios (error made here
+over floor). ModelFloor uses the rounding model of numerics.floor; a float64 reference
+run gives a measured one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
+from divergence.numerics.formats import Format
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Floor", "ModelFloor", "Ratios", "RowDiffs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDiffs:
+    """Rows (tokens) of one pair. ``rel``: ‖d_t‖/‖a_t‖; ``norm``: ‖a_t‖; ``update``: ‖a_t - x_t‖
+    where the site adds to its input x, else None. All float64, shape (rows,)."""
+
+    rel: torch.Tensor
+    norm: torch.Tensor
+    update: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """``floor``: the median row's floor as a rel_l2; ``typical``: median row's error over
+    its floor; ``worst``: the largest row's."""
+
+    floor: float
+    typical: float
+    worst: float
+
+
+class Floor(Protocol):
+    """Judges rows. ``inherited``: the rows of the same block's input, in a free pass."""
+
+    def ratios(
+        self,
+        rows: RowDiffs,
+        *,
+        form: Format,
+        num_features: int,
+        role: str,
+        inherited: RowDiffs | None,
+    ) -> Ratios | None: ...
+
+
+class ModelFloor:
+    """The floor from the stated rounding model; no reference run needed."""
+
+    def __init__(self, thresholds: Thresholds = THRESHOLDS) -> None:
+        self._thresholds = thresholds
+
+    def ratios(
+        self,
+        rows: RowDiffs,
+        *,
+        form: Format,
+        num_features: int,
+        role: str,
+        inherited: RowDiffs | None,
+    ) -> Ratios | None:
+        """None where there is no row to judge, or nothing rounds (integers)."""
+        import torch
+
+        part = role if role in ("block", "inner") else "trunk"
+        store, update = floor_weights(form, num_features=num_features, role=part)
+        real = torch.isfinite(rows.rel) & (rows.norm > 0)
+        if store == 0 or not bool(real.any()):
+            return None
+        rel, norm = rows.rel[real], rows.norm[real]
+        share = torch.ones_like(norm) if rows.update is None else rows.update[real] / norm
+        floor = (store**2 + (update * share) ** 2).sqrt()
+        made, allowed = rel, floor
+        if inherited is not None and inherited.rel.shape == rows.rel.shape:
+            before = inherited.rel[real].nan_to_num(0.0)
+            carried = before * inherited.norm[real] / norm
+            made = (rel**2 - carried**2).clamp_min(0).sqrt()
+            # What a block makes of an error that came in: its update moves along.
+            allowed = (floor**2 + (self._thresholds.free_gain * share * before) ** 2).sqrt()
+        ratio = made / allowed
+        return Ratios(
+            floor=float(allowed.median()),
+            typical=float(ratio.median()),
+            worst=float(ratio.max()),
+        )

@@ -1,0 +1,292 @@
+"""Measuring the pairs: reads both tensors, calls numerics, writes a SiteResult.
+
+Equal checksums are equal tensors: they are never read. A pair of tensors that
+occurs at several sites (one block's output is the next one's input) is measured
+once. Pads are masked by the samples' token counts, and rows are turned back into
+token positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from divergence.compare.align import Pair, Piece
+from divergence.compare.floors import Floor, RowDiffs
+from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
+from divergence.numerics.formats import format_named
+from divergence.numerics.logits import measure_logits
+from divergence.numerics.pair import PairMetrics, measure_pair
+from divergence.numerics.rows import row_norms
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.site import module_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Measurer"]
+
+
+_REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or not at all
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    metrics: PairMetrics
+    logits: LogitsDiff | None
+    rows: RowDiffs
+    shape: tuple[int, ...]
+
+
+class Measurer:
+    """Measures pairs of two runs; keeps what repeats."""
+
+    def __init__(self, reference: Run, candidate: Run, floor: Floor) -> None:
+        self._reference, self._candidate = reference, candidate
+        self._floor = floor
+        self._notes = reference.manifest.plan.modules
+        self._logits_site = reference.manifest.plan.logits_site
+        self._blocks = sorted(
+            (path for path, note in self._notes.items() if note.role == "block"),
+            key=len, reverse=True,
+        )  # fmt: skip
+        self._cache: dict[tuple, _Found] = {}
+        self._entering: dict[tuple[int, int, str], RowDiffs | None] = {}
+
+    def measure(self, pair: Pair) -> SiteResult:
+        """One pair's SiteResult, without floor and flag. Raises RunFormatError on bad bytes."""
+        one, two = pair.reference.record, pair.candidate.record
+        path = module_of(one.site)
+        note = self._notes.get(path)
+        place = {
+            "pass_": pair.pass_,
+            "sample": pair.reference.sample,
+            "step": one.step,
+            "site": one.site,
+            "order": one.order,
+            "candidate_site": two.site if two.site != one.site else None,
+            "match": pair.match,
+            "block": self.block_of(path),
+            "role": note.role if note else None,
+            "kind": note.kind if note else None,
+            "reference_dtype": one.dtype,
+            "candidate_dtype": two.dtype,
+        }
+        if _equal(pair):
+            return self._identical(pair, place)
+        found = self._find(pair, note is not None and note.role == "block")
+        result = SiteResult(
+            **place,
+            **_of_metrics(found.metrics),
+            shape=found.shape,
+            identical=False,
+            worst_position=self._position(pair.reference, found.shape, found.metrics.worst_row),
+            nonfinite=_nonfinite(found.metrics),
+            logits=found.logits,
+        )
+        self._judge_rows(pair, result, found.rows)
+        return result
+
+    def _identical(self, pair: Pair, place: dict) -> SiteResult:
+        result = _identical(pair.reference.record, place)
+        if result.ulp_format is not None:
+            result.ratio = result.ratio_max = 0.0
+        if pair.pass_ == "free" and result.site.endswith(":in"):
+            self._entering[result.sample, result.step, module_of(result.site)] = None
+        return result
+
+    def _judge_rows(self, pair: Pair, result: SiteResult, rows: RowDiffs) -> None:
+        """Fill floor and ratios. In the free pass a block answers only for what it adds."""
+        one, two = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
+        if one.kind != "float" or two.kind != "float":
+            return
+        path = module_of(result.site)
+        key = (result.sample, result.step, path)
+        inherited = None
+        if pair.pass_ == "free":
+            if result.site.endswith(":in"):
+                self._entering[key] = rows
+            elif result.site.endswith(":out"):
+                inherited = self._entering.get(key)
+        found = self._floor.ratios(
+            rows,
+            form=one if one.unit_roundoff >= two.unit_roundoff else two,
+            num_features=result.shape[-1] if result.shape else 1,
+            role=result.role or "inner",
+            inherited=inherited,
+        )
+        if found is not None:
+            result.floor, result.ratio, result.ratio_max = found.floor, found.typical, found.worst
+
+    def block_of(self, path: str) -> str | None:
+        """The block that ``path`` is or lies in."""
+        for block in self._blocks:
+            if path == block or path.startswith(block + "."):
+                return block
+        return None
+
+    def _find(self, pair: Pair, is_block: bool) -> _Found:
+        one, two = pair.reference.record, pair.candidate.record
+        base = self._base(pair.reference) if is_block and one.site.endswith(":out") else None
+        logits = one.site == self._logits_site
+        whole = pair.reference.row is None and pair.candidate.row is None
+        key = (
+            one.xxh3,
+            one.dtype,
+            two.xxh3,
+            two.dtype,
+            one.shape,
+            logits,
+            one.positions,
+            two.positions,
+            base is not None,
+            one.step == 0,
+        )
+        if whole and key in self._cache:
+            return self._cache[key]
+        a, b = (
+            self._tensor(self._reference, pair.reference),
+            self._tensor(self._candidate, pair.candidate),
+        )
+        a, b = _same_positions(a, one, b, two)
+        mask = self._row_mask(pair.reference, tuple(a.shape))
+        base = base if whole else None
+        metrics, rel = measure_pair(a, b, row_mask=mask, base=base)
+        rows = RowDiffs(
+            rel=rel, norm=row_norms(a), update=None if base is None else row_norms(a, base)
+        )
+        found = None
+        if logits and a.ndim >= 1 and a.numel():
+            values = measure_logits(a, b, row_mask=mask)
+            found = LogitsDiff(
+                **{name: getattr(values, name) for name in LogitsDiff.__struct_fields__}
+            )
+        result = _Found(metrics, found, rows, tuple(a.shape))
+        if whole:
+            self._cache[key] = result
+            if len(self._cache) > _REMEMBERED:
+                self._cache.pop(next(iter(self._cache)))
+        return result
+
+    def _tensor(self, run: Run, piece: Piece) -> torch.Tensor:
+        tensor = run.read(piece.record)
+        if piece.row is None:
+            return tensor
+        if tensor.ndim == 1:
+            return tensor[piece.row : piece.row + 1]
+        return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
+
+    def _base(self, piece: Piece) -> torch.Tensor | None:
+        """The block's recorded input in the reference, if it has the output's shape."""
+        one = piece.record
+        site = one.site.rpartition(":")[0] + ":in"
+        record = self._reference.find(("free", one.sample, one.step, site))
+        if record is None or record.shape != one.shape or record.positions != one.positions:
+            return None
+        if format_named(record.dtype).kind != "float":
+            return None
+        return self._reference.read(record)
+
+    def _row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
+        """True for real tokens, per row (all leading axes); None where nothing is padded."""
+        if piece.row is not None or piece.record.step > 0 or len(shape) < 3:
+            return None
+        manifest = self._reference.manifest
+        group = next((g for g in manifest.tokens.groups if g and g[0] == piece.record.sample), [])
+        samples = [manifest.tokens.samples[number] for number in group]
+        if not any(s.num_left_pad or s.num_right_pad for s in samples):
+            return None
+        length = samples[0].num_left_pad + len(samples[0].prompt_ids) + samples[0].num_right_pad
+        if shape[0] != len(samples) or shape[1] != length:
+            return None
+        import torch
+
+        mask = torch.ones(len(samples), length, dtype=torch.bool)
+        for row, sample in enumerate(samples):
+            mask[row, : sample.num_left_pad] = False
+            if sample.num_right_pad:
+                mask[row, -sample.num_right_pad :] = False
+        inner = math.prod(shape[2:-1])
+        return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
+
+    def _position(self, piece: Piece, shape: Sequence[int], row: int | None) -> int | None:
+        """Token index of a row, where rows are tokens."""
+        if row is None or len(shape) < 3:
+            return None
+        token = row // max(math.prod(shape[2:-1]), 1) % shape[1]
+        record = piece.record
+        if record.positions is not None:
+            return record.positions[token] if token < len(record.positions) else None
+        length = _prompt_length(self._reference.manifest, piece.sample)
+        if record.step == 0:
+            return token if shape[1] <= length else None
+        return length + record.step - 1 + token
+
+
+def _prompt_length(manifest: Manifest, sample: int) -> int:
+    found = manifest.tokens.samples[sample]
+    return found.num_left_pad + len(found.prompt_ids) + found.num_right_pad
+
+
+def _equal(pair: Pair) -> bool:
+    one, two = pair.reference.record, pair.candidate.record
+    return (
+        one.xxh3 == two.xxh3 and one.dtype == two.dtype and one.shape == two.shape
+        and one.positions == two.positions
+        and pair.reference.row is None and pair.candidate.row is None
+    )  # fmt: skip
+
+
+def _identical(record: Record, place: dict) -> SiteResult:
+    """Bit for bit the same: every difference is 0, and nothing is read."""
+    summary = record.summary
+    norm = (summary.rms or 0.0) * math.sqrt(record.numel)
+    bad = NonfiniteCount(
+        reference_nan=summary.num_nan,
+        reference_inf=summary.num_posinf + summary.num_neginf,
+        candidate_nan=summary.num_nan,
+        candidate_inf=summary.num_posinf + summary.num_neginf,
+    )
+    is_float = format_named(record.dtype).kind == "float"
+    return SiteResult(
+        **place, shape=record.shape, identical=True, numel=record.numel, rel_l2=0.0, cosine=1.0,
+        one_minus_cosine=0.0, sqnr_db=math.inf, max_abs=0.0, reference_norm=norm,
+        candidate_norm=norm, gain=0.0, gain_se=0.0,
+        ulp_format=record.dtype if is_float else None,
+        ulp_share_over_1=0.0 if is_float else None, ulp_p99=0.0 if is_float else None,
+        ulp_max=0.0 if is_float else None, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
+        token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=bad if bad.total else None,
+    )  # fmt: skip
+
+
+def _same_positions(
+    a: torch.Tensor, one: Record, b: torch.Tensor, two: Record
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where one side holds all tokens and the other some, pick those out."""
+    if one.positions == two.positions or a.shape == b.shape:
+        return a, b
+    if one.positions is not None:
+        return a, b[:, list(one.positions)]
+    return a[:, list(two.positions)], b
+
+
+_SHARED = frozenset(SiteResult.__struct_fields__) & frozenset(PairMetrics.__struct_fields__)
+
+
+def _of_metrics(metrics: PairMetrics) -> dict:
+    """The fields that SiteResult takes over as they are."""
+    return {name: getattr(metrics, name) for name in _SHARED - {"nonfinite"}}
+
+
+def _nonfinite(metrics: PairMetrics) -> NonfiniteCount | None:
+    found = NonfiniteCount(
+        reference_nan=metrics.reference_nan,
+        reference_inf=metrics.reference_inf,
+        candidate_nan=metrics.candidate_nan,
+        candidate_inf=metrics.candidate_inf,
+    )
+    return found if found.total else None

@@ -1,0 +1,278 @@
+"""Preflight: were the two runs the same experiment at all?
+
+A difference that explains everything is reported before any number. Blocking are
+other weights and other prompt tokens: what follows would compare two different
+computations. Everything else that differs is shown, because it may be the cause.
+"""
+
+from __future__ import annotations
+
+from divergence.compare.result import PreflightLine
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+
+__all__ = ["preflight"]
+
+_NAMED = 5  # differing parameters named in a line
+_LIBRARIES = ("torch", "transformers")
+
+
+def preflight(reference: Run, candidate: Run) -> list[PreflightLine]:
+    """One line a check, in order of how much it explains."""
+    a, b = reference.manifest, candidate.manifest
+    lines = [
+        _weights(a, b),
+        _same("model class", a.model.model_class, b.model.model_class),
+        _same("config", _short(a.model.config_digest), _short(b.model.config_digest)),
+        _same("quantization", a.model.quantization or "none", b.model.quantization or "none"),
+        _prompt_ids(a, b),
+        _same("tokenizer", _short(a.model.tokenizer_digest), _short(b.model.tokenizer_digest)),
+        _same(
+            "chat template",
+            _short(a.model.chat_template_digest),
+            _short(b.model.chat_template_digest),
+        ),
+        _generated_ids(a, b),
+        _same(
+            "dtype",
+            a.model.dtype,
+            b.model.dtype,
+            "compared in the wider of the two" if a.model.dtype != b.model.dtype else None,
+        ),
+        _same(
+            "attention",
+            a.model.attn_implementation or "none",
+            b.model.attn_implementation or "none",
+        ),
+        _same("batch shape", _batches(a), _batches(b)),
+        _switches(a, b),
+        _repeatable(a, b),
+        _same("device", _device(a), _device(b)),
+        _same("driver", a.environment.driver or "-", b.environment.driver or "-"),
+        _same("runtime", a.environment.runtime or "-", b.environment.runtime or "-"),
+        _same(
+            "cpu",
+            f"{a.environment.cpu} {a.environment.cpu_capability}",
+            f"{b.environment.cpu} {b.environment.cpu_capability}",
+        ),
+        _same("threads", str(a.environment.num_threads), str(b.environment.num_threads)),
+        *(_library(name, a, b) for name in _libraries(a, b)),
+        _variables(a, b),
+        _same(
+            "planted faults", ", ".join(a.plan.plants) or "none", ", ".join(b.plan.plants) or "none"
+        ),
+        _complete(a, b),
+    ]
+    return lines
+
+
+def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLine:
+    status = "same" if a == b else "differs"
+    return PreflightLine(check=check, status=status, reference=a, candidate=b, detail=detail)
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]
+
+
+def _weights(a: Manifest, b: Manifest) -> PreflightLine:
+    one, two = a.model, b.model
+    status, detail = "same", None
+    shown = f"{one.digest[:12]} ({one.dtype})", f"{two.digest[:12]} ({two.dtype})"
+    if one.missing or two.missing:
+        missing = one.missing or two.missing
+        detail = (
+            f"{len(missing)} parameters were missing from the checkpoint and are random: "
+            + _names(missing)
+        )
+    if one.digest != two.digest:
+        if one.dtype != two.dtype:
+            rounded = (one.rounded_digests.get(two.dtype), two.rounded_digests.get(one.dtype))
+            if one.digest == rounded[1] or two.digest == rounded[0]:
+                detail = (
+                    f"the same weights, rounded from {one.dtype} to {two.dtype}"
+                    if (rounded[0] == two.digest)
+                    else f"the same weights, rounded from {two.dtype} to {one.dtype}"
+                )
+            elif any(rounded):
+                status, detail = "blocking", "other weights, also after rounding to one dtype"
+            else:
+                status = "differs"
+                detail = "digests of different dtypes cannot be compared"
+        elif one.quantization != two.quantization:
+            status, detail = "differs", "one side is quantised"
+        else:
+            status, detail = "blocking", _differing(one.digests, two.digests)
+    return PreflightLine(
+        check="weights", status=status, reference=shown[0], candidate=shown[1], detail=detail
+    )
+
+
+def _differing(a: dict[str, str], b: dict[str, str]) -> str:
+    common = [name for name in a if name in b]
+    different = [name for name in common if a[name] != b[name]]
+    parts = []
+    if different:
+        parts.append(f"{len(different)} of {len(common)} parameters differ: {_names(different)}")
+    only_a = [name for name in a if name not in b]
+    only_b = [name for name in b if name not in a]
+    if only_a:
+        parts.append(f"{len(only_a)} only in the reference: {_names(only_a)}")
+    if only_b:
+        parts.append(f"{len(only_b)} only in the candidate: {_names(only_b)}")
+    if not different and set(a.values()) == set(b.values()):
+        return "same values under other names"
+    return "; ".join(parts) or "the parameters' digests are not recorded"
+
+
+def _names(names: list[str]) -> str:
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
+    ids_a = [sample.prompt_ids for sample in a.tokens.samples]
+    ids_b = [sample.prompt_ids for sample in b.tokens.samples]
+    shown = tuple(
+        f"{len(ids)} prompt{'s' if len(ids) != 1 else ''}, {sum(map(len, ids))} tokens"
+        for ids in (ids_a, ids_b)
+    )
+    detail, status = None, "same"
+    if ids_a != ids_b:
+        status = "blocking"
+        if len(ids_a) != len(ids_b):
+            detail = f"{len(ids_a)} prompts against {len(ids_b)}"
+        else:
+            number = next(
+                n for n, pair in enumerate(zip(ids_a, ids_b, strict=True)) if pair[0] != pair[1]
+            )
+            one, two = ids_a[number], ids_b[number]
+            place = next(
+                (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
+                min(len(one), len(two)),
+            )
+            detail = (
+                f"prompt {number} differs from token {place} on: "
+                f"{one[place : place + 6]} against {two[place : place + 6]}"
+            )
+            if a.tokens.samples[number].text == b.tokens.samples[number].text:
+                detail += " (the text is the same, so the tokenizers differ)"
+    return PreflightLine(
+        check="prompt ids", status=status, reference=shown[0], candidate=shown[1], detail=detail
+    )
+
+
+def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
+    ids_a = [sample.generated_ids for sample in a.tokens.samples]
+    ids_b = [sample.generated_ids for sample in b.tokens.samples]
+    forced = b.tokens.forced_by or a.tokens.forced_by
+    detail = "forced to the recorded tokens" if forced and ids_a == ids_b else None
+    return PreflightLine(
+        check="generated ids",
+        status="same" if ids_a == ids_b else "differs",
+        reference=f"{sum(map(len, ids_a))} tokens",
+        candidate=f"{sum(map(len, ids_b))} tokens",
+        detail=detail,
+    )
+
+
+def _batches(manifest: Manifest) -> str:
+    sizes = sorted({len(group) for group in manifest.tokens.groups})
+    return f"{len(manifest.tokens.groups)} × batch {'/'.join(map(str, sizes)) or '0'}"
+
+
+def _switches(a: Manifest, b: Manifest) -> PreflightLine:
+    """Switches that one side has and the other refused, or set otherwise."""
+    found_a = {switch.name: (switch.asked, switch.status) for switch in a.settings.switches}
+    found_b = {switch.name: (switch.asked, switch.status) for switch in b.settings.switches}
+    different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
+    refused = [
+        name
+        for side in (found_a, found_b)
+        for name, (_, status) in side.items()
+        if status == "refused"
+    ]
+    shown = tuple(
+        "deterministic" if manifest.settings.deterministic else "not deterministic"
+        for manifest in (a, b)
+    )
+    detail = None
+    if different:
+        detail = "set otherwise: " + _names(different)
+    elif refused:
+        detail = "refused: " + _names(sorted(set(refused)))
+    noisy = sorted({*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings})
+    if noisy:
+        detail = (detail + "; " if detail else "") + "nondeterministic operators: " + _names(noisy)
+    same = shown[0] == shown[1] and not different
+    return PreflightLine(
+        check="determinism", status="same" if same else "differs",
+        reference=shown[0], candidate=shown[1], detail=detail,
+    )  # fmt: skip
+
+
+def _repeatable(a: Manifest, b: Manifest) -> PreflightLine:
+    def say(manifest: Manifest) -> str:
+        found = manifest.repeatability
+        if found.num_runs < 2:
+            return "not measured"
+        if found.num_different == 0:
+            return f"{found.num_runs} runs, all bits equal"
+        return (
+            f"{found.num_runs} runs, {found.num_different} of {found.num_compared} tensors differ"
+        )
+
+    noisy = [m.repeatability for m in (a, b) if m.repeatability.num_different]
+    detail = None
+    if noisy:
+        detail = f"a machine does not repeat itself, first at {noisy[0].first_difference}"
+    return PreflightLine(
+        check="repeatability", status="differs" if noisy else "same",
+        reference=say(a), candidate=say(b), detail=detail,
+    )  # fmt: skip
+
+
+def _device(manifest: Manifest) -> str:
+    environment = manifest.environment
+    return f"{environment.device_type}: {environment.device_name}"
+
+
+def _libraries(a: Manifest, b: Manifest) -> list[str]:
+    names = set(a.environment.versions) | set(b.environment.versions)
+    differing = sorted(
+        name
+        for name in names
+        if a.environment.versions.get(name) != b.environment.versions.get(name)
+    )
+    return [*_LIBRARIES, *(name for name in differing if name not in _LIBRARIES)]
+
+
+def _library(name: str, a: Manifest, b: Manifest) -> PreflightLine:
+    return _same(name, a.environment.versions.get(name, "-"), b.environment.versions.get(name, "-"))
+
+
+def _variables(a: Manifest, b: Manifest) -> PreflightLine:
+    one, two = a.environment.variables, b.environment.variables
+    different = sorted(k for k in {*one, *two} if one.get(k) != two.get(k))
+
+    def say(values: dict[str, str]) -> str:
+        return ", ".join(f"{k}={values[k]}" for k in different if k in values) or "-"
+
+    return PreflightLine(
+        check="environment variables", status="differs" if different else "same",
+        reference=say(one), candidate=say(two), detail=None,
+    )  # fmt: skip
+
+
+def _complete(a: Manifest, b: Manifest) -> PreflightLine:
+    def say(manifest: Manifest) -> str:
+        if manifest.complete:
+            return "complete"
+        return f"incomplete ({manifest.stopped_by or 'killed'})"
+
+    incomplete = not (a.complete and b.complete)
+    return PreflightLine(
+        check="completeness", status="differs" if incomplete else "same",
+        reference=say(a), candidate=say(b),
+        detail="only what both hold is compared" if incomplete else None,
+    )  # fmt: skip

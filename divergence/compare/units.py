@@ -1,0 +1,115 @@
+"""Units: all measurements of one site, over samples and steps, brought together for judging.
+
+A unit has *siblings*: the units of its kind (the same class of block, or the same
+place inside it), measured in the same pass and phase. They share dtype, shapes and
+kernels, so they are the controls of an experiment in which one block is suspected.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from divergence.compare.result import SiteResult
+from divergence.numerics.floor import THRESHOLDS, Thresholds
+
+__all__ = ["Unit", "build_units", "flag"]
+
+
+@dataclass(slots=True)
+class Unit:
+    """One site in one pass and phase (``prefill`` or ``decode``).
+
+    ``typical``: median over forwards of the median token's ratio; ``worst``: the largest
+    ratio of any token; ``limit`` and ``worst_limit`` what they were held against;
+    ``why``: which of the two was exceeded, or None.
+    """
+
+    site: str
+    pass_: str
+    phase: str
+    kind: tuple
+    results: list[SiteResult] = field(default_factory=list)
+    typical: float = 0.0
+    worst: float = 0.0
+    control: float = 0.0
+    limit: float = 0.0
+    worst_limit: float = 0.0
+    why: str | None = None
+    isolated: bool = False
+
+    @property
+    def first(self) -> SiteResult:
+        """The first result in execution order that is beyond the limit (else the first)."""
+        if self.why == "token":
+            beyond = [r for r in self.results if (r.ratio_max or 0) > self.worst_limit]
+        else:
+            beyond = [r for r in self.results if (r.ratio or 0) > self.limit]
+        return min(beyond or self.results, key=order_of)
+
+
+def order_of(result: SiteResult) -> tuple[int, int, int]:
+    """Execution order over the whole run."""
+    return (result.sample, result.step, result.order)
+
+
+def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
+    """Units of a pass in execution order; only judged floating-point sites."""
+    units: dict[tuple[str, str], Unit] = {}
+    for result in results:
+        if result.pass_ != pass_ or result.ratio is None:
+            continue
+        if result.site.endswith(":in") and result.role != "inner":
+            continue  # a block's input is the output before it, which is judged there
+        phase = "prefill" if result.step == 0 else "decode"
+        unit = units.setdefault(
+            (result.site, phase), Unit(result.site, pass_, phase, _kind(result, phase))
+        )
+        unit.results.append(result)
+    for unit in units.values():
+        unit.typical = statistics.median(r.ratio for r in unit.results)
+        unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
+    return sorted(units.values(), key=lambda unit: min(map(order_of, unit.results)))
+
+
+def flag(
+    units: list[Unit], *, routed: frozenset[str] = frozenset(), thresholds: Thresholds = THRESHOLDS
+) -> list[Unit]:
+    """Set limits and flags; returns the flagged units in execution order.
+
+    A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
+    ``sibling`` times that of its siblings; or where a single token is beyond both token
+    limits (not in ``routed`` blocks: there, rounding may send a token to another expert;
+    such units are marked ``isolated`` instead).
+    """
+    families: dict[tuple, list[Unit]] = {}
+    for unit in units:
+        families.setdefault(unit.kind, []).append(unit)
+    for family in families.values():
+        for unit in family:
+            others = [other for other in family if other is not unit]
+            absolute = thresholds.typical
+            unit.limit, unit.worst_limit = absolute, max(thresholds.token, 2 * absolute)
+            if len(others) >= 2:
+                unit.control = statistics.median(other.typical for other in others)
+                control = max(unit.control, thresholds.least_sibling)
+                unit.limit = min(absolute, thresholds.sibling * control)
+                tokens = statistics.median(other.worst for other in others)
+                unit.worst_limit = max(thresholds.token, thresholds.token_sibling * tokens)
+            if unit.typical > unit.limit:
+                unit.why = "typical"
+            elif unit.worst > unit.worst_limit:
+                if unit.results[0].block in routed:
+                    unit.isolated = True
+                else:
+                    unit.why = "token"
+    return [unit for unit in units if unit.why is not None]
+
+
+def _kind(result: SiteResult, phase: str) -> tuple:
+    path, _, port = result.site.partition(":")
+    if result.block is not None:
+        # the place inside the block: model.layers.3.mlp.up_proj → .mlp.up_proj
+        return ("block", path[len(result.block) :], port, result.kind, phase)
+    return ("trunk", path, port, result.kind, phase)

@@ -353,7 +353,7 @@ def _defaults(like: bool) -> dict[str, Any]:
 def _show_plan(plan: Any, *, json: bool) -> None:
     import msgspec
 
-    from divergence.report.inspection import plan_lines
+    from divergence.report.capturing import plan_lines
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines
 
@@ -367,7 +367,7 @@ def _show_plan(plan: Any, *, json: bool) -> None:
 def _show_run(run: Any, *, like: Path | None, json: bool, quiet: bool) -> None:
     import msgspec
 
-    from divergence.report.inspection import captured_lines
+    from divergence.report.capturing import captured_lines
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines
 

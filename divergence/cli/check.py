@@ -67,7 +67,7 @@ def command(
     from divergence.cli.compare import show_report
     from divergence.compare.check import check
     from divergence.report.machine import check_json
-    from divergence.report.summary import check_lines
+    from divergence.report.outcome import check_lines
     from divergence.report.terminal import print_lines
 
     try:
@@ -88,9 +88,9 @@ def command(
 
 
 def _bless(golden: Path, new: Path, name_map: Path | None, *, json: bool, quiet: bool) -> None:
-    from divergence.compare.check import bless
+    from divergence.compare.golden import bless
     from divergence.report.machine import blessing_json
-    from divergence.report.summary import blessing_lines
+    from divergence.report.outcome import blessing_lines
     from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:

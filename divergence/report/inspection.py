@@ -1,4 +1,4 @@
-"""What a run holds, from its manifest and records alone; the machine; a planned capture.
+"""What a run holds, from its manifest and records alone.
 
 Nothing here reads a tensor: summaries were recorded with them, so that a run can
 be looked at without torch.
@@ -6,27 +6,25 @@ be looked at without torch.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from divergence.errors import UsageError
+from divergence.report.environment import environment_lines, repeat_lines, switch_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, size
-from divergence.run.manifest import Environment, Manifest, SampleTokens, Switch
+from divergence.run.manifest import Manifest
 from divergence.run.record import Record, Summary
 from divergence.run.site import compile_patterns, natural_key, near_names
 
 __all__ = [
-    "captured_lines",
-    "environment_lines",
-    "plan_lines",
+    "model_lines",
     "run_lines",
     "select_records",
+    "shape_text",
     "site_lines",
-    "switch_lines",
+    "stored",
 ]
 
 MAX_SITES = 60
@@ -42,7 +40,7 @@ def run_lines(
     else:
         state = (f"INCOMPLETE (stopped by {manifest.stopped_by or 'a crash'})", "bold yellow")
     lines = [
-        line(state, f": {path}, {count(len(records), 'record')}, {_stored(manifest)}"),
+        line(state, f": {path}, {count(len(records), 'record')}, {stored(manifest)}"),
         prose(
             "run", f"{manifest.id}, made {manifest.created} by divergence {manifest.tool_version}"
         ),
@@ -55,7 +53,7 @@ def run_lines(
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     if plan.plants:
         lines.append(prose("", f"PLANTED FAULT: {', '.join(plan.plants)}", style="yellow"))
-    lines += [BLANK, *_model_lines(manifest), BLANK]
+    lines += [BLANK, *model_lines(manifest), BLANK]
     lines += [heading("settings")]
     lines.append(
         prose(
@@ -67,11 +65,11 @@ def run_lines(
             width=14,
         )
     )
-    lines += _repeat_lines(manifest)
+    lines += repeat_lines(manifest.repeatability)
     for warning in settings.nondeterministic_warnings:
         lines.append(prose("  warned", warning, width=14))
     lines += [*switch_lines(settings.switches, verbose=verbose), BLANK]
-    lines += [*environment_lines(manifest.environment, verbose=verbose), BLANK]
+    lines += [*environment_lines(manifest.environment), BLANK]
     lines += [*_prompt_lines(manifest), BLANK]
     lines += _record_lines(records, verbose=verbose)
     run = shlex.quote(path)
@@ -86,61 +84,7 @@ def run_lines(
     return lines
 
 
-def captured_lines(
-    path: str,
-    manifest: Manifest,
-    records: Sequence[Record],
-    *,
-    like: str | os.PathLike[str] | None = None,
-) -> list[Line]:
-    """What `capture` says when it is done: briefly what was made, and what to do with it."""
-    settings = manifest.settings
-    state = ("captured", "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
-    lines = [line(state, f" {path}: {count(len(records), 'record')}, {_stored(manifest)}")]
-    lines += _model_lines(manifest)[:1]
-    lines.append(
-        prose(
-            "machine", f"{manifest.environment.label}, {manifest.model.dtype} on {settings.device}"
-        )
-    )
-    if manifest.plan.plants:
-        lines.append(prose("", f"PLANTED FAULT: {', '.join(manifest.plan.plants)}", style="yellow"))
-    for item in manifest.overrides:
-        lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
-    lines += _repeat_lines(manifest)
-    lines += switch_lines(settings.switches)
-    for number, sample in enumerate(manifest.tokens.samples[:8]):
-        lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
-    run = shlex.quote(path)
-    lines += [BLANK, heading("next")]
-    if like is None:
-        lines.append(line(f"  divergence capture --like {run} -o OTHER    # on the other machine"))
-    else:
-        lines.append(line(f"  divergence compare {shlex.quote(os.fspath(like))} {run}"))
-    return lines
-
-
-def _continuation(manifest: Manifest, sample: SampleTokens) -> str:
-    """The prompt and what was generated, as far as texts were recorded."""
-    texts = [manifest.tokens.texts.get(str(token)) for token in sample.generated_ids]
-    prompt = repr(sample.text) if sample.text is not None else f"{len(sample.prompt_ids)} ids"
-    shown = prompt if len(prompt) <= 60 else prompt[:59] + "…"
-    if texts and all(text is not None for text in texts):
-        return f"{shown} -> {''.join(text or '' for text in texts)!r}"
-    return f"{shown} -> {count(len(sample.generated_ids), 'token')}"
-
-
-def _repeat_lines(manifest: Manifest) -> list[Line]:
-    repeat = manifest.repeatability
-    if repeat.num_runs <= 1:
-        return []
-    first = f", first at {repeat.first_difference}" if repeat.first_difference else ""
-    differ = f"{repeat.num_different:,} of {repeat.num_compared:,} tensors differ"
-    text = f"{repeat.num_runs} runs: {differ}"
-    return [prose("  repeated", text + first, width=14)]
-
-
-def _stored(manifest: Manifest) -> str:
+def stored(manifest: Manifest) -> str:
     sizes = manifest.sizes
     text = f"{size(sizes.stored_bytes)} in {count(sizes.num_shards, 'shard')}"
     if sizes.seen_bytes > sizes.stored_bytes:
@@ -148,7 +92,7 @@ def _stored(manifest: Manifest) -> str:
     return text
 
 
-def _model_lines(manifest: Manifest) -> list[Line]:
+def model_lines(manifest: Manifest) -> list[Line]:
     model = manifest.model
     facts = [
         ("model", model.source + (f" at {model.revision}" if model.revision else "")),
@@ -202,7 +146,7 @@ def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
             (
                 site,
                 first.dtype,
-                _shape(first.shape),
+                shape_text(first.shape),
                 ", ".join(f"{num}x {name}" for name, num in counts.items())
                 + (f", {bad:,} nan or inf" if bad else ""),
             )
@@ -214,7 +158,7 @@ def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
     return lines
 
 
-def _shape(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
     return "x".join(str(length) for length in shape) or "scalar"
 
 
@@ -252,7 +196,7 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
                     record.pass_,
                     str(record.sample),
                     str(record.step),
-                    _shape(record.shape),
+                    shape_text(record.shape),
                     *(_statistic(summary, name) for name in ("min", "max", "mean", "rms")),
                     f"{summary.num_nan:,}/{summary.num_posinf + summary.num_neginf:,}"
                     f"/{summary.num_zero:,}",
@@ -265,65 +209,3 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
 def _statistic(summary: Summary, name: str) -> str:
     value = getattr(summary, name)
     return "-" if value is None else f"{value:.4g}"
-
-
-def environment_lines(environment: Environment, *, verbose: bool = True) -> list[Line]:
-    """The machine: device, CPU, versions and the variables that change arithmetic."""
-    device = environment.device_name
-    if environment.num_devices:
-        device += f" x {environment.num_devices}"
-    for name, value in (("driver", environment.driver), ("runtime", environment.runtime)):
-        device += f", {name} {value}" if value else ""
-    facts = [
-        ("  device", f"{environment.device_type}: {device}"),
-        (
-            "  cpu",
-            f"{environment.cpu}, {environment.cpu_capability}, "
-            f"{count(environment.num_threads, 'thread')}",
-        ),
-        ("  platform", f"{environment.platform}, Python {environment.python}"),
-        ("  versions", ", ".join(f"{k} {v}" for k, v in sorted(environment.versions.items()))),
-    ]
-    if environment.variables:
-        text = ", ".join(f"{k}={v}" for k, v in sorted(environment.variables.items()))
-        facts.append(("  variables", text))
-    return [heading("machine", environment.label), *(prose(*fact, width=14) for fact in facts)]
-
-
-def switch_lines(switches: Sequence[Switch], *, verbose: bool = False) -> list[Line]:
-    """Determinism switches: those that the machine did not take, all of them with ``verbose``."""
-    if not switches:
-        return []
-    tally = Counter(item.status for item in switches)
-    told = ", ".join(f"{tally[name]} {name}" for name in ("accepted", "refused", "absent"))
-    lines = [prose("  switches", told, width=14)]
-    rows = [
-        (item.status, item.name, f"asked {item.asked}, found {item.found}", item.note or "")
-        for item in switches
-        if verbose or item.status == "refused"
-    ]
-    return lines + columns(rows, indent=4)
-
-
-def plan_lines(plan: dict[str, Any]) -> list[Line]:
-    """What `capture --dry-run` would record. ``plan``: the planned capture as plain data."""
-    lines = [
-        line(
-            ("DRY RUN", "bold"),
-            f": {count(plan['num_sites'], 'site')}, {count(plan['num_steps'], 'step')}, "
-            f"at most {size(plan['total_bytes'])}; nothing was written",
-        )
-    ]
-    lines += [prose("note", note, width=6) for note in plan.get("notes") or []]
-    rows = [
-        (
-            row["site"],
-            row["role"] or "-",
-            _shape(row["shape"]),
-            row["dtype"],
-            f"{size(row['bytes_per_step'])} x {row['num_steps']}",
-        )
-        for row in plan["rows"]
-    ]
-    titles = ("site", "role", "shape", "dtype", "size x steps")
-    return [*lines, BLANK, *columns([titles, *rows], widest=48)]

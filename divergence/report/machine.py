@@ -40,7 +40,10 @@ def _finite(value: Any) -> Any:
 
 
 def check_json(result: Any) -> str:
-    """The answer of `check` (a CheckResult of divergence.compare.check); the report is the one `compare --json` gives."""
+    """The answer of `check`, a CheckResult of divergence.compare.check.
+
+    Its report is the one that `compare --json` gives.
+    """
     return strict_json(
         {
             "schema_version": REPORT_SCHEMA_VERSION,
@@ -54,7 +57,7 @@ def check_json(result: Any) -> str:
 
 
 def blessing_json(blessing: Any) -> str:
-    """The answer of `check --bless`, a Blessing of divergence.compare.check."""
+    """The answer of `check --bless`, a Blessing of divergence.compare.golden."""
     return strict_json(
         {"schema_version": REPORT_SCHEMA_VERSION, "blessed": msgspec.to_builtins(blessing)}
     )

@@ -7,7 +7,6 @@ in as it is; a decoded token is quoted, since it may hold a newline.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from divergence.compare.result import (
     Coverage,
@@ -15,16 +14,14 @@ from divergence.compare.result import (
     Report,
     RunSummary,
     SiteResult,
-    TokenChoice,
-    TokenDifference,
-    TokensResult,
     Verdict,
 )
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count, decimal, fixed
+from divergence.report.numbers import count
 from divergence.report.table import table_lines
+from divergence.report.tokens import logits_lines, token_lines
 
-__all__ = ["blessing_lines", "check_lines", "report_lines", "verdict_lines"]
+__all__ = ["VERDICT_STYLES", "report_lines", "verdict_lines"]
 
 VERDICT_STYLES = {
     "identical": "bold green",
@@ -49,10 +46,10 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         BLANK,
         *_evidence_lines(report.verdict),
         *_preflight_lines(report.preflight, verbose=verbose),
-        *_token_lines(report.tokens),
+        *token_lines(report.tokens),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
         *([] if same_bits else table_lines(report, all_sites=all_sites)),
-        *_logits_lines(report.sites),
+        *logits_lines(report.sites),
         *_coverage_lines(report.coverage, all_sites=all_sites),
         *_note_lines(report.notes),
         *_next_lines(report.verdict.next),
@@ -156,74 +153,6 @@ def _preflight_lines(preflight: list[PreflightLine], *, verbose: bool) -> list[L
     return [*lines, BLANK]
 
 
-def _token_lines(tokens: TokensResult | None) -> list[Line]:
-    if tokens is None or tokens.num_tokens == 0:
-        return []
-    how = (
-        "the candidate was fed the reference's tokens" if tokens.forced else "each run chose alone"
-    )
-    lines = [heading("tokens", f"{tokens.num_equal} of {tokens.num_tokens} equal; {how}")]
-    first = tokens.first_difference
-    if first is not None:
-        lines += _difference_lines(first, forced=tokens.forced)
-    return [*lines, BLANK]
-
-
-def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
-    order = {
-        "before": ", before the onset",
-        "same step": ", in the step of the onset",
-        "after": ", after the onset",
-        None: "",
-    }[first.order_to_onset]
-    later = "" if forced else "; later steps continue different texts and are not compared"
-    lines = [
-        prose(
-            "  first difference: ",
-            f"sample {first.sample}, step {first.step}{order}{later}",
-            style="yellow",
-            width=4,
-        )
-    ]
-    lines += columns(
-        [
-            (name, _token(choice), f"margin {fixed(margin)} logits over the next")
-            for name, choice, margin in (
-                ("reference", first.reference, first.margin),
-                ("candidate", first.candidate, first.candidate_margin),
-            )
-        ],
-        indent=4,
-        widest=40,
-    )
-    tops = list(zip_longest_tops(first.reference_top, first.candidate_top))
-    if tops:
-        rows = [("top of the reference", "logprob", "top of the candidate", "logprob"), *tops]
-        lines += columns(rows, indent=4, widest=32)
-    return lines
-
-
-def zip_longest_tops(
-    reference: list[TokenChoice], candidate: list[TokenChoice], num: int = 5
-) -> list[tuple[str, str, str, str]]:
-    """Both top lists side by side, the shorter one padded."""
-    rows = []
-    for i in range(min(num, max(len(reference), len(candidate)))):
-        cells: list[str] = []
-        for side in (reference, candidate):
-            if i < len(side):
-                cells += [_token(side[i]), fixed(side[i].logprob)]
-            else:
-                cells += ["", ""]
-        rows.append((cells[0], cells[1], cells[2], cells[3]))
-    return rows
-
-
-def _token(choice: TokenChoice) -> str:
-    """``' the' (262)``: quoted, so that spaces and newlines are seen."""
-    return f"#{choice.id}" if choice.text is None else f"{choice.text!r} #{choice.id}"
-
-
 def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
     found = [site for site in sites if site.nonfinite is not None and site.nonfinite.total]
     if not found:
@@ -248,48 +177,6 @@ def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
     if len(shown) < len(found):
         lines.append(line((f"  … {len(found) - len(shown)} more (--all lists them)", "dim")))
     return [*lines, BLANK]
-
-
-def _logits_lines(sites: list[SiteResult]) -> list[Line]:
-    """Distributions, worst over the steps of each phase and pass."""
-    rows = []
-    for pass_ in ("anchored", "free"):
-        for phase in ("prefill", "decode"):
-            group = [
-                site.logits
-                for site in sites
-                if site.logits is not None
-                and site.pass_ == pass_
-                and (site.step == 0) == (phase == "prefill")
-            ]
-            if group:
-                rows.append(
-                    (
-                        f"{phase}, {pass_}",
-                        decimal(max(item.kl_mean for item in group)),
-                        decimal(max(item.kl_max for item in group)),
-                        f"{100 * min(item.top1_agreement for item in group):.4g}%",
-                        f"{100 * min(item.top5_overlap for item in group):.4g}%",
-                        fixed(min(item.margin_min for item in group)),
-                        decimal(max(item.chosen_logprob_diff_max for item in group)),
-                    )
-                )
-    if not rows:
-        return []
-    titles = (
-        "pass",
-        "KL mean",
-        "KL max",
-        "same top 1",
-        "same top 5",
-        "least margin",
-        "chosen Δlogp",
-    )
-    return [
-        heading("logits", "KL in nats from reference to candidate; the worst of all steps"),
-        *columns([titles, *rows]),
-        BLANK,
-    ]
 
 
 def _coverage_lines(coverage: Coverage, *, all_sites: bool) -> list[Line]:
@@ -330,56 +217,3 @@ def _next_lines(commands: list[str]) -> list[Line]:
     if not commands:
         return []
     return [heading("next"), *(line(f"  {command}") for command in commands)]
-
-
-def check_lines(result: Any, *, verbose: bool = False) -> list[Line]:
-    """PASSED or FAILED with each rule that is not met, then the report it rests on.
-
-    ``result``: a CheckResult of divergence.compare.check, which may open runs and is
-    therefore not imported here.
-    """
-    policy = result.policy
-    if result.passed:
-        head = line(("PASSED", "bold green"), f": policy {policy.name or 'given'} is met")
-    else:
-        head = line(
-            ("FAILED", "bold red"),
-            f": {count(len(result.failures), 'rule')} of policy {policy.name or 'given'} not met",
-        )
-    shown = result.failures if verbose else result.failures[:MAX_UNMATCHED]
-    lines = [head]
-    lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
-    if len(shown) < len(result.failures):
-        more = len(result.failures) - len(shown)
-        lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
-    if result.tie:
-        lines.append(prose("  tie: ", "the first flipped token is within tie_margin", width=4))
-    return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
-
-
-def blessing_lines(blessing: Any) -> list[Line]:
-    """What became the golden, what it replaces and how the two differ.
-
-    ``blessing``: a Blessing of divergence.compare.check.
-    """
-    lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
-    if blessing.previous is None:
-        return [*lines, line("  there was no golden before")]
-    lines.append(prose("previous", f"kept as {blessing.previous}"))
-    if blessing.verdict is not None:
-        lines.append(
-            prose(
-                "old to new",
-                f"{blessing.verdict}: {blessing.summary}",
-                style=VERDICT_STYLES[blessing.verdict],
-            )
-        )
-    else:
-        lines.append(prose("old to new", f"not compared: {blessing.reason}", style="yellow"))
-    for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
-        shown = ", ".join(sites[:MAX_UNMATCHED])
-        more = f", … {len(sites) - MAX_UNMATCHED} more" if len(sites) > MAX_UNMATCHED else ""
-        lines.append(
-            prose(name, f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}")
-        )
-    return lines

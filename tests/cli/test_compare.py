@@ -170,8 +170,8 @@ def test_the_policy_can_be_a_setting(invoke, answering, reports, tmp_path, monke
 
 def test_bless_tells_what_changes(invoke, monkeypatch):
     """The answer to --bless is what the golden is now, was before, and how they differ."""
-    from divergence.compare import check
-    from divergence.compare.check import Blessing
+    from divergence.compare import golden
+    from divergence.compare.golden import Blessing
 
     blessing = Blessing(
         golden="golden",
@@ -180,7 +180,7 @@ def test_bless_tells_what_changes(invoke, monkeypatch):
         summary="layer 3 [sic]",
         added_sites=["a:out"],
     )
-    monkeypatch.setattr(check, "bless", lambda *_, **__: blessing)
+    monkeypatch.setattr(golden, "bless", lambda *_, **__: blessing)
     code, out, _ = invoke("check", "golden", "new", "--bless")
     assert code == 0
     assert out.splitlines() == [

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.compare import check as check_module
-from divergence.compare.check import bless, check, coverage_share, evaluate
+from divergence.compare import golden as golden_module
+from divergence.compare.check import check, coverage_share, evaluate
+from divergence.compare.golden import bless
 from divergence.compare.policy import Policy, Tolerance, load_policy
 from divergence.compare.result import Coverage, Report
 from divergence.config import config_names, find_config
@@ -379,7 +380,7 @@ def test_a_failed_copy_leaves_the_golden(reports, comparing, make_folder, monkey
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(check_module.shutil, "copytree", fail)
+    monkeypatch.setattr(golden_module.shutil, "copytree", fail)
     with pytest.raises(Exception, match="No space left"):
         bless(golden, new)
     assert "a:out" in (golden / "manifest.json").read_text()

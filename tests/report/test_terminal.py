@@ -15,7 +15,8 @@ from divergence.compare.check import evaluate
 from divergence.compare.policy import Policy
 from divergence.compare.result import Coverage, Evidence, Skipped
 from divergence.report.lines import MAX_WIDTH, fold, prose
-from divergence.report.summary import check_lines, report_lines, verdict_lines
+from divergence.report.outcome import check_lines
+from divergence.report.summary import report_lines, verdict_lines
 from divergence.report.terminal import print_lines, write_text
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"

@@ -1,0 +1,128 @@
+"""Goldens: the run that CI compares with, and how another takes its place.
+
+Storing is a copy beside the place and two renames, so that at every moment either
+the old golden or the new one is whole. The old one is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from divergence.errors import IncomparableError, RunWriteError, UsageError
+from divergence.run.site import natural_key
+
+__all__ = ["Blessing", "bless"]
+
+
+class Blessing(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bless` did. ``previous``: where the old golden was kept, or None if there was none.
+
+    ``verdict``: of the old golden against the new one; ``reason`` where they could not be compared.
+    """
+
+    golden: str
+    previous: str | None
+    verdict: str | None = None
+    summary: str | None = None
+    reason: str | None = None
+    added_sites: list[str] = []
+    removed_sites: list[str] = []
+
+
+def bless(
+    golden: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    name_map: Any = None,
+    progress: Callable[..., None] | None = None,
+) -> Blessing:
+    """Store ``new`` as the golden and say what that changes.
+
+    The run is copied beside its place and renamed into it; the old golden stays as
+    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run
+    and one with planted faults.
+    """
+    from divergence.run.reader import Run
+
+    source, target = Path(new), Path(os.path.abspath(golden))
+    previous = target.with_name(target.name + ".previous")
+    run = Run.open(source)
+    _refuse_unfit(run, source)
+    real = source.resolve()
+    if target.resolve() in (real, *real.parents) or real in target.resolve().parents:
+        raise UsageError(f"{new} is the golden, or lies in it", hint="bless a run from elsewhere")
+    for place in (target, previous):
+        if place.exists() and not (place / "manifest.json").is_file():
+            raise UsageError(
+                f"{place} exists and is no run, so it is not replaced", hint="move it away"
+            )
+
+    said: dict[str, Any] = {}
+    if target.exists():
+        from divergence.compare.api import compare
+
+        old_sites: set[str] = set()
+        try:
+            old = Run.open(target)
+            old_sites = {record.site for record in old.records}
+            report = compare(target, source, name_map=name_map, progress=progress)
+            said = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
+        # a golden that cannot be compared any more is what blessing is for
+        except (IncomparableError, UsageError) as error:
+            said = {"reason": error.message}
+        new_sites = {record.site for record in run.records}
+        said["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
+        said["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
+    kept = _replace(source, target, previous)
+    return Blessing(golden=str(golden), previous=str(previous) if kept else None, **said)
+
+
+def _refuse_unfit(run: Any, source: Path) -> None:
+    """UsageError for a run that must not become a golden."""
+    manifest = run.manifest
+    problems = []
+    if not manifest.complete:
+        problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
+    if manifest.plan.plants:
+        problems.append(f"it carries planted faults ({', '.join(manifest.plan.plants)})")
+    problems += run.verify()[:3]
+    if problems:
+        raise UsageError(
+            f"{source} cannot become a golden: {'; '.join(problems)}", hint="capture it again"
+        )
+
+
+def _replace(source: Path, target: Path, previous: Path) -> bool:
+    """Copy ``source`` to ``target`` by way of a temporary neighbour; True if one was kept."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            shutil.copytree(source, beside / "run")
+            kept = target.exists()
+            if kept:
+                if previous.exists():
+                    shutil.rmtree(previous)
+                target.rename(previous)
+            try:
+                (beside / "run").rename(target)
+            except OSError:
+                if kept:
+                    previous.rename(target)
+                raise
+            return kept
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(beside)
+    except (OSError, shutil.Error) as error:
+        raise RunWriteError(
+            f"the golden could not be stored: {error}", where=str(target)
+        ) from error

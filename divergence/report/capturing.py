@@ -1,0 +1,85 @@
+"""What `capture` says: what it would record, and what it has recorded."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from divergence.report.environment import repeat_lines, switch_lines
+from divergence.report.inspection import model_lines, shape_text, stored
+from divergence.report.lines import BLANK, Line, columns, heading, line, prose
+from divergence.report.numbers import count, size
+from divergence.run.manifest import Manifest, SampleTokens
+from divergence.run.record import Record
+
+__all__ = ["captured_lines", "plan_lines"]
+
+
+def captured_lines(
+    path: str,
+    manifest: Manifest,
+    records: Sequence[Record],
+    *,
+    like: str | os.PathLike[str] | None = None,
+) -> list[Line]:
+    """What `capture` says when it is done: briefly what was made, and what to do with it."""
+    settings = manifest.settings
+    state = ("captured", "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
+    lines = [line(state, f" {path}: {count(len(records), 'record')}, {stored(manifest)}")]
+    lines += model_lines(manifest)[:1]
+    lines.append(
+        prose(
+            "machine", f"{manifest.environment.label}, {manifest.model.dtype} on {settings.device}"
+        )
+    )
+    if manifest.plan.plants:
+        lines.append(prose("", f"PLANTED FAULT: {', '.join(manifest.plan.plants)}", style="yellow"))
+    for item in manifest.overrides:
+        lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
+    lines += repeat_lines(manifest.repeatability)
+    lines += switch_lines(settings.switches)
+    for number, sample in enumerate(manifest.tokens.samples[:8]):
+        lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
+    run = shlex.quote(path)
+    lines += [BLANK, heading("next")]
+    if like is None:
+        lines.append(line(f"  divergence capture --like {run} -o OTHER    # on the other machine"))
+    else:
+        lines.append(line(f"  divergence compare {shlex.quote(os.fspath(like))} {run}"))
+    return lines
+
+
+def _continuation(manifest: Manifest, sample: SampleTokens) -> str:
+    """The prompt and what was generated, as far as texts were recorded."""
+    texts = [manifest.tokens.texts.get(str(token)) for token in sample.generated_ids]
+    prompt = repr(sample.text) if sample.text is not None else f"{len(sample.prompt_ids)} ids"
+    shown = prompt if len(prompt) <= 60 else prompt[:59] + "…"
+    if texts and all(text is not None for text in texts):
+        return f"{shown} -> {''.join(text or '' for text in texts)!r}"
+    return f"{shown} -> {count(len(sample.generated_ids), 'token')}"
+
+
+def plan_lines(plan: dict[str, Any]) -> list[Line]:
+    """What `capture --dry-run` would record. ``plan``: the planned capture as plain data."""
+    lines = [
+        line(
+            ("DRY RUN", "bold"),
+            f": {count(plan['num_sites'], 'site')}, {count(plan['num_steps'], 'step')}, "
+            f"at most {size(plan['total_bytes'])}; nothing was written",
+        )
+    ]
+    lines += [prose("note", note, width=6) for note in plan.get("notes") or []]
+    rows = [
+        (
+            row["site"],
+            row["role"] or "-",
+            shape_text(row["shape"]),
+            row["dtype"],
+            f"{size(row['bytes_per_step'])} x {row['num_steps']}",
+        )
+        for row in plan["rows"]
+    ]
+    titles = ("site", "role", "shape", "dtype", "size x steps")
+    return [*lines, BLANK, *columns([titles, *rows], widest=48)]

@@ -1,0 +1,59 @@
+"""The machine of a run: what it is, and what it did with the determinism switches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from divergence.report.lines import Line, columns, heading, prose
+from divergence.report.numbers import count
+from divergence.run.manifest import Environment, Repeatability, Switch
+
+__all__ = ["environment_lines", "repeat_lines", "switch_lines"]
+
+
+def environment_lines(environment: Environment) -> list[Line]:
+    """The machine: device, CPU, versions and the variables that change arithmetic."""
+    device = environment.device_name
+    if environment.num_devices:
+        device += f" x {environment.num_devices}"
+    for name, value in (("driver", environment.driver), ("runtime", environment.runtime)):
+        device += f", {name} {value}" if value else ""
+    facts = [
+        ("  device", f"{environment.device_type}: {device}"),
+        (
+            "  cpu",
+            f"{environment.cpu}, {environment.cpu_capability}, "
+            f"{count(environment.num_threads, 'thread')}",
+        ),
+        ("  platform", f"{environment.platform}, Python {environment.python}"),
+        ("  versions", ", ".join(f"{k} {v}" for k, v in sorted(environment.versions.items()))),
+    ]
+    if environment.variables:
+        text = ", ".join(f"{k}={v}" for k, v in sorted(environment.variables.items()))
+        facts.append(("  variables", text))
+    return [heading("machine", environment.label), *(prose(*fact, width=14) for fact in facts)]
+
+
+def switch_lines(switches: Sequence[Switch], *, verbose: bool = False) -> list[Line]:
+    """Determinism switches: those that the machine did not take, all of them with ``verbose``."""
+    if not switches:
+        return []
+    tally = Counter(item.status for item in switches)
+    told = ", ".join(f"{tally[name]} {name}" for name in ("accepted", "refused", "absent"))
+    lines = [prose("  switches", told, width=14)]
+    rows = [
+        (item.status, item.name, f"asked {item.asked}, found {item.found}", item.note or "")
+        for item in switches
+        if verbose or item.status == "refused"
+    ]
+    return lines + columns(rows, indent=4)
+
+
+def repeat_lines(repeat: Repeatability) -> list[Line]:
+    if repeat.num_runs <= 1:
+        return []
+    first = f", first at {repeat.first_difference}" if repeat.first_difference else ""
+    differ = f"{repeat.num_different:,} of {repeat.num_compared:,} tensors differ"
+    text = f"{repeat.num_runs} runs: {differ}"
+    return [prose("  repeated", text + first, width=14)]

@@ -1,0 +1,70 @@
+"""What `check` says before it shows the report: passed or failed, or blessed.
+
+CheckResult and Blessing come from divergence.compare.check and .golden, which open
+runs and are therefore not imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from divergence.report.lines import BLANK, Line, line, prose
+from divergence.report.numbers import count
+from divergence.report.summary import VERDICT_STYLES, report_lines
+
+__all__ = ["blessing_lines", "check_lines"]
+
+MAX_LISTED = 12
+
+
+def check_lines(result: Any, *, verbose: bool = False) -> list[Line]:
+    """PASSED or FAILED with each rule that is not met, then the report it rests on.
+
+    ``result``: a CheckResult of divergence.compare.check, which may open runs and is
+    therefore not imported here.
+    """
+    policy = result.policy
+    if result.passed:
+        head = line(("PASSED", "bold green"), f": policy {policy.name or 'given'} is met")
+    else:
+        head = line(
+            ("FAILED", "bold red"),
+            f": {count(len(result.failures), 'rule')} of policy {policy.name or 'given'} not met",
+        )
+    shown = result.failures if verbose else result.failures[:MAX_LISTED]
+    lines = [head]
+    lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
+    if len(shown) < len(result.failures):
+        more = len(result.failures) - len(shown)
+        lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
+    if result.tie:
+        lines.append(prose("  tie: ", "the first flipped token is within tie_margin", width=4))
+    return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
+
+
+def blessing_lines(blessing: Any) -> list[Line]:
+    """What became the golden, what it replaces and how the two differ.
+
+    ``blessing``: a Blessing of divergence.compare.check.
+    """
+    lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
+    if blessing.previous is None:
+        return [*lines, line("  there was no golden before")]
+    lines.append(prose("previous", f"kept as {blessing.previous}"))
+    if blessing.verdict is not None:
+        lines.append(
+            prose(
+                "old to new",
+                f"{blessing.verdict}: {blessing.summary}",
+                style=VERDICT_STYLES[blessing.verdict],
+            )
+        )
+    else:
+        lines.append(prose("old to new", f"not compared: {blessing.reason}", style="yellow"))
+    for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
+        shown = ", ".join(sites[:MAX_LISTED])
+        more = f", … {len(sites) - MAX_LISTED} more" if len(sites) > MAX_LISTED else ""
+        lines.append(
+            prose(name, f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}")
+        )
+    return lines

@@ -141,8 +141,8 @@ def _coverage(coverage: Coverage, policy: Policy) -> list[Failure]:
 def _preflight(report: Report, policy: Policy) -> list[Failure]:
     return [
         Failure(
-            rule="preflight.allow",
-            allowed=f"the same, unless allowed ({', '.join(policy.preflight.allow) or 'none'})",
+            rule="preflight",
+            allowed="the same",
             found=f"{line.reference} / {line.candidate}",
             text=f"{line.check} differs: {line.reference} in the golden, "
             f"{line.candidate} in the new run",

@@ -5,6 +5,7 @@
 
     [preflight]
     allow = ["*"]                                 # checks that may differ, by name or glob
+    refuse = ["dtype"]                            # and those that may not
 
     [tokens]
     min_equal = 1.0                               # share of generated tokens that must agree
@@ -81,13 +82,21 @@ class Tolerance(_Strict, frozen=True, kw_only=True):
         return {name: value for name, value in set_.items() if value is not None}
 
 
+def _any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 class PreflightPolicy(_Strict, frozen=True, kw_only=True):
-    """``allow``: names or globs of preflight checks that may differ. Blocking ones never may."""
+    """Names or globs of preflight checks that may differ. Blocking ones never may.
+
+    ``refuse`` is stronger than ``allow``: "everything but these" is allow ``*`` and refuse these.
+    """
 
     allow: tuple[str, ...] = ()
+    refuse: tuple[str, ...] = ()
 
     def allows(self, check: str) -> bool:
-        return any(fnmatch.fnmatchcase(check, pattern) for pattern in self.allow)
+        return _any(check, self.allow) and not _any(check, self.refuse)
 
 
 class TokensPolicy(_Strict, frozen=True, kw_only=True):

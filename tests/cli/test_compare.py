@@ -146,7 +146,7 @@ def test_check_quiet_names_the_rules(invoke, answering, reports):
         "FAILED",
         "verdicts",
         "min_coverage",
-        "preflight.allow",
+        "preflight",
     ]
 
 

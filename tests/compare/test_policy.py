@@ -127,7 +127,7 @@ def test_strict_fails_within_floor(reports):
 def test_planted_fault_fails_ci(reports):
     """The report of a planted fault fails by its verdict, its coverage and its preflight."""
     found = [item.rule for item in evaluate(reports.make_long_report(), load_policy()).failures]
-    assert found == ["verdicts", "min_coverage", "preflight.allow"]
+    assert found == ["verdicts", "min_coverage", "preflight"]
 
 
 @pytest.mark.parametrize(("wanted", "passed"), [(0.8, True), (0.81, False)])
@@ -142,10 +142,11 @@ def test_coverage_counts_what_was_left_out(reports, wanted, passed):
 def test_preflight_differences_need_leave(reports):
     """A difference passes if a glob allows its check; a blocking one never does."""
     report = reports.make_report()
-    assert rules(report) == ["preflight.allow"]
+    assert rules(report) == ["preflight"]
     assert rules(report, preflight={"allow": ["mach*"]}) == []
+    assert rules(report, preflight={"allow": ["*"], "refuse": ["mach*"]}) == ["preflight"]
     blocked = reports.make_long_report()
-    assert "preflight.allow" in rules(blocked, preflight={"allow": ["*"]})
+    assert "preflight" in rules(blocked, preflight={"allow": ["*"]})
 
 
 def ok(**tables):

@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["BLOCK", "Grid", "Rows", "column_dots", "compute_dtype", "row_dots"]
 
-BLOCK = 31 * 1024
-"""Elements in a block. Four float32 buffers of it fit a core's L2, and torch starts no threads
-below its grain size of 32768 (a parallel region costs more than the block, and stalls for
-milliseconds on a busy machine)."""
+BLOCK = 128 * 1024
+"""Elements in a block: large enough that calling numpy (about 40 us a block) costs little, small
+enough for a core's caches."""
 
-_SEGMENT = 1024
+_TORCH_GRAIN = 32768
+"""Below this many elements torch starts no threads of its own (at::internal::GRAIN_SIZE): a
+parallel region costs more than it saves here, and stalls for milliseconds on a busy machine."""
+
+_SEGMENT = 2048
 """Longest run of products summed in the block's own precision; longer sums are carried on in
-float64. BLAS' dot keeps at least four running sums, so float32 stays near 2^-24 · sqrt(256)."""
-
-_BY_TORCH = {"bfloat16", "float16"}  # numpy converts its float16 ten times slower than torch
+float64. BLAS' dot keeps at least 16 running sums, so float32 stays near 2^-24 · sqrt(128)."""
 
 Rows = slice | np.ndarray
 """Which rows of a grid: a slice, or row numbers where a mask leaves gaps."""
@@ -54,6 +55,7 @@ class Grid:
         tensor = tensor.detach()
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
+        self.scale = 1.0  # float64 only: a power of two that load() multiplies by
         self.width = 1
         if self.format.kind == "complex":
             tensor = torch.view_as_real(tensor.resolve_conj()).flatten(-2)
@@ -62,41 +64,58 @@ class Grid:
         self.num_cols = tensor.shape[-1] if tensor.ndim else 1
         self.num_rows = math.prod(tensor.shape[:-1])
         self.torch = tensor.view(self.num_rows, self.num_cols)
-        size = self.torch.element_size()
-        name = self.format.name
-        if name in _BY_TORCH or name.startswith("float8"):
-            self._values = None
-            self.bits = self.torch.view(torch.int16 if size == 2 else torch.uint8).numpy()
-        else:
-            self._values = self.torch.numpy()
-            self.bits = self._values if name == "bool" else self._values.view(f"i{size}")
+        self.bits, self._values = _views(self.torch, self.format.name)
 
     def load(self, rows: Rows, cols: slice, out: np.ndarray) -> np.ndarray:
         """The block ``[rows, cols]`` in ``out``'s dtype: a view where that is the tensor's
         own (never write to the result), else widened into the flat buffer ``out``."""
         if self._values is not None and self._values.dtype == out.dtype:
-            return self._values[rows, cols]
-        if self._values is None:
-            import torch
-
-            part = self.torch[rows, cols]
-            block = out[: part.numel()].reshape(part.shape)
-            torch.from_numpy(block).copy_(part)
-        else:
             values = self._values[rows, cols]
-            block = out[: values.size].reshape(values.shape)
-            np.copyto(block, values, casting="unsafe")
-        return block
+            return values if self.scale == 1.0 else values * self.scale
+        source = self.bits if self._values is None else self._values
+        part = source[rows, cols]
+        block = out[: part.size].reshape(part.shape)
+        if self._values is not None:
+            np.copyto(block, part, casting="unsafe")
+        elif self.format.name == "bfloat16" and out.dtype == np.float32:
+            # bfloat16 is the upper half of a float32.
+            np.left_shift(part, 16, out=block.view(np.int32), dtype=np.int32)
+        else:
+            self._widen_by_torch(part, block)
+        return block if self.scale == 1.0 else np.multiply(block, self.scale, out=block)
+
+    def _widen_by_torch(self, part: np.ndarray, block: np.ndarray) -> None:
+        import torch
+
+        part = part.reshape(-1) if part.flags.c_contiguous else part.ravel()
+        stored, flat = torch.from_numpy(part).view(self.torch.dtype), block.reshape(-1)
+        for start in range(0, len(flat), _TORCH_GRAIN):
+            piece = slice(start, start + _TORCH_GRAIN)
+            torch.from_numpy(flat[piece]).copy_(stored[piece])
+
+    def at(self, flat: int) -> float:
+        """One element by its row-major number, unscaled."""
+        return float(self.torch[divmod(flat, self.num_cols)])
+
+
+def _views(tensor: torch.Tensor, name: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """numpy's views of the bit patterns and, where numpy should read the dtype, the values."""
+    import torch
+
+    # numpy has float16, but converts it ten times slower than torch.
+    if name in ("bfloat16", "float16"):
+        return tensor.view(torch.int16).numpy(), None
+    if name.startswith("float8"):
+        return tensor.view(torch.uint8).numpy(), None
+    values = tensor.numpy()
+    return values if name == "bool" else values.view(f"i{values.itemsize}"), values
 
 
 def compute_dtype(*formats: Format) -> type[np.float32] | type[np.float64]:
     """float32 if it holds every value of all formats, else float64."""
     for form in formats:
-        if form.kind in ("int", "bool"):
-            exact = form.itemsize <= 2
-        else:
-            exact = form.mantissa_bits <= 23
-        if not exact:
+        integral = form.kind in ("int", "bool")
+        if (form.itemsize > 2) if integral else (form.mantissa_bits > 23):
             return np.float64
     return np.float32
 
@@ -109,7 +128,7 @@ _vecdot = getattr(np, "vecdot", _einsum_dot)  # numpy >= 2.0: one BLAS dot per r
 
 
 def row_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Σ_j x[i, j] y[i, j] per row, float64 across segments of 1024, exact to 1e-6 of
+    """Σ_j x[i, j] y[i, j] per row, float64 across segments of 2048, exact to 1e-6 of
     Σ|x y| (float32) or 1e-15 (float64)."""
     rows, cols = x.shape
     if cols == 1:

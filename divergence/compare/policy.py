@@ -48,8 +48,9 @@ DEFAULT_POLICY = "ci"
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Limit = Annotated[float, msgspec.Meta(ge=0.0)]
 
-LIMITS = ("rel_l2", "one_minus_cosine", "max_abs", "ratio")
-"""Numbers of a SiteResult that a tolerance may bound; ``ratio`` is rel_l2 in floor units."""
+LIMITS = ("rel_l2", "one_minus_cosine", "max_abs", "ratio", "ratio_max")
+"""Numbers of a SiteResult that a tolerance may bound; ``ratio`` is the median token's difference
+in floor units, ``ratio_max`` the worst token's."""
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +67,7 @@ class Tolerance(_Strict, frozen=True, kw_only=True):
     one_minus_cosine: Limit | None = None
     max_abs: Limit | None = None
     ratio: Limit | None = None
+    ratio_max: Limit | None = None
 
     def matches(self, site: SiteResult) -> bool:
         """Whether this is the tolerance for ``site``; a dtype must be that of both sides."""

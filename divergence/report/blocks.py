@@ -55,10 +55,10 @@ def main_pass(sites: Iterable[SiteResult]) -> str:
     return "anchored" if any(site.pass_ == "anchored" for site in sites) else "free"
 
 
-def badness(site: SiteResult) -> tuple[bool, float, float]:
-    """Sort key: non-finite values first, then floor units, then the relative difference."""
+def badness(site: SiteResult) -> tuple[bool, bool, float, float]:
+    """Sort key: non-finite values first, then what the judge flagged, then floor units."""
     nonfinite = site.nonfinite is not None and site.nonfinite.total > 0
-    return (nonfinite, _rank(site.ratio), _rank(site.rel_l2))
+    return (nonfinite, site.flagged, _rank(site.ratio), _rank(site.rel_l2))
 
 
 def _rank(value: float | None) -> float:

@@ -102,6 +102,9 @@ def model_lines(manifest: Manifest) -> list[Line]:
             f"{model.num_parameters:,} parameters in {model.dtype}, digest {model.digest}",
         ),
     ]
+    if model.missing:
+        text = f"{count(len(model.missing), 'parameter')} not in the checkpoint, so random: "
+        facts.append(("  MISSING", text + ", ".join(model.missing[:4])))
     if model.quantization:
         facts.append(("  quantised", model.quantization))
     if model.attn_implementation:

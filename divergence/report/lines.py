@@ -11,7 +11,18 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["BLANK", "Line", "Span", "columns", "cut", "fold", "heading", "line", "prose"]
+__all__ = [
+    "BLANK",
+    "MAX_WIDTH",
+    "Line",
+    "Span",
+    "columns",
+    "cut",
+    "fold",
+    "heading",
+    "line",
+    "prose",
+]
 
 MAX_WIDTH = 100
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.compare.result import Report, SiteResult
 from divergence.report.blocks import Elision, Row, elide, main_pass, phase_rows, phases
-from divergence.report.lines import BLANK, Line, cut, heading, line
+from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
 from divergence.report.numbers import (
     RATIO_DECADES,
     REL_L2_DECADES,
@@ -16,7 +16,8 @@ from divergence.report.numbers import (
 
 __all__ = ["table_lines"]
 
-NAME_WIDTH = 37
+MARK_WIDTH = 4
+TOKEN_WIDTH = 8
 _PASSES = {
     "anchored": "anchored pass: each block got the reference's input",
     "free": "free pass: each run on its own values",
@@ -38,9 +39,13 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
     rows = phase_rows(report, phase, all_sites=all_sites)
     shown = list(rows) if all_sites else elide(rows)
     num_samples = len({site.sample for site in sites})
-    name_width = min(max(len(row.name) + 2 * row.inner for row in rows), NAME_WIDTH)
     with_floor = any(site.ratio is not None for site in sites)
+    with_worst = any(site.ratio_max is not None for site in sites)
     with_free = any(row.free is not None for row in rows)
+    # rel L2, 1-cos, token, floors, worst, bar, free L2; two columns before each
+    widths = [7, 7, TOKEN_WIDTH, 8 * with_floor, 8 * with_worst, 10, 7 * with_free]
+    room = MAX_WIDTH - MARK_WIDTH - sum(width + 2 for width in widths if width)
+    name_width = min(max(len(row.name) + 2 * row.inner for row in rows), room)
 
     num_steps = len({site.step for site in sites})
     what = f"decode, {count(num_steps, 'step')}" if phase == "decode" else "prefill"
@@ -55,9 +60,10 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
         "site".ljust(name_width),
         "rel L2".rjust(7),
         "1-cos".rjust(7),
-        (f"s:{where}" if num_samples > 1 else where).rjust(8),
+        (f"s:{where}" if num_samples > 1 else where).rjust(TOKEN_WIDTH),
     ]
     titles += ["floors".rjust(8)] if with_floor else []
+    titles += ["worst".rjust(8)] if with_worst else []
     titles += [("0.1..1e3x" if with_floor else "1e-8..1").ljust(10)]
     titles += ["free L2".rjust(7)] if with_free else []
     lines = [
@@ -75,6 +81,7 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
                 phase=phase,
                 with_sample=num_samples > 1,
                 with_floor=with_floor,
+                with_worst=with_worst,
                 with_free=with_free,
             )
         )
@@ -85,7 +92,8 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
             (
                 f"    {count(len(rows), 'row')}: {num_flagged:,} beyond the floor (!), "
                 f"{num_same:,} bit-identical"
-                + ("; > is the onset" if any(row.onset for row in rows) else ""),
+                + ("; > is the onset" if any(row.onset for row in rows) else "")
+                + ("; floors: the median token's, worst: the worst's" if with_worst else ""),
                 "dim",
             )
         )
@@ -106,6 +114,7 @@ def _row(
     phase: str,
     with_sample: bool,
     with_floor: bool,
+    with_worst: bool,
     with_free: bool,
 ) -> Line:
     style = "bold red" if row.onset else "yellow" if row.flagged else ""
@@ -118,10 +127,12 @@ def _row(
     cells = [
         decimal(main.rel_l2 if main else None).rjust(7),
         decimal(main.one_minus_cosine if main else None).rjust(7),
-        cut(at, 8).rjust(8),
+        cut(at, TOKEN_WIDTH).rjust(TOKEN_WIDTH),
     ]
     if with_floor:
         cells.append(times(main.ratio if main else None).rjust(8))
+    if with_worst:
+        cells.append(times(main.ratio_max if main else None).rjust(8))
     filled = _bar(main, with_floor=with_floor) if main is not None else ""
     tail = f"  {decimal(row.free.rel_l2 if row.free else None).rjust(7)}" if with_free else ""
     return line(

@@ -121,6 +121,7 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
                         worst_position=None if step else 5,
                         rel_l2=2e-3 * (1 + number / 10) if pass_ == "free" else 3e-3 + hit * 0.3,
                         ratio=150.0 if hit and pass_ == "anchored" else 1.2,
+                        ratio_max=310.0 if hit and pass_ == "anchored" else 2.5,
                         flagged=hit and pass_ == "anchored",
                     )
                 )

@@ -108,7 +108,16 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
             ]
             shown = shown._replace(onset=onset.site not in inner or onset.site == name)
         rows.append(shown._replace(flagged=shown.flagged or any(s.flagged for s in group)))
-    return rows
+    if all_sites:
+        return rows
+    # an input is another site's output; where nothing else was recorded it is all there is
+    telling = [row for row in rows if row.flagged or row.onset or not _is_input(row.name)]
+    return telling or rows
+
+
+def _is_input(name: str) -> bool:
+    _, colon, port = name.rpartition(":")
+    return bool(colon) and port.split(".")[0] == "in"
 
 
 def _site(site: SiteResult) -> str:

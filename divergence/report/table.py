@@ -85,20 +85,21 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
                 with_free=with_free,
             )
         )
+    lines.append(_footer(rows, with_worst=with_worst))
+    return lines
+
+
+def _footer(rows: list[Row], *, with_worst: bool) -> Line:
     num_flagged = sum(row.flagged for row in rows)
     num_same = sum(row.worst.identical for row in rows)
-    lines.append(
-        line(
-            (
-                f"    {count(len(rows), 'row')}: {num_flagged:,} beyond the floor (!), "
-                f"{num_same:,} bit-identical"
-                + ("; > is the onset" if any(row.onset for row in rows) else "")
-                + ("; floors: the median token's, worst: the worst's" if with_worst else ""),
-                "dim",
-            )
-        )
-    )
-    return lines
+    parts = [
+        f"{count(len(rows), 'row')}: {num_flagged:,} over the floor (!), {num_same:,} bit-identical"
+    ]
+    if any(row.onset for row in rows):
+        parts.append("> onset")
+    if with_worst:
+        parts.append("floors: median token, worst: worst token")
+    return line((f"    {'; '.join(parts)}", "dim"))
 
 
 def _elision(gap: Elision) -> Line:

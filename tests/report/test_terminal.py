@@ -85,6 +85,18 @@ def test_table_fits_one_hundred_columns(reports):
                 assert len(item.text) <= MAX_WIDTH, item.text
 
 
+def test_inputs_are_left_to_all(reports):
+    """An input is another site's output: shown with --all, or where nothing else is there."""
+    report = reports.make_report()
+    report.sites.append(reports.make_site("lm_head:in", order=3))
+    assert "lm_head:in" not in text_of(report_lines(report))
+    assert "lm_head:in" in text_of(report_lines(report, all_sites=True))
+    report.sites[-1].flagged = True
+    assert "lm_head:in" in text_of(report_lines(report))
+    report.sites = [reports.make_site("lm_head:in")]
+    assert "lm_head:in" in text_of(report_lines(report))
+
+
 def test_long_models_elide_healthy_rows(reports):
     """More than 40 rows: what lies far from the onset is counted, and --all brings it back."""
     report = reports.make_long_report(num_blocks=60)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from divergence._version import __version__
 from divergence.capture.determinism import Determinism, deterministic_settings
+from divergence.capture.dry_run import DryRun, plan_capture
 from divergence.capture.engines.generate import GroupResult
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel, load_model
@@ -32,7 +33,7 @@ from divergence.run.reader import Run
 from divergence.run.site import ROOT, near_names
 from divergence.run.writer import RunWriter, new_run_id
 
-__all__ = ["Progress", "capture"]
+__all__ = ["DryRun", "Progress", "capture", "plan_capture"]
 
 
 class Progress(Protocol):

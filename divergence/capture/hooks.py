@@ -83,6 +83,7 @@ class Recorder:
         plants: Sequence[Plant] = (),
         anchor: Anchor | None = None,
         on_step: Callable[[int], None] | None = None,
+        copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._model = model
         self._notes = notes
@@ -100,6 +101,7 @@ class Recorder:
             self._plants.setdefault(plant.path, []).append(plant)
         self._anchor = anchor
         self._on_step = on_step
+        self._copy = copy or _detached_copy
         self.fired: set[str] = set()
         self.anchored = 0
         self._recent: deque[tuple[torch.Tensor, int, Item]] = deque(maxlen=_REMEMBERED)
@@ -255,7 +257,7 @@ class Recorder:
         for seen, seen_version, item in self._recent:
             if seen is tensor and seen_version == version and version is not None:
                 return item
-        item = Item(_detached_copy(tensor))
+        item = Item(self._copy(tensor))
         self._recent.append((tensor, version, item))
         return item
 

@@ -39,8 +39,18 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
         else:
             role = "inner"
         routed = role == "block" and any("experts" in name for name, _ in module.named_modules())
-        notes[path or ROOT] = ModuleNote(kind=type(module).__name__, role=role, routed=routed)
+        notes[path or ROOT] = ModuleNote(kind=_kind(module), role=role, routed=routed)
     return notes
+
+
+def _kind(module: nn.Module) -> str:
+    """Class name, with the variant where one class has several (sliding and full attention)."""
+    name = type(module).__name__
+    for attribute in ("attention_type", "layer_type", "block_type"):
+        variant = getattr(module, attribute, None)
+        if isinstance(variant, str):
+            return f"{name}/{variant}"
+    return name
 
 
 def block_paths(notes: dict[str, ModuleNote]) -> list[str]:

@@ -236,7 +236,7 @@ def _within_floor(case: Case, units: list[Unit]) -> Verdict:
             evidence=_context(case),
             next=_next(case, None),
         )
-    worst = max(judged, key=lambda unit: unit.typical)
+    worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
     sure = case.anchored
     return Verdict(
         kind="within_floor",
@@ -250,8 +250,9 @@ def _within_floor(case: Case, units: list[Unit]) -> Verdict:
         side="neither" if sure else None,
         evidence=[
             Evidence(
-                text=f"largest typical error {worst.typical:.2f} × the floor, at {worst.site} "
-                f"({worst.phase}); limit {worst.limit:.2g}",
+                text=f"largest error of a typical token: {worst.typical:.2f} × the floor, at "
+                f"{worst.site} ({worst.phase}; limit {worst.limit:.2g}); of any token: "
+                f"{max(unit.worst for unit in judged):.2f} ×",
                 values={"ratio": worst.typical, "limit": worst.limit},
             ),
             *_context(case),

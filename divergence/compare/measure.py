@@ -279,7 +279,7 @@ _SHARED = frozenset(SiteResult.__struct_fields__) & frozenset(PairMetrics.__stru
 
 def _of_metrics(metrics: PairMetrics) -> dict:
     """The fields that SiteResult takes over as they are."""
-    return {name: getattr(metrics, name) for name in _SHARED - {"nonfinite"}}
+    return {name: getattr(metrics, name) for name in _SHARED - {"nonfinite", "identical"}}
 
 
 def _nonfinite(metrics: PairMetrics) -> NonfiniteCount | None:

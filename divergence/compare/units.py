@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from divergence.compare.result import SiteResult
 from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.run.site import ROOT, module_of
 
 __all__ = ["Unit", "build_units", "flag"]
 
@@ -62,6 +63,8 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
             continue
         if result.site.endswith(":in") and result.role != "inner":
             continue  # a block's input is the output before it, which is judged there
+        if pass_ == "free" and module_of(result.site) == ROOT:
+            continue  # the whole model: what it inherits is everything
         phase = "prefill" if result.step == 0 else "decode"
         unit = units.setdefault(
             (result.site, phase), Unit(result.site, pass_, phase, _kind(result, phase))

@@ -66,7 +66,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
 
     typical: float = 6.0
     sibling: float = 4.0
-    least_sibling: float = 0.5
+    least_sibling: float = 0.25
     token: float = 12.0
     token_sibling: float = 8.0
     free_gain: float = 4.0

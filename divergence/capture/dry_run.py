@@ -1,0 +1,238 @@
+"""--dry-run: sites × steps × bytes, without loading a weight.
+
+The model is built on torch's meta device (shapes without storage) and two forwards
+run through the same hooks as a real capture: the prefill, and one decode step that
+stands for all of them. Equal tensors cannot be told from shapes; those that pass
+from one module to the next unchanged are counted once, as in a real run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from divergence.capture.engines.load import LoadedModel, empty_model
+from divergence.capture.engines.tokenizing import group_samples, tokenize
+from divergence.capture.hooks import Recorder
+from divergence.capture.request import Request, resolve_request
+from divergence.capture.selection import step_selected
+from divergence.capture.sites import SiteSelection
+from divergence.capture.structure import describe_modules, output_paths
+from divergence.errors import ModelError
+from divergence.run.reader import Run
+from divergence.run.writer import Item
+
+__all__ = ["DryRun", "PlannedSite", "plan_capture"]
+
+
+class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
+    """One site: ``bytes_prefill`` over all prompts, ``bytes_per_step`` of one decode step of one
+    group, ``bytes`` over the whole capture; 0 where the tensor is stored at another site."""
+
+    site: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_prefill: int
+    bytes_per_step: int
+    num_steps: int
+    bytes: int
+
+
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a capture would write. ``num_steps``: forwards of each prompt, decoding included."""
+
+    model: str
+    rows: list[PlannedSite]
+    num_sites: int
+    num_prompts: int
+    num_prompt_tokens: int
+    num_steps: int
+    passes: list[str]
+    total_bytes: int
+    notes: list[str] = []
+
+
+class _Counter:
+    """A sink that keeps shapes and sizes by (step, site)."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, str], tuple[Item, int]] = {}
+        self._counted: set[int] = set()
+        self._alive: list[Item] = []
+
+    def put(self, item: Item, *, step: int, site: str, **_: object) -> None:
+        fresh = id(item) not in self._counted
+        self._counted.add(id(item))
+        self._alive.append(item)  # keeps ids unique
+        self.seen[step, site] = (item, item.num_bytes if fresh else 0)
+
+
+def plan_capture(
+    model: str | None = None, *, like: str | Path | Run | None = None, **options: Any
+) -> DryRun:
+    """What ``capture`` with the same parameters would write (``out`` and ``force`` are ignored).
+
+    Raises what capture raises before it loads weights, and ModelError where the
+    architecture cannot be run without values (a data-dependent forward).
+    """
+    for name in ("out", "force", "command", "progress"):
+        options.pop(name, None)
+    request = resolve_request(model, like=like, **{**_DEFAULTS, **options})
+    loaded = empty_model(
+        request.model,
+        task=request.task,
+        revision=request.revision,
+        dtype=request.dtype,
+        attn_implementation=request.attn_implementation,
+        trust_remote_code=request.trust_remote_code,
+    )
+    lengths, groups = _lengths(request, loaded)
+    notes = describe_modules(loaded.module)
+    selection = SiteSelection(request.sites, notes)
+    steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
+    counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
+    rows = _rows(request, counters, notes, steps)
+    passes = 2 if request.like is not None and request.anchor else 1
+    return DryRun(
+        model=request.model,
+        rows=rows,
+        num_sites=len(rows),
+        num_prompts=len(lengths),
+        num_prompt_tokens=sum(lengths),
+        num_steps=steps,
+        passes=["free", "anchored"][:passes],
+        total_bytes=passes * sum(row.bytes for row in rows),
+        notes=["the anchored pass is counted like the free one; equal tensors are stored once"]
+        if passes == 2
+        else [],
+    )
+
+
+_DEFAULTS: dict[str, Any] = {
+    "task": "auto", "revision": None, "dtype": None, "device": "auto", "device_map": None,
+    "attn_implementation": None, "trust_remote_code": False, "prompts": (), "prompts_file": None,
+    "chat": False, "batch": None, "max_new_tokens": None, "sites": (), "steps": None,
+    "positions": None, "deterministic": None, "seed": None, "repeat": 1, "anchor": True,
+    "plants": (), "label": None,
+}  # fmt: skip
+
+
+def _lengths(request: Request, loaded: LoadedModel) -> tuple[list[int], list[list[int]]]:
+    """Prompt lengths as padded, and the groups they run in."""
+    if request.like is not None:
+        tokens = request.like.manifest.tokens
+        samples, groups = tokens.samples, tokens.groups
+    else:
+        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
+        groups = group_samples(samples, batch=request.batch, pad_left=True)
+    lengths = [s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples]
+    return lengths, groups
+
+
+def _count(
+    request: Request,
+    loaded: LoadedModel,
+    selection: SiteSelection,
+    notes: dict,
+    group: Sequence[int],
+    lengths: Sequence[int],
+) -> _Counter:
+    """Shapes of one group's prefill (step 0) and of one decode step (step 1)."""
+    counter = _Counter()
+    recorder = Recorder(
+        loaded.module,
+        notes,
+        wanted=selection.wanted,
+        hooked=selection.hooked,
+        sink=counter,
+        positions=request.positions,
+        logit_paths=frozenset(output_paths(loaded.module))
+        if loaded.task == "causal-lm"
+        else frozenset(),
+        copy=lambda tensor: tensor.detach(),
+    )
+    batch, tokens = len(group), lengths[group[0]]
+    recorder.begin(sample=group[0], batch=batch, num_tokens=tokens)
+    decode = loaded.task != "encoder" and request.max_new_tokens > 1
+    try:
+        with torch.no_grad():
+            forwards = [
+                _inputs(request, loaded, batch, tokens, step)
+                for step in ((0, 1) if decode else (0,))
+            ]
+            with recorder.installed():
+                for inputs in forwards:
+                    loaded.module(**inputs)
+    except Exception as error:  # whatever an architecture raises without values
+        raise ModelError(
+            f"the shapes of {loaded.source} cannot be computed without weights: "
+            f"{(str(error).splitlines() or [type(error).__name__])[0][:200]}",
+            hint="capture with --max-new-tokens 1 --positions 0 to see its sites",
+        ) from error
+    return counter
+
+
+def _inputs(
+    request: Request, loaded: LoadedModel, batch: int, tokens: int, step: int
+) -> dict[str, Any]:
+    """Arguments for a prefill (step 0) or decode step on the meta device, tried out."""
+    module: Any = loaded.module
+    known = inspect.signature(module.forward).parameters
+    length = tokens if step == 0 else 1
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "use_cache" in known:
+        inputs["use_cache"] = False
+    if "logits_to_keep" in known:
+        inputs["logits_to_keep"] = 1
+    if loaded.task == "encoder-decoder":
+        inputs["decoder_input_ids"] = ids[:, :1]
+        inputs["input_ids"] = ids.new_zeros(batch, tokens)
+        if step > 0:  # the encoder ran once, before the first decoder step
+            width = module.config.hidden_size
+            encoded = torch.zeros(batch, tokens, width, dtype=module.dtype, device="meta")
+            inputs["encoder_outputs"] = (encoded,)
+    # A finished mask is tried first: building one from tokens looks at their values.
+    mask = torch.zeros(batch, 1, length, length, dtype=module.dtype, device="meta")
+    try:
+        module(**inputs, attention_mask=mask)
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return inputs
+    return {**inputs, "attention_mask": mask}
+
+
+def _rows(
+    request: Request, counters: Sequence[_Counter], notes: dict, steps: int
+) -> list[PlannedSite]:
+    kept_prefill = step_selected(request.steps, 0)
+    kept_decode = sum(step_selected(request.steps, step) for step in range(1, steps))
+    rows = []
+    for site in dict.fromkeys(site for counter in counters for _, site in counter.seen):
+        prefill = sum(counter.seen.get((0, site), (None, 0))[1] for counter in counters)
+        decode = [counter.seen.get((1, site), (None, 0))[1] for counter in counters]
+        item = next(
+            counter.seen[step, site][0]
+            for counter in counters
+            for step in (0, 1)
+            if (step, site) in counter.seen
+        )
+        path = site.partition(":")[0].partition("#")[0]
+        rows.append(
+            PlannedSite(
+                site=site,
+                role=notes[path].role,
+                shape=item.shape,
+                dtype=item.dtype,
+                bytes_prefill=prefill if kept_prefill else 0,
+                bytes_per_step=max(decode, default=0),
+                num_steps=kept_prefill + kept_decode,
+                bytes=prefill * kept_prefill + sum(decode) * kept_decode,
+            )
+        )
+    return rows

@@ -1,0 +1,145 @@
+"""`divergence demo`: the whole job on one machine, offline, in a minute.
+
+Three captures of one small random model: on this CPU's own kernels, on genuinely
+other kernels of the same CPU (a second process under other instruction sets), and
+there again with a planted fault. The first pair must not alarm, the second must
+name the planted block.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divergence.cli.options import Quiet, Verbose
+from divergence.errors import FaultError, RunError
+
+__all__ = ["EPILOG", "OTHER_KERNELS", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence demo
+
+  divergence demo --workdir /tmp/demo   # keeps the model and the runs there
+"""
+
+OTHER_KERNELS = {
+    # torch's own kernels without vector instructions, oneDNN and MKL on their oldest paths:
+    # other orders of addition, other polynomials, no fused multiply-add.
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_CBWR": "COMPATIBLE",
+}
+FAULT = "model.layers.6.mlp.down_proj:out=scale:1.10"
+BLOCK = "model.layers.6"
+PROMPT = "The quick brown fox jumps over the lazy dog. Rounding error is the difference between"
+
+
+def command(
+    workdir: Annotated[
+        Path | None,
+        typer.Option("--workdir", metavar="DIR", help="Where model and runs go [user cache]."),
+    ] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show the whole job offline: capture, replay elsewhere, compare, find a planted fault."""
+    root = _folder(workdir)
+    model = root / "model"
+    if not (model / "config.json").is_file():
+        from divergence.capture.engines.tiny import build
+
+        build("llama", model, size="demo")
+    _say(f"model: 12 Llama blocks, bfloat16, random weights, in {model}\n")
+    a, b, c = root / "here", root / "other-kernels", root / "fault"
+    _run(["capture", str(model), "-o", str(a), "--prompt", PROMPT, "--chat", "--device", "cpu",
+          "--label", "this CPU", "--force"], {}, "1. capture on this CPU's default kernels")  # fmt: skip
+    replay = ["capture", "--like", str(a), "--device", "cpu", "--force"]
+    _run([*replay, "-o", str(b), "--label", "other kernels"], OTHER_KERNELS,
+         "2. the same on other kernels, standing in for another machine")  # fmt: skip
+    _run([*replay, "-o", str(c), "--label", "other kernels, faulty", "--plant", FAULT],
+         OTHER_KERNELS, "3. there again, with a fault planted in block 6")  # fmt: skip
+    healthy = _compare(a, b, "4. two healthy machines: this must not alarm", quiet=quiet)
+    faulty = _compare(a, c, "5. a faulty one: this must name block 6", quiet=quiet)
+    _check(healthy, faulty)
+    _say("\nNow with a model of your own, on two machines:\n"
+         "  divergence capture MODEL -o a\n"
+         "  divergence capture --like a -o b\n"
+         "  divergence compare a b")  # fmt: skip
+
+
+def _folder(workdir: Path | None) -> Path:
+    if workdir is None:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        workdir = Path(cache) / "divergence" / "demo"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"{workdir} cannot be written: {error.strerror}", hint="choose another --workdir"
+        ) from error
+    return workdir
+
+
+def _say(text: str) -> None:
+    from divergence.report.terminal import write_text
+
+    write_text(text + "\n")
+
+
+def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
+    """One `divergence` command in a process of its own, shown as a user would type it."""
+    shown = [f"{name}={value}" for name, value in variables.items()]
+    _say(f"{title}\n   $ {' '.join([*shown, shlex.join(['divergence', *arguments])])}")
+    package = Path(__file__).resolve().parents[2]
+    environment = {
+        **os.environ,
+        **variables,
+        "PYTHONPATH": os.pathsep.join(
+            [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
+    sys.stdout.flush()
+    done = subprocess.run(
+        [sys.executable, "-m", "divergence", *arguments, "--quiet"],
+        env=environment,
+        check=False,
+        stdout=subprocess.DEVNULL,
+    )
+    if done.returncode != 0:
+        raise FaultError(
+            f"the demo's capture ended with exit code {done.returncode}",
+            where=shlex.join(arguments),
+        )
+
+
+def _compare(a: Path, b: Path, title: str, *, quiet: bool):
+    from divergence.cli.compare import show_report
+    from divergence.compare.api import compare
+
+    _say(f"\n{title}\n   $ {shlex.join(['divergence', 'compare', str(a), str(b)])}\n")
+    report = compare(a, b)
+    show_report(report, quiet=quiet, verbose=False)
+    return report
+
+
+def _check(healthy, faulty) -> None:
+    """The demo's own promise."""
+    if healthy.verdict.kind not in ("identical", "within_floor"):
+        raise FaultError(
+            f"the healthy pair was judged {healthy.verdict.kind}",
+            hint="please report this with the output of `divergence env`",
+        )
+    onset = faulty.verdict.onset
+    if faulty.verdict.kind != "localized" or onset is None or onset.block != BLOCK:
+        raise FaultError(
+            f"the fault in {BLOCK} was judged {faulty.verdict.kind} at {onset}",
+            hint="please report this with the output of `divergence env`",
+        )

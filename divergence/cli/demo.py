@@ -45,7 +45,9 @@ PROMPT = "The quick brown fox jumps over the lazy dog. Rounding error is the dif
 def command(
     workdir: Annotated[
         Path | None,
-        typer.Option("--workdir", metavar="DIR", help="Where model and runs go [user cache]."),
+        typer.Option(
+            "--workdir", metavar="DIR", help="Where model and runs go. Default: the user's cache."
+        ),
     ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -59,8 +61,8 @@ def command(
         build("llama", model, size="demo")
     _say(f"model: 12 Llama blocks, bfloat16, random weights, in {model}\n")
     a, b, c = root / "here", root / "other-kernels", root / "fault"
-    _run(["capture", str(model), "-o", str(a), "--prompt", PROMPT, "--chat", "--device", "cpu",
-          "--label", "this CPU", "--force"], {}, "1. capture on this CPU's default kernels")  # fmt: skip
+    first = ["capture", str(model), "-o", str(a), "--prompt", PROMPT, "--chat", "--device", "cpu"]
+    _run([*first, "--label", "this CPU", "--force"], {}, "1. capture on this CPU's own kernels")
     replay = ["capture", "--like", str(a), "--device", "cpu", "--force"]
     _run([*replay, "-o", str(b), "--label", "other kernels"], OTHER_KERNELS,
          "2. the same on other kernels, standing in for another machine")  # fmt: skip

@@ -29,7 +29,7 @@ class Blessing(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     golden: str
-    previous: str | None
+    previous: str | None = None
     verdict: str | None = None
     summary: str | None = None
     reason: str | None = None
@@ -81,8 +81,9 @@ def bless(
         new_sites = {record.site for record in run.records}
         said["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
         said["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
-    kept = _replace(source, target, previous)
-    return Blessing(golden=str(golden), previous=str(previous) if kept else None, **said)
+    if _replace(source, target, previous):
+        said["previous"] = str(Path(golden).parent / previous.name)
+    return Blessing(golden=str(golden), **said)
 
 
 def _refuse_unfit(run: Any, source: Path) -> None:

@@ -77,9 +77,10 @@ def plan_lines(plan: dict[str, Any]) -> list[Line]:
             row["role"] or "-",
             shape_text(row["shape"]),
             row["dtype"],
-            f"{size(row['bytes_per_step'])} x {row['num_steps']}",
+            str(row["num_steps"]),
+            size(row["bytes"]),
         )
         for row in plan["rows"]
     ]
-    titles = ("site", "role", "shape", "dtype", "size x steps")
+    titles = ("site", "role", "shape", "dtype", "steps", "size")
     return [*lines, BLANK, *columns([titles, *rows], widest=48)]

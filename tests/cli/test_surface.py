@@ -42,7 +42,15 @@ def test_every_answer_has_json_quiet_and_verbose(name):
     command = surface.commands()[name]
     rows = surface.describe(command)
     names = {option for row in rows for option in row["names"]}
-    assert {"--json", "-q", "-v"} <= names
+    # demo shows, it does not answer
+    assert {"-q", "-v"} | ({"--json"} if name != "demo" else set()) <= names
     assert all(row["help"] and row["help"].endswith(".") for row in rows)
     assert "Examples:" in command.epilog
     assert f"divergence {name}" in command.epilog
+
+
+def test_no_help_text_loses_its_brackets(invoke):
+    """Help is read as Rich markup, where [a word] would vanish."""
+    for name, command in surface.commands().items():
+        texts = [command.help, command.epilog, *(row["help"] for row in surface.describe(command))]
+        assert not any("[" in (text or "") for text in texts), name

@@ -30,14 +30,16 @@ def fixed(value: float | None, digits: int = 3) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio: ``1.3x``, ``650x``, ``2.0e+05x``."""
+    """A ratio: ``<0.1x``, ``1.3x``, ``650x``, ``2.0e+05x``."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return f"{value:g}"
     if value == 0:
         return "0x"
-    if value < 0.05 or value >= 99950:
+    if value < 0.05:
+        return "<0.1x"
+    if value >= 99950:
         return f"{value:.1e}x"
     return f"{value:.1f}x" if value < 99.95 else f"{value:.0f}x"
 

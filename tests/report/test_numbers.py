@@ -35,7 +35,7 @@ def test_decimal(value, text):
         (99.96, "100x"),
         (650, "650x"),
         (2e5, "2.0e+05x"),
-        (1e-4, "1.0e-04x"),
+        (1e-4, "<0.1x"),
         (math.inf, "inf"),
     ],
 )

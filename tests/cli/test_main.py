@@ -104,12 +104,19 @@ def test_module_and_checkout_run():
 
 
 @pytest.mark.parametrize(
-    "args", [["nothing"], ["compare"], ["compare", "a", "b", "--nope"], ["env", "--device"], []]
+    "args", [["nothing"], ["compare"], ["compare", "a", "b", "--nope"], ["env", "--device"]]
 )
 def test_wrong_usage_exits_2(invoke, args):
     """typer's own errors are wrong usage."""
     code, _out, _err = invoke(*args)
     assert code == 2
+
+
+def test_no_command_prints_the_help(invoke):
+    """0 or 2, as the installed typer has it; never 1."""
+    code, out, err = invoke()
+    assert code in (0, 2)
+    assert "capture" in out + err
 
 
 @pytest.mark.parametrize(

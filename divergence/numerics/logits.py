@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from divergence.numerics.blocks import BLOCK, Grid
+from divergence.numerics.workers import Split, run_split
 
 __all__ = ["LogitsMetrics", "measure_logits", "top_choices"]
 
@@ -84,15 +85,22 @@ def measure_logits(
         rows = rows[mask]
     count = max(1, BLOCK // grid_a.num_cols)
     size = count * grid_a.num_cols
-    buffer_a, buffer_b = np.empty((2, size))
-    found: list[tuple[np.ndarray, ...]] = []
-    with np.errstate(all="ignore"):
-        for start in range(0, len(rows), count):
-            part = rows[start : start + count]
-            x = grid_a.load(part, slice(0, grid_a.num_cols), buffer_a)
-            y = grid_b.load(part, slice(0, grid_a.num_cols), buffer_b)
-            usable = _usable(x) & _usable(y)
-            found.append((part[usable], *_measure_rows(x[usable], y[usable])))
+    cols = slice(0, grid_a.num_cols)
+
+    def work(starts: Split) -> list[tuple[np.ndarray, ...]]:
+        buffer_a, buffer_b = np.empty((2, size))
+        found = []
+        with np.errstate(all="ignore"):
+            for start in starts:
+                part = rows[start : start + count]
+                x, y = grid_a.load(part, cols, buffer_a), grid_b.load(part, cols, buffer_b)
+                usable = _usable(x) & _usable(y)
+                found.append((part[usable], *_measure_rows(x[usable], y[usable])))
+        return found
+
+    threads = min(8, torch.get_num_threads())
+    starts = range(0, len(rows), count)
+    found = [one for part in run_split(work, starts, threads=threads) for one in part]
     num_masked = grid_a.num_rows - len(rows)
     if not found:
         found.append((rows, *_measure_rows(np.zeros((0, 1)), np.zeros((0, 1)))))
@@ -143,44 +151,40 @@ def _measure_rows(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, ...]:
     top_x, top_y = _top(x, max(k, 1)), _top(y, max(k, 1))
     number = np.arange(len(x))
     choice = top_x[:, 0]
-    t = _log_ratio(x, y)
+    p, q, t = _log_ratio(x, y)
     overlap = (top_x[:, :, None] == top_y[:, None, :]).any(axis=2).sum(axis=1) / max(k, 1)
     if x.shape[1] > 1:
         margin = x[number, choice] - x[number, top_x[:, 1]]
     else:
         margin = np.full(len(x), math.inf)
-    return _kl(x, t), choice == top_y[:, 0], overlap, margin, np.abs(t[number, choice])
+    return _kl(p, q, t), choice == top_y[:, 0], overlap, margin, np.abs(t[number, choice])
 
 
-def _log_ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """t = log q - log p per element; see the module docstring. -inf beside -inf gives 0."""
-    p = np.exp(x - _logsumexp(x)[:, None])
-    c = y - x
+def _log_ratio(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """p, q and t = log q - log p per element; see the module docstring. t is 0 where p is an
+    exact 0 (a logit of -inf), and -inf where only q is."""
     dead = np.isneginf(x)
-    c[dead] = 0.0  # p is 0 there: it takes no part
-    shared = np.where(np.isneginf(c), 0.0, c)
-    mean = (p * shared).sum(axis=1, keepdims=True)
-    grown = p * np.expm1(c - mean)
-    # What b gives to ids that a rules out belongs to Σ exp(b) as well.
-    extra = np.where(dead, np.exp(y - _logsumexp(x)[:, None] - mean), 0.0).sum(
-        axis=1, keepdims=True
-    )
-    change = grown.sum(axis=1, keepdims=True) + extra
-    t = (c - mean) - np.log1p(change)
-    wild = (np.abs(shared).max(axis=1) > 30.0) | ~np.isfinite(t).any(axis=1)
-    if wild.any():  # far apart: nothing cancels, and expm1 may overflow
-        plain = y[wild] - _logsumexp(y[wild])[:, None] - (x[wild] - _logsumexp(x[wild])[:, None])
-        t[wild] = np.where(dead[wild], 0.0, plain)
-    return t
+    log_p, log_q = x - _logsumexp(x)[:, None], y - _logsumexp(y)[:, None]
+    p, q = np.exp(log_p), np.exp(log_q)
+    c = np.where(dead, 0.0, y - x)
+    mean = (p * np.where(np.isneginf(c), 0.0, c)).sum(axis=1, keepdims=True)
+    c -= mean
+    # Σ exp(b) also holds what b gives to ids that a rules out: q · exp(LSE b - LSE a - m).
+    extra = np.where(dead, np.exp(y - _logsumexp(x)[:, None] - mean), 0.0)
+    change = np.where(dead, extra, p * np.expm1(c)).sum(axis=1, keepdims=True)
+    t = c - np.log1p(change)
+    wild = ~(c.max(axis=1) < 600.0) | ~(change[:, 0] < math.inf)
+    t[wild] = (log_q - log_p)[wild]  # expm1 would overflow; so far apart nothing cancels
+    t[dead] = 0.0
+    return p, q, t
 
 
-def _kl(x: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Σ p (expm1(t) - t), in nats, per row."""
-    p = np.exp(x - _logsumexp(x)[:, None])
+def _kl(p: np.ndarray, q: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """Σ p (expm1(t) - t), in nats, per row; p·expm1(t) is q - p."""
     series = t * t * (1 / 2 + t * (1 / 6 + t * (1 / 24 + t * (1 / 120 + t * (
         1 / 720 + t * (1 / 5040 + t / 40320))))))
-    term = np.where(np.abs(t) < _SERIES_BELOW, series, np.expm1(t) - t)
-    return np.where(p > 0.0, p * term, 0.0).sum(axis=1)
+    far = (q - p) - np.where(p > 0.0, p * t, 0.0)
+    return np.where((np.abs(t) < _SERIES_BELOW) & (p > 0.0), p * series, far).sum(axis=1)
 
 
 def _aggregate(

@@ -124,7 +124,7 @@ class _Pair:
         row_a, row_d = self.row_a[self.real], self.row_d[self.real]
         a2, d2 = float(row_a.sum()), float(row_d.sum())
         rel_l2 = _root_ratio(d2, a2)
-        b2, product, one_minus_cosine = self._angle(sums, a2, d2)
+        a2, b2, product, one_minus_cosine = self._angle(sums, a2, d2)
         per_row = np.full(self.a.num_rows, np.nan)
         per_row[self.real] = _root_ratios(row_d, row_a)
         per_row[~self.row_finite] = np.nan
@@ -146,7 +146,7 @@ class _Pair:
             sqnr_db=-20.0 * math.log10(rel_l2) if rel_l2 else math.inf,
             reference_norm=math.sqrt(a2) / self.scale,
             candidate_norm=math.sqrt(b2) / self.scale,
-            gain=-product / a2 if a2 else 0.0,
+            gain=0.0 - product / a2 if a2 else 0.0,
             gain_se=math.sqrt(spread) / a2 if a2 and n > 1 else math.inf,
             update_rel_l2=None if update is None else _ratio(math.sqrt(d2), update),
             update_norm=None if update is None else update / self.scale,
@@ -167,42 +167,47 @@ class _Pair:
         )
         return metrics, torch.from_numpy(per_row)
 
-    def _angle(self, sums: Sums, a2: float, d2: float) -> tuple[float, float, float]:
-        """‖b‖², P and 1 - cos; see the module docstring."""
+    def _angle(self, sums: Sums, a2: float, d2: float) -> tuple[float, float, float, float]:
+        """‖a‖², ‖b‖², P and 1 - cos; see the module docstring."""
         product = sums.product
         if d2 == 0.0:
-            return a2, product, 0.0
+            return a2, a2, product, 0.0
         if a2 == 0.0:
-            return d2, product, 1.0
+            return a2, d2, product, 1.0
         b2 = a2 - 2.0 * product + d2
         aside = d2 - product**2 / a2
         if aside < _ANGLE_SAFE * d2 or b2 < _ANGLE_SAFE * a2:
-            b2, product, aside = self._aside(product / a2, a2)
+            a2, b2, product, aside = self._aside(1.0 - product / a2)
         if b2 == 0.0:
-            return b2, product, 1.0
+            return a2, b2, product, 1.0
         cosine = (a2 - product) / math.sqrt(a2 * b2)
-        return b2, product, aside / b2 / (1.0 + cosine) if cosine > 0.0 else 1.0 - cosine
+        return a2, b2, product, (
+            aside / b2 / (1.0 + cosine) if cosine > 0.0 else 1.0 - cosine
+        )
 
-    def _aside(self, slope: float, a2: float) -> tuple[float, float, float]:
-        """‖b‖², P and S of a second look in float64, at r = d - slope · a."""
+    def _aside(self, factor: float) -> tuple[float, float, float, float]:
+        """‖a‖², ‖b‖², P and S of a second look in float64, at r = factor · a - b: what is left
+        of b beside a. ``factor`` need not be exact: what r still has along a is taken off."""
 
         def work(parts: list[tuple[Rows, slice]]) -> np.ndarray:
-            totals = np.zeros(3)
-            buffers = np.empty((2, BLOCK))
+            totals = np.zeros(4)
+            buffers = np.empty((3, BLOCK))
             with np.errstate(all="ignore"):
                 for rows, cols in parts:
                     a = self.a.load(rows, cols, buffers[0])
                     b = self.b.load(rows, cols, buffers[1])
-                    keep = np.isfinite(a) & np.isfinite(b)
-                    if not keep.all():
-                        a, b = np.where(keep, a, 0.0), np.where(keep, b, 0.0)
-                    r = (a - b) - slope * a
-                    totals += [row_dots(x, y).sum() for x, y in ((b, b), (r, r), (a, r))]
+                    r = np.multiply(a, factor, out=buffers[2][: a.size].reshape(a.shape))
+                    np.subtract(r, b, out=r)
+                    if not math.isfinite(float(r.max()) - float(r.min())):
+                        keep = np.isfinite(a) & np.isfinite(b)
+                        a, b, r = (np.where(keep, x, 0.0) for x in (a, b, r))
+                    totals += [row_dots(x, y).sum() for x, y in ((a, a), (b, b), (r, r), (a, r))]
             return totals
 
         parts = tiles(self.real, self.a.num_cols, block=self.block)
-        b2, r2, along = sum(run_split(work, parts, threads=self.threads))
-        return float(b2), float(slope * a2 + along), max(0.0, float(r2 - along**2 / a2))
+        a2, b2, r2, along = sum(run_split(work, parts, threads=self.threads))
+        product = (1.0 - factor) * a2 + along  # a·(a - b), with a - b = (1 - factor) a + r
+        return float(a2), float(b2), float(product), max(0.0, float(r2 - along**2 / a2))
 
     def _largest(self, sums: Sums, shape: tuple[int, ...]) -> dict[str, object]:
         if sums.max_at < 0:

@@ -1,10 +1,10 @@
 """How many ulp apart two tensors are: share beyond one, 99th percentile, largest.
 
-The percentile is exact, without a histogram of all distances: a sample of runs
-guesses a bound below it, one pass counts the distances at the bound and keeps those
-beyond it (a few percent), and the percentile is selected among these. A guess that
-was too high is halved and the pass repeated, which takes a tensor whose sampled
-runs are unlike the rest.
+The percentile is exact, without a histogram of all distances. A sample of runs guesses
+where it lies. Guessed within a few ulp (16-bit formats), one pass counts how many
+distances exceed each of these; otherwise it counts those at a bound just below and
+keeps those beyond it (a few percent), among which the percentile is selected. A wrong
+guess costs another pass, and takes a tensor whose sampled runs are unlike the rest.
 
 Elements with |a| < u · rms(a) are left out: there cancellation makes 1e7 ulp of
 nothing.
@@ -27,6 +27,8 @@ from divergence.numerics.workers import Split, run_split
 __all__ = ["UlpCounts", "count_ulp"]
 
 _NUM_RUNS, _RUN = 16, 1024
+_MOST_STEPS = 5
+"""Counting what exceeds one value costs a tenth of picking out what exceeds it."""
 
 
 class UlpCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,12 +43,31 @@ class UlpCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Tail:
-    """One worker's counts, and every distance beyond ``bound``."""
+    """One worker's counts: how many distances exceed each of ``steps`` or, without steps, how
+    many are at ``bound`` and which are beyond."""
 
-    def __init__(self, bound: int) -> None:
-        self.bound = bound
+    def __init__(self, bound: int, steps: range) -> None:
+        self.bound, self.steps = bound, steps
         self.num_counted = self.num_over_1 = self.num_at_bound = self.largest = 0
+        self.num_over = np.zeros(len(steps), np.int64)
         self.beyond: list[np.ndarray] = []
+
+    def add(self, distance: np.ndarray, num_counted: int, mask: np.ndarray) -> None:
+        """``mask``: a bool buffer of the distances' shape (a new array costs page faults)."""
+        self.num_counted += num_counted
+        largest = int(distance.max())
+        self.largest = max(self.largest, largest)
+        for number, step in enumerate(self.steps):
+            if largest > step:
+                self.num_over[number] += np.count_nonzero(np.greater(distance, step, out=mask))
+        if largest > 1 and 1 not in self.steps:
+            self.num_over_1 += int(np.count_nonzero(np.greater(distance, 1, out=mask)))
+        if self.steps:
+            return
+        if self.bound and largest >= self.bound:
+            self.num_at_bound += int(np.count_nonzero(np.equal(distance, self.bound, out=mask)))
+        if largest > self.bound:
+            self.beyond.append(distance[np.greater(distance, self.bound, out=mask)])
 
 
 class _Distances:
@@ -97,14 +118,16 @@ def count_ulp(
     """
     options = {"smallest_key": _smallest_key(form, form.unit_roundoff * rms), "check": check_finite}
     parts = tiles(rows, a.num_cols, block=block)
-    bound = _guess(_Distances(a, b, form, **options), parts)
+    low, high = _guess(_Distances(a, b, form, **options), parts)
+    steps = range(max(0, low - 1), high + 1) if high - low < _MOST_STEPS else range(0)
+    bound = low
     while True:
 
-        def work(part: Split, bound: int = bound) -> _Tail:
-            tail = _Tail(bound)
+        def work(part: Split, bound: int = bound, steps: range = steps) -> _Tail:
+            tail = _Tail(bound, steps)
             distances = _Distances(a, b, form, **options)
             for one, cols in part:
-                _add(tail, *distances.block(one, cols))
+                tail.add(*distances.block(one, cols))
             return tail
 
         tails = run_split(work, parts, threads=threads)
@@ -112,37 +135,46 @@ def count_ulp(
         if counted == 0:
             return UlpCounts(num_counted=0, share_over_1=0.0, p99=0.0, max=0.0)
         num_above = counted - math.ceil(0.99 * counted) + 1  # p99 is the num_above-th largest
-        beyond = np.concatenate([one for tail in tails for one in tail.beyond] or [np.empty(0)])
-        if len(beyond) >= num_above:
-            p99 = float(np.partition(beyond, len(beyond) - num_above)[len(beyond) - num_above])
-        elif bound == 0 or len(beyond) + sum(tail.num_at_bound for tail in tails) >= num_above:
-            p99 = float(bound)
-        else:
-            bound //= 2
+        p99 = _from_steps(tails, num_above) if steps else _from_beyond(tails, num_above)
+        if p99 is None:
+            over = sum(tail.num_over for tail in tails)
+            too_low = bool(steps) and over[-1] >= num_above
+            bound, steps = (high if too_low else bound // 2), range(0)
             continue
+        if 1 in steps:
+            num_over_1 = int(sum(tail.num_over for tail in tails)[steps.index(1)])
+        else:
+            num_over_1 = sum(tail.num_over_1 for tail in tails)
         return UlpCounts(
             num_counted=counted,
-            share_over_1=sum(tail.num_over_1 for tail in tails) / counted,
-            p99=p99,
+            share_over_1=num_over_1 / counted,
+            p99=float(p99),
             max=float(max(tail.largest for tail in tails)),
         )
 
 
-def _add(tail: _Tail, distance: np.ndarray, num_counted: int, mask: np.ndarray) -> None:
-    """``mask``: a bool buffer of the distances' shape (an array made anew costs page faults)."""
-    tail.num_counted += num_counted
-    largest = int(distance.max())
-    tail.largest = max(tail.largest, largest)
-    if largest > 1:
-        tail.num_over_1 += int(np.count_nonzero(np.greater(distance, 1, out=mask)))
-    if tail.bound and largest >= tail.bound:
-        tail.num_at_bound += int(np.count_nonzero(np.equal(distance, tail.bound, out=mask)))
-    if largest > tail.bound:
-        tail.beyond.append(distance[np.greater(distance, tail.bound, out=mask)])
+def _from_steps(tails: list[_Tail], num_above: int) -> int | None:
+    """The num_above-th largest distance, or None where it is not among the steps."""
+    steps = tails[0].steps
+    few = np.flatnonzero(sum(tail.num_over for tail in tails) < num_above)
+    if not len(few) or (few[0] == 0 and steps[0] > 0):
+        return None
+    return steps[int(few[0])]
 
 
-def _guess(distances: _Distances, parts: list[tuple[Rows, slice]]) -> int:
-    """The 97th percentile of the distances in up to 16 blocks' first runs."""
+def _from_beyond(tails: list[_Tail], num_above: int) -> int | None:
+    """The same among the distances picked out, or None where it is below the bound."""
+    beyond = np.concatenate([one for tail in tails for one in tail.beyond] or [np.empty(0)])
+    if len(beyond) >= num_above:
+        return int(np.partition(beyond, len(beyond) - num_above)[len(beyond) - num_above])
+    bound = tails[0].bound
+    if bound == 0 or len(beyond) + sum(tail.num_at_bound for tail in tails) >= num_above:
+        return bound
+    return None
+
+
+def _guess(distances: _Distances, parts: list[tuple[Rows, slice]]) -> tuple[int, int]:
+    """The 97th and 99.9th percentile of the distances in up to 16 blocks' first runs."""
     found = []
     for rows, cols in parts[:: max(1, len(parts) // _NUM_RUNS)]:
         stop = min(cols.stop, cols.start + _RUN)
@@ -153,8 +185,9 @@ def _guess(distances: _Distances, parts: list[tuple[Rows, slice]]) -> int:
             few = rows[:count]
         found.append(distances.block(few, slice(cols.start, stop))[0].ravel().copy())
     if not found:
-        return 0
-    return int(np.quantile(np.concatenate(found), 0.97, method="lower"))
+        return 0, 0
+    low, high = np.quantile(np.concatenate(found), [0.97, 0.999], method="lower")
+    return int(low), int(high)
 
 
 def _smallest_key(form: Format, magnitude: float) -> int:

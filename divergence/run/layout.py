@@ -17,8 +17,11 @@ __all__ = [
     "MANIFEST",
     "MAX_LINE_BYTES",
     "MAX_MANIFEST_BYTES",
-    "MAX_SHARD_BYTES",
+    "MAX_NUMEL",
     "RECORDS",
+    "RUN_NAMES",
+    "SHARD_DTYPES",
+    "SHARD_PATTERN",
     "TENSORS",
     "checked_file",
     "shard_name",
@@ -28,14 +31,41 @@ __all__ = [
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
 TENSORS = "tensors"
+RUN_NAMES = frozenset({MANIFEST, MANIFEST + ".tmp", RECORDS, TENSORS})
+"""All that lies in a run's directory."""
 
 MAX_LINE_BYTES = 1 << 20
 """A record takes some 500 bytes; a line beyond 1 MiB is damage, not data."""
 MAX_MANIFEST_BYTES = 1 << 30
 """Digests take some 100 bytes a parameter tensor; 1 GiB is beyond any model."""
-MAX_SHARD_BYTES = 256 << 20
+MAX_NUMEL = (1 << 59) - 1
+"""Elements of the largest tensor (and of an empty one's other axes): its bytes fit 64 bits."""
 
-_SHARD = re.compile(r"tensors/[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
+SHARD_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    # From here on not in every safetensors release; divergence writes these as raw bytes (U8).
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "complex64": "C64",
+}
+"""A record's dtype → the name that a safetensors header gives it."""
+
+SHARD_PATTERN = r"^tensors/[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$"
 
 
 def shard_name(rank: int, number: int) -> str:
@@ -45,7 +75,7 @@ def shard_name(rank: int, number: int) -> str:
 
 def shard_path(root: Path, name: str, *, where: str) -> Path:
     """The shard's path; RunFormatError where the name leads out of the run."""
-    if _SHARD.fullmatch(name) is None:
+    if re.match(SHARD_PATTERN, name) is None or name.endswith("\n"):
         raise RunFormatError(
             f"shard name {name!r} is not allowed",
             where=where,

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from divergence.run.record import Count
+
 __all__ = [
     "SCHEMA_VERSION",
     "Environment",
@@ -30,6 +32,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
+TokenId = Count
 Task = Literal["causal-lm", "encoder", "encoder-decoder"]
 
 
@@ -52,7 +55,7 @@ class ModelIdentity(_Strict, kw_only=True):
     task: Task
     config_digest: str
     dtype: str
-    num_parameters: int
+    num_parameters: Count
     digest: str
     digests: dict[str, str] = {}
     rounded_digests: dict[str, str] = {}
@@ -75,12 +78,12 @@ class SampleTokens(_Strict, kw_only=True):
     """
 
     text: str | None = None
-    prompt_ids: list[int]
-    num_left_pad: int = 0
-    num_right_pad: int = 0
-    decoder_prompt_ids: list[int] = []
-    generated_ids: list[int] = []
-    chosen_ids: list[int] = []
+    prompt_ids: list[TokenId]
+    num_left_pad: Count = 0
+    num_right_pad: Count = 0
+    decoder_prompt_ids: list[TokenId] = []
+    generated_ids: list[TokenId] = []
+    chosen_ids: list[TokenId] = []
 
 
 class Tokens(_Strict, kw_only=True):
@@ -93,7 +96,7 @@ class Tokens(_Strict, kw_only=True):
     """
 
     samples: list[SampleTokens]
-    groups: list[list[int]]
+    groups: list[list[Count]]
     forced_by: str | None = None
     texts: dict[str, str] = {}
 
@@ -117,7 +120,7 @@ class Settings(_Strict, kw_only=True):
     device_map: str | None = None
     dtype: str | None = None
     attn_implementation: str | None = None
-    max_new_tokens: int
+    max_new_tokens: Count
     batch: bool
     switches: list[Switch] = []
     nondeterministic_warnings: list[str] = []
@@ -131,12 +134,12 @@ class Environment(_Strict, kw_only=True):
     python: str
     device_type: str
     device_name: str
-    num_devices: int = 0
+    num_devices: Count = 0
     driver: str | None = None
     runtime: str | None = None
     cpu: str
     cpu_capability: str
-    num_threads: int
+    num_threads: Count
     versions: dict[str, str]
     variables: dict[str, str] = {}
 
@@ -172,9 +175,9 @@ class Plan(_Strict, kw_only=True):
 class Repeatability(_Strict, kw_only=True):
     """Did this machine repeat itself bit for bit? None of it was measured if num_runs is 1."""
 
-    num_runs: int = 1
-    num_compared: int = 0
-    num_different: int = 0
+    num_runs: Count = 1
+    num_compared: Count = 0
+    num_different: Count = 0
     first_difference: str | None = None
 
 
@@ -189,11 +192,11 @@ class Override(_Strict, kw_only=True):
 class Sizes(_Strict, kw_only=True):
     """``stored_bytes`` on disk for tensors; ``seen_bytes`` before equal ones were shared."""
 
-    num_records: int = 0
-    num_tensors: int = 0
-    num_shards: int = 0
-    stored_bytes: int = 0
-    seen_bytes: int = 0
+    num_records: Count = 0
+    num_tensors: Count = 0
+    num_shards: Count = 0
+    stored_bytes: Count = 0
+    seen_bytes: Count = 0
 
 
 class Manifest(_Strict, kw_only=True):

@@ -7,6 +7,8 @@ memory maps; each is checked against its checksum the first time it is read.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +17,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.formats import format_named
+from divergence.numerics.formats import FORMATS, format_named
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.layout import (
     MANIFEST,
     MAX_LINE_BYTES,
     MAX_MANIFEST_BYTES,
+    MAX_NUMEL,
     RECORDS,
+    SHARD_DTYPES,
     checked_file,
     shard_path,
 )
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Run"]
+
+
+_BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Version(msgspec.Struct):
@@ -54,7 +61,7 @@ class Run:
         self.records = records
         self.torn_tail = torn_tail
         self._shards: dict[str, Shard] = {}
-        self._checked: set[tuple[str, str]] = set()
+        self._digests: dict[tuple[str, str], str] = {}
         self._by_coordinates: dict[Coordinates, Record] = {}
 
     def __repr__(self) -> str:
@@ -69,22 +76,27 @@ class Run:
         directory, no manifest, a newer schema, an unknown key, a broken line, a
         truncated or missing shard, a path or link that leaves the directory.
         """
-        root = Path(path).expanduser()
-        if not root.is_dir():
-            kind = "is not a directory" if root.exists() else "does not exist"
+        root = _expanded(path)
+        try:
+            if not root.is_dir():
+                kind = "is not a directory" if root.exists() else "does not exist"
+                raise RunFormatError(
+                    f"{root} {kind}",
+                    hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
+                )
+            if not os.path.lexists(root / MANIFEST):
+                raise RunFormatError(
+                    f"{root} is not a run: it has no {MANIFEST}",
+                    hint="give the directory that `divergence capture MODEL -o RUN` wrote",
+                )
+            manifest = _read_manifest(checked_file(root, MANIFEST))
+            run = cls(root, manifest, [])
+            run.records, run.torn_tail = _read_records(root, manifest)
+            run._check_places()
+        except OSError as error:
             raise RunFormatError(
-                f"{root} {kind}",
-                hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
-            )
-        if not (root / MANIFEST).exists() and not (root / MANIFEST).is_symlink():
-            raise RunFormatError(
-                f"{root} is not a run: it has no {MANIFEST}",
-                hint="give the directory that `divergence capture MODEL -o RUN` wrote",
-            )
-        manifest = _read_manifest(checked_file(root, MANIFEST))
-        run = cls(root, manifest, [])
-        run.records, run.torn_tail = _read_records(root, manifest)
-        run._check_places()
+                f"cannot be read: {error.strerror or error}", where=str(error.filename or root)
+            ) from error
         return run
 
     def close(self) -> None:
@@ -108,16 +120,17 @@ class Run:
         shard = self._shard(record)
         form = format_named(record.dtype)
         tensor = shard.view(record.place.key, dtype=form.torch_dtype, shape=record.shape)
-        identity = (record.place.shard, record.place.key)
-        if verify and identity not in self._checked:
-            found = digest_tensor(tensor)
+        if verify:
+            found = self._digests.get((record.place.shard, record.place.key))
+            if found is None:
+                found = digest_tensor(tensor)
+                self._digests[record.place.shard, record.place.key] = found
             if found != record.xxh3:
                 raise RunFormatError(
                     f"wrong checksum: recorded {record.xxh3}, the bytes on disk give {found}",
                     where=f"{shard.path}, {_name(record)}",
                     hint="the file was changed or damaged; copy it again, or capture again",
                 )
-            self._checked.add(identity)
         return tensor
 
     def sites(self) -> list[str]:
@@ -140,11 +153,11 @@ class Run:
     def verify(self, progress: Callable[[str, int, int | None, str], None] | None = None):
         """Check every checksum; returns the problems found, one line each."""
         problems: list[str] = []
-        seen: set[tuple[str, str]] = set()
+        seen: set[tuple[str, str, str]] = set()
         for number, record in enumerate(self.records):
             if progress is not None:
                 progress("verify", number, len(self.records), record.site)
-            identity = (record.place.shard, record.place.key)
+            identity = (record.place.shard, record.place.key, record.xxh3)
             if identity in seen:
                 continue
             seen.add(identity)
@@ -176,6 +189,14 @@ class Run:
                     f"record needs {wanted} bytes, its tensor holds {entry.num_bytes}",
                     where=f"{shard.path}, {_name(record)}",
                 )
+            if entry.dtype == "U8" and record.dtype != "uint8":
+                continue  # raw bytes: the record alone says what they are
+            if (entry.dtype, entry.shape) != (SHARD_DTYPES.get(record.dtype), record.shape):
+                raise RunFormatError(
+                    f"record says {record.dtype} {list(record.shape)}, "
+                    f"the shard's header says {entry.dtype} {list(entry.shape)}",
+                    where=f"{shard.path}, {_name(record)}",
+                )
 
 
 def _name(record: Record) -> str:
@@ -185,17 +206,26 @@ def _name(record: Record) -> str:
     )
 
 
+def _expanded(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # ~name of nobody
+        return Path(path)
+
+
 def _read_manifest(path: Path) -> Manifest:
     size = path.stat().st_size
     if size > MAX_MANIFEST_BYTES:
         raise RunFormatError(f"{MANIFEST} has {size} bytes, which no run needs", where=str(path))
+    data = path.read_bytes()
     try:
-        data = path.read_bytes()
         version = msgspec.json.decode(data, type=_Version).schema_version
-    except OSError as error:
-        raise RunFormatError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RunFormatError(f"{MANIFEST} is damaged: {error}", where=str(path)) from error
+    except _BROKEN_JSON as error:
+        raise RunFormatError(
+            f"{MANIFEST} is damaged: {error}" if data else f"{MANIFEST} is empty",
+            where=str(path),
+            hint="copy it again; without it the run cannot be read",
+        ) from error
     if version > SCHEMA_VERSION:
         raise RunFormatError(
             f"the run has schema version {version}, this divergence reads up to {SCHEMA_VERSION}",
@@ -205,13 +235,37 @@ def _read_manifest(path: Path) -> Manifest:
     if version < 1:
         raise RunFormatError(f"schema version {version} does not exist", where=str(path))
     try:
-        return msgspec.json.decode(data, type=Manifest)
-    except msgspec.ValidationError as error:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except _BROKEN_JSON as error:
         raise RunFormatError(
             f"{MANIFEST} breaks the format: {error}",
             where=str(path),
             hint="docs/dump-format.md describes every key",
         ) from error
+    problem = _broken_groups(manifest)
+    if problem is not None:
+        raise RunFormatError(
+            f"{MANIFEST} breaks the format: {problem} - at `$.tokens.groups`",
+            where=str(path),
+            hint="docs/dump-format.md describes every key",
+        )
+    return manifest
+
+
+def _broken_groups(manifest: Manifest) -> str | None:
+    """Why the groups are no division of the samples into batches, or None."""
+    samples, groups = manifest.tokens.samples, manifest.tokens.groups
+    if [number for group in groups for number in group] != list(range(len(samples))):
+        return f"the groups must hold the samples 0 to {len(samples) - 1} once each, in order"
+    for group in groups:
+        members = [samples[number] for number in group]
+        if not members:
+            return "a group is empty"
+        if len({s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in members}) > 1:
+            return f"samples {group} ran together but are not equally long with their padding"
+        if len({len(s.generated_ids) for s in members}) > 1:
+            return f"samples {group} ran together but have not equally many generated ids"
+    return None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -230,11 +284,12 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _read_records(root: Path, manifest: Manifest) -> tuple[list[Record], bool]:
-    if not (root / RECORDS).exists() and not (root / RECORDS).is_symlink():
+    if not os.path.lexists(root / RECORDS):
         if manifest.complete:
             checked_file(root, RECORDS)  # raises
         return [], False
     path = checked_file(root, RECORDS)
+    first_samples = {group[0] for group in manifest.tokens.groups}
     decoder = msgspec.json.Decoder(Record)
     records: list[Record] = []
     seen: dict[tuple, int] = {}
@@ -242,8 +297,7 @@ def _read_records(root: Path, manifest: Manifest) -> tuple[list[Record], bool]:
         where = f"{path}, line {number}"
         try:
             record = decoder.decode(line)
-            format_named(record.dtype)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except _BROKEN_JSON as error:
             if not line.endswith(b"\n") and not manifest.complete:
                 return records, True  # killed while appending: the line never counted
             raise RunFormatError(
@@ -251,10 +305,9 @@ def _read_records(root: Path, manifest: Manifest) -> tuple[list[Record], bool]:
                 where=where,
                 hint="copy records.jsonl again; docs/dump-format.md describes every key",
             ) from error
-        except UsageError as error:
-            raise RunFormatError(f"broken record: {error.message}", where=where) from error
-        if any(size < 0 for size in record.shape):
-            raise RunFormatError(f"broken record: negative size in {record.shape}", where=where)
+        problem = _broken_record(record, first_samples)
+        if problem is not None:
+            raise RunFormatError(f"broken record: {problem}", where=where)
         identity = (*record.coordinates, record.rank)
         if identity in seen:
             raise RunFormatError(
@@ -262,4 +315,28 @@ def _read_records(root: Path, manifest: Manifest) -> tuple[list[Record], bool]:
             )
         seen[identity] = number
         records.append(record)
+    if manifest.complete and len(records) != manifest.sizes.num_records:
+        raise RunFormatError(
+            f"{len(records)} records in a complete run of {manifest.sizes.num_records}",
+            where=str(path),
+            hint="lines were lost or added; copy records.jsonl again",
+        )
     return records, False
+
+
+def _broken_record(record: Record, first_samples: set[int]) -> str | None:
+    """What a record breaks that its type cannot say, or None."""
+    if record.dtype not in FORMATS:
+        near = near_names(record.dtype, FORMATS)
+        return f"no dtype is called {record.dtype!r}" + (f", only {near[0]}" if near else "")
+    if record.sample not in first_samples:
+        return f"sample {record.sample} is not the first of any group in {MANIFEST}"
+    if math.prod(size for size in record.shape if size) > MAX_NUMEL:
+        return f"shape {list(record.shape)} is larger than any memory"
+    positions = record.positions
+    if positions is not None:
+        if len(record.shape) < 2 or record.shape[1] != len(positions):
+            return f"{len(positions)} positions for shape {list(record.shape)}"
+        if any(a >= b for a, b in itertools.pairwise(positions)):
+            return "positions do not ascend"
+    return None

@@ -8,13 +8,27 @@ the module returned it; nothing is converted on the way to disk.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from divergence.numerics.formats import FORMATS
 from divergence.numerics.summary import Summary
+from divergence.run.layout import SHARD_PATTERN
 
-__all__ = ["Coordinates", "PassName", "Place", "Record", "Summary"]
+__all__ = ["Coordinates", "Count", "PassName", "Place", "Record", "Summary"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number of things, a size or an index: what torch holds in 64 bits."""
+
+SiteName = Annotated[
+    str,
+    # no control characters: a site is printed as it stands, also in terminals
+    msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]+:(in|out)(\.[^\x00-\x1f\x7f-\x9f]+)?$"),
+]
+DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)})]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
 PassName = Literal["free", "anchored", "escalated"]
 
@@ -25,7 +39,7 @@ Coordinates = tuple[str, int, int, str]
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the bytes are: a safetensors shard (relative to the run) and a key in it."""
 
-    shard: str
+    shard: ShardName
     key: str
 
 
@@ -40,17 +54,17 @@ class Record(
     """
 
     pass_: PassName = msgspec.field(name="pass")
-    sample: int
-    step: int
-    site: str
-    order: int
-    shape: tuple[int, ...]
-    dtype: str
+    sample: Count
+    step: Count
+    site: SiteName
+    order: Count
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+    dtype: DtypeName
     place: Place
-    xxh3: str
+    xxh3: Digest
     summary: Summary
-    rank: int = 0
-    positions: tuple[int, ...] | None = None
+    rank: Count = 0
+    positions: tuple[Count, ...] | None = None
 
     @property
     def coordinates(self) -> Coordinates:

@@ -82,9 +82,16 @@ def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
     return lambda site: any(test.fullmatch(site) for test in tests)
 
 
-def natural_key(site: str) -> list[tuple[int, int | str]]:
+def natural_key(site: str) -> list[tuple[int, int, str]]:
     """Sort key under which ``layers.10`` follows ``layers.9``."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", site)]
+    parts = re.split(r"([0-9]+)", site)
+    # digits by length, then as text: int() refuses more than some thousand of them
+    digits = [(0, len(part.lstrip("0")), part.lstrip("0")) for part in parts[1::2]]
+    words = [(1, 0, part) for part in parts[::2]]
+    key = [words[0]]
+    for pair in zip(digits, words[1:], strict=True):
+        key.extend(pair)
+    return key
 
 
 def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str]:

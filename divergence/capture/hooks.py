@@ -11,7 +11,6 @@ in-place write advances.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -104,14 +103,15 @@ class Recorder:
         self._copy = copy or _detached_copy
         self.fired: set[str] = set()
         self.anchored = 0
-        self._recent: deque[tuple[torch.Tensor, int, Item]] = deque(maxlen=_REMEMBERED)
+        self._recent: dict[int, tuple[torch.Tensor, int, Item]] = {}
+        self._sites: dict[tuple[str, str], str | None] = {}
         self.begin(sample=0, batch=1, num_tokens=0)
 
     def begin(self, *, sample: int, batch: int, num_tokens: int) -> None:
         """A new group of samples: ``batch`` sequences of ``num_tokens`` prompt tokens."""
         self._sample, self._batch, self._num_tokens = sample, batch, num_tokens
         self._step = self._order = 0
-        self._forwards = 0
+        self._selected = step_selected(self._steps, 0)
         self._anchor_broken = False
         self._calls: dict[str, int] = {}
 
@@ -186,6 +186,7 @@ class Recorder:
     def _end_of_forward(self) -> None:
         self._step += 1
         self._order = 0
+        self._selected = step_selected(self._steps, self._step)
         self._calls.clear()
         if self._on_step is not None:
             self._on_step(self._step)
@@ -222,17 +223,26 @@ class Recorder:
         return change
 
     def _emit(self, path: str, call: int, port: str, tensor: torch.Tensor) -> None:
-        if not self._wanted(path, port, tensor) or not step_selected(self._steps, self._step):
+        """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
+        key = (path, port)
+        try:
+            site = self._sites[key]
+        except KeyError:
+            wanted = self._wanted(path, port, tensor)
+            site = self._sites[key] = join_site(path, port) if wanted else None
+        if site is None or not self._selected or self._anchor_broken:
             return
-        if self._anchor is not None and self._anchor_broken:
-            return
-        kept, positions = self._narrowed(path, port, tensor)
+        if call > 1:
+            site = join_site(_called(path, call), port)
+        positions = None
+        if self._step == 0:
+            tensor, positions = self._narrowed(path, port, tensor)
         self.sink.put(
-            self._item(kept),
+            self._item(tensor),
             pass_=self._pass,
             sample=self._sample,
             step=self._step,
-            site=join_site(_called(path, call), port),
+            site=site,
             order=self._order,
             positions=positions,
         )
@@ -243,7 +253,7 @@ class Recorder:
     ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
         """The part of a tensor that is kept, and the token indices of its rows."""
         tokens = self._num_tokens
-        if self._step > 0 or tensor.ndim < 2 or tensor.shape[0] != self._batch:
+        if tensor.ndim < 2 or tensor.shape[0] != self._batch:
             return tensor, None
         if path in self._logit_paths and tensor.ndim == 3 and tensor.shape[1] in (1, tokens):
             return tensor[:, -1:, :], (tokens - 1,)
@@ -253,12 +263,16 @@ class Recorder:
         return tensor[:, list(positions)], positions
 
     def _item(self, tensor: torch.Tensor) -> Item:
+        """A copy of the tensor, or the one made when this very tensor last came by."""
         version = _version(tensor)
-        for seen, seen_version, item in self._recent:
-            if seen is tensor and seen_version == version and version is not None:
-                return item
+        known = self._recent.get(id(tensor))
+        # The tensor is kept alive with its entry, so that its id cannot be another's.
+        if known is not None and version is not None and known[1] == version:
+            return known[2]
         item = Item(self._copy(tensor))
-        self._recent.append((tensor, version, item))
+        self._recent[id(tensor)] = (tensor, version, item)
+        if len(self._recent) > _REMEMBERED:
+            del self._recent[next(iter(self._recent))]
         return item
 
     def check_plants(self) -> None:

@@ -35,14 +35,15 @@ def input_leaves(
     args: tuple, kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> Iterator[Leaf]:
     """(port, tensor) for each tensor among the arguments, in order."""
-    found: list[Leaf] = []
-
-    def note(port: str, tensor: torch.Tensor) -> torch.Tensor:
-        found.append((port, tensor))
-        return tensor
-
-    _walk_inputs(args, kwargs, names, note)
-    return iter(found)
+    first = True
+    for index, value in enumerate(args):
+        for port, tensor in _leaves(value, f"in.{names[index] if index < len(names) else index}"):
+            yield ("in" if first else port), tensor
+            first = False
+    for name, value in kwargs.items():
+        for port, tensor in _leaves(value, f"in.{name}"):
+            yield ("in" if first else port), tensor
+            first = False
 
 
 def map_inputs(
@@ -57,19 +58,30 @@ def map_inputs(
 
 def output_leaves(output: Any) -> Iterator[Leaf]:
     """(port, tensor) for each tensor of a module's result, in order."""
-    found: list[Leaf] = []
-
-    def note(port: str, tensor: torch.Tensor) -> torch.Tensor:
-        found.append((port, tensor))
-        return tensor
-
-    map_output(output, note)
-    return iter(found)
+    if isinstance(output, torch.Tensor):
+        yield "out", output
+        return
+    first = True
+    for port, tensor in _leaves(output, "out"):
+        yield ("out" if first else port), tensor
+        first = False
 
 
 def map_output(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
     """The result with each tensor replaced by ``change(port, tensor)``."""
     return _walk(output, "out", _first_named(change, "out"))
+
+
+def _leaves(value: Any, name: str) -> Iterator[Leaf]:
+    """The same walk as _walk, without building anything: it runs at every module call."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif type(value) in (tuple, list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{name}.{index}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}")
 
 
 def _first_named(change: Callable[[str, torch.Tensor], torch.Tensor], port: str) -> Callable:

@@ -15,7 +15,14 @@ import xxhash
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["digest_json", "digest_many", "digest_tensor", "digest_text", "tensor_bytes"]
+__all__ = [
+    "digest_json",
+    "digest_many",
+    "digest_tensor",
+    "digest_text",
+    "plain_tensor",
+    "tensor_bytes",
+]
 
 _HASH_CHUNK_BYTES = 64 << 20
 
@@ -30,14 +37,24 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy())
 
 
-def digest_tensor(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a tensor's bytes as 32 hex digits. Moves it to the CPU where needed."""
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, dense and contiguous on the CPU, no conjugation or sign pending."""
     import torch
 
-    if tensor.is_sparse or tensor.layout != torch.strided:
+    if (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
+    ):
+        return tensor  # the usual case, and hot
+    if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    contiguous = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(contiguous))
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a tensor's bytes as 32 hex digits. Moves it to the CPU where needed."""
+    return xxhash.xxh3_128_hexdigest(tensor_bytes(plain_tensor(tensor)))
 
 
 def digest_text(text: str) -> str:

@@ -12,25 +12,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import shutil
 import threading
 import time
 import uuid
+from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.numerics.formats import format_of
-from divergence.numerics.summary import summarize
-from divergence.run.fingerprint import digest_tensor
-from divergence.run.layout import MANIFEST, RECORDS, TENSORS, shard_name
+from divergence.numerics.summaries import summarize_many
+from divergence.run.fingerprint import digest_tensor, plain_tensor
+from divergence.run.layout import (
+    MANIFEST,
+    RECORDS,
+    RUN_NAMES,
+    TENSORS,
+    shard_name,
+)
 from divergence.run.manifest import Manifest
 from divergence.run.record import PassName, Place, Record, Summary
+from divergence.run.shard import write_shard
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 __all__ = ["Item", "RunWriter", "new_run_id"]
@@ -41,12 +50,10 @@ SHARD_SECONDS = 2.0
 """Seconds after which a smaller shard is written all the same."""
 QUEUE_BYTES = 256 << 20
 """Bytes that may wait for the writer before the model has to wait."""
-
-_STORABLE = frozenset(
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 "
-    "int64 int32 int16 int8 uint8 bool".split()
-)
-"""dtypes that every safetensors release in use stores under their own name."""
+WAKE_BYTES = 8 << 20
+WAKE_SECONDS = 0.25
+"""The writer works in batches: woken by this many waiting bytes, or after this time. Between
+batches it leaves the processor (and Python's lock) to the model."""
 
 
 def new_run_id() -> str:
@@ -57,7 +64,7 @@ def new_run_id() -> str:
 class Item:
     """A tensor handed to the writer once, whatever number of sites it was seen at."""
 
-    __slots__ = ("digest", "dtype", "num_bytes", "place", "shape", "summary", "tensor")
+    __slots__ = ("digest", "dtype", "num_bytes", "shape", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor  # until the writer has taken it
@@ -65,8 +72,6 @@ class Item:
         self.dtype = format_of(tensor.dtype).name
         self.shape = tuple(tensor.shape)
         self.digest: str | None = None
-        self.summary: Summary | None = None
-        self.place: Place | None = None
 
 
 class RunWriter:
@@ -92,14 +97,18 @@ class RunWriter:
         self._last_flush = time.monotonic()
         self._known: dict[tuple[str, str, tuple[int, ...]], tuple[Place, Summary]] = {}
         self._keys: set[str] = set()
-        self._queue: queue.SimpleQueue[tuple[Item, dict] | None] = queue.SimpleQueue()
-        self._room = threading.Condition()
-        self._waiting_bytes = 0
-        self._unfinished = 0
+        self._queue: deque[tuple[Item, dict]] = deque()
+        self._put_bytes = self._put_count = 0  # written by the caller's thread alone
+        self._done_bytes = self._done_count = 0  # written by the background thread alone
+        self._wake, self._progress = threading.Event(), threading.Event()
+        self._closing = False
         self._failure: BaseException | None = None
         self._closed = False
         self._prepare(force)
-        self._records = open(self.path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - closed in close()
+        try:
+            self._records = open(self.path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
+        except OSError as error:
+            raise _refused(error, self.path) from error
         self.update_manifest()
         self._thread = threading.Thread(target=self._work, name="divergence-writer", daemon=True)
         self._thread.start()
@@ -130,37 +139,54 @@ class RunWriter:
         positions: tuple[int, ...] | None = None,
     ) -> None:
         """Record ``item`` (which may have been put before) under these coordinates."""
-        self._raise_failure()
-        coordinates = {
-            "pass_": pass_,
-            "sample": sample,
-            "step": step,
-            "site": site,
-            "order": order,
-            "positions": positions,
-        }
-        with self._room:
-            while self._waiting_bytes > QUEUE_BYTES and self._failure is None:
-                self._room.wait()
-            self._waiting_bytes += item.num_bytes
-            self._unfinished += 1
-        self._queue.put((item, coordinates))
+        if self._failure is not None:
+            raise self._failure
+        self._queue.append(
+            (
+                item,
+                {
+                    "pass_": pass_,
+                    "sample": sample,
+                    "step": step,
+                    "site": site,
+                    "order": order,
+                    "positions": positions,
+                },
+            )
+        )
+        self._put_count += 1
+        self._put_bytes += item.num_bytes
+        waiting = self._put_bytes - self._done_bytes
+        if waiting > WAKE_BYTES:
+            self._wake.set()
+            if waiting > QUEUE_BYTES:
+                self._wait_until(lambda: self._put_bytes - self._done_bytes <= QUEUE_BYTES)
 
     def drain(self) -> None:
         """Wait until everything put so far has been hashed (and most of it written)."""
-        with self._room:
-            while self._unfinished and self._failure is None:
-                self._room.wait()
+        self._wait_until(lambda: self._done_count >= self._put_count)
         self._raise_failure()
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        while not done() and self._failure is None and self._thread.is_alive():
+            self._wake.set()
+            self._progress.clear()
+            self._progress.wait(0.05)
 
     def update_manifest(self) -> None:
         """Write manifest.json as it stands now, atomically."""
-        data = msgspec.json.format(msgspec.json.encode(self.manifest), indent=1)
+        try:
+            data = msgspec.json.encode(self.manifest)
+        except UnicodeEncodeError:  # a file name or argument that is no UTF-8
+            data = msgspec.json.encode(_printable(msgspec.to_builtins(self.manifest)))
+        data = msgspec.json.format(data, indent=1)
         temporary = self.path / (MANIFEST + ".tmp")
         try:
             temporary.write_bytes(data)
             os.replace(temporary, self.path / MANIFEST)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise _refused(error, self.path) from error
 
     def close(self, *, complete: bool, stopped_by: str | None = None) -> None:
@@ -168,7 +194,8 @@ class RunWriter:
         if self._closed:
             return
         self._closed = True
-        self._queue.put(None)
+        self._closing = True
+        self._wake.set()
         self._thread.join()
         self._records.close()
         if self._failure is not None:
@@ -192,9 +219,13 @@ class RunWriter:
                         f"{self.path} exists already",
                         hint="choose another directory with -o, or pass --force to replace it",
                     )
-                if not (self.path / MANIFEST).is_file():
+                names = {entry.name for entry in self.path.iterdir()}
+                if MANIFEST not in names or not names <= RUN_NAMES:
+                    # manifest.json alone proves little: other programs have files of that name
+                    other = sorted(names - RUN_NAMES)
+                    what = f"holds {other[0]}" if other else "is not a run"
                     raise RunExistsError(
-                        f"{self.path} exists and is not a run, so --force does not remove it",
+                        f"{self.path} {what}, so --force does not remove it",
                         hint="choose another directory with -o, or remove it yourself",
                     )
                 shutil.rmtree(self.path)
@@ -210,55 +241,66 @@ class RunWriter:
 
     def _work(self) -> None:
         while True:
+            self._wake.wait(WAKE_SECONDS)
+            self._wake.clear()
+            closing = self._closing  # read before the queue: nothing is put after it is set
             try:
-                job = self._queue.get(timeout=SHARD_SECONDS)
-            except queue.Empty:
-                job = ()
-            try:
-                if job is None:
-                    self._flush()
-                    return
-                if job and self._failure is None:
-                    self._take(*job)
-                if time.monotonic() - self._last_flush > SHARD_SECONDS:
+                self._take_all()
+                late = time.monotonic() - self._last_flush > SHARD_SECONDS
+                if self._failure is None and (closing or late):
                     self._flush()
             except OSError as error:
                 self._failure = _refused(error, self.path)
             except Exception as error:
                 self._failure = error
-            finally:
-                if job:
-                    with self._room:
-                        self._waiting_bytes -= job[0].num_bytes
-                        self._unfinished -= 1
-                        self._room.notify_all()
-            if job is None:
+            self._progress.set()
+            if closing:
                 return
 
-    def _take(self, item: Item, coordinates: dict) -> None:
-        if item.tensor is not None:
-            tensor, item.tensor = item.tensor, None
-            digest = digest_tensor(tensor)
-            identity = (digest, item.dtype, item.shape)
-            if identity not in self._known:
-                place = self._store(digest, tensor, item.num_bytes)
-                self._known[identity] = (place, summarize(tensor))
-            item.place, item.summary = self._known[identity]
-            item.digest = digest
-        self._pending_records.append(
-            Record(
-                **coordinates,
-                rank=self._rank,
-                shape=item.shape,
-                dtype=item.dtype,
-                place=item.place,
-                xxh3=item.digest,
-                summary=item.summary,
-            )
-        )
+    def _take_all(self) -> None:
+        """Everything that waits, in batches that leave room for a shard in between."""
+        while self._queue:
+            batch, num_bytes = [], 0
+            while self._queue and num_bytes < SHARD_BYTES:
+                batch.append(self._queue.popleft())
+                num_bytes += batch[-1][0].num_bytes
+            try:
+                if self._failure is None:
+                    self._take(batch)
+            finally:
+                self._done_bytes += num_bytes
+                self._done_count += len(batch)
+                self._progress.set()
+
+    def _take(self, batch: list[tuple[Item, dict]]) -> None:
+        fresh: list[tuple[tuple, torch.Tensor]] = []
+        for item, _ in batch:
+            if item.tensor is not None:
+                tensor, item.tensor = plain_tensor(item.tensor), None
+                item.digest = digest_tensor(tensor)
+                identity = (item.digest, item.dtype, item.shape)
+                if identity not in self._known:
+                    self._known[identity] = (self._store(item.digest, tensor, item.num_bytes), None)
+                    fresh.append((identity, tensor))
+        summaries = summarize_many([tensor for _, tensor in fresh])
+        for (identity, _), summary in zip(fresh, summaries, strict=True):
+            self._known[identity] = (self._known[identity][0], summary)
         sizes = self.manifest.sizes
-        sizes.num_records += 1
-        sizes.seen_bytes += item.num_bytes
+        for item, coordinates in batch:
+            place, summary = self._known[item.digest, item.dtype, item.shape]
+            self._pending_records.append(
+                Record(
+                    **coordinates,
+                    rank=self._rank,
+                    shape=item.shape,
+                    dtype=item.dtype,
+                    place=place,
+                    xxh3=item.digest,
+                    summary=summary,
+                )
+            )
+            sizes.num_records += 1
+            sizes.seen_bytes += item.num_bytes
         if self._pending_bytes >= SHARD_BYTES:
             self._flush()
 
@@ -284,7 +326,7 @@ class RunWriter:
             final = self.path / shard_name(self._rank, self._shard)
             temporary = final.with_suffix(".tmp")
             try:
-                _write_shard(temporary, self._pending)
+                write_shard(temporary, self._pending)
                 os.replace(temporary, final)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -292,29 +334,32 @@ class RunWriter:
                 raise
             self._shard += 1
             self.manifest.sizes.num_shards += 1
-        encoder = msgspec.json.Encoder()
-        lines = b"".join(encoder.encode(record) + b"\n" for record in self._pending_records)
-        while lines:  # unbuffered, so that nothing half-written waits for a later retry
-            lines = lines[self._records.write(lines) :]
+        self._append_records()
         self._pending, self._pending_bytes, self._pending_records = {}, 0, []
 
+    def _append_records(self) -> None:
+        """All pending lines or, where the disk refuses, none of them."""
+        encoder = msgspec.json.Encoder()
+        lines = b"".join(encoder.encode(record) + b"\n" for record in self._pending_records)
+        before = os.fstat(self._records.fileno()).st_size
+        try:
+            while lines:  # unbuffered, so that nothing half-written waits for a later retry
+                lines = lines[self._records.write(lines) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._records.truncate(before)
+            raise
 
-def _write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
-    whole = {
-        # A dtype that safetensors lacks goes as raw bytes: the record knows dtype and shape.
-        key: tensor
-        if format_of(tensor.dtype).name in _STORABLE
-        else tensor.reshape(-1).view(torch.uint8)
-        for key, tensor in tensors.items()
-    }
-    try:
-        save_file(whole, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # the library wraps the operating system's error
-        raise OSError(None, str(error)) from error
+def _printable(value: Any) -> Any:
+    """The value with what UTF-8 cannot hold (undecodable bytes of a file name) replaced."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value
 
 
 def _refused(error: OSError, path: Path) -> RunWriteError:

@@ -11,7 +11,7 @@ from divergence._version import __version__
 from divergence.capture.determinism import Determinism, deterministic_settings
 from divergence.capture.dry_run import DryRun, plan_capture
 from divergence.capture.engines.generate import GroupResult
-from divergence.capture.engines.identity import identify
+from divergence.capture.engines.identity import identify, without_home
 from divergence.capture.engines.load import LoadedModel, load_model
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.environment import collect_environment, resolve_device
@@ -221,7 +221,7 @@ class _Capture:
             id=new_run_id(),
             tool_version=__version__,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=command,
+            command=None if command is None else without_home(command),
             like=None if request.like is None else request.like.manifest.id,
             model=identity,
             tokens=Tokens(

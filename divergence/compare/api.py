@@ -106,8 +106,7 @@ def _incomparable(
             + " and ".join(f"other {line.check}" for line in blocking),
             confidence="high",
             evidence=[
-                Evidence(text=f"{line.check}: {line.detail or _against(line)}")
-                for line in blocking
+                Evidence(text=f"{line.check}: {line.detail or _against(line)}") for line in blocking
             ],
             next=[f"divergence compare {a.path} {b.path} --force   # measure all the same"],
         ),

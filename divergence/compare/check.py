@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from divergence.compare.policy import Policy, load_policy
-from divergence.compare.result import Coverage, Report, TokenDifference, TokensResult
+from divergence.compare.result import Coverage, Report, TokenDifference
 from divergence.errors import IncomparableError
 
 __all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_tie"]
@@ -35,7 +35,7 @@ class CheckResult(msgspec.Struct, kw_only=True):
 
     passed: bool
     failures: list[Failure]
-    tie: bool = False
+    num_ties: int = 0
     report: Report
     policy: Policy
 
@@ -89,12 +89,11 @@ def evaluate(report: Report, policy: Policy) -> CheckResult:
         *_tokens(report, policy),
         *_tolerances(report, policy),
     ]
-    first = report.tokens.first_difference if report.tokens else None
-    margin = policy.tokens.tie_margin_for(report.reference.dtype)
+    num_ties = _num_equal(report, policy)[1] if report.tokens else 0
     return CheckResult(
         passed=not failures,
         failures=failures,
-        tie=first is not None and is_tie(first, margin),
+        num_ties=num_ties,
         report=report,
         policy=policy,
     )
@@ -153,8 +152,11 @@ def _preflight(report: Report, policy: Policy) -> list[Failure]:
     ]
 
 
-def is_tie(difference: TokenDifference, margin: float | None) -> bool:
-    """Whether both sides preferred their own token by no more than ``margin`` logits."""
+def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
+    """Whether both sides preferred their own token by no more than ``margin`` logits, or the
+    reference by no more than ``z`` standard deviations of the logits' difference."""
+    if z is not None and difference.z is not None and difference.z <= z:
+        return True
     if margin is None or difference.margin is None:
         return False
     other = difference.candidate_margin
@@ -166,7 +168,7 @@ def _tokens(report: Report, policy: Policy) -> list[Failure]:
     wanted = rules.min_equal is not None or rules.min_equal_count is not None
     if tokens is None or tokens.num_tokens == 0 or not wanted:
         return []
-    num_equal, tie = _num_equal(tokens, rules.tie_margin_for(report.reference.dtype))
+    num_equal, num_ties = _num_equal(report, policy)
     share = num_equal / tokens.num_tokens
     failures = []
     for rule, least, found in (
@@ -174,7 +176,7 @@ def _tokens(report: Report, policy: Policy) -> list[Failure]:
         ("tokens.min_equal_count", rules.min_equal_count, num_equal),
     ):
         if least is not None and found < least:
-            counted = " (one more was a tie)" if tie else ""
+            counted = f" ({num_ties} more were ties)" if num_ties else ""
             failures.append(
                 Failure(
                     rule=rule,
@@ -187,16 +189,20 @@ def _tokens(report: Report, policy: Policy) -> list[Failure]:
     return failures
 
 
-def _num_equal(tokens: TokensResult, margin: float | None) -> tuple[int, bool]:
-    """Equal tokens, ties included, and whether there was a tie.
+def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
+    """Equal tokens with ties counted in, and the number of ties.
 
-    Tokens not forced: what follows a tie continues another text, so nothing after
-    it counts against the candidate. Forced: only the first flip's margin is known.
+    ``tie_z`` holds only where the verdict says that the difference is rounding: in units
+    of a faulty difference every flip is small. Tokens not forced: what follows a tie
+    continues another text, so nothing after it counts against the candidate.
     """
-    first = tokens.first_difference
-    if first is None or not is_tie(first, margin):
-        return tokens.num_equal, False
-    return (tokens.num_equal + 1 if tokens.forced else tokens.num_tokens), True
+    tokens, rules = report.tokens, policy.tokens
+    margin = rules.tie_margin_for(report.reference.dtype)
+    z = rules.tie_z if report.verdict.kind == "within_floor" else None
+    ties = sum(is_tie(flip, margin, z) for flip in tokens.differences)
+    if ties and not tokens.forced and ties == len(tokens.differences):
+        return tokens.num_tokens, ties
+    return tokens.num_equal + ties, ties
 
 
 def _tolerances(report: Report, policy: Policy) -> list[Failure]:

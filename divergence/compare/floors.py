@@ -40,13 +40,16 @@ class Ratios:
 
 
 class Floor(Protocol):
-    """Judges rows. ``inherited``: the rows of the same block's input, in a free pass."""
+    """Judges rows. ``form``: what the site is stored in; ``work``: what the model computes in,
+    which is narrower where it keeps its stream in float32. ``inherited``: the rows of the same
+    block's input, in a free pass."""
 
     def ratios(
         self,
         rows: RowDiffs,
         *,
         form: Format,
+        work: Format,
         num_features: int,
         role: str,
         inherited: RowDiffs | None,
@@ -64,6 +67,7 @@ class ModelFloor:
         rows: RowDiffs,
         *,
         form: Format,
+        work: Format,
         num_features: int,
         role: str,
         inherited: RowDiffs | None,
@@ -73,6 +77,8 @@ class ModelFloor:
 
         part = role if role in ("block", "inner") else "trunk"
         store, update = floor_weights(form, num_features=num_features, role=part)
+        if work.unit_roundoff > form.unit_roundoff:
+            update = floor_weights(work, num_features=num_features, role=part)[1]
         real = torch.isfinite(rows.rel) & (rows.norm > 0)
         if store == 0 or not bool(real.any()):
             return None

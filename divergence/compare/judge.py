@@ -52,6 +52,9 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
     pass_ = "anchored" if case.anchored else "free"
     units = build_units(case.sites, pass_)
     flagged = flag(units, routed=case.routed, thresholds=thresholds)
+    for unit in units:
+        for result in unit.results:
+            result.limit = unit.limit
     for unit in flagged:
         for result in unit.results:
             result.flagged = (result.ratio or 0) > unit.limit or (
@@ -312,6 +315,7 @@ def _onset(site: SiteResult) -> Onset:
         sample=site.sample,
         step=site.step,
         position=site.worst_position,
+        pass_=site.pass_,
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from divergence.compare.align import Pair, Piece
 from divergence.compare.floors import Floor, RowDiffs
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
-from divergence.numerics.formats import format_named
+from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, measure_pair
 from divergence.numerics.rows import row_norms
@@ -48,6 +48,7 @@ class Measurer:
     def __init__(self, reference: Run, candidate: Run, floor: Floor) -> None:
         self._reference, self._candidate = reference, candidate
         self._floor = floor
+        self._work = _work_format(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
         self._blocks = sorted(
@@ -115,6 +116,7 @@ class Measurer:
         found = self._floor.ratios(
             rows,
             form=one if one.unit_roundoff >= two.unit_roundoff else two,
+            work=self._work,
             num_features=result.shape[-1] if result.shape else 1,
             role=result.role or "inner",
             inherited=inherited,
@@ -225,6 +227,13 @@ class Measurer:
         if record.step == 0:
             return token if shape[1] <= length else None
         return length + record.step - 1 + token
+
+
+def _work_format(*manifests: Manifest) -> Format:
+    """The coarser of the formats that the models compute in; 8-bit weights are widened first."""
+    forms = [format_named(manifest.model.dtype) for manifest in manifests]
+    forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
+    return max(forms, key=lambda form: form.unit_roundoff)
 
 
 def _prompt_length(manifest: Manifest, sample: int) -> int:

@@ -105,13 +105,17 @@ class TokensPolicy(_Strict, frozen=True, kw_only=True):
     """Agreement of generated tokens.
 
     ``min_equal``: share of 1, or a count if ``min_equal_count`` is used instead.
-    ``tie_margin``: in logits, one number or one per dtype of the golden. The first
-    flipped token is a tie where both sides preferred their own choice by at most this.
+    ``tie_margin``: in logits, one number or one per dtype of the golden. A flipped token
+    is a tie where both sides preferred their own choice by at most this. ``tie_z``: also
+    where the reference's margin is at most this many standard deviations of the two
+    sides' logit difference, provided that the verdict is within_floor (the difference
+    itself is rounding).
     """
 
     min_equal: Share | None = None
     min_equal_count: Annotated[int, msgspec.Meta(ge=0)] | None = None
     tie_margin: Limit | dict[str, Limit] | None = None
+    tie_z: Limit | None = None
 
     def tie_margin_for(self, dtype: str) -> float | None:
         """The margin for a run of this dtype (``torch.bfloat16`` and ``bfloat16`` alike)."""

@@ -28,6 +28,7 @@ __all__ = [
     "TokensResult",
     "Verdict",
     "VerdictKind",
+    "json_safe",
 ]
 
 REPORT_SCHEMA_VERSION = 1
@@ -52,7 +53,8 @@ class Onset(_Part, frozen=True, kw_only=True):
     """The first site, in execution order, where the error is made rather than inherited.
 
     ``block``: module path of the repeated block the site is or lies in, or None.
-    ``position``: token index of the worst row there, where rows are tokens.
+    ``position``: token index of the worst row there, where rows are tokens. ``pass``:
+    where it was found; ``anchored`` is exact.
     """
 
     site: str
@@ -60,6 +62,7 @@ class Onset(_Part, frozen=True, kw_only=True):
     sample: int
     step: int
     position: int | None
+    pass_: str = msgspec.field(name="pass", default="free")
 
 
 class Evidence(_Part, frozen=True, kw_only=True):
@@ -106,7 +109,10 @@ class TokenDifference(_Part, frozen=True, kw_only=True):
     """The first generated token on which the two sides disagree.
 
     ``margin``: logit of the reference's choice minus its runner-up, on the
-    reference; ``candidate_margin``: the same on the candidate.
+    reference; ``candidate_margin``: the same on the candidate. ``z``: the margin in units
+    of √2 · rms of the two sides' difference over this row of logits, i.e. of the standard
+    deviation that the difference of two logits has: up to about 3, a difference of that
+    size flips such a token by chance. The top lists are given for the first flip alone.
     ``order_to_onset``: whether the numeric onset lies in an earlier, the same or a later forward.
     """
 
@@ -116,6 +122,7 @@ class TokenDifference(_Part, frozen=True, kw_only=True):
     candidate: TokenChoice
     margin: float | None
     candidate_margin: float | None
+    z: float | None = None
     reference_top: list[TokenChoice] = []
     candidate_top: list[TokenChoice] = []
     order_to_onset: Literal["before", "same step", "after"] | None = None
@@ -123,12 +130,14 @@ class TokenDifference(_Part, frozen=True, kw_only=True):
 
 class TokensResult(_Part, frozen=True, kw_only=True):
     """Agreement of greedy choices. ``forced``: the candidate was fed the reference's tokens,
-    so that every step is comparable; otherwise steps after the first difference are not."""
+    so that every step is comparable; otherwise steps after the first difference are not.
+    ``differences``: every comparable flip, the first included."""
 
     num_tokens: int
     num_equal: int
     forced: bool
     first_difference: TokenDifference | None = None
+    differences: list[TokenDifference] = []
 
 
 class NonfiniteCount(_Part, frozen=True, kw_only=True):
@@ -168,7 +177,8 @@ class SiteResult(_Part, kw_only=True):
     Formulas and care in divergence.numerics.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
     rel_l2 that correct implementations of this dtype are expected to reach here (median
     token); ``ratio``: the median token's error made here over its floor, ``ratio_max`` the
-    worst token's; ``flagged``: beyond what rounding explains.
+    worst token's; ``limit``: the multiple of the floor at which the judge flags this site's
+    typical token; ``flagged``: beyond what rounding explains.
     ``match``: how the pair was found (``exact`` or the name map's rule).
     """
 
@@ -219,6 +229,7 @@ class SiteResult(_Part, kw_only=True):
     floor: float | None = None
     ratio: float | None = None
     ratio_max: float | None = None
+    limit: float | None = None
     flagged: bool = False
 
 
@@ -285,13 +296,13 @@ class Report(_Part, kw_only=True):
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole report as strict JSON; nan and inf become strings."""
-        text = msgspec.json.encode(_json_safe(msgspec.to_builtins(self)))
+        text = msgspec.json.encode(json_safe(msgspec.to_builtins(self)))
         if indent:
             text = msgspec.json.format(text, indent=indent)
         return text.decode()
 
 
-def _json_safe(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Replace non-finite floats, which JSON cannot hold, by their names."""
     if isinstance(value, float):
         if value != value:
@@ -300,7 +311,7 @@ def _json_safe(value: Any) -> Any:
             return "inf" if value > 0 else "-inf"
         return value
     if isinstance(value, dict):
-        return {key: _json_safe(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_safe(item) for item in value]
+        return [json_safe(item) for item in value]
     return value

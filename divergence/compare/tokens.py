@@ -7,6 +7,7 @@ follow from the first. Log-probabilities come from the recorded logits.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,25 +29,31 @@ def compare_tokens(reference: Run, candidate: Run) -> TokensResult | None:
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     forced = a.forced_by is not None or b.forced_by is not None
     count = equal = 0
-    first: tuple[int, int] | None = None
+    flips: list[tuple[int, int]] = []
     for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False)):
         fed_apart = False
-        pairs = list(zip(one.chosen_ids, two.chosen_ids, strict=False))
         fed = list(zip(one.generated_ids, two.generated_ids, strict=False))
-        for step, (x, y) in enumerate(pairs):
+        for step, (x, y) in enumerate(zip(one.chosen_ids, two.chosen_ids, strict=False)):
             count += 1
             if fed_apart:
                 continue  # other tokens came before: no agreement to speak of
             if x == y:
                 equal += 1
-            elif first is None:
-                first = (number, step)
+            else:
+                flips.append((number, step))
             fed_apart = step < len(fed) and fed[step][0] != fed[step][1]
     if count == 0:
         return None
-    difference = None if first is None else _difference(reference, candidate, *first)
+    found = [
+        _difference(reference, candidate, *flip, tops=place == 0)
+        for place, flip in enumerate(flips)
+    ]
     return TokensResult(
-        num_tokens=count, num_equal=equal, forced=forced, first_difference=difference
+        num_tokens=count,
+        num_equal=equal,
+        forced=forced,
+        first_difference=found[0] if found else None,
+        differences=found,
     )
 
 
@@ -62,22 +69,36 @@ def relate_to_onset(tokens: TokensResult | None, onset: Onset | None) -> TokensR
     )
 
 
-def _difference(reference: Run, candidate: Run, sample: int, step: int) -> TokenDifference:
+def _difference(
+    reference: Run, candidate: Run, sample: int, step: int, *, tops: bool
+) -> TokenDifference:
     texts = {**candidate.manifest.tokens.texts, **reference.manifest.tokens.texts}
     one = reference.manifest.tokens.samples[sample].chosen_ids[step]
     two = candidate.manifest.tokens.samples[sample].chosen_ids[step]
     row_a, row_b = _logits(reference, sample, step), _logits(candidate, sample, step)
     top_a, top_b = _top(row_a, texts), _top(row_b, texts)
+    margin = _margin(top_a)
     return TokenDifference(
         sample=sample,
         step=step,
         reference=_choice(one, row_a, texts),
         candidate=_choice(two, row_b, texts),
-        margin=_margin(top_a),
+        margin=margin,
         candidate_margin=_margin(top_b),
-        reference_top=top_a,
-        candidate_top=top_b,
+        z=_deviations(margin, row_a, row_b),
+        reference_top=top_a if tops else [],
+        candidate_top=top_b if tops else [],
     )
+
+
+def _deviations(
+    margin: float | None, row_a: torch.Tensor | None, row_b: torch.Tensor | None
+) -> float | None:
+    """The margin over √2 · rms(a - b): how many standard deviations a flip had to be."""
+    if margin is None or row_a is None or row_b is None or row_a.shape != row_b.shape:
+        return None
+    spread = float((row_a.double() - row_b.double()).square().mean().sqrt()) * math.sqrt(2)
+    return margin / spread if spread > 0 and math.isfinite(spread) else None
 
 
 def _logits(run: Run, sample: int, step: int) -> torch.Tensor | None:

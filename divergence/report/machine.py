@@ -48,7 +48,7 @@ def check_json(result: Any) -> str:
         {
             "schema_version": REPORT_SCHEMA_VERSION,
             "passed": result.passed,
-            "tie": result.tie,
+            "num_ties": result.num_ties,
             "failures": msgspec.to_builtins(result.failures),
             "policy": msgspec.to_builtins(result.policy),
             "report": msgspec.to_builtins(result.report),

@@ -37,8 +37,11 @@ def check_lines(result: Any, *, verbose: bool = False) -> list[Line]:
     if len(shown) < len(result.failures):
         more = len(result.failures) - len(shown)
         lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
-    if result.tie:
-        lines.append(prose("  tie: ", "the first flipped token is within tie_margin", width=4))
+    if result.num_ties:
+        what = (
+            f"{count(result.num_ties, 'flipped token')} counted as equal: within the policy's tie"
+        )
+        lines.append(prose("  ties: ", what, width=4))
     return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
 
 

@@ -151,6 +151,17 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
     sites.append(make_site("lm_head:out", order=3 * num_blocks, logits=logits))
     block = f"model.layers.{onset}"
     choices = [TokenChoice(id=i, text=f" t[{i}]\n", logprob=-0.5 - i) for i in range(5)]
+    flip = TokenDifference(
+        sample=0,
+        step=2,
+        reference=choices[0],
+        candidate=choices[1],
+        margin=0.0625,
+        candidate_margin=0.03,
+        reference_top=choices,
+        candidate_top=[choices[1], choices[0], *choices[2:]],
+        order_to_onset="after",
+    )
     return make_report(
         verdict=make_verdict(
             "localized",
@@ -179,17 +190,8 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
             num_tokens=3,
             num_equal=2,
             forced=True,
-            first_difference=TokenDifference(
-                sample=0,
-                step=2,
-                reference=choices[0],
-                candidate=choices[1],
-                margin=0.0625,
-                candidate_margin=0.03,
-                reference_top=choices,
-                candidate_top=[choices[1], choices[0], *choices[2:]],
-                order_to_onset="after",
-            ),
+            first_difference=flip,
+            differences=[flip],
         ),
         coverage=Coverage(
             num_compared=len(sites),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["identify", "portable_source"]
+__all__ = ["identify", "portable_source", "without_home"]
 
 _VOLATILE = {
     # What does not change the numbers that the weights stand for, or is recorded elsewhere.
@@ -85,6 +85,12 @@ def portable_source(source: str) -> str:
     if home != Path("/") and path.is_relative_to(home):
         return str(Path("~") / path.relative_to(home))
     return str(path)
+
+
+def without_home(text: str) -> str:
+    """``text`` with the user's home directory written as ``~``: a run names no user."""
+    home = str(Path.home())
+    return text if home == "/" else text.replace(home + "/", "~/")
 
 
 def _narrow_digest(tensor: torch.Tensor, target: str, own: str) -> str:

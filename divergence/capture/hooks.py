@@ -113,7 +113,8 @@ class Recorder:
         self._step = self._order = 0
         self._selected = step_selected(self._steps, 0)
         self._anchor_broken = False
-        self._calls: dict[str, int] = {}
+        self._calls: dict[str, str] = {}
+        self._num_calls: dict[str, int] = {}
 
     @property
     def num_steps(self) -> int:
@@ -150,11 +151,11 @@ class Recorder:
         plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("in")]
 
         def pre_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
-            call = self._calls[path] = self._calls.get(path, 0) + 1
+            call = self._next_call(path, args, kwargs)
             changed = None
             done: set[str] = set()
             if anchors and not self._anchor_broken:
-                site_path = _called(path, call)
+                site_path = path + call
 
                 def put_recorded(port: str, tensor: torch.Tensor) -> torch.Tensor:
                     return self._recorded_input(site_path, port, tensor, done)
@@ -174,7 +175,7 @@ class Recorder:
 
         def post_hook(module: torch.nn.Module, args: tuple, output: Any):
             new = map_output(output, self._planter(plants)) if plants else output
-            call = self._calls.get(path, 1)
+            call = self._calls.get(path, "")
             for port, tensor in output_leaves(new):
                 self._emit(path, call, port, tensor)
             if path == ROOT:
@@ -183,11 +184,28 @@ class Recorder:
 
         return post_hook
 
+    def _next_call(self, path: str, args: tuple, kwargs: Mapping[str, Any]) -> str:
+        """What this call adds to the module's path: nothing, ``#2`` for the second one, or the
+        word it is told apart by. Rotary tables are asked for by layer type, and in the order of
+        a set of strings, which differs from process to process."""
+        call = ""
+        if path != ROOT:
+            for value in (*args, *kwargs.values()):
+                if type(value) is str and value.isidentifier():
+                    call = f"#{value}"
+                    break
+        count = self._num_calls[path + call] = self._num_calls.get(path + call, 0) + 1
+        if count > 1:
+            call += f"#{count}"
+        self._calls[path] = call
+        return call
+
     def _end_of_forward(self) -> None:
         self._step += 1
         self._order = 0
         self._selected = step_selected(self._steps, self._step)
         self._calls.clear()
+        self._num_calls.clear()
         if self._on_step is not None:
             self._on_step(self._step)
 
@@ -222,7 +240,7 @@ class Recorder:
 
         return change
 
-    def _emit(self, path: str, call: int, port: str, tensor: torch.Tensor) -> None:
+    def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
         """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
         key = (path, port)
         try:
@@ -232,8 +250,8 @@ class Recorder:
             site = self._sites[key] = join_site(path, port) if wanted else None
         if site is None or not self._selected or self._anchor_broken:
             return
-        if call > 1:
-            site = join_site(_called(path, call), port)
+        if call:
+            site = join_site(path + call, port)
         positions = None
         if self._step == 0:
             tensor, positions = self._narrowed(path, port, tensor)
@@ -285,10 +303,6 @@ class Recorder:
                         hint="`divergence inspect RUN` lists the sites of a run "
                         "captured with --sites modules",
                     )
-
-
-def _called(path: str, call: int) -> str:
-    return path if call == 1 else f"{path}#{call}"
 
 
 def _version(tensor: torch.Tensor) -> int | None:

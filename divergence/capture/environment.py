@@ -54,7 +54,7 @@ def resolve_device(name: str = "auto") -> str:
             hint=(f"did you mean {near[0]}? " if near else "")
             + f"known: {', '.join(DEVICE_TYPES)} (ROCm devices are called cuda, as in torch)",
         )
-    if index and not index.isdigit():
+    if index and not (index.isascii() and index.isdecimal()):
         raise UsageError(f"device index {index!r} is not a number", hint="for example cuda:0")
     if kind == "cpu":
         return "cpu"

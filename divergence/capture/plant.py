@@ -118,7 +118,7 @@ def _noise(share: str, seed: str = "0") -> Change:
     value, base = float(share), int(seed)
 
     def change(tensor: torch.Tensor, forward: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(base * 1_000_003 + forward)
+        generator = torch.Generator().manual_seed((base * 1_000_003 + forward) % 2**63)
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
         return _wide(tensor) + value * _rms(tensor).to(tensor.device) * noise.to(tensor.device)
 
@@ -139,6 +139,8 @@ def _channel(index: str, factor: str) -> Change:
 def _zero(features: str = "") -> Change:
     low, _, high = features.partition("-")
     first, last = (int(low), int(high or low)) if features else (0, -1)
+    if features and last < first:
+        raise ValueError(f"the range {features} holds nothing")
 
     def change(tensor: torch.Tensor, _: int) -> torch.Tensor:
         out = tensor.clone()

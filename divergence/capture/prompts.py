@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from divergence.errors import PromptError
+from divergence.run.layout import expanded
 
 __all__ = ["DEFAULT_PROMPTS", "Message", "Prompt", "collect_prompts", "read_prompts"]
 
@@ -50,7 +51,16 @@ def collect_prompts(prompts: Sequence[str], prompts_file: str | Path | None) -> 
     found = []
     for number, text in enumerate(prompts, 1):
         if not text:
-            raise PromptError(f"--prompt number {number} is empty")
+            raise PromptError(
+                f"--prompt number {number} is empty", hint="leave it out for the default prompt"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # an argument in another encoding
+            raise PromptError(
+                f"--prompt number {number} is not UTF-8 text",
+                hint="put it into a file in UTF-8: --prompts FILE",
+            ) from error
         found.append(Prompt(text=text))
     if prompts_file is not None:
         found += read_prompts(prompts_file)
@@ -59,7 +69,7 @@ def collect_prompts(prompts: Sequence[str], prompts_file: str | Path | None) -> 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompts file. Raises PromptError naming file and line."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     hint = "a prompts file is .txt (a prompt a line) or .jsonl with text, messages or input_ids"
     try:
         content = path.read_text(encoding="utf-8-sig")
@@ -67,19 +77,21 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         raise PromptError(f"{path} is not UTF-8 text: {error.reason}", hint=hint) from error
     except OSError as error:
         raise PromptError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+    # Not splitlines(): that also splits at U+2028 and its like, which JSON has inside strings.
+    lines = [line.removesuffix("\r") for line in content.split("\n")]
     suffix = path.suffix.lower()
     if suffix == ".txt":
-        prompts = [Prompt(text=line) for line in content.splitlines() if line.strip()]
+        prompts = [Prompt(text=line) for line in lines if line.strip()]
     elif suffix == ".jsonl":
         prompts = [
             _parse(line, f"{path}, line {number}")
-            for number, line in enumerate(content.splitlines(), 1)
+            for number, line in enumerate(lines, 1)
             if line.strip()
         ]
     elif suffix == ".json":
         try:
             prompts = msgspec.json.decode(content, type=list[Prompt])
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise PromptError(
                 f"not a list of prompts: {error}", where=str(path), hint=hint
             ) from error
@@ -93,7 +105,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 def _parse(line: str, where: str) -> Prompt:
     try:
         return msgspec.json.decode(line, type=Prompt)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PromptError(
             f"not a prompt: {error}",
             where=where,

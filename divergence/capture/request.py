@@ -85,6 +85,8 @@ def resolve_request(
         dtype = format_named(dtype).name
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: at least one run is needed")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise UsageError(f"--seed {seed} does not fit 64 bits", hint="for example --seed 1")
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
     parsed = [parse_plant(text) for text in plants]
@@ -105,6 +107,9 @@ def resolve_request(
                 "no model given",
                 hint="divergence capture MODEL -o RUN, or divergence capture --like RUN -o RUN2",
             )
+        if max_new_tokens is None:
+            max_new_tokens = DEFAULT_MAX_NEW_TOKENS
+        _check_steps(steps, max_new_tokens)
         return Request(
             model=model,
             task=task,
@@ -114,7 +119,7 @@ def resolve_request(
             trust_remote_code=trust_remote_code,
             prompts=collect_prompts(prompts, prompts_file),
             batch=bool(batch),
-            max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=max_new_tokens,
             sites=list(sites) or ["blocks"],
             steps=steps,
             positions=positions,
@@ -174,6 +179,11 @@ def _like(
         return given
 
     settings, plan, identity = recorded.settings, recorded.plan, recorded.model
+    if steps is not None or max_new_tokens is not None:
+        _check_steps(
+            plan.steps if steps is None else steps,
+            settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        )
     attention = identity.attn_implementation or settings.attn_implementation or "eager"
     return Request(
         like=run,
@@ -194,3 +204,14 @@ def _like(
         overrides=overrides,
         **common,
     )
+
+
+def _check_steps(steps: str | None, max_new_tokens: int) -> None:
+    """A capture of nothing is refused beforehand. Each new token takes one forward."""
+    count = max(max_new_tokens, 1)
+    if not any(step_selected(steps, step) for step in range(count)):
+        raise UsageError(
+            f"--steps {steps} selects nothing",
+            hint=f"with --max-new-tokens {max_new_tokens} there "
+            + (f"are the steps 0 (the prefill) to {count - 1}" if count > 1 else "is step 0 alone"),
+        )

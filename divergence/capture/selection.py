@@ -12,8 +12,8 @@ from divergence.errors import UsageError
 
 __all__ = ["select_positions", "step_selected"]
 
-_RANGE = re.compile(r"(-?\d+)(?:-(\d+))?")
-_LAST = re.compile(r"last:(\d+)")
+_RANGE = re.compile(r"(-?[0-9]{1,18})(?:-([0-9]{1,18}))?")
+_LAST = re.compile(r"last:([0-9]{1,18})")
 
 
 def step_selected(spec: str | None, step: int) -> bool:
@@ -46,6 +46,8 @@ def select_positions(spec: str | None, count: int) -> tuple[int, ...] | None:
     for part in _parts(spec, "--positions"):
         last = _LAST.fullmatch(part)
         if last:
+            if int(last[1]) == 0:
+                raise UsageError(f"--positions: {part} is no position", hint="for example last:16")
             chosen.update(range(max(0, count - int(last[1])), count))
             continue
         low, high = _bounds(part, "--positions")
@@ -72,4 +74,10 @@ def _bounds(part: str, option: str) -> tuple[int, int]:
             else "for example 0,4-8, prefill or decode",
         )
     low = int(match[1])
-    return low, int(match[2]) if match[2] else low
+    high = int(match[2]) if match[2] else low
+    if high < low or (low < 0 and match[2]):
+        raise UsageError(
+            f"{option}: the range {part!r} holds nothing",
+            hint="a range is FIRST-LAST from 0, for example 4-8",
+        )
+    return low, high

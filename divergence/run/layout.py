@@ -24,6 +24,7 @@ __all__ = [
     "SHARD_PATTERN",
     "TENSORS",
     "checked_file",
+    "expanded",
     "shard_name",
     "shard_path",
 ]
@@ -66,6 +67,14 @@ SHARD_DTYPES = {
 """A record's dtype → the name that a safetensors header gives it."""
 
 SHARD_PATTERN = r"^tensors/[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors$"
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with ``~`` replaced; as it is where nobody has that name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def shard_name(rank: int, number: int) -> str:

@@ -27,6 +27,7 @@ from divergence.run.layout import (
     RECORDS,
     SHARD_DTYPES,
     checked_file,
+    expanded,
     shard_path,
 )
 from divergence.run.manifest import SCHEMA_VERSION, Manifest
@@ -76,7 +77,7 @@ class Run:
         directory, no manifest, a newer schema, an unknown key, a broken line, a
         truncated or missing shard, a path or link that leaves the directory.
         """
-        root = _expanded(path)
+        root = expanded(path)
         try:
             if not root.is_dir():
                 kind = "is not a directory" if root.exists() else "does not exist"
@@ -204,13 +205,6 @@ def _name(record: Record) -> str:
         f"{record.site} (pass {record.pass_}, sample {record.sample}, step {record.step}, "
         f"rank {record.rank})"
     )
-
-
-def _expanded(path: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:  # ~name of nobody
-        return Path(path)
 
 
 def _read_manifest(path: Path) -> Manifest:

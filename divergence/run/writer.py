@@ -31,6 +31,7 @@ from divergence.run.layout import (
     RECORDS,
     RUN_NAMES,
     TENSORS,
+    expanded,
     shard_name,
 )
 from divergence.run.manifest import Manifest
@@ -87,7 +88,7 @@ class RunWriter:
     def __init__(
         self, path: Path, manifest: Manifest, *, force: bool = False, rank: int = 0
     ) -> None:
-        self.path = Path(path)
+        self.path = expanded(path)  # as the reader does
         self.manifest = manifest
         self._rank = rank
         self._shard = 0

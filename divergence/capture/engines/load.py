@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import ModelError, UsageError
 from divergence.numerics.formats import format_named
+from divergence.run.layout import expanded
 from divergence.run.manifest import Task
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -
         return AutoConfig.from_pretrained(
             os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a config and its code may do anything
         raise _model_error(source, error) from error
 
 
@@ -132,8 +135,8 @@ def load_model(
     disable_progress_bar()  # progress is the caller's, and none where stderr is no terminal
     try:
         module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        if "attn_implementation" in str(error) or "attention implementation" in str(error).lower():
+    except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
+        if _about_attention(error, attn_implementation):
             raise UsageError(
                 f"attention implementation {attn_implementation!r} cannot be used: "
                 f"{_first_line(error)}",
@@ -186,7 +189,13 @@ def empty_model(
                 trust_remote_code=trust_remote_code,
                 **({} if wanted is None else {"dtype": wanted}),
             )
-    except (ValueError, ImportError, RuntimeError, NotImplementedError) as error:
+    except (Exception, SystemExit) as error:  # as in load_model
+        if _about_attention(error, attn_implementation):
+            raise UsageError(
+                f"attention implementation {attn_implementation!r} cannot be used: "
+                f"{_first_line(error)}",
+                hint=f"one of {', '.join(_ATTENTION)}; eager is always there",
+            ) from error
         raise _model_error(source, error) from error
     return LoadedModel(
         source=source,
@@ -234,7 +243,7 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
 
 
 def _check_source(source: str) -> None:
-    path = Path(source).expanduser()
+    path = expanded(source)
     looks_local = source.startswith((".", "/", "~")) or path.exists()
     if not looks_local:
         return
@@ -249,6 +258,13 @@ def _check_source(source: str) -> None:
         )
 
 
+def _about_attention(error: BaseException, implementation: str) -> bool:
+    text = str(error).lower()
+    if "attn_implementation" in text or "attention implementation" in text:
+        return True
+    return implementation != "eager" and "attention" in text
+
+
 def _model_error(source: str, error: BaseException) -> ModelError:
     text = str(error)
     if "trust_remote_code" in text:
@@ -256,7 +272,10 @@ def _model_error(source: str, error: BaseException) -> ModelError:
             f"{source} carries its own modelling code",
             hint="read that code, then pass --trust-remote-code",
         )
-    if "no file named" in text or ("safetensors" in text and "not found" in text.lower()):
+    lower = text.lower()
+    if "no file named" in lower or (
+        "safetensors" in lower and ("not found" in lower or "no such file" in lower)
+    ):
         return ModelError(
             f"no weights in {source}",
             where=_first_line(error),
@@ -266,6 +285,12 @@ def _model_error(source: str, error: BaseException) -> ModelError:
         return ModelError(
             "--device-map needs the accelerate package",
             hint="pip install accelerate, or leave out --device-map",
+        )
+    if expanded(source).exists():
+        return ModelError(
+            f"cannot load {source!r}: {_first_line(error)}",
+            where=type(error).__name__,
+            hint="its files are damaged, or for another version of transformers; download it again",
         )
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     return ModelError(

@@ -8,25 +8,13 @@ run gives a measured one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format
+from divergence.numerics.pair_metrics import RowMetrics
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Floor", "ModelFloor", "Ratios", "RowDiffs"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowDiffs:
-    """Rows (tokens) of one pair. ``rel``: ‖d_t‖/‖a_t‖; ``norm``: ‖a_t‖; ``update``: ‖a_t - x_t‖
-    where the site adds to its input x, else None. All float64, shape (rows,)."""
-
-    rel: torch.Tensor
-    norm: torch.Tensor
-    update: torch.Tensor | None
+__all__ = ["Floor", "ModelFloor", "Ratios"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +29,20 @@ class Ratios:
 
 class Floor(Protocol):
     """Judges rows. ``form``: what the site is stored in; ``work``: what the model computes in,
-    which is narrower where it keeps its stream in float32. ``inherited``: the rows of the same
-    block's input, in a free pass."""
+    which is narrower where it keeps its stream in float32. In a free pass, ``inherited``: the
+    rows of the same module's input, and ``beside``: the relative error of what else came in
+    (encoder states, rotary tables, and through attention or a cache the tokens before)."""
 
     def ratios(
         self,
-        rows: RowDiffs,
+        rows: RowMetrics,
         *,
         form: Format,
         work: Format,
         num_features: int,
         role: str,
-        inherited: RowDiffs | None,
+        inherited: RowMetrics | None,
+        beside: float,
     ) -> Ratios | None: ...
 
 
@@ -64,13 +54,14 @@ class ModelFloor:
 
     def ratios(
         self,
-        rows: RowDiffs,
+        rows: RowMetrics,
         *,
         form: Format,
         work: Format,
         num_features: int,
         role: str,
-        inherited: RowDiffs | None,
+        inherited: RowMetrics | None,
+        beside: float,
     ) -> Ratios | None:
         """None where there is no row to judge, or nothing rounds (integers)."""
         import torch
@@ -79,19 +70,20 @@ class ModelFloor:
         store, update = floor_weights(form, num_features=num_features, role=part)
         if work.unit_roundoff > form.unit_roundoff:
             update = floor_weights(work, num_features=num_features, role=part)[1]
-        real = torch.isfinite(rows.rel) & (rows.norm > 0)
+        real = torch.isfinite(rows.rel_l2) & (rows.norm > 0)
         if store == 0 or not bool(real.any()):
             return None
-        rel, norm = rows.rel[real], rows.norm[real]
-        share = torch.ones_like(norm) if rows.update is None else rows.update[real] / norm
+        rel, norm = rows.rel_l2[real], rows.norm[real]
+        share = torch.ones_like(norm) if rows.update_norm is None else rows.update_norm[real] / norm
         floor = (store**2 + (update * share) ** 2).sqrt()
-        made, allowed = rel, floor
-        if inherited is not None and inherited.rel.shape == rows.rel.shape:
-            before = inherited.rel[real].nan_to_num(0.0)
-            carried = before * inherited.norm[real] / norm
+        made, before = rel, torch.full_like(rel, beside)
+        if inherited is not None and inherited.rel_l2.shape == rows.rel_l2.shape:
+            own = inherited.rel_l2[real].nan_to_num(0.0)
+            carried = own * inherited.norm[real] / norm
             made = (rel**2 - carried**2).clamp_min(0).sqrt()
-            # What a block makes of an error that came in: its update moves along.
-            allowed = (floor**2 + (self._thresholds.free_gain * share * before) ** 2).sqrt()
+            before = torch.maximum(before, own)
+        # What a module makes of an error that came in: its update moves along.
+        allowed = (floor**2 + (self._thresholds.free_gain * share * before) ** 2).sqrt()
         ratio = made / allowed
         return Ratios(
             floor=float(allowed.median()),

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.compare.align import Pair, Piece
-from divergence.compare.floors import Floor, RowDiffs
+from divergence.compare.floors import Floor
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
-from divergence.numerics.pair import PairMetrics, measure_pair
-from divergence.numerics.rows import row_norms
+from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -38,7 +37,7 @@ _REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or 
 class _Found:
     metrics: PairMetrics
     logits: LogitsDiff | None
-    rows: RowDiffs
+    rows: RowMetrics
     shape: tuple[int, ...]
 
 
@@ -56,7 +55,9 @@ class Measurer:
             key=len, reverse=True,
         )  # fmt: skip
         self._cache: dict[tuple, _Found] = {}
-        self._entering: dict[tuple[int, int, str], RowDiffs | None] = {}
+        self._entering: dict[tuple[int, int, str], RowMetrics] = {}
+        self._beside: dict[tuple[int, int, str], float] = {}
+        self._earlier: dict[tuple[int, str], float] = {}
 
     def measure(self, pair: Pair) -> SiteResult:
         """One pair's SiteResult, without floor and flag. Raises RunFormatError on bad bytes."""
@@ -96,23 +97,24 @@ class Measurer:
         result = _identical(pair.reference.record, place)
         if result.ulp_format is not None:
             result.ratio = result.ratio_max = 0.0
-        if pair.pass_ == "free" and result.site.endswith(":in"):
-            self._entering[result.sample, result.step, module_of(result.site)] = None
         return result
 
-    def _judge_rows(self, pair: Pair, result: SiteResult, rows: RowDiffs) -> None:
+    def _judge_rows(self, pair: Pair, result: SiteResult, rows: RowMetrics) -> None:
         """Fill floor and ratios. In the free pass a block answers only for what it adds."""
         one, two = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
         if one.kind != "float" or two.kind != "float":
             return
-        path = module_of(result.site)
-        key = (result.sample, result.step, path)
-        inherited = None
+        inherited, beside = None, 0.0
         if pair.pass_ == "free":
-            if result.site.endswith(":in"):
-                self._entering[key] = rows
-            elif result.site.endswith(":out"):
+            path, _, port = result.site.partition(":")
+            key = (result.sample, result.step, path)
+            if port.startswith("in"):
+                self._enter(key, port, result, rows)
+            else:
                 inherited = self._entering.get(key)
+                beside = max(
+                    self._beside.get(key, 0.0), self._earlier.get((result.sample, path), 0.0)
+                )
         found = self._floor.ratios(
             rows,
             form=one if one.unit_roundoff >= two.unit_roundoff else two,
@@ -120,9 +122,22 @@ class Measurer:
             num_features=result.shape[-1] if result.shape else 1,
             role=result.role or "inner",
             inherited=inherited,
+            beside=beside,
         )
         if found is not None:
             result.floor, result.ratio, result.ratio_max = found.floor, found.typical, found.worst
+
+    def _enter(
+        self, key: tuple[int, int, str], port: str, result: SiteResult, rows: RowMetrics
+    ) -> None:
+        """Note the error with which a module was entered in the free pass."""
+        size = result.token_rel_l2_median
+        if port == "in":
+            self._entering[key] = rows
+            earlier = (key[0], key[2])
+            self._earlier[earlier] = max(self._earlier.get(earlier, 0.0), size)
+        elif "mask" not in port:
+            self._beside[key] = max(self._beside.get(key, 0.0), size)
 
     def block_of(self, path: str) -> str | None:
         """The block that ``path`` is or lies in."""
@@ -157,10 +172,7 @@ class Measurer:
         a, b = _same_positions(a, one, b, two)
         mask = self._row_mask(pair.reference, tuple(a.shape))
         base = base if whole else None
-        metrics, rel = measure_pair(a, b, row_mask=mask, base=base)
-        rows = RowDiffs(
-            rel=rel, norm=row_norms(a), update=None if base is None else row_norms(a, base)
-        )
+        metrics, rows = measure_pair(a, b, row_mask=mask, base=base)
         found = None
         if logits and a.ndim >= 1 and a.numel():
             values = measure_logits(a, b, row_mask=mask)

@@ -61,8 +61,9 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
     for result in results:
         if result.pass_ != pass_ or result.ratio is None:
             continue
-        if result.site.endswith(":in") and result.role != "inner":
-            continue  # a block's input is the output before it, which is judged there
+        port = result.site.partition(":")[2]
+        if port.startswith("in") and result.role != "inner":
+            continue  # a block's inputs are outputs before it, which are judged there
         if pass_ == "free" and module_of(result.site) == ROOT:
             continue  # the whole model: what it inherits is everything
         phase = "prefill" if result.step == 0 else "decode"
@@ -113,6 +114,8 @@ def flag(
 def _kind(result: SiteResult, phase: str) -> tuple:
     path, _, port = result.site.partition(":")
     if result.block is not None:
-        # the place inside the block: model.layers.3.mlp.up_proj → .mlp.up_proj
-        return ("block", path[len(result.block) :], port, result.kind, phase)
+        # the place inside the block: model.layers.3.mlp.up_proj → .mlp.up_proj; an encoder's
+        # blocks are no controls for a decoder's, which run at other shapes
+        stack = result.block.rpartition(".")[0]
+        return ("block", path[len(result.block) :], port, result.kind, phase, stack)
     return ("trunk", path, port, result.kind, phase)

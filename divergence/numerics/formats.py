@@ -62,8 +62,15 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _float(
-    name: str, *, itemsize: int, mantissa_bits: int, min_exponent: int, maximum: float,
-    signed: bool = True, kind: FormatKind = "float", subnormals: bool = True,
+    name: str,
+    *,
+    itemsize: int,
+    mantissa_bits: int,
+    min_exponent: int,
+    maximum: float,
+    signed: bool = True,
+    kind: FormatKind = "float",
+    subnormals: bool = True,
 ) -> Format:
     normal = 2.0**min_exponent
     return Format(
@@ -108,21 +115,41 @@ _TABLE = (
     _int("int32", itemsize=4, signed=True),
     _int("uint64", itemsize=8, signed=False),
     _int("int64", itemsize=8, signed=True),
-    _float("float8_e8m0fnu", itemsize=1, mantissa_bits=0, min_exponent=-127, maximum=2.0**127,
-           signed=False, subnormals=False),
+    _float(
+        "float8_e8m0fnu",
+        itemsize=1,
+        mantissa_bits=0,
+        min_exponent=-127,
+        maximum=2.0**127,
+        signed=False,
+        subnormals=False,
+    ),
     _float("float8_e5m2", itemsize=1, mantissa_bits=2, min_exponent=-14, maximum=57344.0),
     _float("float8_e5m2fnuz", itemsize=1, mantissa_bits=2, min_exponent=-15, maximum=57344.0),
     _float("float8_e4m3fn", itemsize=1, mantissa_bits=3, min_exponent=-6, maximum=448.0),
     _float("float8_e4m3fnuz", itemsize=1, mantissa_bits=3, min_exponent=-7, maximum=240.0),
-    _float("bfloat16", itemsize=2, mantissa_bits=7, min_exponent=-126,
-           maximum=(2 - 2.0**-7) * 2.0**127),
+    _float(
+        "bfloat16", itemsize=2, mantissa_bits=7, min_exponent=-126, maximum=(2 - 2.0**-7) * 2.0**127
+    ),
     _float("float16", itemsize=2, mantissa_bits=10, min_exponent=-14, maximum=65504.0),
     _float("float32", itemsize=4, mantissa_bits=23, min_exponent=-126, maximum=_F32_MAX),
     _float("float64", itemsize=8, mantissa_bits=52, min_exponent=-1022, maximum=_F64_MAX),
-    _float("complex64", itemsize=8, mantissa_bits=23, min_exponent=-126, maximum=_F32_MAX,
-           kind="complex"),
-    _float("complex128", itemsize=16, mantissa_bits=52, min_exponent=-1022, maximum=_F64_MAX,
-           kind="complex"),
+    _float(
+        "complex64",
+        itemsize=8,
+        mantissa_bits=23,
+        min_exponent=-126,
+        maximum=_F32_MAX,
+        kind="complex",
+    ),
+    _float(
+        "complex128",
+        itemsize=16,
+        mantissa_bits=52,
+        min_exponent=-1022,
+        maximum=_F64_MAX,
+        kind="complex",
+    ),
 )
 
 FORMATS: dict[str, Format] = {form.name: form for form in _TABLE}
@@ -195,8 +222,10 @@ def _holds(form: Format, other: Format) -> bool:
         return other.kind == "int" and form.max >= other.max and (form.signed or not other.signed)
     if other.kind == "int":
         # Every integer of v value bits needs v significand bits; the fraction has one more.
-        return form.signed and form.mantissa_bits + 1 >= other.mantissa_bits and (
-            form.max >= other.max
+        return (
+            form.signed
+            and form.mantissa_bits + 1 >= other.mantissa_bits
+            and (form.max >= other.max)
         )
     return (
         form.mantissa_bits >= other.mantissa_bits

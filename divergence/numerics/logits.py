@@ -106,7 +106,8 @@ def measure_logits(
         found.append((rows, *_measure_rows(np.zeros((0, 1)), np.zeros((0, 1)))))
     return _aggregate(
         *(np.concatenate(columns) for columns in zip(*found, strict=True)),
-        num_masked=num_masked, num_wanted=len(rows),
+        num_masked=num_masked,
+        num_wanted=len(rows),
     )
 
 
@@ -181,15 +182,29 @@ def _log_ratio(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np
 
 def _kl(p: np.ndarray, q: np.ndarray, t: np.ndarray) -> np.ndarray:
     """Σ p (expm1(t) - t), in nats, per row; p·expm1(t) is q - p."""
-    series = t * t * (1 / 2 + t * (1 / 6 + t * (1 / 24 + t * (1 / 120 + t * (
-        1 / 720 + t * (1 / 5040 + t / 40320))))))
+    series = (
+        t
+        * t
+        * (
+            1 / 2
+            + t
+            * (1 / 6 + t * (1 / 24 + t * (1 / 120 + t * (1 / 720 + t * (1 / 5040 + t / 40320)))))
+        )
+    )
     far = (q - p) - np.where(p > 0.0, p * t, 0.0)
     return np.where((np.abs(t) < _SERIES_BELOW) & (p > 0.0), p * series, far).sum(axis=1)
 
 
 def _aggregate(
-    rows: np.ndarray, kl: np.ndarray, same: np.ndarray, overlap: np.ndarray, margin: np.ndarray,
-    logprob_diff: np.ndarray, *, num_masked: int, num_wanted: int,
+    rows: np.ndarray,
+    kl: np.ndarray,
+    same: np.ndarray,
+    overlap: np.ndarray,
+    margin: np.ndarray,
+    logprob_diff: np.ndarray,
+    *,
+    num_masked: int,
+    num_wanted: int,
 ) -> LogitsMetrics:
     empty = not len(kl)
 

@@ -24,12 +24,12 @@ import torch
 
 from divergence.numerics.blocks import BLOCK, Grid, Rows, compute_dtype, row_dots
 from divergence.numerics.formats import Format, format_named, is_float
-from divergence.numerics.pair_metrics import PairMetrics
+from divergence.numerics.pair_metrics import PairMetrics, RowMetrics
 from divergence.numerics.sums import Sums, gather, tiles
 from divergence.numerics.ulp_counts import count_ulp
 from divergence.numerics.workers import run_split
 
-__all__ = ["SINK_FACTOR", "PairMetrics", "measure_pair"]
+__all__ = ["SINK_FACTOR", "PairMetrics", "RowMetrics", "measure_pair"]
 
 SINK_FACTOR = 10.0
 """A sink token's norm exceeds this many times the median row norm (massive activations:
@@ -48,9 +48,8 @@ def measure_pair(
     ulp_format: str | Format | None = None,
     threads: int | None = None,
     block: int = BLOCK,
-) -> tuple[PairMetrics, torch.Tensor]:
-    """Metrics of b against a, and rel_l2 of every row (float64; nan where masked, or where
-    no element of the row is finite on both sides).
+) -> tuple[PairMetrics, RowMetrics]:
+    """Metrics of b against a, whole and by row.
 
     ``row_mask``: bool, one per row (any shape of that many elements), True = measure.
     ``base``: same shape as a, the block's input. ``ulp_format``: name or Format; by default
@@ -79,8 +78,14 @@ class _Pair:
     """One call of measure_pair: the grids, the rows, and what the passes leave behind."""
 
     def __init__(
-        self, a: torch.Tensor, b: torch.Tensor, base: torch.Tensor | None,
-        row_mask: torch.Tensor | None, *, threads: int | None, block: int,
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        base: torch.Tensor | None,
+        row_mask: torch.Tensor | None,
+        *,
+        threads: int | None,
+        block: int,
     ) -> None:
         self.a, self.b = Grid(a), Grid(b)
         self.base = None if base is None else Grid(base)
@@ -90,15 +95,13 @@ class _Pair:
         self.dtype = compute_dtype(*(grid.format for grid in grids))
         self.scale = common_scale(grids)
         self.real, self.padded = _split_rows(row_mask, self.a.num_rows)
-        self.threads = threads or (
-            1 if a.numel() < 8 * BLOCK else min(8, torch.get_num_threads())
-        )
+        self.threads = threads or (1 if a.numel() < 8 * BLOCK else min(8, torch.get_num_threads()))
         self.block = block
-        self.row_a, self.row_d = np.zeros((2, self.a.num_rows))
+        self.row_a, self.row_d, self.row_update = np.zeros((3, self.a.num_rows))
         self.row_finite = np.zeros(self.a.num_rows, bool)
 
     def _sums(self, rows: Rows) -> Sums:
-        arrays = (self.row_a, self.row_d, self.row_finite)
+        arrays = (self.row_a, self.row_d, self.row_update, self.row_finite)
 
         def work(part: Rows | range) -> Sums:
             mine = slice(part.start, part.stop) if isinstance(part, range) else part
@@ -113,14 +116,12 @@ class _Pair:
 
     def measure(
         self, shape: tuple[int, ...], ulp_form: Format | None
-    ) -> tuple[PairMetrics, torch.Tensor]:
+    ) -> tuple[PairMetrics, RowMetrics]:
         sums = self._sums(self.real)
         pad_rel_l2 = None
         if len(self.row_a[self.padded]):
             self._sums(self.padded)
-            pad_rel_l2 = _root_ratio(
-                self.row_d[self.padded].sum(), self.row_a[self.padded].sum()
-            )
+            pad_rel_l2 = _root_ratio(self.row_d[self.padded].sum(), self.row_a[self.padded].sum())
         row_a, row_d = self.row_a[self.real], self.row_d[self.real]
         a2, d2 = float(row_a.sum()), float(row_d.sum())
         rel_l2 = _root_ratio(d2, a2)
@@ -133,7 +134,7 @@ class _Pair:
         spread = max(0.0, sums.product_squares - product**2 / max(n, 1)) * n / max(n - 1, 1)
         width = self.a.width
         numel = len(row_a) * self.a.num_cols
-        update = None if self.base is None else math.sqrt(sums.update)
+        update = None if self.base is None else math.sqrt(self.row_update[self.real].sum())
         metrics = PairMetrics(
             identical=sums.max_at < 0 and self._identical(),
             numel=numel // width,
@@ -165,7 +166,15 @@ class _Pair:
             **_token_metrics(per_row),
             **self._channel_metrics(sums, a2),
         )
-        return metrics, torch.from_numpy(per_row)
+        return metrics, self._rows(per_row)
+
+    def _rows(self, rel_l2: np.ndarray) -> RowMetrics:
+        update = None if self.base is None else np.sqrt(self.row_update) / self.scale
+        return RowMetrics(
+            rel_l2=torch.from_numpy(rel_l2),
+            norm=torch.from_numpy(np.sqrt(self.row_a) / self.scale),
+            update_norm=None if update is None else torch.from_numpy(update),
+        )
 
     def _angle(self, sums: Sums, a2: float, d2: float) -> tuple[float, float, float, float]:
         """‖a‖², ‖b‖², P and 1 - cos; see the module docstring."""
@@ -181,9 +190,7 @@ class _Pair:
         if b2 == 0.0:
             return a2, b2, product, 1.0
         cosine = (a2 - product) / math.sqrt(a2 * b2)
-        return a2, b2, product, (
-            aside / b2 / (1.0 + cosine) if cosine > 0.0 else 1.0 - cosine
-        )
+        return a2, b2, product, (aside / b2 / (1.0 + cosine) if cosine > 0.0 else 1.0 - cosine)
 
     def _aside(self, factor: float) -> tuple[float, float, float, float]:
         """‖a‖², ‖b‖², P and S of a second look in float64, at r = factor · a - b: what is left
@@ -211,9 +218,9 @@ class _Pair:
 
     def _largest(self, sums: Sums, shape: tuple[int, ...]) -> dict[str, object]:
         if sums.max_at < 0:
-            return dict.fromkeys(
-                ("max_abs_index", "max_abs_reference", "max_abs_candidate")
-            ) | {"max_abs": 0.0}
+            return dict.fromkeys(("max_abs_index", "max_abs_reference", "max_abs_candidate")) | {
+                "max_abs": 0.0
+            }
         a, b = self.a.at(sums.max_at), self.b.at(sums.max_at)
         at = np.unravel_index(sums.max_at // self.a.width, shape) if shape else ()
         return {
@@ -230,13 +237,20 @@ class _Pair:
         if sums.max_at < 0 or not sums.num_finite:
             return dict.fromkeys(names, 0.0) | {"ulp_format": form.name}
         counts = count_ulp(
-            self.a, self.b, form, rows=self.real, threads=self.threads, block=self.block,
+            self.a,
+            self.b,
+            form,
+            rows=self.real,
+            threads=self.threads,
+            block=self.block,
             rms=math.sqrt(a2 / sums.num_finite) / self.scale,
             check_finite=any(sums.nonfinite.values()),
         )
         return {
-            "ulp_format": form.name, "ulp_share_over_1": counts.share_over_1,
-            "ulp_p99": counts.p99, "ulp_max": counts.max,
+            "ulp_format": form.name,
+            "ulp_share_over_1": counts.share_over_1,
+            "ulp_p99": counts.p99,
+            "ulp_max": counts.max,
         }
 
     def _channel_metrics(self, sums: Sums, a2: float) -> dict[str, object]:
@@ -271,8 +285,9 @@ def common_scale(grids: list[Grid]) -> float:
     """A power of two that brings float64 values whose squares would leave float64's range
     back into it, set on all grids; 1.0 otherwise."""
     top = 0.0
-    if not any(grid.format.itemsize // grid.width == 8 and grid.format.kind != "int"
-               for grid in grids):
+    if not any(
+        grid.format.itemsize // grid.width == 8 and grid.format.kind != "int" for grid in grids
+    ):
         return 1.0
     buffer = np.empty(BLOCK)
     for grid in grids:

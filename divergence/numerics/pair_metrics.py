@@ -6,9 +6,28 @@ divergence.numerics.pair.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import msgspec
 
-__all__ = ["PairMetrics"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PairMetrics", "RowMetrics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMetrics:
+    """Per row t (leading dims flattened), float64, shape (rows,).
+
+    ``rel_l2``: ‖d_t‖/‖a_t‖, nan where the row is masked or has no element finite on both
+    sides. ``norm``: ‖a_t‖. ``update_norm``: ‖a_t - base_t‖, None without base.
+    """
+
+    rel_l2: torch.Tensor
+    norm: torch.Tensor
+    update_norm: torch.Tensor | None
 
 
 class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,9 +34,9 @@ class Sums:
         self, a: Grid, b: Grid, base: Grid | None, *, dtype: type, rows: tuple[np.ndarray, ...]
     ) -> None:
         self.a, self.b, self.base = a, b, base
-        self.row_a, self.row_d, self.row_finite = rows
+        self.row_a, self.row_d, self.row_update, self.row_finite = rows
         self.col_a, self.col_d = np.zeros((2, a.num_cols))
-        self.product = self.product_squares = self.update = 0.0  # P, Q, Σ(a - base)²
+        self.product = self.product_squares = 0.0  # P, Q
         self.max_abs, self.max_at = 0.0, -1  # -1: no difference yet
         self.nonfinite = dict.fromkeys(("a_nan", "a_inf", "b_nan", "b_inf"), 0)
         self.num_finite = 0
@@ -78,7 +78,7 @@ class Sums:
         if self.base is not None:
             base = self.base.load(rows, cols, buffer_b)
             update = np.subtract(a, base, out=scratch[: a.size].reshape(a.shape))
-            self._add_update(update, a, base)
+            self._add_update(rows, update, a, base)
 
     def _in_range(self, sums: np.ndarray, block: np.ndarray) -> bool:
         """Whether the rows' sums of squares lost nothing to float32's range."""
@@ -115,11 +115,20 @@ class Sums:
             base = self.base.load(rows, cols, np.empty(BLOCK))
             usable = keep & np.isfinite(base)
             update = np.where(usable, a - base, 0.0)
-            self.update += float(row_dots(update, update).sum())
+            self.row_update[rows] += row_dots(update, update)
 
     def _gather(
-        self, rows: Rows, cols: slice, a: np.ndarray, d: np.ndarray, row_a: np.ndarray,
-        row_d: np.ndarray, *, top: float, scale: float = 1.0, finite: bool = True,
+        self,
+        rows: Rows,
+        cols: slice,
+        a: np.ndarray,
+        d: np.ndarray,
+        row_a: np.ndarray,
+        row_d: np.ndarray,
+        *,
+        top: float,
+        scale: float = 1.0,
+        finite: bool = True,
     ) -> None:
         self.row_a[rows] += row_a
         self.col_a[cols] += column_dots(a, a)
@@ -144,13 +153,13 @@ class Sums:
         if top > self.max_abs or flat < self.max_at:
             self.max_abs, self.max_at = top, flat
 
-    def _add_update(self, update: np.ndarray, a: np.ndarray, base: np.ndarray) -> None:
-        total = float(row_dots(update, update).sum())
-        if self._dtype is np.float32 and not _LOW < total < _HIGH:
+    def _add_update(self, rows: Rows, update: np.ndarray, a: np.ndarray, base: np.ndarray) -> None:
+        squares = row_dots(update, update)
+        if self._dtype is np.float32 and not self._in_range(squares, update):
             wide = a.astype(np.float64) - base
             wide[~np.isfinite(wide)] = 0.0
-            total = float(row_dots(wide, wide).sum())
-        self.update += total
+            squares = row_dots(wide, wide)
+        self.row_update[rows] += squares
 
     def add(self, other: Sums) -> None:
         """Merge a worker that took later rows."""
@@ -158,7 +167,6 @@ class Sums:
         self.col_d += other.col_d
         self.product += other.product
         self.product_squares += other.product_squares
-        self.update += other.update
         self.num_finite += other.num_finite
         for name, count in other.nonfinite.items():
             self.nonfinite[name] += count

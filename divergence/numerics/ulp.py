@@ -66,7 +66,10 @@ def stored_bits(values: torch.Tensor, form: Format) -> np.ndarray:
 
 
 def key_array(
-    bits: np.ndarray, form: Format, *, out: np.ndarray | None = None,
+    bits: np.ndarray,
+    form: Format,
+    *,
+    out: np.ndarray | None = None,
     scratch: np.ndarray | None = None,
 ) -> np.ndarray:
     """Keys of bit patterns as signed integers of the same width (int16 for one byte).
@@ -85,7 +88,10 @@ def key_array(
 
 
 def distance_array(
-    a: np.ndarray, b: np.ndarray, *, out: np.ndarray | None = None,
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    out: np.ndarray | None = None,
     scratch: np.ndarray | None = None,
 ) -> np.ndarray:
     """|a - b| of two key arrays as unsigned integers of their width: exact, because the

@@ -106,8 +106,15 @@ class _Distances:
 
 
 def count_ulp(
-    a: Grid, b: Grid, form: Format, *, rows: Rows, rms: float, check_finite: bool = True,
-    threads: int = 1, block: int = BLOCK,
+    a: Grid,
+    b: Grid,
+    form: Format,
+    *,
+    rows: Rows,
+    rms: float,
+    check_finite: bool = True,
+    threads: int = 1,
+    block: int = BLOCK,
 ) -> UlpCounts:
     """Distances in ``form`` between ``rows`` of a and b where |a| >= u · ``rms``.
 

@@ -26,9 +26,9 @@ def _log_softmax(row):
 def _kl(a, b):
     with mpmath.workdps(60):
         p, q = _log_softmax(a), _log_softmax(b)
-        return float(mpmath.fsum(
-            mpmath.exp(x) * (x - y) for x, y in zip(p, q, strict=True) if mpmath.exp(x)
-        ))
+        return float(
+            mpmath.fsum(mpmath.exp(x) * (x - y) for x, y in zip(p, q, strict=True) if mpmath.exp(x))
+        )
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1e-9, 1e-6, 1e-3, 0.05, 1.0, 30.0, 900.0])

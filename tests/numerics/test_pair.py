@@ -9,11 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from divergence.numerics import pair as pair_module
 from divergence.numerics.formats import FORMATS, format_of
-from divergence.numerics.pair import measure_pair
 from divergence.numerics.ulp import ulp_distance
 
 REL = 1e-6
+
+
+def measure_pair(a, b, **options):
+    """(metrics, rel_l2 of each row)."""
+    metrics, rows = pair_module.measure_pair(a, b, **options)
+    return metrics, rows.rel_l2
+
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
@@ -65,7 +73,8 @@ def _exact(a, b):
             "gain": float(inner / norm_a**2 - 1) if norm_a else 0.0,
             "gain_se": (
                 float(mpmath.sqrt(spread * n / (n - 1)) / norm_a**2)
-                if norm_a and n > 1 else math.inf
+                if norm_a and n > 1
+                else math.inf
             ),
             "channel_rel_l2_max": max(channels),
             "rows": rows,
@@ -76,8 +85,14 @@ def _check(a, b, *, found=None, **options):
     """Every metric within 1e-6 of the exact one; gain within 1e-6 of itself and its error."""
     metrics, rows = found or measure_pair(a, b, **options)
     exact = _exact(a, b)
-    for name in ("rel_l2", "reference_norm", "candidate_norm", "max_abs",
-                 "channel_rel_l2_max", "gain_se"):
+    for name in (
+        "rel_l2",
+        "reference_norm",
+        "candidate_norm",
+        "max_abs",
+        "channel_rel_l2_max",
+        "gain_se",
+    ):
         assert getattr(metrics, name) == pytest.approx(exact[name], rel=REL, abs=0), name
     # An angle of 2^-53 is all that float64 arithmetic can tell from none: 1 - cos = 6e-33.
     wanted = exact["one_minus_cosine"]
@@ -167,8 +182,13 @@ def test_an_exact_scale_has_no_angle():
 
 
 @pytest.mark.parametrize(
-    ("x", "y"), [(torch.bfloat16, torch.float16), (torch.bfloat16, torch.float32),
-                 (torch.float32, torch.float64), (torch.float16, torch.float8_e4m3fn)]
+    ("x", "y"),
+    [
+        (torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float16, torch.float8_e4m3fn),
+    ],
 )
 def test_different_dtypes_are_widened(x, y):
     """Two formats are compared by value, and ulp are counted in the narrower one."""
@@ -223,8 +243,12 @@ def test_nonfinite_elements_are_counted_and_left_out():
     a[9], b[10] = math.nan, math.inf
     clean_a[9:11] = clean_b[9:11] = 0.0
     metrics, rows = measure_pair(a, b)
-    counts = (metrics.reference_nan, metrics.reference_inf, metrics.candidate_nan,
-              metrics.candidate_inf)
+    counts = (
+        metrics.reference_nan,
+        metrics.reference_inf,
+        metrics.candidate_nan,
+        metrics.candidate_inf,
+    )
     assert counts == (41, 1, 2, 41)
     assert metrics.first_nonfinite_row == 3
     assert metrics.num_finite == 2000 - 84
@@ -438,7 +462,10 @@ def test_large_and_odd_shapes(dtype, shape):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(1, 40), st.integers(1, 60), st.integers(7, 3000), st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(1, 60),
+    st.integers(7, 3000),
+    st.integers(1, 3),
     st.sampled_from(["bfloat16", "float16", "float32", "float64", "int8"]),
 )
 def test_metrics_do_not_depend_on_blocks_or_threads(rows, cols, block, threads, name):
@@ -479,3 +506,24 @@ def test_mismatched_shapes_are_refused():
         measure_pair(a, a, base=torch.ones(3))
     with pytest.raises(ValueError, match="row mask"):
         measure_pair(a, a, row_mask=torch.ones(3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_norms_of_the_reference_and_of_its_update(dtype):
+    """‖a_t‖ and ‖a_t - base_t‖ come back for every row, exact to 1e-6."""
+    a, b = _pair((3, 5, 33), dtype)
+    base = (a.double() + _noise(a.shape, 7)).to(dtype)
+    _, rows = pair_module.measure_pair(a, b, base=base)
+    wide, input_ = a.double().reshape(-1, 33), base.double().reshape(-1, 33)
+    assert rows.norm.tolist() == pytest.approx(wide.norm(dim=1).tolist(), rel=REL)
+    assert rows.update_norm.tolist() == pytest.approx((wide - input_).norm(dim=1).tolist(), rel=REL)
+
+
+def test_row_norms_at_the_ends_of_the_range():
+    """Values whose squares leave float32 or float64 keep their row norms."""
+    for value, dtype in ((1e30, torch.float32), (1e-30, torch.bfloat16), (1e200, torch.float64)):
+        a = torch.full((2, 8), value, dtype=dtype)
+        _, rows = pair_module.measure_pair(a, a * 1.5, base=torch.zeros_like(a))
+        wanted = float(a[0, 0]) * math.sqrt(8)
+        assert rows.norm.tolist() == pytest.approx([wanted] * 2, rel=REL)
+        assert rows.update_norm.tolist() == pytest.approx([wanted] * 2, rel=REL)

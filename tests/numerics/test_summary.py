@@ -26,8 +26,20 @@ def _check(tensor, *, found=None, rel=1e-6):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn,
-              torch.int8, torch.int64, torch.uint8, torch.uint16, torch.bool, torch.complex64]
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.int8,
+        torch.int64,
+        torch.uint8,
+        torch.uint16,
+        torch.bool,
+        torch.complex64,
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (1, 1, 64), (3, 517), (2, 70000)])
 def test_any_dtype_and_size(dtype, shape):

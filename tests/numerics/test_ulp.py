@@ -83,8 +83,10 @@ def test_shapes_and_formats_are_checked():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=8),
-       st.sampled_from(["float32", "bfloat16", "float16", "float64"]))
+@given(
+    st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=8),
+    st.sampled_from(["float32", "bfloat16", "float16", "float64"]),
+)
 def test_distance_is_symmetric(pairs, name):
     """ulp(a, b) = ulp(b, a), and ulp(a, a) = 0."""
     a, b = (torch.tensor(side, dtype=torch.float32) for side in zip(*pairs, strict=True))

@@ -95,7 +95,9 @@ def flag(
             others = [other for other in family if other is not unit]
             absolute = thresholds.typical
             unit.limit, unit.worst_limit = absolute, max(thresholds.token, 2 * absolute)
-            if len(others) >= 2:
+            # In a free pass a block is allowed what it may make of an error that came in, the
+            # first one nothing: their ratios are no measure for each other.
+            if len(others) >= 2 and unit.pass_ != "free":
                 unit.control = statistics.median(other.typical for other in others)
                 control = max(unit.control, thresholds.least_sibling)
                 unit.limit = min(absolute, thresholds.sibling * control)

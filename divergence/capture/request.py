@@ -15,7 +15,8 @@ from divergence.capture.prompts import Prompt, collect_prompts
 from divergence.capture.selection import select_positions, step_selected
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.run.manifest import Override
+from divergence.run.layout import expanded
+from divergence.run.manifest import ModelIdentity, Override
 from divergence.run.reader import Run
 
 __all__ = ["DEFAULT_MAX_NEW_TOKENS", "Request", "resolve_request"]
@@ -192,7 +193,7 @@ def _like(
         revision=choose("revision", revision, identity.revision if model is None else None),
         dtype=choose("dtype", dtype, identity.dtype),
         attn_implementation=choose("attn_implementation", attn_implementation, attention),
-        trust_remote_code=trust_remote_code or (model is None and identity.trust_remote_code),
+        trust_remote_code=trust_remote_code or (model is None and _trusted_here(identity)),
         prompts=[],
         batch=settings.batch,
         max_new_tokens=choose("max_new_tokens", max_new_tokens, settings.max_new_tokens),
@@ -204,6 +205,16 @@ def _like(
         overrides=overrides,
         **common,
     )
+
+
+def _trusted_here(identity: ModelIdentity) -> bool:
+    """Was the code trusted before, and does it lie in a directory of this very machine?
+
+    A run comes from elsewhere: what it says about a model of the hub, or about a path beside
+    it, is no permission to execute that model's code.
+    """
+    place = expanded(identity.source)
+    return identity.trust_remote_code and place.is_absolute() and place.is_dir()
 
 
 def _check_steps(steps: str | None, max_new_tokens: int) -> None:

@@ -1,0 +1,126 @@
+"""The documented format is the real one, and runs of older versions still open.
+
+UPDATE_SCHEMAS=1 python -m pytest tests/run/test_format.py    # after a change of the types
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from divergence.run import manifest as manifest_types
+from divergence.run.manifest import SCHEMA_VERSION, Manifest
+from divergence.run.reader import Run
+from divergence.run.record import Place, Record, Summary
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/dump-format.md").read_text(encoding="utf-8")
+FIXTURES = ROOT / "tests/fixtures"
+SCHEMAS = {"dump-format.schema.json": Manifest, "record.schema.json": Record}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_schema_is_that_of_the_types(name):
+    """docs/*.schema.json are generated; UPDATE_SCHEMAS=1 writes them anew."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema |= msgspec.json.schema(SCHEMAS[name])
+    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    path = ROOT / "docs" / name
+    if os.environ.get("UPDATE_SCHEMAS"):
+        path.write_text(text, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == text, f"{name} is stale: UPDATE_SCHEMAS=1"
+
+
+def documented_types():
+    types = [getattr(manifest_types, name) for name in manifest_types.__all__]
+    structs = [kind for kind in types if isinstance(kind, type)]
+    return [*structs, Record, Place, Summary]
+
+
+@pytest.mark.parametrize("kind", documented_types(), ids=lambda kind: kind.__name__)
+def test_every_key_is_documented(kind):
+    """A key that the page does not name is a key that others cannot write."""
+    assert kind.__struct_config__.forbid_unknown_fields
+    missing = [name for name in kind.__struct_encode_fields__ if f"`{name}`" not in PAGE]
+    assert not missing
+
+
+def test_every_dtype_is_documented():
+    """And only those."""
+    from divergence.numerics.formats import FORMATS
+
+    listed = re.search(r"^dtypes: (.*?)\n\n", PAGE, re.M | re.S)[1]
+    assert set(re.findall(r"`(\w+)`", listed)) == set(FORMATS)
+
+
+def test_the_documented_example_writes_a_valid_run(tmp_path):
+    """Without divergence: and the run opens, verifies and is identical to itself."""
+    from divergence.compare.api import compare
+
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert "divergence" not in code
+    assert len(code.splitlines()) < 35
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    run = Run.open(tmp_path / "by-hand")
+    assert run.manifest.complete
+    assert run.verify() == []
+    assert run.read(run.records[0]).shape == (1, 6, 4)
+    report = compare(run, Run.open(tmp_path / "by-hand"))
+    assert report.verdict.kind == "identical"
+    assert report.coverage.num_compared == 1
+
+
+def test_the_documented_version_is_the_current_one():
+    """A change of the format changes the page."""
+    assert PAGE.startswith(f"# The dump format, version {SCHEMA_VERSION}\n")
+
+
+# --- runs of every version ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
+def test_a_stored_run_of_every_version_opens(version):
+    """It opens, every byte has its checksum, and it compares with itself."""
+    from divergence.compare.api import compare
+
+    path = FIXTURES / f"run-v{version}"
+    assert json.loads((path / "manifest.json").read_text())["schema_version"] == version
+    run = Run.open(path)
+    assert run.manifest.complete
+    assert run.verify() == []
+    for record in run.records:
+        assert tuple(run.read(record).shape) == record.shape
+    assert compare(run, path).verdict.kind == "identical"
+
+
+def test_what_the_first_version_holds():
+    """Its parts keep their meaning: passes, batches, positions, shared bytes."""
+    run = Run.open(FIXTURES / "run-v1")
+    manifest = run.manifest
+    assert manifest.model.source == "tiny-llama"
+    assert manifest.tokens.groups == [[0, 1]]
+    assert [len(sample.generated_ids) for sample in manifest.tokens.samples] == [2, 2]
+    assert manifest.plan.passes == ["free", "anchored"]
+    assert manifest.plan.anchored_to == manifest.like == manifest.tokens.forced_by
+    assert [override.name for override in manifest.overrides] == ["attn_implementation"]
+    assert {record.pass_ for record in run.records} == {"free", "anchored"}
+    assert {record.step for record in run.records} == {0, 1}
+    logits = run.find(("free", 0, 0, ".:out"))
+    assert (logits.shape, logits.positions) == ((2, 1, 512), (8,))
+    assert len({record.place for record in run.records}) < len(run.records)
+
+
+def test_the_stored_run_names_no_path_of_a_machine():
+    """Small, portable, and nobody's home."""
+    files = [path for path in (FIXTURES / "run-v1").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 100_000
+    text = (FIXTURES / "run-v1/manifest.json").read_text()
+    assert not re.search(r'": "(/|~|[A-Za-z]:\\)', text)
+    assert not {"/tmp/", "/home/", "/root/"} & set(re.findall(r"/\w+/", text))

@@ -95,6 +95,7 @@ class RunWriter:
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         self._pending_records: list[Record] = []
+        self._pending_seen_bytes = 0
         self._last_flush = time.monotonic()
         self._known: dict[tuple[str, str, tuple[int, ...]], tuple[Place, Summary]] = {}
         self._keys: set[str] = set()
@@ -286,7 +287,6 @@ class RunWriter:
         summaries = summarize_many([tensor for _, tensor in fresh])
         for (identity, _), summary in zip(fresh, summaries, strict=True):
             self._known[identity] = (self._known[identity][0], summary)
-        sizes = self.manifest.sizes
         for item, coordinates in batch:
             place, summary = self._known[item.digest, item.dtype, item.shape]
             self._pending_records.append(
@@ -300,8 +300,7 @@ class RunWriter:
                     summary=summary,
                 )
             )
-            sizes.num_records += 1
-            sizes.seen_bytes += item.num_bytes
+            self._pending_seen_bytes += item.num_bytes
         if self._pending_bytes >= SHARD_BYTES:
             self._flush()
 
@@ -314,9 +313,6 @@ class RunWriter:
         self._keys.add(key)
         self._pending[key] = tensor
         self._pending_bytes += num_bytes
-        sizes = self.manifest.sizes
-        sizes.num_tensors += 1
-        sizes.stored_bytes += num_bytes
         return Place(shard=shard_name(self._rank, self._shard), key=key)
 
     def _flush(self) -> None:
@@ -334,9 +330,15 @@ class RunWriter:
                     temporary.unlink()
                 raise
             self._shard += 1
-            self.manifest.sizes.num_shards += 1
         self._append_records()
-        self._pending, self._pending_bytes, self._pending_records = {}, 0, []
+        sizes = self.manifest.sizes  # of what is on disk, also in a run that ends early
+        sizes.num_records += len(self._pending_records)
+        sizes.num_tensors += len(self._pending)
+        sizes.num_shards += bool(self._pending)
+        sizes.stored_bytes += self._pending_bytes
+        sizes.seen_bytes += self._pending_seen_bytes
+        self._pending, self._pending_bytes = {}, 0
+        self._pending_records, self._pending_seen_bytes = [], 0
 
     def _append_records(self) -> None:
         """All pending lines or, where the disk refuses, none of them."""

@@ -376,6 +376,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, manifest, monkeypatch):
     monkeypatch.undo()
     run = Run.open(tmp_path / "r")
     assert (run.manifest.complete, len(run.records)) == (False, 1)
+    assert (run.manifest.sizes.num_records, run.manifest.sizes.stored_bytes) == (1, 200)
     assert "No space left" in run.manifest.stopped_by
     assert run.verify() == []
     assert not [path for path in run.path.rglob("*") if path.suffix == ".tmp"]

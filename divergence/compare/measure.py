@@ -85,7 +85,7 @@ class Measurer:
             **place,
             **_of_metrics(found.metrics),
             shape=found.shape,
-            identical=False,
+            identical=found.metrics.identical,
             worst_position=self._position(pair.reference, found.shape, found.metrics.worst_row),
             nonfinite=_nonfinite(found.metrics),
             logits=found.logits,
@@ -169,6 +169,8 @@ class Measurer:
             self._tensor(self._reference, pair.reference),
             self._tensor(self._candidate, pair.candidate),
         )
+        if base is not None and one.positions is None and two.positions is not None:
+            base = _same_positions(base, one, b, two)[0]
         a, b = _same_positions(a, one, b, two)
         mask = self._row_mask(pair.reference, tuple(a.shape))
         base = base if whole else None

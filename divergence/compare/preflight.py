@@ -94,6 +94,8 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
                     if (rounded[0] == two.digest)
                     else f"the same weights, rounded from {two.dtype} to {one.dtype}"
                 )
+            elif set(one.digests) != set(two.digests):
+                status, detail = "differs", "digests of other names and dtypes cannot be compared"
             elif any(rounded):
                 status, detail = "blocking", "other weights, also after rounding to one dtype"
             else:
@@ -101,11 +103,29 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
                 detail = "digests of different dtypes cannot be compared"
         elif one.quantization != two.quantization:
             status, detail = "differs", "one side is quantised"
+        elif (renamed := _renamed(one.digests, two.digests)) is not None:
+            status, detail = "differs", renamed
         else:
             status, detail = "blocking", _differing(one.digests, two.digests)
     return PreflightLine(
         check="weights", status=status, reference=shown[0], candidate=shown[1], detail=detail
     )
+
+
+def _renamed(a: dict[str, str], b: dict[str, str]) -> str | None:
+    """What to say where one side holds all values of the other under other names: a base model
+    and its causal LM, which has a head besides. None where it does not."""
+    if not a or not b or any(a[name] != b[name] for name in a if name in b):
+        return None
+    values_a, values_b = set(a.values()), set(b.values())
+    if not (values_a <= values_b or values_b <= values_a):
+        return None
+    parts = ["the same values under other names"]
+    for side, mine, others in (("reference", a, values_b), ("candidate", b, values_a)):
+        only = [name for name in mine if mine[name] not in others]
+        if only:
+            parts.append(f"{len(only)} only in the {side}: {_names(only)}")
+    return "; ".join(parts)
 
 
 def _differing(a: dict[str, str], b: dict[str, str]) -> str:
@@ -120,8 +140,6 @@ def _differing(a: dict[str, str], b: dict[str, str]) -> str:
         parts.append(f"{len(only_a)} only in the reference: {_names(only_a)}")
     if only_b:
         parts.append(f"{len(only_b)} only in the candidate: {_names(only_b)}")
-    if not different and set(a.values()) == set(b.values()):
-        return "same values under other names"
     return "; ".join(parts) or "the parameters' digests are not recorded"
 
 

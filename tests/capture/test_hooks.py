@@ -33,9 +33,7 @@ class Keeper:
 
 def recorder_of(model: nn.Module, sink: Keeper, **options) -> Recorder:
     notes = describe_modules(model)
-    return Recorder(
-        model, notes, wanted=lambda *_: True, hooked=set(notes), sink=sink, **options
-    )
+    return Recorder(model, notes, wanted=lambda *_: True, hooked=set(notes), sink=sink, **options)
 
 
 def watch(model: nn.Module, *args, **options) -> Keeper:
@@ -306,7 +304,9 @@ def test_faults_that_cannot_be_understood_are_refused(text):
 def test_a_fault_that_meets_no_tensor_is_an_error(plant, told, llama, tmp_path):
     """A plant that changes nothing proves nothing."""
     with pytest.raises(PlantError, match=told):
-        capture(str(llama), out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1, plants=[plant])
+        capture(
+            str(llama), out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1, plants=[plant]
+        )
 
 
 def test_a_fault_at_an_input_is_planted_before_the_module_sees_it(captured, replay):

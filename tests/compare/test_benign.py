@@ -123,7 +123,9 @@ def largest(reference: Run, report, pass_: str) -> dict[str, tuple[float, str]]:
     flag(units, routed=routed)
     found = {"typical": (0.0, ""), "token": (0.0, "")}
     for unit in units:
-        place = f"{reference.path.name} {unit.site} {unit.phase} {unit.typical:.2f} {unit.worst:.2f}"
+        place = (
+            f"{reference.path.name} {unit.site} {unit.phase} {unit.typical:.2f} {unit.worst:.2f}"
+        )
         shares = {"typical": unit.typical / unit.limit}
         if unit.results[0].block not in routed:
             shares["token"] = unit.worst / unit.worst_limit

@@ -13,9 +13,9 @@ from pathlib import Path
 from divergence.capture.plant import Plant, parse_plant
 from divergence.capture.prompts import Prompt, collect_prompts
 from divergence.capture.selection import select_positions, step_selected
-from divergence.errors import UsageError
+from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.run.layout import expanded
+from divergence.run.layout import MANIFEST, expanded
 from divergence.run.manifest import ModelIdentity, Override
 from divergence.run.reader import Run
 
@@ -86,8 +86,7 @@ def resolve_request(
         dtype = format_named(dtype).name
     if repeat < 1:
         raise UsageError(f"--repeat {repeat}: at least one run is needed")
-    if seed is not None and not -(2**63) <= seed < 2**64:
-        raise UsageError(f"--seed {seed} does not fit 64 bits", hint="for example --seed 1")
+    _check_seed(seed)
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
     parsed = [parse_plant(text) for text in plants]
@@ -180,6 +179,7 @@ def _like(
         return given
 
     settings, plan, identity = recorded.settings, recorded.plan, recorded.model
+    _check_recorded(run)
     if steps is not None or max_new_tokens is not None:
         _check_steps(
             plan.steps if steps is None else steps,
@@ -205,6 +205,33 @@ def _like(
         overrides=overrides,
         **common,
     )
+
+
+def _check_recorded(run: Run) -> None:
+    """What a run by another writer may hold and no capture can repeat."""
+    manifest = run.manifest
+    empty = [n for n, sample in enumerate(manifest.tokens.samples) if not sample.prompt_ids]
+    if empty or not manifest.tokens.samples:
+        raise RunFormatError(
+            f"{run.path} cannot be repeated: "
+            + (f"prompt {empty[0]} has no tokens" if empty else "it has no prompts"),
+            where=str(run.path / MANIFEST),
+        )
+    try:
+        step_selected(manifest.plan.steps, 0)
+        select_positions(manifest.plan.positions, 1)
+        _check_seed(manifest.settings.seed)
+    except UsageError as error:
+        raise RunFormatError(
+            f"{run.path} cannot be repeated: {error.message}",
+            where=str(run.path / MANIFEST),
+            hint=error.hint,
+        ) from error
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise UsageError(f"--seed {seed} does not fit 64 bits", hint="for example --seed 1")
 
 
 def _trusted_here(identity: ModelIdentity) -> bool:

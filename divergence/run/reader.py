@@ -237,9 +237,11 @@ def _read_manifest(path: Path) -> Manifest:
             hint="docs/dump-format.md describes every key",
         ) from error
     problem = _broken_groups(manifest)
+    if problem is None and manifest.model.dtype not in FORMATS:
+        problem = f"no dtype is called {manifest.model.dtype!r} - at `$.model.dtype`"
     if problem is not None:
         raise RunFormatError(
-            f"{MANIFEST} breaks the format: {problem} - at `$.tokens.groups`",
+            f"{MANIFEST} breaks the format: {problem}",
             where=str(path),
             hint="docs/dump-format.md describes every key",
         )
@@ -249,16 +251,17 @@ def _read_manifest(path: Path) -> Manifest:
 def _broken_groups(manifest: Manifest) -> str | None:
     """Why the groups are no division of the samples into batches, or None."""
     samples, groups = manifest.tokens.samples, manifest.tokens.groups
+    at = " - at `$.tokens.groups`"
     if [number for group in groups for number in group] != list(range(len(samples))):
-        return f"the groups must hold the samples 0 to {len(samples) - 1} once each, in order"
+        return f"the groups must hold the samples 0 to {len(samples) - 1} once each, in order{at}"
     for group in groups:
         members = [samples[number] for number in group]
         if not members:
-            return "a group is empty"
+            return f"a group is empty{at}"
         if len({s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in members}) > 1:
-            return f"samples {group} ran together but are not equally long with their padding"
+            return f"samples {group} ran together but are not equally long with their padding{at}"
         if len({len(s.generated_ids) for s in members}) > 1:
-            return f"samples {group} ran together but have not equally many generated ids"
+            return f"samples {group} ran together but have not equally many generated ids{at}"
     return None
 
 

@@ -457,6 +457,26 @@ def test_a_damaged_run_is_not_repeated(refused, runs, tmp_path):
     refused("capture", "--like", "a", "-o", "x", said="manifest.json is empty")
 
 
+IMPOSSIBLE = {
+    "no tokens": (lambda m: m["tokens"]["samples"][0].update(prompt_ids=[]), "no tokens"),
+    "steps": (lambda m: m["plan"].update(steps="x"), "'x' is neither"),
+    "positions": (lambda m: m["plan"].update(positions="5-2"), "'5-2' holds nothing"),
+    "seed": (lambda m: m["settings"].update(seed=10**30), "64 bits"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_run_by_another_writer_that_cannot_be_repeated(refused, runs, tmp_path, name):
+    """It is readable, and says what no capture can do; the model is not loaded for it."""
+    change, said = IMPOSSIBLE[name]
+    shutil.copytree(runs / "a", tmp_path / "a")
+    manifest = json.loads((tmp_path / "a/manifest.json").read_text())
+    change(manifest)
+    (tmp_path / "a/manifest.json").write_text(json.dumps(manifest))
+    said = ("a cannot be repeated", said, "manifest.json")
+    refused("capture", "--like", "a", "-o", "x", said=said)
+
+
 # --- comparing ---------------------------------------------------------------------------------
 
 

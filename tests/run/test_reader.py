@@ -165,6 +165,7 @@ def test_a_newer_run_asks_for_a_newer_tool(small_run):
         (lambda m: m["tokens"].update(groups=[[0]]), "`$.tokens.groups`"),
         (lambda m: m["tokens"].update(groups=[[0], [1], []]), "a group is empty"),
         (lambda m: m["tokens"].update(groups=[[0, 1]]), "not equally long"),
+        (lambda m: m["model"].update(dtype="float33"), "`$.model.dtype`"),
     ],
 )
 def test_a_wrong_manifest_value_is_named_by_its_path(small_run, change, said):

@@ -180,6 +180,12 @@ def _like(
 
     settings, plan, identity = recorded.settings, recorded.plan, recorded.model
     _check_recorded(run)
+    if max_new_tokens is not None and max_new_tokens > settings.max_new_tokens:
+        raise UsageError(
+            f"--max-new-tokens {max_new_tokens}: the run to be repeated has "
+            f"{settings.max_new_tokens}, and its tokens are forced",
+            hint="ask for fewer, or capture without --like",
+        )
     if steps is not None or max_new_tokens is not None:
         _check_steps(
             plan.steps if steps is None else steps,

@@ -442,6 +442,8 @@ def test_a_run_that_cannot_be_repeated(refused, runs, llama, tmp_path):
     refused(*like, "a", "-o", "a", said=("is the run to be repeated", "another -o"))
     refused(*like, "a", "-o", "./empty/../a", "--force", said="is the run to be repeated")
     refused(*like, "a", "-o", "x", "--steps", "50", said="--steps 50 selects nothing")
+    more = ("--max-new-tokens", "9")
+    refused(*like, "a", "-o", "x", *more, said=("to be repeated has 2", "capture without --like"))
     refused(*like, "a", "-o", "x", "--model", "./none", said="no such model")
     refused(*like, "a", llama, "-o", "x", said=("recorded one", "--model"))
     assert (tmp_path / "a/manifest.json").is_file()

@@ -379,3 +379,82 @@ def test_damaged_bytes_are_named(run, replay):
     shard.write_bytes(content)
     with pytest.raises(RunFormatError, match="checksum"):
         compare(run().path, other.path)
+
+
+# --- which pass against which ------------------------------------------------------------------
+
+
+def anchored_blocks(report) -> set[str]:
+    return {s.block for s in report.sites if s.pass_ == "anchored" and s.flagged}
+
+
+def test_the_order_of_the_runs_does_not_matter(run, replay):
+    """Compared the other way round, the same block is found: the anchored pass is the first's."""
+    other = replay(run(), attn_implementation="sdpa", plants=["model.layers.1:out=scale:1.2"])
+    for report in (compare(run(), other), compare(other, run())):
+        assert report.verdict.kind == "localized"
+        assert report.verdict.onset.site == "model.layers.1:out"
+        assert report.verdict.confidence == "high"
+        assert anchored_blocks(report) == {"model.layers.1"}
+
+
+def test_two_repeats_of_one_run_are_compared_anchored(run, replay):
+    """Two machines anchored to a third run had equal inputs too."""
+    one = replay(run(), attn_implementation="sdpa")
+    two = replay(run(), plants=["model.layers.2:out=scale:1.2"])
+    report = compare(one, two)
+    assert report.verdict.kind == "localized"
+    assert anchored_blocks(report) == {"model.layers.2"}
+
+
+def test_an_anchored_pass_to_another_run_is_not_used(run, replay):
+    """It was fed something else: the free runs are judged, and that is said."""
+    between = replay(run(), plants=["model.layers.0:out=scale:1.1"])
+    other = replay(between, attn_implementation="sdpa")
+    report = compare(run(), other)
+    assert {site.pass_ for site in report.sites} == {"free"}
+    assert any("another run's inputs" in note for note in report.notes)
+    assert {s.reason for s in report.coverage.unmatched} == {"pass without a partner"}
+
+
+def test_fewer_tokens_are_a_shorter_repeat(run, replay):
+    """What the shorter run lacks is counted."""
+    report = compare(run(), replay(run(), max_new_tokens=2))
+    assert report.verdict.kind == "identical"
+    assert report.verdict.confidence == "medium"
+    assert {s.step for s in report.coverage.unmatched} == {2}
+
+
+def test_one_wrong_token_is_found(run, replay, monkeypatch):
+    """A fault at a single position is a matter of that token, not of the typical one."""
+    from divergence.capture.plant import Plant
+
+    def at_one(self, tensor, forward):
+        tensor = tensor.clone()
+        if tensor.shape[1] > 6:
+            tensor[:, 6] *= 1.5
+        return tensor
+
+    monkeypatch.setattr(Plant, "apply", at_one)
+    other = replay(run(), attn_implementation="sdpa", plants=["model.layers.1:out=scale:1"])
+    verdict = compare(run(), other).verdict
+    assert (verdict.kind, verdict.onset.site) == ("localized", "model.layers.1:out")
+    assert verdict.onset.position == 6
+    assert "one token" in verdict.evidence[0].text
+
+
+def test_the_second_prompt_alone_can_be_wrong(run, replay, monkeypatch):
+    """The onset names the prompt in which the error is made."""
+    from divergence.capture.plant import Plant
+
+    apply = Plant.apply
+
+    def in_second(self, tensor, forward):
+        return apply(self, tensor, forward) if forward >= 100_003 else tensor
+
+    monkeypatch.setattr(Plant, "apply", in_second)
+    reference = run(prompts=PROMPTS)
+    other = replay(reference, plants=["model.layers.1:out=scale:1.2"])
+    verdict = compare(reference, other).verdict
+    assert verdict.kind == "localized"
+    assert (verdict.onset.site, verdict.onset.sample) == ("model.layers.1:out", 1)

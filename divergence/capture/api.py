@@ -195,8 +195,7 @@ class _Capture:
                     "note",
                     0,
                     None,
-                    f"no anchored pass: {request.like.path} cannot anchor "
-                    f"one, {reason}; capture it again with --sites blocks",
+                    f"no anchored pass: {request.like.path} cannot anchor one, {reason}",
                 )
         return Plan(
             passes=passes,

@@ -1,6 +1,6 @@
 """The machine a run was made on, described without secrets.
 
-No host name, user or path is recorded; environment variables only by the
+No host name, user or file path is recorded; environment variables only by the
 allow-list below. ``--label`` gives a machine a name of the user's own.
 """
 

@@ -90,7 +90,7 @@ def can_anchor(run: Run) -> str | None:
     """None if the run holds what an anchored pass needs, else why it does not."""
     plan = run.manifest.plan
     if plan.positions is not None:
-        return f"it holds only the token positions {plan.positions}"
+        return f"it holds only the token positions {plan.positions}; capture it again without them"
     blocks = {path for path, note in plan.modules.items() if note.role == "block"}
     inputs = {
         record.site.rpartition(":")[0]
@@ -98,7 +98,11 @@ def can_anchor(run: Run) -> str | None:
         if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
     }
     if not blocks & inputs:
-        return "it holds no inputs of blocks (its sites: " + ", ".join(plan.sites) + ")"
+        return (
+            "it holds no inputs of blocks (its sites: "
+            + ", ".join(plan.sites)
+            + "); capture it again with --sites blocks"
+        )
     return None
 
 

@@ -156,7 +156,7 @@ def command(
             "--max-new-tokens",
             metavar="N",
             min=0,
-            help="Decode steps after the prefill. Default: 16, or the recorded number.",
+            help="Tokens to generate: prefill and N - 1 decode steps. Default: 16, or as recorded.",
             rich_help_panel=PROMPTS,
         ),
     ] = None,

@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Show this machine as a run records it: device, CPU, versions and variables.
 
-    No host name, no user and no path is recorded; variables by an allow-list.
+    No host name, no user and no file path; variables by an allow-list.
     """
     import msgspec
 

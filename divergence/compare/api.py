@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from divergence._version import __version__
+from divergence.compare.advice import Advice
 from divergence.compare.align import Alignment, align
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge
@@ -75,7 +76,7 @@ def compare(
             tokens=tokens,
             anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
             routed=frozenset(path for path, note in plan.modules.items() if note.routed),
-            paths=(str(a.path), str(b.path)),
+            advice=Advice(a, b),
             missing=len(unmatched),
             notes=alignment.notes,
         )
@@ -108,7 +109,7 @@ def _incomparable(
             evidence=[
                 Evidence(text=f"{line.check}: {line.detail or _against(line)}") for line in blocking
             ],
-            next=[f"divergence compare {a.path} {b.path} --force   # measure all the same"],
+            next=Advice(a, b).force(),
         ),
         preflight=lines,
         tokens=None,
@@ -141,7 +142,10 @@ def _notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
     for name, run in (("reference", a), ("candidate", b)):
         if run.torn_tail:
             notes.append(f"the {name}'s last record line was cut off and left out")
+        both = a.manifest.overrides if run is b else b.manifest.overrides
         for override in run.manifest.overrides:
+            if override in both or override.name in ("sites", "model"):
+                continue  # shared, or no influence on the numbers
             notes.append(
                 f"the {name} was told to use {override.name} {override.used} "
                 f"instead of {override.reference}"

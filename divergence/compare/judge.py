@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from divergence.compare.advice import Advice
 from divergence.compare.result import (
     Evidence,
     Onset,
@@ -29,7 +30,7 @@ __all__ = ["Case", "judge"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Everything the judge may look at. ``anchored``: pairs of an anchored pass are there;
-    ``routed``: blocks with experts; ``paths``: (reference, candidate) for printed commands;
+    ``routed``: blocks with experts; ``advice`` prints commands;
     ``missing``: records without a partner or skipped."""
 
     sites: Sequence[SiteResult]
@@ -37,7 +38,7 @@ class Case:
     tokens: TokensResult | None
     anchored: bool
     routed: frozenset[str]
-    paths: tuple[str, str]
+    advice: Advice
     missing: int
     notes: Sequence[str] = ()
 
@@ -92,10 +93,10 @@ def _nonfinite(case: Case) -> Verdict | None:
     )
     what = " and ".join(f"{count} {name}" for count, name in ((nan, "nan"), (inf, "inf")) if count)
     for site in found:
-        site.flagged = True
+        site.flagged = site.pass_ == first.pass_
     return Verdict(
         kind="nonfinite",
-        summary=f"{what} in the {side} first at {_where(first)}, where the other side is finite",
+        summary=f"{what} in the {side} first at {first.site}, where the other side is finite",
         onset=_onset(first),
         confidence="high",
         side=side,
@@ -107,7 +108,7 @@ def _nonfinite(case: Case) -> Verdict | None:
                 values={"reference": more_a, "candidate": more_b},
             )
         ],
-        next=[f"divergence inspect {case.paths[side == 'candidate']} --site '{first.site}'"],
+        next=case.advice.look_at(first.site),
     )
 
 
@@ -148,7 +149,7 @@ def _beyond_floor(
         ]
         return Verdict(
             kind="systematic",
-            summary=f"every {name} differs by more than rounding, from {_where(first.first)} on: "
+            summary=f"every {name} differs by more than rounding, from {first.first.site} on: "
             "a kernel or a precision setting, not one layer",
             onset=_onset(first.first),
             confidence=_confidence(first, case),
@@ -169,7 +170,7 @@ def _beyond_floor(
     made = "is made at" if case.anchored else "seems to be made at"
     return Verdict(
         kind="localized",
-        summary=f"the error {made} {_where(first.first)}",
+        summary=f"the error {made} {first.first.site}",
         onset=_onset(first.first),
         confidence=_confidence(first, case),
         evidence=evidence + _context(case),
@@ -240,6 +241,13 @@ def _within_floor(case: Case, units: list[Unit]) -> Verdict:
             next=_next(case, None),
         )
     worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
+    token = max(judged, key=lambda unit: unit.worst)
+    largest = (
+        f"largest error of a typical token: {worst.typical:.2f} × the floor, at {worst.site} "
+        f"({worst.phase}; limit {worst.limit:.2g})"
+        if worst.typical
+        else "the typical token is equal bit for bit at every site"
+    )
     sure = case.anchored
     return Verdict(
         kind="within_floor",
@@ -253,9 +261,8 @@ def _within_floor(case: Case, units: list[Unit]) -> Verdict:
         side="neither" if sure else None,
         evidence=[
             Evidence(
-                text=f"largest error of a typical token: {worst.typical:.2f} × the floor, at "
-                f"{worst.site} ({worst.phase}; limit {worst.limit:.2g}); of any token: "
-                f"{max(unit.worst for unit in judged):.2f} ×",
+                text=f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
+                f"(limit {token.worst_limit:.2g})",
                 values={"ratio": worst.typical, "limit": worst.limit},
             ),
             *_context(case),
@@ -273,7 +280,10 @@ def _context(case: Case) -> list[Evidence]:
     tokens = case.tokens
     if tokens is not None and tokens.first_difference is not None:
         difference = tokens.first_difference
-        margin = "" if difference.margin is None else f" (margin {difference.margin:.3g})"
+        margin = "" if difference.margin is None else f" (margin {difference.margin:.3g}"
+        if margin:
+            margin += "" if difference.z is None else f", {difference.z:.1f} σ of the logits' diff"
+            margin += ")"
         found.append(
             Evidence(
                 text=f"first different token: sample {difference.sample}, "
@@ -291,7 +301,7 @@ def _unit_evidence(unit: Unit) -> Evidence:
             f"(limit {unit.worst_limit:.1f}), position {worst.worst_position}",
             values={"ratio": unit.worst, "limit": unit.worst_limit},
         )
-    control = f", its siblings {unit.control:.2f} ×" if unit.control else ""
+    control = f", its siblings' {unit.control:.2f} ×" if unit.num_siblings else ""
     return Evidence(
         text=f"{unit.site} ({unit.phase}): the typical token's error is {unit.typical:.1f} × "
         f"the floor{control} (limit {unit.limit:.1f}); rel L2 {worst.rel_l2:.2e}",
@@ -319,26 +329,13 @@ def _onset(site: SiteResult) -> Onset:
     )
 
 
-def _where(site: SiteResult) -> str:
-    return f"{site.site} (sample {site.sample}, step {site.step})"
-
-
 def _next(case: Case, unit: Unit | None) -> list[str]:
     """The command that gives certainty, or goes deeper."""
-    a, b = case.paths
     if not case.anchored:
-        return [
-            f"divergence capture --like {a} -o {b}-anchored   # on the candidate's machine",
-            f"divergence compare {a} {b}-anchored",
-        ]
+        return case.advice.certainty()
     if unit is None or unit.results[0].block is None:
-        return []
+        return [] if unit is None else case.advice.look_at(unit.site)
     block = unit.results[0].block
     if unit.site.partition(":")[0] != block:
-        return [f"divergence compare {a} {b} --all"]
-    return [
-        f"divergence capture --like {a} -o {a}-deep --sites blocks --sites '{block}.*'"
-        "   # on the reference's machine",
-        f"divergence capture --like {a}-deep -o {b}-deep   # on the candidate's machine",
-        f"divergence compare {a}-deep {b}-deep",
-    ]
+        return case.advice.look_at(unit.site)
+    return case.advice.into_block(block)

@@ -178,9 +178,10 @@ class Measurer:
         found = None
         if logits and a.ndim >= 1 and a.numel():
             values = measure_logits(a, b, row_mask=mask)
-            found = LogitsDiff(
-                **{name: getattr(values, name) for name in LogitsDiff.__struct_fields__}
-            )
+            if values.num_rows > values.num_skipped:  # else no row was finite enough to measure
+                found = LogitsDiff(
+                    **{name: getattr(values, name) for name in LogitsDiff.__struct_fields__}
+                )
         result = _Found(metrics, found, rows, tuple(a.shape))
         if whole:
             self._cache[key] = result

@@ -35,6 +35,7 @@ class Unit:
     typical: float = 0.0
     worst: float = 0.0
     control: float = 0.0
+    num_siblings: int = 0
     limit: float = 0.0
     worst_limit: float = 0.0
     why: str | None = None
@@ -98,6 +99,7 @@ def flag(
             # In a free pass a block is allowed what it may make of an error that came in, the
             # first one nothing: their ratios are no measure for each other.
             if len(others) >= 2 and unit.pass_ != "free":
+                unit.num_siblings = len(others)
                 unit.control = statistics.median(other.typical for other in others)
                 control = max(unit.control, thresholds.least_sibling)
                 unit.limit = min(absolute, thresholds.sibling * control)

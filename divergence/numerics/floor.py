@@ -47,7 +47,7 @@ __all__ = ["THRESHOLDS", "Thresholds", "floor_weights"]
 
 _ONE_ROUNDING = 0.41
 _ACCUMULATOR_ROUNDOFF = 2.0**-24
-_STORES = {"block": 12, "inner": 12, "trunk": 4}
+_STORES = {"block": 12, "inner": 12, "trunk": 2}
 _PRODUCTS = {"block": 4, "inner": 4, "trunk": 1}
 _WIDENING = 4  # K is the widest inner dimension: four times the hidden size in most models
 

@@ -41,7 +41,10 @@ def switch_lines(switches: Sequence[Switch], *, verbose: bool = False) -> list[L
         return []
     tally = Counter(item.status for item in switches)
     told = ", ".join(f"{tally[name]} {name}" for name in ("accepted", "refused", "absent"))
-    lines = [prose("  switches", told, width=14)]
+    if all(item.asked == "-" for item in switches):
+        told = f"{len(switches)} left as found"
+    hint = "" if verbose else " (inspect -v lists them)"
+    lines = [prose("  switches", told + hint, width=14)]
     rows = [
         (item.status, item.name, f"asked {item.asked}, found {item.found}", item.note or "")
         for item in switches
@@ -54,6 +57,6 @@ def repeat_lines(repeat: Repeatability) -> list[Line]:
     if repeat.num_runs <= 1:
         return []
     first = f", first at {repeat.first_difference}" if repeat.first_difference else ""
-    differ = f"{repeat.num_different:,} of {repeat.num_compared:,} tensors differ"
-    text = f"{repeat.num_runs} runs: {differ}"
+    differ = f"{repeat.num_different:,} of {repeat.num_compared:,} repeated tensors differ"
+    text = f"{repeat.num_runs} runs: " + (differ if repeat.num_different else "all bits equal")
     return [prose("  repeated", text + first, width=14)]

@@ -44,7 +44,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         BLANK,
         *_run_lines(report),
         BLANK,
-        *_evidence_lines(report.verdict),
+        *_evidence_lines(report.verdict, verbose=verbose),
         *_preflight_lines(report.preflight, verbose=verbose),
         *token_lines(report.tokens),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
@@ -117,13 +117,14 @@ def _run_text(run: RunSummary) -> str:
     return f"{run.path}{label}: {run.model}, {dtype} on {run.device}"
 
 
-def _evidence_lines(verdict: Verdict) -> list[Line]:
+def _evidence_lines(verdict: Verdict, *, verbose: bool) -> list[Line]:
     if not verdict.evidence:
         return []
     lines = [heading("why")]
     for fact in verdict.evidence:
         values = ", ".join(f"{name} {_value(value)}" for name, value in fact.values.items())
-        lines.append(prose("  -", fact.text + (f" [{values}]" if values else ""), width=4))
+        shown = f" [{values}]" if values and verbose else ""
+        lines.append(prose("  -", fact.text + shown, width=4))
     return [*lines, BLANK]
 
 

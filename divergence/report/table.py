@@ -64,7 +64,7 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
     ]
     titles += ["floors".rjust(8)] if with_floor else []
     titles += ["worst".rjust(8)] if with_worst else []
-    titles += [("0.1..1e3x" if with_floor else "1e-8..1").ljust(10)]
+    titles += [("bar .1-1e3" if with_floor else "bar 1e-8-1").ljust(10)]
     titles += ["free L2".rjust(7)] if with_free else []
     lines = [
         heading(what, _PASSES.get(main_pass(sites), main_pass(sites)) + worst),
@@ -92,9 +92,7 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
 def _footer(rows: list[Row], *, with_worst: bool) -> Line:
     num_flagged = sum(row.flagged for row in rows)
     num_same = sum(row.worst.identical for row in rows)
-    parts = [
-        f"{count(len(rows), 'row')}: {num_flagged:,} over the floor (!), {num_same:,} bit-identical"
-    ]
+    parts = [f"{count(len(rows), 'row')}: {num_flagged:,} flagged (!), {num_same:,} bit-identical"]
     if any(row.onset for row in rows):
         parts.append("> onset")
     if with_worst:

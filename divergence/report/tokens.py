@@ -43,10 +43,10 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
     ]
     lines += columns(
         [
-            (name, _token(choice), f"margin {fixed(margin)} logits over the next")
-            for name, choice, margin in (
-                ("reference", first.reference, first.margin),
-                ("candidate", first.candidate, first.candidate_margin),
+            (name, _token(choice), f"margin {fixed(margin)} logits over the next{sigmas}")
+            for name, choice, margin, sigmas in (
+                ("reference", first.reference, first.margin, _sigmas(first.z)),
+                ("candidate", first.candidate, first.candidate_margin, ""),
             )
         ],
         indent=4,
@@ -57,6 +57,11 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
         rows = [("top of the reference", "logprob", "top of the candidate", "logprob"), *tops]
         lines += columns(rows, indent=4, widest=32)
     return lines
+
+
+def _sigmas(z: float | None) -> str:
+    """The margin in standard deviations of the logits' difference."""
+    return "" if z is None else f" ({z:.1f} σ of the diff)"
 
 
 def _tops(

@@ -1,0 +1,74 @@
+"""The commands a report ends with: what gives certainty, or goes one level deeper.
+
+Options that made the candidate what it is (planted faults, another dtype or attention,
+a label) are repeated, so that a printed command followed literally asks the same thing.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+
+__all__ = ["Advice"]
+
+_REPEATED = {"dtype": "--dtype", "attn_implementation": "--attn-implementation"}
+
+
+class Advice:
+    """Prints commands for one pair of runs."""
+
+    def __init__(self, reference: Run, candidate: Run) -> None:
+        self._a, self._b = shlex.quote(str(reference.path)), shlex.quote(str(candidate.path))
+        self._reference, self._candidate = reference.manifest, candidate.manifest
+
+    def certainty(self) -> list[str]:
+        """An anchored pass, where there is none: capture the candidate like the reference."""
+        anchored = _beside(self._b, "-anchored")
+        return [
+            f"divergence capture --like {self._a} -o {anchored}"
+            f"{_options(self._candidate)}   # on the candidate's machine",
+            f"divergence compare {self._a} {anchored}",
+        ]
+
+    def into_block(self, block: str) -> list[str]:
+        """Everything inside a block, on both machines."""
+        one, two = _beside(self._a, "-deep"), _beside(self._b, "-deep")
+        sites = f"--sites blocks --sites {shlex.quote(block + '.*')}"
+        return [
+            f"divergence capture --like {self._a} -o {one} {sites}"
+            f"{_options(self._reference)}   # on the reference's machine",
+            f"divergence capture --like {one} -o {two}"
+            f"{_options(self._candidate)}   # on the candidate's machine",
+            f"divergence compare {one} {two}",
+        ]
+
+    def look_at(self, site: str) -> list[str]:
+        """The tensor itself, on both sides."""
+        return [
+            f"divergence inspect {path} --site {shlex.quote(site)}" for path in (self._a, self._b)
+        ]
+
+    def force(self) -> list[str]:
+        """Measure in spite of a blocking difference."""
+        return [f"divergence compare {self._a} {self._b} --force   # measure all the same"]
+
+
+def _beside(quoted: str, ending: str) -> str:
+    """``a`` → ``a-deep``, also where the path is quoted."""
+    return f"{quoted[:-1]}{ending}'" if quoted.endswith("'") else quoted + ending
+
+
+def _options(manifest: Manifest) -> str:
+    """What was special about a run, as options; begins with a space if there is any."""
+    words: list[str] = []
+    for override in manifest.overrides:
+        if override.name in _REPEATED:
+            words += [_REPEATED[override.name], override.used]
+    for plant in manifest.plan.plants:
+        words += ["--plant", plant]
+    environment = manifest.environment
+    if not environment.label.startswith(environment.device_name):  # one of the user's own
+        words += ["--label", environment.label]
+    return " " + shlex.join(words) if words else ""

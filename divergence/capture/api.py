@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from divergence._version import __version__
 from divergence.capture.determinism import Determinism, deterministic_settings
 from divergence.capture.dry_run import DryRun, plan_capture
-from divergence.capture.engines.generate import GroupResult
+from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify, without_home
 from divergence.capture.engines.load import LoadedModel, load_model
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
@@ -26,11 +26,12 @@ from divergence.capture.passes import (
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.sites import SiteSelection
 from divergence.capture.structure import describe_modules, output_paths
-from divergence.errors import PlantError, RunExistsError
-from divergence.run.layout import MANIFEST
+from divergence.errors import PlantError, RunExistsError, RunWriteError, UsageError
+from divergence.run.layout import expanded
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
 from divergence.run.site import ROOT, near_names
+from divergence.run.target import check_target
 from divergence.run.writer import RunWriter, new_run_id
 
 __all__ = ["DryRun", "Progress", "capture", "plan_capture"]
@@ -92,7 +93,8 @@ def capture(
         positions=positions, deterministic=deterministic, seed=seed, repeat=repeat,
         anchor=anchor, plants=plants, label=label,
     )  # fmt: skip
-    _check_output(Path(out), force=force, like=request.like)
+    out = expanded(out)
+    _check_output(out, force=force, like=request.like)
     tell: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)
     with deterministic_settings(
@@ -118,7 +120,7 @@ def capture(
                 f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}",
             )
         return _Capture(request, loaded, device, determinism, tell).run(
-            Path(out), force=force, command=command
+            out, force=force, command=command
         )
 
 
@@ -145,6 +147,7 @@ class _Capture:
                     hint=f"did you mean {', '.join(near)}?" if near else None,
                 )
         self.samples, self.groups, self.forced = self._tokens()
+        check_ids(loaded, self.samples if request.like is None else _recorded_samples(request.like))
 
     def run(self, out: Path, *, force: bool, command: str | None) -> Run:
         request, plan = self.request, self._plan()
@@ -154,6 +157,12 @@ class _Capture:
             recorder = self._recorder(first, "free")
             self._pass(recorder, "free", writer)
             recorder.check_plants()
+            if recorder.num_emitted == 0:
+                raise UsageError(
+                    "nothing was recorded: no tensor passed the chosen sites, steps and positions",
+                    where=f"--sites {' '.join(plan.sites)}",
+                    hint="`divergence capture MODEL --sites modules --dry-run` lists every site",
+                )
             if "anchored" in plan.passes:
                 anchored = self._recorder(writer, "anchored", anchor=recorded_inputs(request.like))
                 self._pass(anchored, "anchored", None)
@@ -308,16 +317,15 @@ class _Capture:
         return result
 
 
+def _recorded_samples(run: Run) -> list[SampleTokens]:
+    return run.manifest.tokens.samples
+
+
 def _check_output(out: Path, *, force: bool, like: Run | None) -> None:
     """Refuse before hours of work what the writer would refuse after them."""
     if like is not None and out.exists() and out.resolve() == like.path.resolve():
         raise RunExistsError(f"{out} is the run to be repeated", hint="choose another -o")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise RunExistsError(f"{out} exists and is not a directory")
-    if any(out.iterdir()) and not (force and (out / MANIFEST).is_file()):
-        raise RunExistsError(
-            f"{out} exists already",
-            hint="choose another directory with -o, or pass --force to replace a run",
-        )
+    try:
+        check_target(out, force=force)
+    except OSError as error:
+        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error

@@ -102,7 +102,7 @@ class Recorder:
         self._on_step = on_step
         self._copy = copy or _detached_copy
         self.fired: set[str] = set()
-        self.anchored = 0
+        self.anchored = self.num_emitted = 0
         self._recent: dict[int, tuple[torch.Tensor, int, Item]] = {}
         self._sites: dict[tuple[str, str], str | None] = {}
         self.begin(sample=0, batch=1, num_tokens=0)
@@ -265,6 +265,7 @@ class Recorder:
             positions=positions,
         )
         self._order += 1
+        self.num_emitted += 1
 
     def _narrowed(
         self, path: str, port: str, tensor: torch.Tensor

@@ -78,9 +78,9 @@ class _Group(TyperGroup):
 
 
 def _say(text: str) -> None:
-    from divergence.report.terminal import write_text
+    from divergence.report.terminal import harmless, write_text
 
-    write_text(text + "\n", file=sys.stderr)
+    write_text(harmless(text) + "\n", file=sys.stderr)
 
 
 app = typer.Typer(
@@ -132,3 +132,7 @@ def run() -> None:
     except KeyboardInterrupt:
         _say("interrupted")
         sys.exit(INTERRUPTED_CODE)
+    except OSError as error:  # the help text had nowhere to go: a full disk, a closed stream
+        sys.stdout = None  # or the interpreter tries once more at exit
+        _say(f"error: cannot write: {error.strerror}")
+        sys.exit(USAGE_CODE)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from divergence.errors import IncomparableError, RunWriteError, UsageError
+from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
 from divergence.run.site import natural_key
 
 __all__ = ["Blessing", "bless"]
@@ -76,7 +76,7 @@ def bless(
             report = compare(target, source, name_map=name_map, progress=progress)
             said = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
         # a golden that cannot be compared any more is what blessing is for
-        except (IncomparableError, UsageError) as error:
+        except (IncomparableError, RunFormatError, UsageError) as error:
             said = {"reason": error.message}
         new_sites = {record.site for record in run.records}
         said["added_sites"] = sorted(new_sites - old_sites, key=natural_key)

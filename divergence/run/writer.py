@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 import uuid
@@ -22,21 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from divergence.errors import RunExistsError, RunWriteError
+from divergence.errors import RunWriteError
 from divergence.numerics.formats import format_of
 from divergence.numerics.summaries import summarize_many
 from divergence.run.fingerprint import digest_tensor, plain_tensor
 from divergence.run.layout import (
     MANIFEST,
     RECORDS,
-    RUN_NAMES,
-    TENSORS,
     expanded,
     shard_name,
 )
 from divergence.run.manifest import Manifest
 from divergence.run.record import PassName, Place, Record, Summary
 from divergence.run.shard import write_shard
+from divergence.run.target import prepare_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,25 +211,7 @@ class RunWriter:
 
     def _prepare(self, force: bool) -> None:
         try:
-            if self.path.is_symlink() or (self.path.exists() and not self.path.is_dir()):
-                raise RunExistsError(f"{self.path} exists and is not a directory")
-            if self.path.exists() and any(self.path.iterdir()):
-                if not force:
-                    raise RunExistsError(
-                        f"{self.path} exists already",
-                        hint="choose another directory with -o, or pass --force to replace it",
-                    )
-                names = {entry.name for entry in self.path.iterdir()}
-                if MANIFEST not in names or not names <= RUN_NAMES:
-                    # manifest.json alone proves little: other programs have files of that name
-                    other = sorted(names - RUN_NAMES)
-                    what = f"holds {other[0]}" if other else "is not a run"
-                    raise RunExistsError(
-                        f"{self.path} {what}, so --force does not remove it",
-                        hint="choose another directory with -o, or remove it yourself",
-                    )
-                shutil.rmtree(self.path)
-            (self.path / TENSORS).mkdir(parents=True, exist_ok=True)
+            prepare_target(self.path, force=force)
         except OSError as error:
             raise _refused(error, self.path) from error
 

@@ -14,7 +14,7 @@ import pytest
 from divergence.compare.check import evaluate
 from divergence.compare.policy import Policy
 from divergence.compare.result import Coverage, Evidence, Skipped
-from divergence.report.lines import MAX_WIDTH, fold, prose
+from divergence.report.lines import MAX_WIDTH, fold, line, prose
 from divergence.report.outcome import check_lines
 from divergence.report.summary import report_lines, verdict_lines
 from divergence.report.terminal import print_lines, write_text
@@ -238,3 +238,9 @@ def test_fold_keeps_every_word():
     assert all(len(piece.text) <= 40 for piece in lines)
     assert " ".join(" ".join(piece.text.split()) for piece in lines) == " ".join(item.text.split())
     assert lines[1].text.startswith(" " * 12)
+
+
+def test_control_characters_in_data_are_written_out(capsys):
+    """What a run says of itself cannot colour the screen or move the cursor."""
+    print_lines([line("label \x1b[31mred\x07", "tab\there")])
+    assert capsys.readouterr().out == "label \\x1b[31mred\\x07tab\\x09here\n"

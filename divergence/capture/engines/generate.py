@@ -9,7 +9,7 @@ belongs to the deployment, and it would hide what the forward pass computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from divergence.errors import ModelError
 if TYPE_CHECKING:
     from divergence.run.manifest import SampleTokens
 
-__all__ = ["GroupResult", "run_group"]
+__all__ = ["GroupResult", "check_ids", "run_group"]
 
 _TOP = 5
 
@@ -75,12 +75,40 @@ def run_group(
             f"out of memory on {loaded.device} during the forward pass",
             hint="shorter prompts, --device-map auto, or a smaller --dtype",
         ) from error
-    except NotImplementedError as error:
+    except (IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError):
+            raise _lacking_operator(loaded, error) from error
+        length = max(len(sample.prompt_ids) for sample in samples)
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        hint = None
+        if limit is not None and length + count > limit:
+            hint = (
+                f"the prompt has {length} tokens and {count} are to follow; "
+                f"the model has {limit} positions"
+            )
         raise ModelError(
-            f"the forward pass needs an operator that {loaded.device} lacks: "
-            f"{str(error).splitlines()[0][:200]}",
-            hint="use --device cpu, or a newer torch for this device",
+            f"the forward pass failed: {(str(error).splitlines() or ['?'])[0][:300]}", hint=hint
         ) from error
+
+
+def _lacking_operator(loaded: LoadedModel, error: NotImplementedError) -> ModelError:
+    return ModelError(
+        f"the forward pass needs an operator that {loaded.device} lacks: "
+        f"{(str(error).splitlines() or ['?'])[0][:200]}",
+        hint="use --device cpu, or a newer torch for this device",
+    )
+
+
+def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
+    """Raise ModelError for a token id, of a prompt or forced, that the model does not have."""
+    vocab = getattr(loaded.module.config.get_text_config(), "vocab_size", None)
+    for number, sample in enumerate(samples):
+        top = max((*sample.prompt_ids, *sample.generated_ids), default=0)
+        if vocab is not None and top >= vocab:
+            raise ModelError(
+                f"prompt {number}: token id {top} is outside the model's vocabulary of {vocab}",
+                hint="the prompt ids or the tokenizer belong to another model",
+            )
 
 
 def _decode(
@@ -167,13 +195,6 @@ def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Ten
         [0] * sample.num_left_pad + [1] * len(sample.prompt_ids) + [0] * sample.num_right_pad
         for sample in samples
     ]
-    vocab = getattr(loaded.module.config.get_text_config(), "vocab_size", None)
-    top = max((max(row) for row in ids if row), default=0)
-    if vocab is not None and top >= vocab:
-        raise ModelError(
-            f"token id {top} is outside the model's vocabulary of {vocab}",
-            hint="the prompt ids or the tokenizer belong to another model",
-        )
     device = loaded.device
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 

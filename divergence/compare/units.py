@@ -7,6 +7,7 @@ kernels, so they are the controls of an experiment in which one block is suspect
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -58,15 +59,19 @@ def order_of(result: SiteResult) -> tuple[int, int, int]:
 
 def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
     """Units of a pass in execution order; only judged floating-point sites."""
+    results = list(results)
+    stacks = {result.block.rpartition(".")[0] for result in results if result.block is not None}
     units: dict[tuple[str, str], Unit] = {}
     for result in results:
         if result.pass_ != pass_ or result.ratio is None:
             continue
         port = result.site.partition(":")[2]
-        if port.startswith("in") and result.role != "inner":
-            continue  # a block's inputs are outputs before it, which are judged there
-        if pass_ == "free" and module_of(result.site) == ROOT:
-            continue  # the whole model: what it inherits is everything
+        if port.startswith("in") and (result.role != "inner" or pass_ == "free"):
+            continue  # what comes in is judged where it goes out
+        if result.block is not None and ".experts." in result.site[len(result.block) :]:
+            continue  # rows are whatever tokens were sent there; judged where they come together
+        if pass_ == "free" and _whole(module_of(result.site), stacks):
+            continue  # the model, or a whole stack of it: what it inherits is everything
         phase = "prefill" if result.step == 0 else "decode"
         unit = units.setdefault(
             (result.site, phase), Unit(result.site, pass_, phase, _kind(result, phase))
@@ -86,7 +91,7 @@ def flag(
     A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
     ``sibling`` times that of its siblings; or where a single token is beyond both token
     limits (not in ``routed`` blocks: there, rounding may send a token to another expert;
-    such units are marked ``isolated`` instead).
+    such units are marked ``isolated`` instead). Limits are wider where few numbers are judged.
     """
     families: dict[tuple, list[Unit]] = {}
     for unit in units:
@@ -105,6 +110,8 @@ def flag(
                 unit.limit = min(absolute, thresholds.sibling * control)
                 tokens = statistics.median(other.worst for other in others)
                 unit.worst_limit = max(thresholds.token, thresholds.token_sibling * tokens)
+            unit.limit *= _spread(sum(result.numel for result in unit.results))
+            unit.worst_limit *= _spread(min(r.shape[-1] if r.shape else 1 for r in unit.results))
             if unit.typical > unit.limit:
                 unit.why = "typical"
             elif unit.worst > unit.worst_limit:
@@ -113,6 +120,26 @@ def flag(
                 else:
                     unit.why = "token"
     return [unit for unit in units if unit.why is not None]
+
+
+def _whole(path: str, stacks: set[str]) -> bool:
+    return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
+
+
+def _spread(num_values: int) -> float:
+    """By how much the relative error of few numbers may exceed that of many, by chance alone.
+
+    With error and signal of n random numbers each, the square of their ratio has the
+    F(n, n) distribution, whose logarithm has about the variance 4/n + 4/n² (2 ψ'(n/2)).
+    3.7 standard deviations: less than one in 1,000 (its tail is heavier than a normal one).
+    The thresholds themselves hold the width that is left at 64 numbers. A router over 4
+    experts, one token: 4 numbers.
+    """
+
+    def width(n: int) -> float:
+        return 3.7 / 2 * math.sqrt(4 / n + 4 / n**2)
+
+    return math.exp(max(0.0, width(max(1, num_values)) - width(64)))
 
 
 def _kind(result: SiteResult, phase: str) -> tuple:

@@ -84,7 +84,7 @@ class Captured:
         prompt = ids[0].tolist()
         self.folder = tempfile.TemporaryDirectory()
         file = Path(self.folder.name) / "prompt.jsonl"
-        file.write_text('{"input_ids": %s}\n' % prompt)
+        file.write_text(f'{{"input_ids": {prompt}}}\n')
         request = resolve_request(
             "benchmark", like=None, task="causal-lm", revision=None, dtype=None, device="cpu",
             device_map=None, attn_implementation=None, trust_remote_code=False, prompts=(),
@@ -92,9 +92,7 @@ class Captured:
             steps=None, positions=None, deterministic=False, seed=0, repeat=1, anchor=False,
             plants=(), label=None,
         )  # fmt: skip
-        self.capture = _Capture(
-            request, loaded_model(model), "cpu", Determinism(), lambda *_: None
-        )
+        self.capture = _Capture(request, loaded_model(model), "cpu", Determinism(), lambda *_: None)
         self.manifest = self.capture._manifest(self.capture._plan(), None)
         self.number = 0
         self.sizes = SimpleNamespace(num_records=0, stored_bytes=0)

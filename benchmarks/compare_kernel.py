@@ -96,8 +96,10 @@ def main() -> None:
                 f"{medians['naive float64'] / seconds:>8.1f} {medians['read'] / seconds:>8.1%}"
             )
     pair_s, summary_s = tiny()
-    print(f"64 features, bfloat16: measure_pair {pair_s * 1e6:.0f} us, summarize "
-          f"{summary_s * 1e6:.0f} us")
+    print(
+        f"64 features, bfloat16: measure_pair {pair_s * 1e6:.0f} us, summarize "
+        f"{summary_s * 1e6:.0f} us"
+    )
 
 
 if __name__ == "__main__":

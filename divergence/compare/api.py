@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from divergence._version import __version__
 from divergence.compare.advice import Advice
-from divergence.compare.align import Alignment, align
+from divergence.compare.align import Alignment, Pair, align
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge
 from divergence.compare.measure import Measurer
@@ -19,6 +21,7 @@ from divergence.compare.result import (
     PreflightLine,
     Report,
     RunSummary,
+    SiteResult,
     Verdict,
 )
 from divergence.compare.tokens import compare_tokens, relate_to_onset
@@ -26,6 +29,8 @@ from divergence.errors import IncomparableError
 from divergence.run.reader import Run
 
 __all__ = ["compare"]
+
+_AHEAD = 4  # pairs in flight; each is two tensors of mapped file pages
 
 
 def compare(
@@ -60,11 +65,7 @@ def compare(
             hint=_why_nothing(alignment),
         )
     measurer = Measurer(a, b, ModelFloor())
-    sites = []
-    for number, pair in enumerate(alignment.pairs):
-        if progress is not None:
-            progress("compare", number, len(alignment.pairs), pair.reference.record.site)
-        sites.append(measurer.measure(pair))
+    sites = _measure_all(measurer, alignment.pairs, progress)
     tokens = compare_tokens(a, b)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = _notes(a, b, alignment)
@@ -92,6 +93,26 @@ def compare(
         sites=sites,
         notes=notes,
     )
+
+
+def _measure_all(
+    measurer: Measurer, pairs: list[Pair], progress: Callable[..., None] | None
+) -> list[SiteResult]:
+    """Measure in order, while a second thread reads the next pairs and checks their bytes."""
+    sites: list[SiteResult] = []
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-read")
+    try:
+        ahead = deque(pool.submit(measurer.read_ahead, pair) for pair in pairs[:_AHEAD])
+        for number, pair in enumerate(pairs):
+            if progress is not None:
+                progress("compare", number, len(pairs), pair.reference.record.site)
+            ahead.popleft().result()
+            if number + _AHEAD < len(pairs):
+                ahead.append(pool.submit(measurer.read_ahead, pairs[number + _AHEAD]))
+            sites.append(measurer.measure(pair))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return sites
 
 
 def _incomparable(

@@ -8,6 +8,7 @@ token positions.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from divergence.compare.align import Pair, Piece
 from divergence.compare.floors import Floor
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
+from divergence.errors import RunFormatError
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
@@ -139,6 +141,17 @@ class Measurer:
         elif "mask" not in port:
             self._beside[key] = max(self._beside.get(key, 0.0), size)
 
+    def read_ahead(self, pair: Pair) -> None:
+        """Bring a pair's bytes into memory and check them, on another thread than measuring.
+
+        What is wrong with them is said when the pair is measured.
+        """
+        if _equal(pair):
+            return
+        with contextlib.suppress(RunFormatError):
+            self._reference.read(pair.reference.record)
+            self._candidate.read(pair.candidate.record)
+
     def block_of(self, path: str) -> str | None:
         """The block that ``path`` is or lies in."""
         for block in self._blocks:
@@ -174,7 +187,8 @@ class Measurer:
         a, b = _same_positions(a, one, b, two)
         mask = self._row_mask(pair.reference, tuple(a.shape))
         base = base if whole else None
-        metrics, rows = measure_pair(a, b, row_mask=mask, base=base)
+        # One thread: numpy's short calls fight over Python's lock; the other core reads ahead.
+        metrics, rows = measure_pair(a, b, row_mask=mask, base=base, threads=1)
         found = None
         if logits and a.ndim >= 1 and a.numel():
             values = measure_logits(a, b, row_mask=mask)

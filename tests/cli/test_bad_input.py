@@ -347,7 +347,23 @@ def test_chats_and_tokens_that_the_model_cannot_take(refused, llama, tiny_model,
     refused("capture", bare, "-o", "x", "--chat", said=said)
     (tmp_path / "far.jsonl").write_text('{"input_ids": [3, 99999]}')
     said = ("token id 99999", "vocabulary of 512", "another model")
-    refused("capture", llama, "-o", "far", "--prompts", "far.jsonl", said=said, leaves=("far",))
+    refused("capture", llama, "-o", "far", "--prompts", "far.jsonl", said=("prompt 0", *said))
+
+
+def test_a_prompt_beyond_the_models_positions(refused, tiny_model, tmp_path):
+    """A position table that ends before the prompt does is named, and is no fault of the tool."""
+    model = tiny_model("gpt2")
+    ids = ", ".join(["5"] * 3000)
+    (tmp_path / "long.jsonl").write_text(f'{{"input_ids": [{ids}]}}')
+    said = ("the forward pass failed", "the prompt has 3000 tokens", "positions")
+    refused("capture", model, "-o", "x", "--prompts", "long.jsonl", said=said, leaves=("x",))
+
+
+def test_a_selection_that_records_nothing(refused, llama):
+    """A port that no module has is an error, not an empty run that passes."""
+    said = ("nothing was recorded", "--sites modules --dry-run")
+    refused("capture", llama, "-o", "x", *SHORT, "--sites", "model.layers.0:out.nowhere",
+            said=said, leaves=("x",))  # fmt: skip
 
 
 def test_a_model_without_a_tokenizer(refused, invoke, model_copy, tmp_path):
@@ -370,7 +386,7 @@ def test_a_place_that_cannot_be_written(refused, llama, tmp_path):
     (tmp_path / "file").write_text("x")
     capture = ("capture", llama, *SHORT, "-o")
     refused(*capture, "full", said=("full exists already", "-o"))
-    refused(*capture, "full", "--force", said="full exists already")
+    refused(*capture, "full", "--force", said="full holds precious.txt")
     refused(*capture, "file", said="is not a directory")
     refused(*capture, "file", "--force", said="is not a directory")
     refused(*capture, "/dev/full", said="is not a directory")

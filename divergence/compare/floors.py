@@ -86,7 +86,7 @@ class ModelFloor:
         allowed = (floor**2 + (self._thresholds.free_gain * share * before) ** 2).sqrt()
         ratio = made / allowed
         return Ratios(
-            floor=float(allowed.median()),
+            floor=float(floor.median()),
             typical=float(ratio.median()),
             worst=float(ratio.max()),
         )

@@ -210,7 +210,8 @@ def _drift(case: Case, thresholds: Thresholds) -> Verdict | None:
         if len(mine) < 2:
             continue
         last = mine[-1]
-        # The free pass' floors hold what is carried along; a run of roundings adds as squares.
+        # What the blocks make adds as squares where it is rounding; `drift` leaves room for
+        # what they make of each other's.
         allowed = math.sqrt(sum(site.floor**2 for site in mine))
         ratio = last.token_rel_l2_median / allowed if allowed else 0.0
         if ratio > thresholds.drift:

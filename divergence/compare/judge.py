@@ -323,7 +323,7 @@ def _onset(site: SiteResult) -> Onset:
     return Onset(
         site=site.site,
         block=site.block,
-        sample=site.sample,
+        sample=site.sample if site.worst_sample is None else site.worst_sample,
         step=site.step,
         position=site.worst_position,
         pass_=site.pass_,

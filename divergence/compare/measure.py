@@ -83,12 +83,14 @@ class Measurer:
         if _equal(pair):
             return self._identical(pair, place)
         found = self._find(pair, note is not None and note.role == "block")
+        sample, position = self._locate(pair.reference, found.shape, found.metrics.worst_row)
         result = SiteResult(
             **place,
             **_of_metrics(found.metrics),
             shape=found.shape,
             identical=found.metrics.identical,
-            worst_position=self._position(pair.reference, found.shape, found.metrics.worst_row),
+            worst_sample=sample,
+            worst_position=position,
             nonfinite=_nonfinite(found.metrics),
             logits=found.logits,
         )
@@ -244,18 +246,29 @@ class Measurer:
         inner = math.prod(shape[2:-1])
         return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
 
-    def _position(self, piece: Piece, shape: Sequence[int], row: int | None) -> int | None:
-        """Token index of a row, where rows are tokens."""
+    def _locate(
+        self, piece: Piece, shape: Sequence[int], row: int | None
+    ) -> tuple[int | None, int | None]:
+        """(sample, token index) of a row, where rows are tokens: pads are not counted."""
         if row is None or len(shape) < 3:
-            return None
-        token = row // max(math.prod(shape[2:-1]), 1) % shape[1]
-        record = piece.record
+            return None, None
+        record, tokens = piece.record, self._reference.manifest.tokens
+        inner = max(math.prod(shape[2:-1]), 1)
+        member, token = row // (inner * shape[1]), row // inner % shape[1]
+        group = next((g for g in tokens.groups if g and g[0] == record.sample), [piece.sample])
+        split = piece.row is not None or shape[0] != len(group)
+        number = piece.sample if split else group[member]
+        sample = tokens.samples[number]
+        pads = 0 if piece.row is not None else sample.num_left_pad
         if record.positions is not None:
-            return record.positions[token] if token < len(record.positions) else None
-        length = _prompt_length(self._reference.manifest, piece.sample)
+            known = token < len(record.positions)
+            return number, record.positions[token] - pads if known else None
         if record.step == 0:
-            return token if shape[1] <= length else None
-        return length + record.step - 1 + token
+            length = pads + len(sample.prompt_ids) + sample.num_right_pad
+            return number, token - pads if shape[1] <= length else None
+        # what was fed before: an encoder-decoder's decoder has a prompt of its own
+        before = len(sample.decoder_prompt_ids or sample.prompt_ids)
+        return number, before + record.step - 1 + token
 
 
 def _work_format(*manifests: Manifest) -> Format:
@@ -263,11 +276,6 @@ def _work_format(*manifests: Manifest) -> Format:
     forms = [format_named(manifest.model.dtype) for manifest in manifests]
     forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
     return max(forms, key=lambda form: form.unit_roundoff)
-
-
-def _prompt_length(manifest: Manifest, sample: int) -> int:
-    found = manifest.tokens.samples[sample]
-    return found.num_left_pad + len(found.prompt_ids) + found.num_right_pad
 
 
 def _equal(pair: Pair) -> bool:

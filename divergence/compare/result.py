@@ -217,6 +217,7 @@ class SiteResult(_Part, kw_only=True):
     token_rel_l2_median: float
     token_rel_l2_p99: float
     token_rel_l2_max: float
+    worst_sample: int | None = None
     worst_position: int | None = None
     channel_rel_l2_max: float
     worst_channel: int | None = None

@@ -458,3 +458,32 @@ def test_the_second_prompt_alone_can_be_wrong(run, replay, monkeypatch):
     verdict = compare(reference, other).verdict
     assert verdict.kind == "localized"
     assert (verdict.onset.site, verdict.onset.sample) == ("model.layers.1:out", 1)
+
+
+def test_the_worst_token_of_a_padded_batch_is_found_by_sample_and_position(tiny_model, tmp_path):
+    """In a batch the onset names the sample that holds the worst token, and does not count pads."""
+    import torch
+
+    from divergence.run.reader import Run
+
+    prompts = ["One two three four five six seven eight nine ten.", "Short."]
+    model = str(tiny_model("llama", dtype="float32"))
+    a = capture(model, out=tmp_path / "a", prompts=prompts, batch=True, max_new_tokens=1,
+                device="cpu")  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", device="cpu",
+                plants=["model.layers.1:out=channel:3:1.5"])  # fmt: skip
+    report = compare(a, b)
+    site = next(s for s in report.sites if s.pass_ == "anchored" and s.site == "model.layers.1:out")
+    record = a.find(("free", 0, 0, "model.layers.1:out"))
+    x = Run.open(a.path).read(record).double()
+    y = b.read(b.find(("anchored", 0, 0, "model.layers.1:out"))).double()
+    rows = (x - y).norm(dim=-1) / x.norm(dim=-1)
+    pads = [sample.num_left_pad for sample in a.manifest.tokens.samples]
+    for number, count in enumerate(pads):
+        rows[number, :count] = -torch.inf
+    sample, token = divmod(int(rows.argmax()), rows.shape[1])
+    assert (site.worst_sample, site.worst_position) == (sample, token - pads[sample])
+    assert (report.verdict.onset.sample, report.verdict.onset.position) == (
+        sample,
+        token - pads[sample],
+    )

@@ -30,8 +30,6 @@ from divergence.run.reader import Run
 
 __all__ = ["compare"]
 
-_AHEAD = 4  # pairs in flight; each is two tensors of mapped file pages
-
 
 def compare(
     reference: str | Path | Run,
@@ -98,18 +96,22 @@ def compare(
 def _measure_all(
     measurer: Measurer, pairs: list[Pair], progress: Callable[..., None] | None
 ) -> list[SiteResult]:
-    """Measure in order, while a second thread reads the next pairs and checks their bytes."""
+    """Measure pairs side by side, a few ahead, so that reading and computing overlap; judge
+    them in order."""
+    import torch
+
     sites: list[SiteResult] = []
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-read")
+    workers = min(4, torch.get_num_threads())
+    pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="divergence-compare")
     try:
-        ahead = deque(pool.submit(measurer.read_ahead, pair) for pair in pairs[:_AHEAD])
+        ahead = deque(pool.submit(measurer.look, pair) for pair in pairs[: 2 * workers])
         for number, pair in enumerate(pairs):
             if progress is not None:
                 progress("compare", number, len(pairs), pair.reference.record.site)
-            ahead.popleft().result()
-            if number + _AHEAD < len(pairs):
-                ahead.append(pool.submit(measurer.read_ahead, pairs[number + _AHEAD]))
-            sites.append(measurer.measure(pair))
+            found = ahead.popleft().result()
+            if number + 2 * workers < len(pairs):
+                ahead.append(pool.submit(measurer.look, pairs[number + 2 * workers]))
+            sites.append(measurer.judge(pair, found))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return sites

@@ -8,8 +8,8 @@ token positions.
 
 from __future__ import annotations
 
-import contextlib
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from divergence.compare.align import Pair, Piece
 from divergence.compare.floors import Floor
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
-from divergence.errors import RunFormatError
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
@@ -29,14 +28,16 @@ from divergence.run.site import module_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Measurer"]
+__all__ = ["Found", "Measurer"]
 
 
 _REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or not at all
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
+    """What was measured of one pair: metrics, rows for judging, the shape compared."""
+
     metrics: PairMetrics
     logits: LogitsDiff | None
     rows: RowMetrics
@@ -56,13 +57,25 @@ class Measurer:
             (path for path, note in self._notes.items() if note.role == "block"),
             key=len, reverse=True,
         )  # fmt: skip
-        self._cache: dict[tuple, _Found] = {}
+        self._cache: dict[tuple, Found] = {}
+        self._lock = threading.Lock()
         self._entering: dict[tuple[int, int, str], RowMetrics] = {}
         self._beside: dict[tuple[int, int, str], float] = {}
         self._earlier: dict[tuple[int, str], float] = {}
 
-    def measure(self, pair: Pair) -> SiteResult:
-        """One pair's SiteResult, without floor and flag. Raises RunFormatError on bad bytes."""
+    def look(self, pair: Pair) -> Found | None:
+        """Read and measure; None where the bytes are equal. Safe to call from several threads.
+
+        Raises RunFormatError on bad bytes.
+        """
+        if _equal(pair):
+            return None
+        note = self._notes.get(module_of(pair.reference.record.site))
+        return self._find(pair, note is not None and note.role == "block")
+
+    def judge(self, pair: Pair, found: Found | None) -> SiteResult:
+        """The pair's SiteResult with its floor, from what ``look`` found. Call in the order of
+        the alignment: in a free pass, what a module inherits was judged before it."""
         one, two = pair.reference.record, pair.candidate.record
         path = module_of(one.site)
         note = self._notes.get(path)
@@ -80,9 +93,8 @@ class Measurer:
             "reference_dtype": one.dtype,
             "candidate_dtype": two.dtype,
         }
-        if _equal(pair):
+        if found is None:
             return self._identical(pair, place)
-        found = self._find(pair, note is not None and note.role == "block")
         sample, position = self._locate(pair.reference, found.shape, found.metrics.worst_row)
         result = SiteResult(
             **place,
@@ -143,17 +155,6 @@ class Measurer:
         elif "mask" not in port:
             self._beside[key] = max(self._beside.get(key, 0.0), size)
 
-    def read_ahead(self, pair: Pair) -> None:
-        """Bring a pair's bytes into memory and check them, on another thread than measuring.
-
-        What is wrong with them is said when the pair is measured.
-        """
-        if _equal(pair):
-            return
-        with contextlib.suppress(RunFormatError):
-            self._reference.read(pair.reference.record)
-            self._candidate.read(pair.candidate.record)
-
     def block_of(self, path: str) -> str | None:
         """The block that ``path`` is or lies in."""
         for block in self._blocks:
@@ -161,7 +162,7 @@ class Measurer:
                 return block
         return None
 
-    def _find(self, pair: Pair, is_block: bool) -> _Found:
+    def _find(self, pair: Pair, is_block: bool) -> Found:
         one, two = pair.reference.record, pair.candidate.record
         base = self._base(pair.reference) if is_block and one.site.endswith(":out") else None
         logits = one.site == self._logits_site
@@ -178,8 +179,9 @@ class Measurer:
             base is not None,
             one.step == 0,
         )
-        if whole and key in self._cache:
-            return self._cache[key]
+        known = self._cache.get(key) if whole else None
+        if known is not None:
+            return known
         a, b = (
             self._tensor(self._reference, pair.reference),
             self._tensor(self._candidate, pair.candidate),
@@ -189,7 +191,7 @@ class Measurer:
         a, b = _same_positions(a, one, b, two)
         mask = self._row_mask(pair.reference, tuple(a.shape))
         base = base if whole else None
-        # One thread: numpy's short calls fight over Python's lock; the other core reads ahead.
+        # One thread a pair: whole pairs are what runs side by side.
         metrics, rows = measure_pair(a, b, row_mask=mask, base=base, threads=1)
         found = None
         if logits and a.ndim >= 1 and a.numel():
@@ -198,11 +200,12 @@ class Measurer:
                 found = LogitsDiff(
                     **{name: getattr(values, name) for name in LogitsDiff.__struct_fields__}
                 )
-        result = _Found(metrics, found, rows, tuple(a.shape))
+        result = Found(metrics, found, rows, tuple(a.shape))
         if whole:
-            self._cache[key] = result
-            if len(self._cache) > _REMEMBERED:
-                self._cache.pop(next(iter(self._cache)))
+            with self._lock:
+                self._cache[key] = result
+                if len(self._cache) > _REMEMBERED:
+                    self._cache.pop(next(iter(self._cache)))
         return result
 
     def _tensor(self, run: Run, piece: Piece) -> torch.Tensor:

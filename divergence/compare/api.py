@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from divergence._version import __version__
@@ -12,7 +12,7 @@ from divergence.compare.advice import Advice
 from divergence.compare.align import Alignment, Pair, align
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge
-from divergence.compare.measure import Measurer
+from divergence.compare.measure import Found, Measurer
 from divergence.compare.names import load_name_map
 from divergence.compare.preflight import preflight
 from divergence.compare.result import (
@@ -96,24 +96,35 @@ def compare(
 def _measure_all(
     measurer: Measurer, pairs: list[Pair], progress: Callable[..., None] | None
 ) -> list[SiteResult]:
-    """Measure pairs side by side, a few ahead, so that reading and computing overlap; judge
-    them in order."""
+    """Read ahead on one thread, measure on others, judge in order.
+
+    Reading and measuring overlap; one measuring thread for two cores (on two, a second one
+    measured nothing more), up to four.
+    """
     import torch
 
+    measuring = max(1, min(4, torch.get_num_threads() // 2))
+    window = 2 * measuring + 2
     sites: list[SiteResult] = []
-    workers = min(4, torch.get_num_threads())
-    pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="divergence-compare")
+    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-read")
+    pool = ThreadPoolExecutor(max_workers=measuring, thread_name_prefix="divergence-measure")
+
+    def start(pair: Pair) -> Future[Found | None]:
+        read = reader.submit(measurer.read_ahead, pair)
+        return pool.submit(lambda: (read.result(), measurer.look(pair))[1])
+
     try:
-        ahead = deque(pool.submit(measurer.look, pair) for pair in pairs[: 2 * workers])
+        ahead = deque(start(pair) for pair in pairs[:window])
         for number, pair in enumerate(pairs):
             if progress is not None:
                 progress("compare", number, len(pairs), pair.reference.record.site)
             found = ahead.popleft().result()
-            if number + 2 * workers < len(pairs):
-                ahead.append(pool.submit(measurer.look, pairs[number + 2 * workers]))
+            if number + window < len(pairs):
+                ahead.append(start(pairs[number + window]))
             sites.append(measurer.judge(pair, found))
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for one in (reader, pool):
+            one.shutdown(wait=True, cancel_futures=True)
     return sites
 
 

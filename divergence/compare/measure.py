@@ -8,6 +8,7 @@ token positions.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from divergence.compare.align import Pair, Piece
 from divergence.compare.floors import Floor
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
+from divergence.errors import RunFormatError
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
@@ -62,6 +64,14 @@ class Measurer:
         self._entering: dict[tuple[int, int, str], RowMetrics] = {}
         self._beside: dict[tuple[int, int, str], float] = {}
         self._earlier: dict[tuple[int, str], float] = {}
+
+    def read_ahead(self, pair: Pair) -> None:
+        """Bring a pair's bytes into memory and check them; ``look`` says what is wrong."""
+        if _equal(pair):
+            return
+        with contextlib.suppress(RunFormatError):
+            self._reference.read(pair.reference.record)
+            self._candidate.read(pair.candidate.record)
 
     def look(self, pair: Pair) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
@@ -191,7 +201,7 @@ class Measurer:
         a, b = _same_positions(a, one, b, two)
         mask = self._row_mask(pair.reference, tuple(a.shape))
         base = base if whole else None
-        # One thread a pair: whole pairs are what runs side by side.
+        # One thread a pair: whole pairs are what runs side by side, where cores are many.
         metrics, rows = measure_pair(a, b, row_mask=mask, base=base, threads=1)
         found = None
         if logits and a.ndim >= 1 and a.numel():

@@ -196,7 +196,7 @@ class _Capture:
         request = self.request
         passes = ["free"]
         if request.like is not None and request.anchor:
-            reason = can_anchor(request.like)
+            reason = can_anchor(request.like, self.notes)
             if reason is None:
                 passes.append("anchored")
             else:

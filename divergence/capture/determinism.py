@@ -97,6 +97,7 @@ def deterministic_settings(
 
     With ``enabled`` false only the seeds are set, and the switches are recorded as found.
     """
+    import numpy
     import torch
 
     state = Determinism()
@@ -106,7 +107,7 @@ def deterministic_settings(
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    rng = (random.getstate(), torch.get_rng_state())
+    rng = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     seed_everything(seed)
     try:
         if enabled:
@@ -116,9 +117,12 @@ def deterministic_settings(
             torch.use_deterministic_algorithms(True, warn_only=True)
             _note(state, "torch.use_deterministic_algorithms", "true", found, "accepted")
             _set(state, undo, "utils.deterministic.fill_uninitialized_memory", False)
-        for name, wanted in _wanted(device_type):
+        pairs = _wanted(device_type)
+        # All are read before any is set: a general fp32_precision answers for those below it.
+        before = {name: _read(name) for name, _ in pairs}
+        for name, wanted in pairs:
             if enabled:
-                _set(state, undo, name, wanted)
+                _set(state, undo, name, wanted, before[name])
             else:
                 _look(state, name)
         with _collected_warnings(state):
@@ -134,7 +138,8 @@ def deterministic_settings(
             else:
                 os.environ[name] = old
         random.setstate(rng[0])
-        torch.set_rng_state(rng[1])
+        numpy.random.set_state(rng[1])
+        torch.set_rng_state(rng[2])
 
 
 def _wanted(device_type: str) -> list[tuple[str, object]]:
@@ -162,11 +167,20 @@ def _note(state: Determinism, name: str, asked: str, found: str, status, note=No
     state.switches.append(Switch(name=name, asked=asked, found=found, status=status, note=note))
 
 
-def _set(state: Determinism, undo: list, name: str, wanted: object) -> None:
+def _read(name: str) -> object:
+    """Its value, or None where this torch cannot tell."""
+    try:
+        owner, last = _owner(name)
+        return getattr(owner, last)
+    except (AttributeError, RuntimeError, ImportError):
+        return None
+
+
+def _set(state: Determinism, undo: list, name: str, wanted: object, before: object = None) -> None:
     label, asked = f"torch.{name}", str(wanted).lower()
     try:
         owner, last = _owner(name)
-        old = getattr(owner, last)
+        old = getattr(owner, last) if before is None else before
     except (AttributeError, RuntimeError, ImportError) as error:
         _note(state, label, asked, "-", "absent", f"this torch: {_first_line(error)}")
         return
@@ -191,7 +205,8 @@ def _look(state: Determinism, name: str) -> None:
 def _set_variables(device_type: str, state: Determinism, saved: dict[str, str | None]) -> None:
     import torch
 
-    started = device_type == "cuda" and torch.cuda.is_initialized()
+    module = getattr(torch, device_type, None)
+    started = bool(getattr(module, "is_initialized", bool)())
     for name, value in _VARIABLES.get(device_type, ()):
         found = os.environ.get(name)
         if started and found != value:

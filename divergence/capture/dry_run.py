@@ -19,6 +19,7 @@ import torch
 from divergence.capture.engines.load import LoadedModel, empty_model
 from divergence.capture.engines.tokenizing import group_samples, tokenize
 from divergence.capture.hooks import Recorder
+from divergence.capture.passes import can_anchor
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.selection import step_selected
 from divergence.capture.sites import SiteSelection
@@ -98,7 +99,8 @@ def plan_capture(
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
     rows = _rows(request, counters, notes, steps)
-    passes = 2 if request.like is not None and request.anchor else 1
+    anchored = request.like is not None and request.anchor
+    passes = 2 if anchored and can_anchor(request.like, notes) is None else 1
     return DryRun(
         model=request.model,
         rows=rows,

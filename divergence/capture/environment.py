@@ -114,7 +114,7 @@ def _load_npu(*, required: bool) -> None:
     """torch_npu registers torch.npu when imported; asked for only where npu is wanted."""
     try:
         import torch_npu  # noqa: F401
-    except ImportError as error:
+    except Exception as error:  # also a torch_npu built for another torch
         if required:
             raise UsageError(
                 "device npu is not there: torch_npu cannot be imported",

@@ -5,7 +5,8 @@ One pre-hook and one hook a module. The pre-hook puts a recorded input in place
 records. Tensors are cloned at once, because later operators may write to them in
 place. A tensor that passes through unchanged from one module to the next is
 cloned once: recognised by identity and by torch's version counter, which every
-in-place write advances.
+in-place write of torch's own operators advances. A kernel that bypasses the counter
+is noticed where its module returns the tensor it was given.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ class Recorder:
                         self._pre_hook(path, argument_names(module)), with_kwargs=True
                     )
                 )
-                handles.append(module.register_forward_hook(self._post_hook(path)))
+                handles.append(
+                    module.register_forward_hook(self._post_hook(path), with_kwargs=True)
+                )
             yield self
         finally:
             for handle in handles:
@@ -173,10 +176,16 @@ class Recorder:
     def _post_hook(self, path: str) -> Callable:
         plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("out")]
 
-        def post_hook(module: torch.nn.Module, args: tuple, output: Any):
+        def post_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
             new = map_output(output, self._planter(plants)) if plants else output
             call = self._calls.get(path, "")
-            for port, tensor in output_leaves(new):
+            leaves = list(output_leaves(new))
+            returned = {id(tensor) for _, tensor in leaves}
+            for _, tensor in input_leaves(args, kwargs):
+                if id(tensor) in returned:
+                    # Given back, so perhaps written to by a kernel that advances no counter.
+                    self._recent.pop(id(tensor), None)
+            for port, tensor in leaves:
                 self._emit(path, call, port, tensor)
             if path == ROOT:
                 self._end_of_forward()
@@ -205,6 +214,7 @@ class Recorder:
         self._order = 0
         self._selected = step_selected(self._steps, self._step)
         self._calls.clear()
+        self._recent.clear()  # nothing of a forward is held beyond it
         self._num_calls.clear()
         if self._on_step is not None:
             self._on_step(self._step)
@@ -222,13 +232,25 @@ class Recorder:
                 self._anchor_broken = True
             return tensor
         if recorded.shape != tensor.shape:
-            if port == "in":
-                self._anchor_broken = True
-            return tensor
+            recorded = self._completed(path, recorded, tensor)
+            if recorded is None:
+                if port == "in" and self._notes[path.partition("#")[0]].role == "block":
+                    self._anchor_broken = True
+                return tensor
         done.add(port)
         self.anchored += 1
         # A copy: the model may write to its inputs in place, and the recording must not change.
         return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+
+    def _completed(
+        self, path: str, recorded: torch.Tensor, tensor: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Of what enters the head only the deciding position was kept: the others stay own."""
+        if path not in self._logit_paths or recorded.shape != tensor[:, -1:].shape:
+            return None
+        whole = tensor.clone()
+        whole[:, -1:] = recorded.to(device=tensor.device, dtype=tensor.dtype)
+        return whole
 
     def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(port: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -256,7 +278,7 @@ class Recorder:
         if self._step == 0:
             tensor, positions = self._narrowed(path, port, tensor)
         self.sink.put(
-            self._item(tensor),
+            self._item(tensor) if positions is None else Item(self._copy(tensor)),
             pass_=self._pass,
             sample=self._sample,
             step=self._step,
@@ -274,6 +296,8 @@ class Recorder:
         tokens = self._num_tokens
         if tensor.ndim < 2 or tensor.shape[0] != self._batch:
             return tensor, None
+        if tensor.ndim > 3 and tensor.shape[-1] == tensor.shape[-2] == tokens:
+            return tensor, None  # attention weights: axis 1 is the heads, however many they are
         if path in self._logit_paths and tensor.ndim == 3 and tensor.shape[1] in (1, tokens):
             return tensor[:, -1:, :], (tokens - 1,)
         if self._positions is None or tensor.shape[1] != tokens:

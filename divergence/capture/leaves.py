@@ -116,9 +116,11 @@ def _walk(value: Any, name: str, change: Callable) -> Any:
         new = [_walk(item, f"{name}.{index}", change) for index, item in enumerate(value)]
         changed = any(a is not b for a, b in zip(new, value, strict=True))
         return type(value)(new) if changed else value
-    if isinstance(value, dict):  # ModelOutput is an ordered dict
-        for key in list(value):
-            new_item = _walk(value[key], f"{name}.{key}", change)
-            if new_item is not value[key]:
-                value[key] = new_item
+    if isinstance(value, dict):  # ModelOutput is an ordered dict, made anew by each forward
+        new = {key: _walk(item, f"{name}.{key}", change) for key, item in value.items()}
+        different = [key for key in new if new[key] is not value[key]]
+        if different and type(value) is dict:
+            value = dict(value)  # an argument that several blocks may share
+        for key in different:
+            value[key] = new[key]
     return value

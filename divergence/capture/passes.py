@@ -8,16 +8,18 @@ its output was made there; caches are the own ones, made from those inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from divergence.capture.engines.generate import GroupResult, run_group
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.hooks import Recorder
+from divergence.capture.selection import step_selected
 from divergence.run.fingerprint import digest_tensor
-from divergence.run.manifest import Repeatability, SampleTokens
+from divergence.run.manifest import ModuleNote, Repeatability, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.record import PassName
+from divergence.run.site import module_of
 from divergence.run.writer import Item, RunWriter
 
 if TYPE_CHECKING:
@@ -86,22 +88,25 @@ def run_pass(
                 on_group(group, result)
 
 
-def can_anchor(run: Run) -> str | None:
-    """None if the run holds what an anchored pass needs, else why it does not."""
+def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
+    """None if the run holds what an anchored pass over a model of these modules needs, else why
+    it does not, and what to do."""
     plan = run.manifest.plan
     if plan.positions is not None:
         return f"it holds only the token positions {plan.positions}; capture it again without them"
-    blocks = {path for path, note in plan.modules.items() if note.role == "block"}
+    if plan.steps is not None and not step_selected(plan.steps, 0):
+        return f"it holds only the steps {plan.steps}; capture it again with the prefill"
     inputs = {
-        record.site.rpartition(":")[0]
+        module_of(record.site)
         for record in run.records
         if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
     }
-    if not blocks & inputs:
+    missing = [path for path, note in notes.items() if note.role == "block" and path not in inputs]
+    if missing:
         return (
-            "it holds no inputs of blocks (its sites: "
-            + ", ".join(plan.sites)
-            + "); capture it again with --sites blocks"
+            f"it holds no input of {missing[0]}"
+            + (f" and {len(missing) - 1} more blocks" if len(missing) > 1 else "")
+            + f" (its sites: {', '.join(plan.sites)}); capture it again with --sites blocks"
         )
     return None
 

@@ -55,7 +55,7 @@ class Plant:
             return tensor
         try:
             return self.change(tensor, forward).to(tensor.dtype)
-        except (IndexError, RuntimeError) as error:
+        except (IndexError, RuntimeError, TypeError) as error:
             raise PlantError(
                 f"cannot plant {self.fault} at {self.site} of shape {tuple(tensor.shape)}: {error}"
             ) from error
@@ -96,7 +96,8 @@ def _list_of_faults() -> str:
 
 
 def _rms(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double().square().mean().sqrt().to(torch.float32)
+    # On the CPU: not every device has float64.
+    return tensor.detach().to("cpu").double().square().mean().sqrt().to(torch.float32)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -197,7 +197,12 @@ def _like(
         model=choose("model", model, identity.source),
         task=choose("task", None if task == "auto" else task, identity.task),
         revision=choose("revision", revision, identity.revision if model is None else None),
-        dtype=choose("dtype", dtype, identity.dtype),
+        # 8-bit weights are no dtype to load in: then as it was asked for, or the checkpoint's own
+        dtype=choose(
+            "dtype",
+            dtype,
+            settings.dtype if identity.dtype.startswith("float8") else identity.dtype,
+        ),
         attn_implementation=choose("attn_implementation", attn_implementation, attention),
         trust_remote_code=trust_remote_code or (model is None and _trusted_here(identity)),
         prompts=[],

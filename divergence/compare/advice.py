@@ -13,8 +13,6 @@ from divergence.run.reader import Run
 
 __all__ = ["Advice"]
 
-_REPEATED = {"dtype": "--dtype", "attn_implementation": "--attn-implementation"}
-
 
 class Advice:
     """Prints commands for one pair of runs."""
@@ -28,7 +26,7 @@ class Advice:
         anchored = _beside(self._b, "-anchored")
         return [
             f"divergence capture --like {self._a} -o {anchored}"
-            f"{_options(self._candidate)}   # on the candidate's machine",
+            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
             f"divergence compare {self._a} {anchored}",
         ]
 
@@ -38,9 +36,9 @@ class Advice:
         sites = f"--sites blocks --sites {shlex.quote(block + '.*')}"
         return [
             f"divergence capture --like {self._a} -o {one} {sites}"
-            f"{_options(self._reference)}   # on the reference's machine",
+            f"{_options(self._reference, self._reference)}   # on the reference's machine",
             f"divergence capture --like {one} -o {two}"
-            f"{_options(self._candidate)}   # on the candidate's machine",
+            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
             f"divergence compare {one} {two}",
         ]
 
@@ -60,12 +58,19 @@ def _beside(quoted: str, ending: str) -> str:
     return f"{quoted[:-1]}{ending}'" if quoted.endswith("'") else quoted + ending
 
 
-def _options(manifest: Manifest) -> str:
-    """What was special about a run, as options; begins with a space if there is any."""
+def _options(manifest: Manifest, like: Manifest) -> str:
+    """What makes a run special beside the one it repeats, as options; begins with a space if
+    there is any."""
     words: list[str] = []
-    for override in manifest.overrides:
-        if override.name in _REPEATED:
-            words += [_REPEATED[override.name], override.used]
+    mine, theirs = manifest.model, like.model
+    if mine.source != theirs.source:
+        words += ["--model", mine.source]
+    if mine.dtype != theirs.dtype and not mine.dtype.startswith("float8"):
+        words += ["--dtype", mine.dtype]
+    if mine.attn_implementation and mine.attn_implementation != theirs.attn_implementation:
+        words += ["--attn-implementation", mine.attn_implementation]
+    if not manifest.settings.deterministic and like.settings.deterministic:
+        words += ["--no-deterministic"]
     for plant in manifest.plan.plants:
         words += ["--plant", plant]
     environment = manifest.environment

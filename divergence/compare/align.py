@@ -21,13 +21,17 @@ __all__ = ["Alignment", "Pair", "Piece", "align", "first_different_token"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""
+    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set.
+
+    ``pads``: positions that the batch put before the sample's first token.
+    """
 
     record: Record
     sample: int
     row: int | None = None
     left: int = 0
     right: int = 0
+    pads: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +187,7 @@ def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
         left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
         if record.step == 0 and len(record.shape) > 2 and record.shape[1] == length:
             left, right = sample.num_left_pad, length - sample.num_right_pad
-        pieces.append(Piece(record, number, row, left, right))
+        pieces.append(Piece(record, number, row, left, right, sample.num_left_pad))
     return pieces
 
 
@@ -201,11 +205,16 @@ def _incomparable(piece: Piece, other: Piece) -> str | None:
         if narrowed and _selectable(piece, other):
             return None
         return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
-    if one.positions != two.positions and None not in (one.positions, two.positions):
-        relative = piece.row is not None or other.row is not None
-        if not relative:
-            return f"token positions differ: {one.positions} and {two.positions}"
+    if one.positions is not None and two.positions is not None:
+        mine, theirs = _positions(piece), _positions(other)
+        if mine != theirs:
+            return f"token positions differ: {mine} and {theirs}"
     return None
+
+
+def _positions(piece: Piece) -> list[int]:
+    """The record's token positions, pads not counted."""
+    return [position - piece.pads for position in piece.record.positions or ()]
 
 
 def _selectable(piece: Piece, other: Piece) -> bool:

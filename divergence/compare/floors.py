@@ -7,6 +7,7 @@ run gives a measured one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,7 +72,13 @@ class ModelFloor:
         if work.unit_roundoff > form.unit_roundoff:
             update = floor_weights(work, num_features=num_features, role=part)[1]
         real = torch.isfinite(rows.rel_l2) & (rows.norm > 0)
-        if store == 0 or not bool(real.any()):
+        if store == 0:
+            return None
+        known = ~torch.isnan(rows.rel_l2)
+        if bool(known.any()) and int(torch.isinf(rows.rel_l2).sum()) * 2 > int(known.sum()):
+            # most rows are zero in the reference alone: no rounding does that
+            return Ratios(floor=0.0, typical=math.inf, worst=math.inf)
+        if not bool(real.any()):
             return None
         rel, norm = rows.rel_l2[real], rows.norm[real]
         share = torch.ones_like(norm) if rows.update_norm is None else rows.update_norm[real] / norm

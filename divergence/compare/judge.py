@@ -52,6 +52,13 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
         return _identical(case)
     pass_ = "anchored" if case.anchored else "free"
     units = build_units(case.sites, pass_)
+    if case.anchored:  # forwards that no anchor reached are judged as in free runs
+        covered = {(s.sample, s.step) for s in case.sites if s.pass_ == "anchored"}
+        rest = [s for s in case.sites if (s.sample, s.step) not in covered]
+        units += build_units(rest, "free")
+        unanchored = sorted({s.step for s in rest})
+    else:
+        unanchored = []
     flagged = flag(units, routed=case.routed, thresholds=thresholds)
     for unit in units:
         for result in unit.results:
@@ -66,7 +73,7 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
     drift = _drift(case, thresholds)
     if drift is not None:
         return drift
-    return _within_floor(case, units)
+    return _within_floor(case, units, unanchored)
 
 
 def _nonfinite(case: Case) -> Verdict | None:
@@ -96,7 +103,8 @@ def _nonfinite(case: Case) -> Verdict | None:
         site.flagged = site.pass_ == first.pass_
     return Verdict(
         kind="nonfinite",
-        summary=f"{what} in the {side} first at {first.site}, where the other side is finite",
+        summary=f"{what} in the {side} first at {first.site}, where the other side has "
+        + ("fewer" if min(more_a, more_b) else "none"),
         onset=_onset(first),
         confidence="high",
         side=side,
@@ -231,7 +239,7 @@ def _drift(case: Case, thresholds: Thresholds) -> Verdict | None:
     return None
 
 
-def _within_floor(case: Case, units: list[Unit]) -> Verdict:
+def _within_floor(case: Case, units: list[Unit], unanchored: list[int]) -> Verdict:
     judged = [unit for unit in units if unit.results]
     if not judged:
         return Verdict(
@@ -249,14 +257,14 @@ def _within_floor(case: Case, units: list[Unit]) -> Verdict:
         if worst.typical
         else "the typical token is equal bit for bit at every site"
     )
-    sure = case.anchored
+    sure = case.anchored and not unanchored
     return Verdict(
         kind="within_floor",
         summary="the runs differ by rounding alone: "
         + (
             "no block makes an error beyond the floor"
             if sure
-            else "no block adds more than rounding explains (free runs only)"
+            else "no block adds more than rounding explains (judged from free runs)"
         ),
         confidence="medium" if sure else "low",
         side="neither" if sure else None,
@@ -266,10 +274,19 @@ def _within_floor(case: Case, units: list[Unit]) -> Verdict:
                 f"(limit {token.worst_limit:.2g})",
                 values={"ratio": worst.typical, "limit": worst.limit},
             ),
+            *_unanchored(unanchored),
             *_context(case),
         ],
         next=_next(case, None),
     )
+
+
+def _unanchored(steps: list[int]) -> list[Evidence]:
+    """Forwards that the anchored pass did not reach are judged less exactly."""
+    if not steps:
+        return []
+    names = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
+    return [Evidence(text=f"not anchored, so judged from free runs: step {names}")]
 
 
 def _context(case: Case) -> list[Evidence]:
@@ -311,7 +328,7 @@ def _unit_evidence(unit: Unit) -> Evidence:
 
 
 def _confidence(unit: Unit, case: Case) -> str:
-    if not case.anchored:
+    if unit.pass_ == "free":
         return "low"
     ratio, limit = (
         (unit.worst, unit.worst_limit) if unit.why == "token" else (unit.typical, unit.limit)

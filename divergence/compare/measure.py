@@ -174,7 +174,7 @@ class Measurer:
 
     def _find(self, pair: Pair, is_block: bool) -> Found:
         one, two = pair.reference.record, pair.candidate.record
-        base = self._base(pair.reference) if is_block and one.site.endswith(":out") else None
+        base = self._base(pair) if is_block and one.site.endswith(":out") else None
         logits = one.site == self._logits_site
         whole = pair.reference.row is None and pair.candidate.row is None
         key = (
@@ -200,7 +200,8 @@ class Measurer:
             base = _same_positions(base, one, b, two)[0]
         a, b = _same_positions(a, one, b, two)
         mask = self._row_mask(pair.reference, tuple(a.shape))
-        base = base if whole else None
+        if base is not None and not whole:
+            base = self._rows_of(base, pair.reference)
         # One thread a pair: whole pairs are what runs side by side, where cores are many.
         metrics, rows = measure_pair(a, b, row_mask=mask, base=base, threads=1)
         found = None
@@ -219,23 +220,33 @@ class Measurer:
         return result
 
     def _tensor(self, run: Run, piece: Piece) -> torch.Tensor:
-        tensor = run.read(piece.record)
+        return self._rows_of(run.read(piece.record), piece)
+
+    def _rows_of(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """The piece's own part of a record's tensor, or of one of the same shape."""
         if piece.row is None:
             return tensor
         if tensor.ndim == 1:
             return tensor[piece.row : piece.row + 1]
         return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
 
-    def _base(self, piece: Piece) -> torch.Tensor | None:
-        """The block's recorded input in the reference, if it has the output's shape."""
-        one = piece.record
-        site = one.site.rpartition(":")[0] + ":in"
-        record = self._reference.find(("free", one.sample, one.step, site))
+    def _base(self, pair: Pair) -> torch.Tensor | None:
+        """The input that the block had in the reference, if it has the output's shape.
+
+        In an anchored pass that is the free input of the run which anchored it. Where that is
+        a third run, which is not at hand, the reference's own stands in for it.
+        """
+        one, two = pair.reference.record, pair.candidate.record
+        run, other = self._reference, one
+        if one.pass_ == "anchored" and two.pass_ == "free":
+            run, other = self._candidate, two
+        site = other.site.rpartition(":")[0] + ":in"
+        record = run.find(("free", other.sample, other.step, site))
         if record is None or record.shape != one.shape or record.positions != one.positions:
             return None
         if format_named(record.dtype).kind != "float":
             return None
-        return self._reference.read(record)
+        return run.read(record)
 
     def _row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
         """True for real tokens, per row (all leading axes); None where nothing is padded."""
@@ -247,7 +258,9 @@ class Measurer:
         if not any(s.num_left_pad or s.num_right_pad for s in samples):
             return None
         length = samples[0].num_left_pad + len(samples[0].prompt_ids) + samples[0].num_right_pad
-        if shape[0] != len(samples) or shape[1] != length:
+        kept = piece.record.positions
+        expected = length if kept is None else len(kept)
+        if shape[0] != len(samples) or shape[1] != expected:
             return None
         import torch
 
@@ -256,6 +269,8 @@ class Measurer:
             mask[row, : sample.num_left_pad] = False
             if sample.num_right_pad:
                 mask[row, -sample.num_right_pad :] = False
+        if kept is not None:
+            mask = mask[:, list(kept)]
         inner = math.prod(shape[2:-1])
         return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
 

@@ -85,7 +85,10 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
             f"{len(missing)} parameters were missing from the checkpoint and are random: "
             + _names(missing)
         )
-    if one.digest != two.digest:
+    unknown = _offloaded(one.digests, two.digests)
+    if one.digest != two.digest and unknown and one.dtype == two.dtype:
+        status, detail = "differs", f"{len(unknown)} offloaded parameters were not digested"
+    elif one.digest != two.digest:
         if one.dtype != two.dtype:
             rounded = (one.rounded_digests.get(two.dtype), two.rounded_digests.get(one.dtype))
             if one.digest == rounded[1] or two.digest == rounded[0]:
@@ -110,6 +113,14 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
     return PreflightLine(
         check="weights", status=status, reference=shown[0], candidate=shown[1], detail=detail
     )
+
+
+def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    """Parameters that one side could not digest, if all the others agree."""
+    unknown = [name for name in a if "offloaded" in (a[name], b.get(name))]
+    rest = [name for name in a if name not in unknown]
+    agree = a.keys() == b.keys() and all(a[name] == b[name] for name in rest)
+    return unknown if agree else []
 
 
 def _renamed(a: dict[str, str], b: dict[str, str]) -> str | None:

@@ -95,7 +95,7 @@ def flag(
     """
     families: dict[tuple, list[Unit]] = {}
     for unit in units:
-        families.setdefault(unit.kind, []).append(unit)
+        families.setdefault((unit.pass_, *unit.kind), []).append(unit)
     for family in families.values():
         for unit in family:
             others = [other for other in family if other is not unit]

@@ -120,11 +120,36 @@ def test_writes_in_place_do_not_reach_the_record():
 
 
 def test_a_tensor_that_passes_through_is_copied_once():
-    """The same tensor at several sites is one item, until something writes to it."""
+    """The same tensor at several sites is one item, until something writes to it, or may have:
+    a module that returns what it was given could have used a kernel that leaves no trace."""
     sink = watch(Overwriting(), torch.ones(2, 3))
-    assert sink.items[0, "inner:in"] is sink.items[0, "inner:out"]
     assert sink.items[0, "inner:in"] is sink.items[0, ".:in"]
+    assert sink.items[0, "inner:in"] is not sink.items[0, "inner:out"]
     assert sink.items[0, ".:out"] is not sink.items[0, "inner:out"]
+
+
+class Untracked(nn.Module):
+    """Overwrites its input the way a fused kernel does: past torch's version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.inner.forward = self._overwrite
+
+    @staticmethod
+    def _overwrite(x):
+        x.data.add_(1)
+        return x
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_an_untracked_write_of_a_returned_input_is_seen():
+    """The output is recorded as it is, not as the input was."""
+    sink = watch(Untracked(), torch.zeros(2, 3))
+    assert torch.equal(sink.tensor("inner:in"), torch.zeros(2, 3))
+    assert torch.equal(sink.tensor("inner:out"), torch.ones(2, 3))
 
 
 class Twice(nn.Module):

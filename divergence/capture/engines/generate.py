@@ -154,6 +154,11 @@ def _decode(
         else ([[] for _ in range(len(ids))])
     )
     chosen = [list(row) for row in zip(*control.chosen, strict=True)]
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    for row, fed in zip(chosen, generated, strict=True):
+        # A sample that has ended is fed padding while its batch goes on: no choice any more.
+        last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
+        del row[last + 1 :]
     return GroupResult(generated, chosen, decoder, control.seen)
 
 

@@ -9,6 +9,7 @@ they are results, and are seen at their sites.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,11 @@ def identify(
             continue
         digests[name] = digest_tensor(tensor)
         for target in _NARROWER.get(dtype, ()):
-            narrowed.setdefault(target, {})[name] = _narrow_digest(tensor, target, digests[name])
+            narrowed.setdefault(target, {})[name] = (
+                digests[name]
+                if _stays_wide(module, name, target)
+                else _narrow_digest(tensor, target, digests[name])
+            )
     config = module.config
     tokenizer = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None)
@@ -91,6 +96,14 @@ def without_home(text: str) -> str:
     """``text`` with the user's home directory written as ``~``: a run names no user."""
     home = str(Path.home())
     return text if home == "/" else text.replace(home + "/", "~/")
+
+
+def _stays_wide(module: Any, name: str, target: str) -> bool:
+    """Does transformers keep this parameter in float32 when it loads the model in ``target``?"""
+    kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if target == "float16":
+        kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return any(re.search(rf"(?:^|\.){re.escape(part)}(?:\.|$)", name) for part in kept)
 
 
 def _narrow_digest(tensor: torch.Tensor, target: str, own: str) -> str:

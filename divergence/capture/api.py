@@ -225,6 +225,16 @@ class _Capture:
             self.loaded,
             on_parameter=lambda done, total, name: self.tell("digest", done, total, name),
         )
+        recorded = None if request.like is None else request.like.manifest.model
+        same_dtype = recorded is not None and recorded.dtype == identity.dtype
+        if same_dtype and recorded.digest != identity.digest:
+            self.tell(
+                "note",
+                0,
+                None,
+                f"these are not the weights of the recorded run ({identity.digest[:12]}, "
+                f"there {recorded.digest[:12]}): compare will say which differ",
+            )
         return Manifest(
             id=new_run_id(),
             tool_version=__version__,

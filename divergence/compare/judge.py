@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from divergence.compare.advice import Advice
 from divergence.compare.result import (
     Evidence,
@@ -44,7 +46,27 @@ class Case:
 
 
 def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
-    """Judge, and set ``flagged`` on the sites that the verdict rests on."""
+    """Judge, and set ``flagged`` on the sites that the verdict rests on.
+
+    Where a blocking difference was overridden, it explains whatever is found: confidence is low.
+    """
+    verdict = _judge(case, thresholds)
+    forced = [line.check for line in case.preflight if line.status == "blocking"]
+    if not forced:
+        return verdict
+    return msgspec.structs.replace(
+        verdict,
+        summary=f"{verdict.summary} (compared by force: other {' and '.join(forced)})",
+        confidence="low",
+        side=None,
+        evidence=[
+            Evidence(text=f"other {' and '.join(forced)}, which may explain everything below"),
+            *verdict.evidence,
+        ],
+    )
+
+
+def _judge(case: Case, thresholds: Thresholds) -> Verdict:
     bad = _nonfinite(case)
     if bad is not None:
         return bad
@@ -124,7 +146,8 @@ def _identical(case: Case) -> Verdict:
     partly = "" if not case.missing else f" ({case.missing} tensors had no partner)"
     return Verdict(
         kind="identical",
-        summary=f"all {len(case.sites)} compared tensors are equal bit for bit{partly}",
+        summary=f"all {len(case.sites)} compared tensors are equal bit for bit, by their "
+        f"checksums{partly}",
         confidence="high" if not case.missing else "medium",
         side="neither",
     )

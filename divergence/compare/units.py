@@ -89,13 +89,15 @@ def flag(
     """Set limits and flags; returns the flagged units in execution order.
 
     A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
-    ``sibling`` times that of its siblings; or where a single token is beyond both token
+    ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where
+    it has none); or where a single token is beyond both token
     limits (not in ``routed`` blocks: there, rounding may send a token to another expert;
     such units are marked ``isolated`` instead). Limits are wider where few numbers are judged.
     """
     families: dict[tuple, list[Unit]] = {}
     for unit in units:
         families.setdefault((unit.pass_, *unit.kind), []).append(unit)
+    blocks = _block_controls(units)
     for family in families.values():
         for unit in family:
             others = [other for other in family if other is not unit]
@@ -110,6 +112,9 @@ def flag(
                 unit.limit = min(absolute, thresholds.sibling * control)
                 tokens = statistics.median(other.worst for other in others)
                 unit.worst_limit = max(thresholds.token, thresholds.token_sibling * tokens)
+            elif unit.phase in blocks and unit.pass_ != "free":
+                control = max(blocks[unit.phase], thresholds.least_sibling)
+                unit.limit = min(absolute, thresholds.lone * control)
             unit.limit *= _spread(sum(result.numel for result in unit.results))
             unit.worst_limit *= _spread(min(r.shape[-1] if r.shape else 1 for r in unit.results))
             if unit.typical > unit.limit:
@@ -120,6 +125,16 @@ def flag(
                 else:
                     unit.why = "token"
     return [unit for unit in units if unit.why is not None]
+
+
+def _block_controls(units: list[Unit]) -> dict[str, float]:
+    """By phase, the median typical ratio of the blocks' outputs in the anchored pass, where at
+    least three tell."""
+    found: dict[str, list[float]] = {}
+    for unit in units:
+        if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
+            found.setdefault(unit.phase, []).append(unit.typical)
+    return {phase: statistics.median(them) for phase, them in found.items() if len(them) >= 3}
 
 
 def _whole(path: str, stacks: set[str]) -> bool:

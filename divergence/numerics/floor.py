@@ -58,8 +58,10 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     ``typical``: the median token's ratio, absolutely. ``sibling``: the same over the
     median of the other sites of its kind, which share dtype, shapes and kernels and so
     are its controls. ``least_sibling``: that median is taken as at least this, because
-    kernels that agree bit for bit make any difference look large. ``token``: a single
-    token's ratio; ``token_sibling``: over the siblings' worst tokens. ``free_gain``: by
+    kernels that agree bit for bit make any difference look large. ``lone``: the same as
+    ``sibling`` for a site that has no siblings (embedding, final norm, head), over the
+    median of all block outputs, which tell how unlike the two sides' kernels are.
+    ``token``: a single token's ratio; ``token_sibling``: over the siblings' worst tokens. ``free_gain``: by
     how much a block may enlarge an inherited relative error of its update. ``drift``:
     the free run's error over the sum of what the blocks make.
     """
@@ -67,6 +69,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     typical: float = 6.0
     sibling: float = 4.0
     least_sibling: float = 0.25
+    lone: float = 8.0
     token: float = 12.0
     token_sibling: float = 8.0
     free_gain: float = 4.0

@@ -29,7 +29,7 @@ def check_lines(result: Any, *, verbose: bool = False) -> list[Line]:
     else:
         head = line(
             ("FAILED", "bold red"),
-            f": {count(len(result.failures), 'rule')} of policy {policy.name or 'given'} not met",
+            f": {count(len(result.failures), 'failure')} of policy {policy.name or 'given'}",
         )
     shown = result.failures if verbose else result.failures[:MAX_LISTED]
     lines = [head]

@@ -129,3 +129,39 @@ def test_precision_switches_are_as_before(llama, tmp_path):
     assert [getattr(torch.backends.mkldnn, name).fp32_precision for name in names] == before
     found = {switch.name: switch.found for switch in run.manifest.settings.switches}
     assert found["torch.backends.mkldnn.matmul.fp32_precision"] == str(before[0]).lower()
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        "model.embed_tokens:out=noise:0.02",
+        "model.norm:out=scale:1.02",
+        "lm_head:out=scale:1.02",
+        "lm_head:out=noise:0.02",
+    ],
+)
+def test_trunk_faults_stand_out_where_the_blocks_agree(plant, tiny_model, tmp_path):
+    """A site without siblings is held to what the blocks show of the two sides' kernels."""
+    model = str(tiny_model("llama", dtype="bfloat16"))
+    a = capture(model, out=tmp_path / "a", prompts=[LONG], max_new_tokens=2)
+    report = compare(a, capture(like=a, out=tmp_path / "b", plants=[plant]))
+    assert report.verdict.kind == "localized"
+    assert report.verdict.onset.site == plant.partition("=")[0]
+
+
+def test_a_forced_comparison_says_so_first(llama, tiny_model, tmp_path):
+    """Other weights explain everything: no confident diagnosis beside them."""
+    notes = []
+
+    def progress(event, done, total, detail):
+        if event == "note":
+            notes.append(detail)
+
+    a = capture(llama, out=tmp_path / "a", max_new_tokens=1)
+    other = tiny_model("llama", dtype="float32", seed=1)
+    b = capture(str(other), like=a, out=tmp_path / "b", progress=progress)
+    assert "not the weights of the recorded run" in notes[0]
+    assert compare(a, b).verdict.kind == "incomparable"
+    verdict = compare(a, b, force=True).verdict
+    assert verdict.confidence == "low"
+    assert "by force: other weights" in verdict.summary

@@ -61,9 +61,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     kernels that agree bit for bit make any difference look large. ``lone``: the same as
     ``sibling`` for a site that has no siblings (embedding, final norm, head), over the
     median of all block outputs, which tell how unlike the two sides' kernels are.
-    ``token``: a single token's ratio; ``token_sibling``: over the siblings' worst tokens. ``free_gain``: by
-    how much a block may enlarge an inherited relative error of its update. ``drift``:
-    the free run's error over the sum of what the blocks make.
+    ``token``: a single token's ratio; ``token_sibling``: over the siblings' worst tokens.
+    ``free_gain``: by how much a block may enlarge an inherited relative error of its
+    update. ``drift``: the free run's error over the sum of what the blocks make.
     """
 
     typical: float = 6.0

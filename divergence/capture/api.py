@@ -166,6 +166,14 @@ class _Capture:
             if "anchored" in plan.passes:
                 anchored = self._recorder(writer, "anchored", anchor=recorded_inputs(request.like))
                 self._pass(anchored, "anchored", None)
+                if anchored.anchored == 0:
+                    self.tell(
+                        "note",
+                        0,
+                        None,
+                        "the anchored pass replaced no input: the recorded "
+                        "inputs fit none of this model's",
+                    )
             manifest.settings.nondeterministic_warnings = self.determinism.warnings
             if request.repeat > 1:
                 writer.drain()

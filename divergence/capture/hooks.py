@@ -117,11 +117,6 @@ class Recorder:
         self._calls: dict[str, str] = {}
         self._num_calls: dict[str, int] = {}
 
-    @property
-    def num_steps(self) -> int:
-        """Forwards of the whole model seen since ``begin``."""
-        return self._step
-
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
         """Hooks on; off again on any exit."""

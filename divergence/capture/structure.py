@@ -18,7 +18,7 @@ from divergence.run.site import ROOT
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["block_paths", "describe_modules", "output_paths"]
+__all__ = ["describe_modules", "output_paths"]
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
@@ -51,11 +51,6 @@ def _kind(module: nn.Module) -> str:
         if isinstance(variant, str):
             return f"{name}/{variant}"
     return name
-
-
-def block_paths(notes: dict[str, ModuleNote]) -> list[str]:
-    """Paths of the blocks, in definition order."""
-    return [path for path, note in notes.items() if note.role == "block"]
 
 
 def output_paths(model: nn.Module) -> set[str]:

@@ -98,8 +98,8 @@ def _measure_all(
 ) -> list[SiteResult]:
     """Read ahead on one thread, measure on others, judge in order.
 
-    Reading and measuring overlap; one measuring thread for two cores (on two, a second one
-    measured nothing more), up to four.
+    Reading and measuring overlap; one measuring thread for two cores (a second one shares
+    Python's lock and gains little: benchmarks/compare_kernel.py), up to four.
     """
     import torch
 

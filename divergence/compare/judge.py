@@ -146,8 +146,7 @@ def _identical(case: Case) -> Verdict:
     partly = "" if not case.missing else f" ({case.missing} tensors had no partner)"
     return Verdict(
         kind="identical",
-        summary=f"all {len(case.sites)} compared tensors are equal bit for bit, by their "
-        f"checksums{partly}",
+        summary=f"all {len(case.sites)} compared tensors are equal bit for bit{partly}",
         confidence="high" if not case.missing else "medium",
         side="neither",
     )
@@ -283,14 +282,13 @@ def _within_floor(case: Case, units: list[Unit], unanchored: list[int]) -> Verdi
     sure = case.anchored and not unanchored
     return Verdict(
         kind="within_floor",
-        summary="the runs differ by rounding alone: "
+        summary="the runs differ by no more than rounding explains: "
         + (
             "no block makes an error beyond the floor"
             if sure
             else "no block adds more than rounding explains (judged from free runs)"
         ),
         confidence="medium" if sure else "low",
-        side="neither" if sure else None,
         evidence=[
             Evidence(
                 text=f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "

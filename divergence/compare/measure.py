@@ -1,8 +1,8 @@
 """Measuring the pairs: reads both tensors, calls numerics, writes a SiteResult.
 
-Equal checksums are equal tensors: they are never read. A pair of tensors that
-occurs at several sites (one block's output is the next one's input) is measured
-once. Pads are masked by the samples' token counts, and rows are turned back into
+Equal checksums are equal tensors: their bytes are checked against them, not measured.
+A pair of tensors that occurs at several sites (one block's output is the next one's
+input) is measured once. Pads are masked by the samples' token counts, and rows are turned back into
 token positions.
 """
 
@@ -67,11 +67,13 @@ class Measurer:
 
     def read_ahead(self, pair: Pair) -> None:
         """Bring a pair's bytes into memory and check them; ``look`` says what is wrong."""
-        if _equal(pair):
-            return
         with contextlib.suppress(RunFormatError):
-            self._reference.read(pair.reference.record)
-            self._candidate.read(pair.candidate.record)
+            self._check(pair)
+
+    def _check(self, pair: Pair) -> None:
+        """Both sides' bytes are what their records say; each tensor is looked at once."""
+        self._reference.read(pair.reference.record)
+        self._candidate.read(pair.candidate.record)
 
     def look(self, pair: Pair) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
@@ -79,6 +81,7 @@ class Measurer:
         Raises RunFormatError on bad bytes.
         """
         if _equal(pair):
+            self._check(pair)  # equal by what was recorded: true only if the bytes agree with it
             return None
         note = self._notes.get(module_of(pair.reference.record.site))
         return self._find(pair, note is not None and note.role == "block")
@@ -316,7 +319,7 @@ def _equal(pair: Pair) -> bool:
 
 
 def _identical(record: Record, place: dict) -> SiteResult:
-    """Bit for bit the same: every difference is 0, and nothing is read."""
+    """Bit for bit the same: every difference is 0, and nothing is measured."""
     summary = record.summary
     norm = (summary.rms or 0.0) * math.sqrt(record.numel)
     bad = NonfiniteCount(

@@ -23,7 +23,7 @@ from divergence.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FORMATS", "Format", "format_named", "format_of", "is_float", "wider"]
+__all__ = ["FORMATS", "Format", "format_named", "format_of", "is_float"]
 
 FormatKind = Literal["float", "int", "bool", "complex"]
 
@@ -104,7 +104,6 @@ def _int(name: str, *, itemsize: int, signed: bool, kind: FormatKind = "int") ->
 _F64_MAX = (2 - 2.0**-52) * 2.0**1023
 _F32_MAX = (2 - 2.0**-23) * 2.0**127
 
-# Narrow to wide: wider() answers with the first that holds both.
 _TABLE = (
     _int("bool", itemsize=1, signed=False, kind="bool"),
     _int("uint8", itemsize=1, signed=False),
@@ -199,37 +198,3 @@ def format_of(dtype: torch.dtype) -> Format:
 def is_float(form: Format) -> bool:
     """Whether ``form`` is a real floating-point format (ulp distances exist in it)."""
     return form.kind == "float"
-
-
-def wider(a: Format, b: Format) -> Format:
-    """The narrowest format that holds every value of both: bfloat16, float16 -> float32.
-
-    float64 (complex128 beside a complex format) where nothing holds both exactly: int64
-    beside any float, uint64 beside any signed format.
-    """
-    for form in (a, b, *_TABLE):
-        if _holds(form, a) and _holds(form, b):
-            return form
-    return FORMATS["complex128" if "complex" in (a.kind, b.kind) else "float64"]
-
-
-def _holds(form: Format, other: Format) -> bool:
-    if other.kind == "bool" or form.name == other.name:
-        return True
-    if other.kind == "complex" and form.kind != "complex":
-        return False
-    if form.kind in ("int", "bool"):
-        return other.kind == "int" and form.max >= other.max and (form.signed or not other.signed)
-    if other.kind == "int":
-        # Every integer of v value bits needs v significand bits; the fraction has one more.
-        return (
-            form.signed
-            and form.mantissa_bits + 1 >= other.mantissa_bits
-            and (form.max >= other.max)
-        )
-    return (
-        form.mantissa_bits >= other.mantissa_bits
-        and form.max >= other.max
-        and form.smallest_subnormal <= other.smallest_subnormal
-        and (form.signed or not other.signed)
-    )

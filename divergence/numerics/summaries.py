@@ -1,8 +1,8 @@
 """Summaries of many tensors at once.
 
 A decode step leaves many small tensors of one shape. Summarised one by one, each costs
-some 25 µs of interpreter time; stacked, a few. The arithmetic is that of summarize():
-a row whose values are not all finite, or whose squares could leave float32's or
+more interpreter time than arithmetic; stacked, they share it. The arithmetic is that of
+summarize(): a row whose values are not all finite, or whose squares could leave float32's or
 float64's range, goes there.
 """
 

@@ -3,9 +3,9 @@
 The header is parsed here because a damaged shard must be named precisely (which
 tensor, how many bytes are missing) and because tensors are handed out as views of a
 private memory map, so that a comparison can stream through dumps larger than memory.
-It is written here because a decode step records many small tensors: the library's
-checks take some 25 µs each, ten times what the bytes take, and it does not store every
-dtype. The files are plain safetensors; tests read them with the library.
+It is written here because a decode step records many small tensors, for which the
+library's checks take longer than the bytes, and because it does not store every dtype.
+The files are plain safetensors; tests read them with the library.
 """
 
 from __future__ import annotations

@@ -165,3 +165,27 @@ def test_a_forced_comparison_says_so_first(llama, tiny_model, tmp_path):
     verdict = compare(a, b, force=True).verdict
     assert verdict.confidence == "low"
     assert "by force: other weights" in verdict.summary
+
+
+def test_damaged_bytes_are_not_equal_by_their_records(llama, tmp_path):
+    """Two runs with the same recorded checksums, one with a flipped byte: an error, no pass."""
+    import shutil
+
+    from divergence.errors import RunFormatError
+
+    a = capture(llama, out=tmp_path / "a", max_new_tokens=1)
+    shutil.copytree(a.path, tmp_path / "b")
+    assert compare(a.path, tmp_path / "b").verdict.kind == "identical"
+    (shard,) = (tmp_path / "b" / "tensors").iterdir()
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(RunFormatError, match="wrong checksum"):
+        compare(a.path, tmp_path / "b")
+
+
+def test_within_floor_names_no_side(llama, tmp_path):
+    """A fault under the floor looks like rounding, so neither run is declared right."""
+    a = capture(llama, out=tmp_path / "a", max_new_tokens=1)
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")).verdict
+    assert (verdict.kind, verdict.side) == ("within_floor", None)

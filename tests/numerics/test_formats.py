@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.numerics.formats import FORMATS, format_named, format_of, is_float, wider
+from divergence.numerics.formats import FORMATS, format_named, format_of, is_float
 
 HERE = [name for name in FORMATS if hasattr(torch, name)]
 
@@ -73,21 +73,6 @@ def test_a_packed_dtype_is_refused():
     """Dtypes without one plain number per element are refused, not guessed at."""
     with pytest.raises(UsageError):
         format_of(torch.quint8)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "wide"),
-    [
-        ("bfloat16", "float16", "float32"), ("bfloat16", "bfloat16", "bfloat16"),
-        ("bfloat16", "float32", "float32"), ("float8_e4m3fn", "float8_e5m2", "bfloat16"),
-        ("int8", "uint8", "int16"), ("int64", "float32", "float64"), ("bool", "int8", "int8"),
-        ("complex64", "float64", "complex128"), ("int16", "bfloat16", "float32"),
-    ],
-)  # fmt: skip
-def test_wider_holds_both(a, b, wide):
-    """The wider format of two is the narrowest that holds every value of both."""
-    assert wider(FORMATS[a], FORMATS[b]).name == wide
-    assert wider(FORMATS[b], FORMATS[a]).name == wide
 
 
 def test_only_real_floats_are_floats():

@@ -123,4 +123,4 @@ def test_the_stored_run_names_no_path_of_a_machine():
     assert sum(path.stat().st_size for path in files) < 100_000
     text = (FIXTURES / "run-v1/manifest.json").read_text()
     assert not re.search(r'": "(/|~|[A-Za-z]:\\)', text)
-    assert not {"/tmp/", "/home/", "/root/"} & set(re.findall(r"/\w+/", text))
+    assert not {"tmp", "home", "root"} & set(re.findall(r"/(\w+)/", text))

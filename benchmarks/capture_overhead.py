@@ -25,7 +25,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.capture.api import _Capture
+from divergence.capture.execution import Execution, Pass
 from divergence.capture.determinism import Determinism
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.passes import run_pass
@@ -92,8 +92,10 @@ class Captured:
             steps=None, positions=None, deterministic=False, seed=0, repeat=1, anchor=False,
             plants=(), label=None,
         )  # fmt: skip
-        self.capture = _Capture(request, loaded_model(model), "cpu", Determinism(), lambda *_: None)
-        self.manifest = self.capture._manifest(self.capture._plan(), None)
+        self.capture = Execution(
+            request, loaded_model(model), "cpu", Determinism(), lambda *_: None
+        )
+        self.manifest = self.capture._manifest(self.capture._plan([Pass("free")]), None)
         self.number = 0
         self.sizes = SimpleNamespace(num_records=0, stored_bytes=0)
 
@@ -103,7 +105,7 @@ class Captured:
         path = Path(self.folder.name) / str(self.number)
         with RunWriter(path, self.manifest) as writer:
             run_pass(
-                self.capture.loaded, self.capture._recorder(writer, "free"), self.capture.samples,
+                self.capture.loaded, self.capture._recorder(writer, Pass("free")), self.capture.samples,
                 self.capture.groups, max_new_tokens=new,
             )  # fmt: skip
         self.sizes = self.manifest.sizes

@@ -24,19 +24,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from divergence._version import __version__
-    from divergence.capture.api import capture
+    from divergence.capture.api import capture, reference
     from divergence.compare.api import compare
     from divergence.compare.check import check
     from divergence.compare.result import Report
     from divergence.run.reader import Run
 
-__all__ = ["Report", "Run", "__version__", "capture", "check", "compare"]
+__all__ = ["Report", "Run", "__version__", "capture", "check", "compare", "reference"]
 
 _HOMES = {
     "Report": "divergence.compare.result",
     "Run": "divergence.run.reader",
     "__version__": "divergence._version",
     "check": "divergence.compare.check",
+    "reference": "divergence.capture.api",
 }
 _VERBS = ("capture", "compare")
 """Packages that are called like functions: ``divergence.NAME.api.NAME``."""

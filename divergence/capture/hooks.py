@@ -83,13 +83,14 @@ class Recorder:
         plants: Sequence[Plant] = (),
         anchor: Anchor | None = None,
         on_step: Callable[[int], None] | None = None,
+        on_block: Callable[[str], None] | None = None,
         copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._model = model
         self._notes = notes
         self._wanted = wanted
         self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
-        if anchor is not None:
+        if anchor is not None or on_block is not None:
             self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
         self.sink = sink
         self._pass: PassName = pass_
@@ -100,7 +101,7 @@ class Recorder:
         for plant in plants:
             self._plants.setdefault(plant.path, []).append(plant)
         self._anchor = anchor
-        self._on_step = on_step
+        self._on_step, self._on_block = on_step, on_block
         self._copy = copy or _detached_copy
         self.fired: set[str] = set()
         self.anchored = self.num_emitted = 0
@@ -182,6 +183,8 @@ class Recorder:
                     self._recent.pop(id(tensor), None)
             for port, tensor in leaves:
                 self._emit(path, call, port, tensor)
+            if self._on_block is not None and self._notes[path].role == "block":
+                self._on_block(path)
             if path == ROOT:
                 self._end_of_forward()
             return new if plants else None

@@ -47,6 +47,7 @@ class Request:
     seed: int
     repeat: int
     anchor: bool
+    escalate: bool = False
     plants: list[Plant] = field(default_factory=list)
     label: str | None = None
     like: Run | None = None
@@ -78,6 +79,7 @@ def resolve_request(
     anchor: bool,
     plants: Sequence[str],
     label: str | None,
+    escalate: bool = False,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -92,11 +94,17 @@ def resolve_request(
     parsed = [parse_plant(text) for text in plants]
     if isinstance(prompts, str):
         prompts = [prompts]
+    if escalate and like is None:
+        raise UsageError(
+            "--escalate needs --like: the escalated pass repeats a recorded run block by block",
+            hint="divergence capture --like RUN -o RUN2 --escalate",
+        )
     common = {
         "device": device,
         "device_map": device_map,
         "repeat": repeat,
         "anchor": anchor,
+        "escalate": escalate,
         "plants": parsed,
         "label": label,
         "chat": chat,

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose, settings, show
+from divergence.cli.made import show_plan, show_run
+from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose, settings
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -251,6 +252,16 @@ def command(
             rich_help_panel=REPEATING,
         ),
     ] = False,
+    escalate: Annotated[
+        bool,
+        typer.Option(
+            "--escalate",
+            metavar="",
+            help="With --like: a third pass, anchored and in float32, that sees faults of formula "
+            "and data below a 16-bit floor.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = False,
     plants: Annotated[
         list[str] | None,
         typer.Option(
@@ -285,9 +296,8 @@ def command(
             "with --like the model is the recorded one",
             hint=f"if this machine has it elsewhere: --model {shlex.quote(model)}",
         )
-    if like is None and (model_copy is not None or no_anchor):
-        given = "--model" if model_copy is not None else "--no-anchor"
-        raise UsageError(f"{given} needs --like", hint="name the model as the argument")
+    if like is None:
+        _only_with_like({"--model": model_copy, "--no-anchor": no_anchor, "--escalate": escalate})
     if out is None and not dry_run:
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
@@ -311,6 +321,7 @@ def command(
         "seed": seed,
         "repeat": repeat,
         "anchor": False if no_anchor else None,
+        "escalate": escalate or None,
         "plants": plants or None,
         "label": label,
         "force": force or None,
@@ -332,9 +343,20 @@ def command(
     with progress_bars(quiet=quiet or json) as progress:
         result = call(model if like is None else model_copy, progress=progress, **values)
     if dry_run:
-        _show_plan(result, json=json)
+        show_plan(result, json=json)
     else:
-        _show_run(result, like=like, json=json, quiet=quiet)
+        show_run(result, like=like, json=json, quiet=quiet)
+
+
+def _only_with_like(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value:
+            raise UsageError(
+                f"{name} needs --like",
+                hint="name the model as the argument"
+                if name == "--model"
+                else "divergence capture --like RUN -o OTHER",
+            )
 
 
 def _defaults(like: bool) -> dict[str, Any]:
@@ -348,33 +370,3 @@ def _defaults(like: bool) -> dict[str, Any]:
         for name, value in known.items()
         if value is not None and (not like or name in of_machine)
     }
-
-
-def _show_plan(plan: Any, *, json: bool) -> None:
-    import msgspec
-
-    from divergence.report.capturing import plan_lines
-    from divergence.report.machine import strict_json
-    from divergence.report.terminal import print_lines
-
-    built = msgspec.to_builtins(plan)
-    if json:
-        show(strict_json({"schema_version": 1, "dry_run": built}))
-    else:
-        print_lines(plan_lines(built))
-
-
-def _show_run(run: Any, *, like: Path | None, json: bool, quiet: bool) -> None:
-    import msgspec
-
-    from divergence.report.capturing import captured_lines
-    from divergence.report.machine import strict_json
-    from divergence.report.terminal import print_lines
-
-    if json:
-        manifest = msgspec.to_builtins(run.manifest)
-        show(strict_json({"schema_version": 1, "path": str(run.path), "manifest": manifest}))
-    elif quiet:
-        show(str(run.path))
-    else:
-        print_lines(captured_lines(str(run.path), run.manifest, run.records, like=like))

@@ -21,7 +21,13 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
         yield _only_notes
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.text import Text
 
     # markup off: a detail is a module path or a file and may hold brackets
@@ -30,6 +36,8 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
         BarColumn(bar_width=24),
         TextColumn("{task.fields[amount]}", markup=False),
         TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[detail]}", markup=False),
         console=Console(stderr=True),
         transient=True,

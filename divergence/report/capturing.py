@@ -29,9 +29,11 @@ def captured_lines(
     state = ("captured", "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
     lines = [line(state, f" {path}: {count(len(records), 'record')}, {stored(manifest)}")]
     lines += model_lines(manifest)[:1]
+    wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
     lines.append(
         prose(
-            "machine", f"{manifest.environment.label}, {manifest.model.dtype} on {settings.device}"
+            "machine",
+            f"{manifest.environment.label}, {manifest.model.dtype}{wide} on {settings.device}",
         )
     )
     if manifest.plan.plants:
@@ -44,7 +46,10 @@ def captured_lines(
         lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
     run = shlex.quote(path)
     lines += [BLANK, heading("next")]
-    if like is None:
+    if settings.compute_dtype is not None and like is not None:
+        recorded = shlex.quote(os.fspath(like))
+        lines.append(line(f"  divergence compare {recorded} OTHER --reference {run}"))
+    elif like is None:
         lines.append(line(f"  divergence capture --like {run} -o OTHER    # on the other machine"))
     else:
         lines.append(line(f"  divergence compare {shlex.quote(os.fspath(like))} {run}"))

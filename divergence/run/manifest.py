@@ -112,7 +112,11 @@ class Switch(_Strict, kw_only=True):
 
 
 class Settings(_Strict, kw_only=True):
-    """How the run was made."""
+    """How the run was made.
+
+    ``compute_dtype``: what every operator of every pass was computed in, where that is wider
+    than the model's dtype: ``float64`` in a truth.
+    """
 
     deterministic: bool
     seed: int
@@ -122,6 +126,7 @@ class Settings(_Strict, kw_only=True):
     attn_implementation: str | None = None
     max_new_tokens: Count
     batch: bool
+    compute_dtype: str | None = None
     switches: list[Switch] = []
     nondeterministic_warnings: list[str] = []
 

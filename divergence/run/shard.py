@@ -64,7 +64,7 @@ class Shard:
         import torch
 
         entry = self.entries[key]
-        wanted = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
+        wanted = math.prod(shape) * dtype.itemsize
         if entry.num_bytes != wanted:
             raise RunFormatError(
                 f"tensor {key} holds {entry.num_bytes} bytes, its record needs {wanted}",
@@ -84,7 +84,7 @@ class Shard:
         if entry.begin + wanted > len(self._map):
             raise RunFormatError("shard was cut off while it was read", where=str(self.path))
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=wanted, offset=entry.begin)
-        if entry.begin % torch.empty((), dtype=dtype).element_size():
+        if entry.begin % dtype.itemsize:
             raw = raw.clone()  # an unaligned writer: view() below needs alignment
         return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
 

@@ -1,0 +1,317 @@
+"""One capture under way: tokens, plan, manifest, and the passes one after another.
+
+A pass has a name, may be anchored (every block gets the recorded input of the run that
+is repeated) and may compute every operator in a wider dtype than the model's own. A
+capture makes the free pass, with ``--like`` the anchored one, with ``--escalate`` the
+escalated one (anchored, float32). A truth makes the first two, both in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from divergence._version import __version__
+from divergence.capture.determinism import Determinism
+from divergence.capture.engines.generate import GroupResult, check_ids
+from divergence.capture.engines.identity import identify, without_home
+from divergence.capture.engines.load import LoadedModel
+from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
+from divergence.capture.environment import collect_environment
+from divergence.capture.hooks import Recorder
+from divergence.capture.memory import free_bytes
+from divergence.capture.passes import (
+    RememberingSink,
+    RepeatSink,
+    can_anchor,
+    recorded_inputs,
+    run_pass,
+)
+from divergence.capture.request import Request
+from divergence.capture.sites import SiteSelection
+from divergence.capture.structure import describe_modules, output_paths
+from divergence.capture.widening import Widening
+from divergence.errors import PlantError, UsageError
+from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
+from divergence.run.reader import Run
+from divergence.run.record import PassName
+from divergence.run.site import ROOT, near_names
+from divergence.run.writer import RunWriter, new_run_id
+
+__all__ = ["Execution", "Pass", "Progress"]
+
+
+class Progress(Protocol):
+    """Called as work goes on. ``event``: ``load``, ``digest``, ``free``, ``repeat``,
+    ``anchored``, ``escalated``, or ``note`` for a warning in ``detail``."""
+
+    def __call__(self, event: str, done: int, total: int | None, detail: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """``compute_dtype``: what every operator is computed in; None for the model's own."""
+
+    name: PassName
+    anchored: bool = False
+    compute_dtype: torch.dtype | None = None
+
+
+class Execution:
+    """One capture under way: the pieces that the passes share."""
+
+    def __init__(
+        self,
+        request: Request,
+        loaded: LoadedModel,
+        device: str,
+        determinism: Determinism,
+        tell: Progress,
+        *,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.request, self.loaded, self.tell = request, loaded, tell
+        self.compute_dtype = compute_dtype
+        self.device, self.determinism = device, determinism
+        self.notes = describe_modules(loaded.module)
+        self.selection = SiteSelection(request.sites, self.notes)
+        for plant in request.plants:
+            if plant.path not in self.notes:
+                near = near_names(plant.path, self.notes)
+                raise PlantError(
+                    f"no module {plant.path!r} to plant a fault at",
+                    hint=f"did you mean {', '.join(near)}?" if near else None,
+                )
+        self.samples, self.groups, self.forced = self._tokens()
+        check_ids(loaded, self.samples if request.like is None else _recorded_samples(request.like))
+
+    def run(self, out: Path, *, force: bool, command: str | None) -> Run:
+        """Write the run to ``out``, and open it."""
+        request, passes = self.request, self._passes()
+        manifest = self._manifest(self._plan(passes), command)
+        with RunWriter(out, manifest, force=force) as writer:
+            first = RememberingSink(writer) if request.repeat > 1 else writer
+            for one in passes:
+                free = one.name == "free"
+                recorder = self._recorder(first if free else writer, one)
+                self._run_pass(recorder, one, writer if free else None)
+                self._check_pass(recorder, one, manifest)
+            manifest.settings.nondeterministic_warnings = self.determinism.warnings
+            if request.repeat > 1:
+                writer.drain()
+                manifest.repeatability = self._repeat(first.items)
+        return Run.open(out)
+
+    def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
+        if one.anchored and recorder.anchored == 0:
+            self._note(
+                f"the {one.name} pass replaced no input: the recorded inputs fit none of "
+                "this model's"
+            )
+        if one.name != "free":
+            return
+        recorder.check_plants()
+        if recorder.num_emitted == 0:
+            raise UsageError(
+                "nothing was recorded: no tensor passed the chosen sites, steps and positions",
+                where=f"--sites {' '.join(manifest.plan.sites)}",
+                hint="`divergence capture MODEL --sites modules --dry-run` lists every site",
+            )
+
+    def _note(self, text: str) -> None:
+        self.tell("note", 0, None, text)
+
+    def _tokens(self) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
+        """(samples, groups, forced tokens), tokenised here or taken from the recorded run."""
+        request, like = self.request, self.request.like
+        if like is not None:
+            recorded = like.manifest.tokens
+            samples = [
+                SampleTokens(
+                    text=s.text,
+                    prompt_ids=s.prompt_ids,
+                    num_left_pad=s.num_left_pad,
+                    num_right_pad=s.num_right_pad,
+                )
+                for s in recorded.samples
+            ]
+            return samples, recorded.groups, [s.generated_ids for s in recorded.samples]
+        samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
+        pad_left = self.loaded.task == "causal-lm"
+        groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
+        return samples, groups, None
+
+    def _passes(self) -> list[Pass]:
+        """What this capture makes; what it cannot make is said."""
+        request, wide = self.request, self.compute_dtype
+        passes = [Pass("free", compute_dtype=wide)]
+        if request.like is None or not (request.anchor or request.escalate):
+            return passes
+        reason = can_anchor(request.like, self.notes)
+        if reason is not None:
+            self._note(f"no anchored pass: {request.like.path} cannot anchor one, {reason}")
+            return passes
+        if request.anchor:
+            passes.append(Pass("anchored", anchored=True, compute_dtype=wide))
+        if request.escalate:
+            narrow = [p.dtype for p in self.loaded.module.parameters() if p.dtype.itemsize < 4]
+            if narrow:
+                passes.append(Pass("escalated", anchored=True, compute_dtype=torch.float32))
+            else:
+                self._note(
+                    "no escalated pass: the model is in float32 already, so the anchored pass "
+                    "sees what it would"
+                )
+        return passes
+
+    def _plan(self, passes: list[Pass]) -> Plan:
+        request = self.request
+        anchored = any(one.anchored for one in passes)
+        return Plan(
+            passes=[one.name for one in passes],
+            sites=self.selection.sites,
+            steps=request.steps,
+            positions=request.positions,
+            anchored_to=request.like.manifest.id if anchored else None,
+            plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
+            logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
+            modules={
+                path: self.notes[path] for path in self.notes if path in self.selection.hooked
+            },
+        )
+
+    def _manifest(self, plan: Plan, command: str | None) -> Manifest:
+        request = self.request
+        identity = identify(
+            self.loaded,
+            on_parameter=lambda done, total, name: self.tell("digest", done, total, name),
+        )
+        recorded = None if request.like is None else request.like.manifest.model
+        same_dtype = recorded is not None and recorded.dtype == identity.dtype
+        if same_dtype and recorded.digest != identity.digest:
+            self._note(
+                f"these are not the weights of the recorded run ({identity.digest[:12]}, "
+                f"there {recorded.digest[:12]}): compare will say which differ"
+            )
+        return Manifest(
+            id=new_run_id(),
+            tool_version=__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            command=None if command is None else without_home(command),
+            like=None if request.like is None else request.like.manifest.id,
+            model=identity,
+            tokens=Tokens(
+                samples=self.samples,
+                groups=self.groups,
+                forced_by=None if request.like is None else request.like.manifest.id,
+            ),
+            settings=Settings(
+                deterministic=request.deterministic,
+                seed=request.seed,
+                device=self.device,
+                device_map=request.device_map,
+                dtype=request.dtype,
+                attn_implementation=request.attn_implementation,
+                max_new_tokens=request.max_new_tokens,
+                batch=request.batch,
+                switches=self.determinism.switches,
+                compute_dtype=None
+                if self.compute_dtype is None
+                else str(self.compute_dtype).removeprefix("torch."),
+            ),
+            environment=collect_environment(self.device, label=request.label),
+            plan=plan,
+            overrides=request.overrides,
+        )
+
+    def _recorder(self, sink: Any, one: Pass) -> Recorder:
+        request, task = self.request, self.loaded.task
+        forwards = request.max_new_tokens * len(self.groups) or len(self.groups)
+        num_blocks = sum(note.role == "block" for note in self.notes.values())
+        # in a wide pass one forward may take minutes: progress goes by blocks
+        by_block = one.compute_dtype is not None and num_blocks > 0 and task == "causal-lm"
+        total, done = forwards * (num_blocks if by_block else 1), 0
+
+        def advance(what: str) -> None:
+            nonlocal done
+            done += 1
+            self.tell(one.name, done, total, what)
+
+        return Recorder(
+            self.loaded.module,
+            self.notes,
+            wanted=self.selection.wanted,
+            hooked=self.selection.hooked,
+            sink=sink,
+            pass_=one.name,
+            steps=request.steps,
+            positions=request.positions,
+            logit_paths=frozenset(output_paths(self.loaded.module))
+            if task == "causal-lm"
+            else frozenset(),
+            plants=request.plants,
+            anchor=recorded_inputs(request.like) if one.anchored else None,
+            on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
+            on_block=advance if by_block else None,
+        )
+
+    def _widened(self, one: Pass) -> contextlib.AbstractContextManager:
+        """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
+        if one.compute_dtype is None:
+            return contextlib.nullcontext()
+        weights = list(self.loaded.module.parameters())
+        needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
+        room = free_bytes(self.loaded.device) // 2
+        keep = needed if needed <= room else 0
+        return Widening(one.compute_dtype, weights=weights, keep_bytes=keep)
+
+    def _run_pass(self, recorder: Recorder, one: Pass, writer: RunWriter | None) -> None:
+        """Run all groups; with ``writer`` the tokens are noted and the manifest kept up to date."""
+
+        def note_tokens(group: list[int], result: GroupResult) -> None:
+            tokens = writer.manifest.tokens
+            for place, number in enumerate(group):
+                sample = self.samples[number]
+                sample.generated_ids = result.generated[place]
+                sample.chosen_ids = result.chosen[place]
+                sample.decoder_prompt_ids = result.decoder_prompt[place]
+            tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
+            writer.update_manifest()
+
+        self.tell(one.name, 0, None, "")
+        with self._widened(one) as wide:
+            run_pass(
+                self.loaded,
+                recorder,
+                self.samples,
+                self.groups,
+                max_new_tokens=self.request.max_new_tokens,
+                forced=self.forced,
+                on_group=None if writer is None else note_tokens,
+            )
+        if wide is not None and wide.num_rounded:
+            self._note(
+                f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
+                f"there the {one.name} pass is rounded to them"
+            )
+
+    def _repeat(self, first: dict) -> Repeatability:
+        result = Repeatability(num_runs=self.request.repeat)
+        for number in range(1, self.request.repeat):
+            self.tell("repeat", number, self.request.repeat - 1, "")
+            forced = self.forced or [sample.generated_ids for sample in self.samples]
+            recorder = self._recorder(RepeatSink(first, result), Pass("free"))
+            run_pass(
+                self.loaded, recorder, self.samples, self.groups,
+                max_new_tokens=self.request.max_new_tokens, forced=forced,
+            )  # fmt: skip
+        return result
+
+
+def _recorded_samples(run: Run) -> list[SampleTokens]:
+    return run.manifest.tokens.samples

@@ -479,10 +479,11 @@ def _partial_sums(linear: nn.Module, strength: float) -> None:
 
 def _mantissa(linear: nn.Module, strength: float) -> None:
     """Inputs and weights lose their last mantissa bits (truncated): 7 stay in float32, as if
-    bfloat16 had been fed to the matrix unit, and 4 in the 16-bit formats; float64 keeps all."""
+    bfloat16 had been fed to the matrix unit, and 4 in the 16-bit formats; float64 keeps all. A
+    widened input (its dtype is not the weight's) is not truncated: such an operator is exact."""
 
     def faulty(healthy: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        if x.dtype not in _MANTISSA:
+        if x.dtype not in _MANTISSA or x.dtype != linear.weight.dtype:
             return healthy(x)
         return F.linear(_truncated(x), _truncated(_matrix(linear)), linear.bias)
 

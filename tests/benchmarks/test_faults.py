@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM
 
 # benchmarks/ is beside the package, not in it.
@@ -17,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks._fault_patches import PATCHES, _through_fp8, fast_silu
 from benchmarks.faults import FAULTS, applicable, plant
+from divergence.capture.widening import Widening
 
 BLOCK = 1  # of three
 PREFILL_ONLY = {"mask-long"}
@@ -33,6 +32,9 @@ LACKS = {
     "mamba": set(FAULTS) - ANYWHERE,
 }
 LLAMA = sorted(set(FAULTS) - LACKS["llama"])
+ATTENTION = {"attention", "cache", "grouped-heads", "rotary"}
+KERNELS = [(name, "sdpa") for name in LLAMA]
+KERNELS += [(name, "eager") for name in LLAMA if FAULTS[name].needs in ATTENTION]
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +67,24 @@ def healthy(fresh):
     return run
 
 
+@pytest.fixture(scope="module")
+def faulty(fresh):
+    """Block outputs of a Llama under one fault, by its name and the arguments of ``fresh``."""
+    outputs = {}
+
+    def run(name, *key):
+        if (name, *key) not in outputs:
+            model = fresh("llama", *key)
+            plant(model, name, BLOCK)
+            outputs[name, *key] = blocks_of(model)
+        return outputs[name, *key]
+
+    return run
+
+
 @torch.no_grad()
 def blocks_of(model):
-    """Outputs by step and block: a prefill of 12 tokens, then three decode steps on the cache."""
+    """Outputs by step and block: a prefill of 12 tokens, then two decode steps on the cache."""
     stack = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
     steps, current = [], {}
 
@@ -77,7 +94,7 @@ def blocks_of(model):
     hooks = [block.register_forward_hook(keep(number)) for number, block in enumerate(stack)]
     ids = torch.randint(5, 500, (1, 12), generator=torch.Generator().manual_seed(0))
     cache = {}
-    for token in (40, 41, 42, None):
+    for token in (40, 41, None):
         out = model(input_ids=ids, use_cache=True, **cache)
         steps.append([current[number].clone() for number in range(len(stack))])
         name = "cache_params" if "cache_params" in out else "past_key_values"
@@ -103,20 +120,27 @@ def test_the_faults_are_many_and_complete():
     assert all(name == fault.name for name, fault in FAULTS.items())
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", LLAMA)
-def test_only_the_chosen_block_is_wrong(name, attention, fresh, healthy):
-    """Blocks before it are the same bit for bit, and so are the weights; its own output is not."""
-    model = fresh("llama", "float32", attention)
-    weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    assert plant(model, name, BLOCK) == f"model.layers.{BLOCK}"
-    right, wrong = healthy("llama", "float32", attention), blocks_of(model)
-    for step, (a, b) in enumerate(zip(right, wrong, strict=True)):
+@pytest.mark.parametrize(("name", "attention"), KERNELS)
+def test_only_the_chosen_block_is_wrong(name, attention, faulty, healthy):
+    """Blocks before it are the same bit for bit; its own output is not, where the fault acts."""
+    right = healthy("llama", "float32", attention)
+    for step, (a, b) in enumerate(zip(right, faulty(name, "float32", attention), strict=True)):
         assert torch.equal(a[0], b[0])
         quiet = name in (DECODE_ONLY if step == 0 else PREFILL_ONLY)
         assert torch.equal(a[BLOCK], b[BLOCK]) == quiet
         assert b[BLOCK].dtype == a[BLOCK].dtype and bool(b[BLOCK].isfinite().all())
-    assert all(torch.equal(tensor, weights[key]) for key, tensor in model.state_dict().items())
+
+
+def test_no_weight_is_touched(fresh):
+    """Under all faults at once."""
+    model = fresh("llama")
+    weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for name in LLAMA:
+        assert plant(model, name, BLOCK) == f"model.layers.{BLOCK}"
+    blocks_of(model)
+    after = model.state_dict()
+    assert list(after) == list(weights)
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in after.items())
 
 
 @pytest.mark.parametrize("architecture", LACKS)
@@ -138,16 +162,15 @@ def test_what_applies_follows_the_structure(architecture, fresh, healthy):
 
 
 @pytest.mark.parametrize("name", LLAMA)
-def test_strength_goes_from_nothing_to_all(name, fresh, healthy):
+def test_strength_goes_from_nothing_to_all(name, fresh, healthy, faulty):
     """0 changes no bit; a hundredth is far less than 1, and is not lost in its own rounding."""
-    model, right = fresh("llama"), healthy("llama")
+    model, right = fresh("llama"), healthy("llama", "float32", "sdpa")
+    before = {path: part.forward for path, part in model.named_modules()}
     plant(model, name, BLOCK, strength=0)
-    assert off(blocks_of(model), right) == 0
+    assert all(part.forward == before[path] for path, part in model.named_modules())
     plant(model, name, BLOCK, strength=0.01)
-    little = off(blocks_of(model), right)
-    model = fresh("llama")
-    plant(model, name, BLOCK)
-    assert 0.003 < little / off(blocks_of(model), right) < 0.03
+    little, much = off(blocks_of(model), right), off(faulty(name, "float32", "sdpa"), right)
+    assert 0.003 < little / much < 0.03
 
 
 def test_a_blend_is_rounded_once(fresh):
@@ -203,40 +226,26 @@ def test_nonsense_is_refused(fresh):
         plant(model, "scale", 3)
 
 
-class Wide(TorchDispatchMode):
-    """Every operator in float64, and every cast to a float is one to float64."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        def widen(value):
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                return value.double()
-            narrow = isinstance(value, torch.dtype) and value.is_floating_point
-            return torch.float64 if narrow else value
-
-        args, kwargs = tree_map(widen, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
 @pytest.fixture(scope="module")
 def truth(fresh):
-    with Wide():
-        return blocks_of(fresh("llama", "bfloat16", "eager"))
+    model = fresh("llama", "bfloat16")
+    with Widening(torch.float64):
+        return blocks_of(model)
 
 
 @pytest.mark.parametrize("name", LLAMA)
-def test_formula_and_data_persist_in_float64(name, fresh, healthy, truth):
-    """Under a mode that widens every cast they stay as large; coarse kernels vanish."""
-    model = fresh("llama", "bfloat16", "eager")
-    plant(model, name, BLOCK)
-    with Wide():
-        wide = off(blocks_of(model), truth)
-    model = fresh("llama", "float32", "eager")
-    plant(model, name, BLOCK)
-    narrow = off(blocks_of(model), healthy("llama", "float32", "eager"))
-    if FAULTS[name].kind == "arithmetic":
-        assert wide < 1e-14 < narrow
-    else:
-        assert 0.8 < wide / narrow < 1.25
+def test_formula_and_data_persist_in_wider_passes(name, fresh, healthy, faulty, truth):
+    """A 16-bit model widened to float64 shows them as large as a float32 model does; coarse
+    kernels vanish, and from the tool's escalated pass in float32 too."""
+    key = "float32", "sdpa"
+    narrow = off(faulty(name, *key), healthy("llama", *key))
+    coarse = FAULTS[name].kind == "arithmetic"
+    for dtype, unit in ((torch.float64, 1e-14), (torch.float32, 2e-6))[: 1 + coarse]:
+        model = fresh("llama", "bfloat16")
+        plant(model, name, BLOCK)
+        with Widening(dtype):
+            wide = off(blocks_of(model), truth)
+        assert wide < unit < narrow if coarse else 0.8 < wide / narrow < 1.25
 
 
 def test_fp8_is_rounded_as_by_the_cast():

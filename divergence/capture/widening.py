@@ -6,8 +6,9 @@ to measure are kept: the norm's error against such a "truth" is exactly 0. Here 
 casts are intercepted below the Python code, at torch's dispatcher: under
 ``Widening(torch.float64)`` an operator gets its floating-point operands widened, and
 a request for a narrower dtype (``.float()``, ``softmax(dtype=torch.float32)``,
-``zeros(dtype=torch.bfloat16)``) gives the wide one. Parameters and buffers stay as they
-were loaded, i.e. rounded to the run's dtype, and are widened as they are used.
+``zeros(dtype=torch.bfloat16)``) gives the wide one; so does a request for none
+(``arange(9) / 7``), by torch's default dtype. Parameters and buffers stay as they were
+loaded, i.e. rounded to the run's dtype, and are widened as they are used.
 
 So the memory needed beside the model is one operator's widened weights (large matrices
 go in slices of ``SLICE_NUMEL``), whatever the size of the model; ``keep_bytes`` of
@@ -15,12 +16,13 @@ widened weights may be kept, which spares small models the repeated widening.
 
 What it refuses to do: integer and 8-bit arithmetic is left alone (weights in 8 bits are
 widened where the model's code dequantises them), and constants that the code itself
-rounds (``torch.tensor(x, dtype=torch.bfloat16)``) are data like the weights.
+rounds (``torch.tensor(x, dtype=torch.bfloat16)``) are data like the weights. Code that
+leaves torch, a compiled kernel or numpy, is out of its reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,25 +33,33 @@ from torch.utils._pytree import tree_map_only
 __all__ = ["Widening"]
 
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = {
+    torch.float16: torch.complex32,
+    torch.float32: torch.complex64,
+    torch.float64: torch.complex128,
+}
 SLICE_NUMEL = 1 << 26
 """A matrix with more elements is widened and multiplied in slices: 512 MiB each in float64."""
 
 aten = torch.ops.aten
-_GATHERS = {
+_MOVES = {
     # They move values and compute nothing: the (large) source need not be widened.
     aten.embedding.default,
     aten.index.Tensor,
     aten.index_select.default,
     aten.gather.default,
+    # torch.tensor(): new, though its schema says alias.
+    aten.lift_fresh.default,
 }
 
 
 class Widening:
     """``with Widening(torch.float64, weights=model.parameters()): model(...)``.
 
-    ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all.
-    ``num_rounded`` counts in-place writes into a narrow tensor that the model owned before:
-    they had to be rounded, so the result is not wide throughout.
+    ``weights``: tensors whose widened form may be kept, ``keep_bytes`` of them in all, until
+    the end of the ``with`` block. ``num_rounded`` counts in-place writes into a narrow tensor
+    that the model owned before: they had to be rounded, so the result is not wide throughout.
+    torch's default dtype is process-wide: other threads see the wide one meanwhile.
     """
 
     def __init__(
@@ -61,12 +71,14 @@ class Widening:
     ) -> None:
         self.num_rounded = 0
         self._dispatch = _WideOperators(self, dtype)
-        self._functions = _SameDtype(dtype, self._dispatch.narrow)
-        self._dispatch.keep_bytes = keep_bytes
-        if keep_bytes:
-            self._dispatch.sources = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        self._functions = _SameDtype(self._dispatch.wider)
+        self._dtype, self._weights, self._keep_bytes = dtype, weights, keep_bytes
 
     def __enter__(self) -> Widening:
+        self._default = torch.get_default_dtype()
+        if self._default in self._dispatch.wider:
+            torch.set_default_dtype(self._dtype)
+        self._dispatch.keep(self._weights, self._keep_bytes)
         self._dispatch.__enter__()
         self._functions.__enter__()
         return self
@@ -74,7 +86,16 @@ class Widening:
     def __exit__(self, *exc: Any) -> None:
         self._functions.__exit__(*exc)
         self._dispatch.__exit__(*exc)
-        self._dispatch.kept.clear()
+        self._dispatch.keep((), 0)
+        torch.set_default_dtype(self._default)
+
+
+_Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    """What tells one view of a living storage from another."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 class _WideOperators(TorchDispatchMode):
@@ -82,25 +103,37 @@ class _WideOperators(TorchDispatchMode):
 
     def __init__(self, owner: Widening, dtype: torch.dtype) -> None:
         super().__init__()
-        self.narrow = frozenset(_ORDER[: _ORDER.index(dtype)])
+        narrow = _ORDER[: _ORDER.index(dtype)]
+        self.wider = dict.fromkeys(narrow, dtype)
+        self.wider |= {_COMPLEX[one]: _COMPLEX[dtype] for one in narrow if one in _COMPLEX}
         self._owner, self._dtype = owner, dtype
-        self.keep_bytes = 0
-        self.sources: set[int] = set()
-        self.kept: dict[tuple, torch.Tensor] = {}
         self._own: dict[Any, Callable] = {
             aten.mm.default: self._mm,
             aten.addmm.default: self._addmm,
+            aten.bmm.default: self._bmm,
         }
         if hasattr(aten, "_grouped_mm") and dtype == torch.float64:
             self._own[aten._grouped_mm.default] = self._grouped_mm
+        # what transformers takes where torch has no such kernel
+        fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+        if fallback is not None:
+            self._own[fallback.default] = self._grouped_mm
+
+    def keep(self, weights: Iterable[torch.Tensor], keep_bytes: int) -> None:
+        """Forget what was kept; from now on keep ``keep_bytes`` of these weights, widened."""
+        self._room_bytes = keep_bytes
+        storages = [weight.untyped_storage() for weight in weights] if keep_bytes else []
+        # held, so that no other tensor comes to lie where a weight was
+        self._sources = {storage.data_ptr(): storage for storage in storages}
+        self._kept: dict[_Place, tuple[int, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}
         schema = func._schema
+        if func in _MOVES:
+            return self._widen_results(func(*args, **kwargs))
         if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
             return func(*args, **kwargs)  # a view: nothing is computed
-        if func in _GATHERS:
-            return self._widen_results(func(*args, **kwargs))
         own = self._own.get(func)
         if own is not None:
             return own(*args, **kwargs)
@@ -112,42 +145,65 @@ class _WideOperators(TorchDispatchMode):
 
     def _wide(self, value: torch.Tensor | torch.dtype) -> Any:
         if isinstance(value, torch.dtype):
-            return self._dtype if value in self.narrow else value
-        if value.dtype not in self.narrow:
+            return self.wider.get(value, value)
+        wide = self.wider.get(value.dtype)
+        if wide is None:
             return value
-        if not self.sources or value.untyped_storage().data_ptr() not in self.sources:
-            return value.to(self._dtype)
-        key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        known = self.kept.get(key)
-        if known is None:
-            known = value.to(self._dtype)
-            if known.nbytes <= self.keep_bytes:
-                self.keep_bytes -= known.nbytes
-                self.kept[key] = known
+        if not self._may_keep(value):
+            return value.to(wide)
+        place = _place(value)
+        version, known = self._kept.get(place, (None, None))
+        if version != value._version:  # first seen, or written to since
+            known = value.to(wide)
+            cost_bytes = known.nbytes if version is None else 0
+            if cost_bytes <= self._room_bytes:
+                self._room_bytes -= cost_bytes
+                self._kept[place] = value._version, known
         return known
 
+    def _may_keep(self, value: torch.Tensor) -> bool:
+        if not self._sources or value.is_inference():  # that has no version counter
+            return False
+        return value.untyped_storage().data_ptr() in self._sources
+
+    def _in_slices(self, value: torch.Tensor) -> bool:
+        """Is this matrix narrow, large, and neither kept nor to be kept?"""
+        if value.dtype not in self.wider or value.numel() <= SLICE_NUMEL:
+            return False
+        if not self._may_keep(value):
+            return True
+        needed = value.numel() * self.wider[value.dtype].itemsize
+        return _place(value) not in self._kept and needed > self._room_bytes
+
     def _widen_results(self, result: Any) -> Any:
-        """Factories without a dtype, and gathers, give narrow results."""
+        """Gathers, and factories that were asked for no dtype, may give narrow results."""
         return tree_map_only(torch.Tensor, self._wide_result, result)
 
     def _wide_result(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self._dtype) if value.dtype in self.narrow else value
+        wide = self.wider.get(value.dtype)
+        return value if wide is None else value.to(wide)
 
     def _in_place(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What is written to keeps its identity; if it is narrow, the result is rounded to it."""
-        writes = [
-            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
-        ]
-        names = [argument.name for argument in func._schema.arguments]
+        arguments = func._schema.arguments
+        writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        names = [argument.name for argument in arguments]
         rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def prepared(value: Any, written: bool) -> Any:
-            if not written or not isinstance(value, torch.Tensor):
-                return tree_map_only((torch.Tensor, torch.dtype), self._wide, value)
-            if value.dtype not in self.narrow:
-                return value
-            rounded.append((value, value.to(self._dtype)))
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            wide = self.wider.get(tensor.dtype)
+            if wide is None:
+                return tensor
+            rounded.append((tensor, tensor.to(wide)))
             return rounded[-1][1]
+
+        def prepared(value: Any, written: bool) -> Any:
+            if written:
+                return tree_map_only(torch.Tensor, stand_in, value)
+            return tree_map_only((torch.Tensor, torch.dtype), self._wide, value)
+
+        def original(tensor: torch.Tensor) -> torch.Tensor:
+            return next((narrow for narrow, wide in rounded if wide is tensor), tensor)
 
         new_args = [prepared(v, w) for v, w in zip(args, writes, strict=False)]
         new_kwargs = {n: prepared(v, writes[names.index(n)]) for n, v in kwargs.items()}
@@ -155,27 +211,31 @@ class _WideOperators(TorchDispatchMode):
         for narrow, wide in rounded:
             narrow.copy_(wide)
             self._owner.num_rounded += 1
-            result = tree_map_only(
-                torch.Tensor, lambda t, wide=wide, narrow=narrow: narrow if t is wide else t, result
-            )
-        return result
+        return tree_map_only(torch.Tensor, original, result) if rounded else result
 
     def _mm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        """A large narrow matrix on the right goes column slice by column slice."""
+        """(M, K) × (K, N). A large narrow matrix on the right goes by column slices."""
+        if not self._in_slices(two):
+            return torch.mm(self._wide(one), self._wide(two))
         one = self._wide(one)
-        if two.dtype not in self.narrow or two.numel() <= SLICE_NUMEL:
-            return torch.mm(one, self._wide(two))
-        step = max(1, SLICE_NUMEL // two.shape[0])
-        parts = [torch.mm(one, part.to(self._dtype)) for part in two.split(step, dim=1)]
+        step = max(1, SLICE_NUMEL // max(1, two.shape[0]))
+        parts = [torch.mm(one, self._wide(part)) for part in two.split(step, dim=1)]
         return torch.cat(parts, dim=1)
 
     def _addmm(
         self, bias: torch.Tensor, one: torch.Tensor, two: torch.Tensor, *, beta=1, alpha=1
     ) -> torch.Tensor:
-        if two.dtype not in self.narrow or two.numel() <= SLICE_NUMEL:
+        if not self._in_slices(two):
             wide = (self._wide(bias), self._wide(one), self._wide(two))
             return torch.addmm(*wide, beta=beta, alpha=alpha)
-        return beta * self._wide(bias) + alpha * self._mm(one, two)
+        product = alpha * self._mm(one, two)
+        return product if beta == 0 else beta * self._wide(bias) + product
+
+    def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        """(B, M, K) × (B, K, N): B experts may be large together. They go one by one."""
+        if not self._in_slices(two):
+            return torch.bmm(self._wide(one), self._wide(two))
+        return torch.stack([self._mm(a, b) for a, b in zip(one, two, strict=True)])
 
     def _grouped_mm(
         self, one: torch.Tensor, two: torch.Tensor, offs=None, bias=None, out_dtype=None
@@ -191,8 +251,8 @@ class _WideOperators(TorchDispatchMode):
         start = 0
         for expert, end in enumerate(offs.tolist()):
             if end > start:
-                out[start:end] = one[start:end] @ two[expert].to(self._dtype)
-            start = end
+                out[start:end] = self._mm(one[start:end], two[expert])
+                start = end
         return out if bias is None else out + self._wide(bias)
 
 
@@ -205,14 +265,14 @@ class _SameDtype(TorchFunctionMode):
             *((torch, f"conv{n}d") for n in (1, 2, 3)),
             *((torch, f"conv_transpose{n}d") for n in (1, 2, 3)),
             (torch.nn.functional, "scaled_dot_product_attention"),
-            (torch, "bilinear"),
-            (torch, "lerp"),
+            *((torch, name) for name in ("bilinear", "chain_matmul", "lerp", "prelu", "tensordot")),
+            (torch.linalg, "multi_dot"),
         )
     )
 
-    def __init__(self, dtype: torch.dtype, narrow: frozenset[torch.dtype]) -> None:
+    def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
-        self._dtype, self._narrow = dtype, narrow
+        self._wider = wider
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}
@@ -222,4 +282,5 @@ class _SameDtype(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.dtype in self._narrow else tensor
+        wide = self._wider.get(tensor.dtype)
+        return tensor if wide is None else tensor.to(wide)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import Json, NameMap, Quiet, Verbose, settings, show
+from divergence.cli.options import FloorRuns, Json, NameMap, Quiet, Truth, Verbose, settings, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import IncomparableError
 
@@ -39,6 +39,8 @@ def command(
             help="Policy file, or the name of one: ci (default), strict.",
         ),
     ] = None,
+    truth: Truth = None,
+    floor: FloorRuns = None,
     name_map: NameMap = None,
     bless: Annotated[
         bool,
@@ -72,7 +74,15 @@ def command(
 
     try:
         with progress_bars(quiet=quiet or json) as progress:
-            result = check(golden, new, policy=policy, name_map=name_map, progress=progress)
+            result = check(
+                golden,
+                new,
+                policy=policy,
+                name_map=name_map,
+                truth=truth,
+                floor=floor or (),
+                progress=progress,
+            )
     except IncomparableError as error:
         report = getattr(error, "report", None)
         if report is not None:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from divergence.cli.options import Json, NameMap, Quiet, Verbose, settings, show
+from divergence.cli.options import (
+    FloorRuns,
+    Json,
+    NameMap,
+    Quiet,
+    Truth,
+    Verbose,
+    settings,
+    show,
+)
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -22,6 +31,8 @@ Examples:
   divergence compare a b
 
   divergence compare a b --all | less
+
+  divergence compare a b --reference truth        # divergence reference a -o truth
 
   divergence compare a b --json > report.json
 
@@ -53,6 +64,16 @@ def command(
             "--force", metavar="", help="Compare even where preflight says it is pointless."
         ),
     ] = False,
+    truth: Truth = None,
+    floor: FloorRuns = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="FILE",
+            help="Take [thresholds] from a policy: multiples of the floor.",
+        ),
+    ] = None,
     name_map: NameMap = None,
     exit_code: Annotated[
         bool,
@@ -90,9 +111,19 @@ def command(
         name_map = settings("compare").map
 
     from divergence.compare.api import compare
+    from divergence.compare.policy import load_policy
 
     with progress_bars(quiet=quiet or json) as progress:
-        report = compare(reference, candidate, force=force, name_map=name_map, progress=progress)
+        report = compare(
+            reference,
+            candidate,
+            force=force,
+            name_map=name_map,
+            truth=truth,
+            floor=floor or (),
+            thresholds=load_policy(policy).thresholds,
+            progress=progress,
+        )
     if csv is not None:
         _write_csv(report, csv)
     if csv is None or str(csv) != "-":

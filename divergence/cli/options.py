@@ -10,10 +10,12 @@ import typer
 __all__ = [
     "ARGUMENTS",
     "VERBOSE",
+    "FloorRuns",
     "Force",
     "Json",
     "NameMap",
     "Quiet",
+    "Truth",
     "Verbose",
     "settings",
     "show",
@@ -69,6 +71,23 @@ NameMap = Annotated[
         "--map",
         metavar="FILE",
         help="Name map (TOML) from the first run's module paths to the second's.",
+    ),
+]
+
+Truth = Annotated[
+    Path | None,
+    typer.Option(
+        "--reference",
+        metavar="TRUTH",
+        help="The float64 run of `divergence reference`: tells which side is wrong.",
+    ),
+]
+FloorRuns = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--floor",
+        metavar="RUN",
+        help="A trusted run like the first: what it shows widens the limits; repeatable.",
     ),
 ]
 

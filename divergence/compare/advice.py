@@ -42,6 +42,27 @@ class Advice:
             f"divergence compare {one} {two}",
         ]
 
+    def truth(self) -> list[str]:
+        """Which side is wrong."""
+        truth = _beside(self._a, "-truth")
+        return [
+            f"divergence reference {self._a} -o {truth}   # on any machine with the model",
+            f"divergence compare {self._a} {self._b} --reference {truth}",
+        ]
+
+    def escalate(self, *, has_truth: bool) -> list[str]:
+        """The same inputs in float32: what a 16-bit dtype hides."""
+        deep, truth = _beside(self._b, "-escalated"), _beside(self._a, "-truth")
+        commands = [
+            f"divergence capture --like {self._a} -o {deep} --escalate"
+            f"{_options(self._candidate, self._reference)}   # on the candidate's machine"
+        ]
+        if not has_truth:
+            commands.append(
+                f"divergence reference {self._a} -o {truth}   # on any machine with the model"
+            )
+        return [*commands, f"divergence compare {self._a} {deep} --reference {truth}"]
+
     def look_at(self, site: str) -> list[str]:
         """The tensor itself, on both sides."""
         return [

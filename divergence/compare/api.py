@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from divergence._version import __version__
 from divergence.compare.advice import Advice
 from divergence.compare.align import Alignment, Pair, align
+from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
-from divergence.compare.judge import Case, judge
+from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Found, Measurer
 from divergence.compare.names import load_name_map
 from divergence.compare.preflight import preflight
@@ -22,10 +24,15 @@ from divergence.compare.result import (
     Report,
     RunSummary,
     SiteResult,
+    TokensResult,
     Verdict,
 )
+from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
-from divergence.errors import IncomparableError
+from divergence.compare.truth import Tallies, Truth, inputs_of
+from divergence.errors import IncomparableError, UsageError
+from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 
 __all__ = ["compare"]
@@ -37,15 +44,21 @@ def compare(
     *,
     force: bool = False,
     name_map: str | Path | None = None,
+    truth: str | Path | Run | None = None,
+    floor: Sequence[str | Path | Run] = (),
+    thresholds: Thresholds = THRESHOLDS,
     progress: Callable[[str, int, int | None, str], None] | None = None,
 ) -> Report:
     """Compare ``candidate`` with ``reference``, as in ``diff old new``.
 
     ``force`` measures although preflight found a blocking difference (other weights,
-    other tokens). ``name_map``: a TOML file of module names, see compare.names.
+    other tokens). ``name_map``: a TOML file of module names, see compare.names. ``truth``: the
+    float64 run that `reference` made of the run that anchored the comparison; it tells which
+    side is wrong. ``floor``: runs of trusted machines like ``reference``; what they differ by
+    widens the limits. ``thresholds``: multiples of the floor, see numerics.floor.
 
-    Raises RunFormatError for unreadable runs and IncomparableError when they have
-    nothing in common.
+    Raises RunFormatError for unreadable runs, IncomparableError when they have nothing in
+    common, and UsageError for a truth or a floor that belongs to other runs.
     """
     a = reference if isinstance(reference, Run) else Run.open(reference)
     b = candidate if isinstance(candidate, Run) else Run.open(candidate)
@@ -62,24 +75,24 @@ def compare(
             where=f"{a.path} and {b.path}",
             hint=_why_nothing(alignment),
         )
-    measurer = Measurer(a, b, ModelFloor())
+    right = None if truth is None else Truth(_opened(truth), a, b)
+    measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
     sites = _measure_all(measurer, alignment.pairs, progress)
+    escalated, handled = compare_escalated(a, b, right, thresholds, _measure_all, progress)
+    sites += escalated
     tokens = compare_tokens(a, b)
+    if handled:
+        alignment = drop_escalated(alignment)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = _notes(a, b, alignment)
-    plan = a.manifest.plan
-    verdict = judge(
-        Case(
-            sites=sites,
-            preflight=lines,
-            tokens=tokens,
-            anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
-            routed=frozenset(path for path, note in plan.modules.items() if note.routed),
-            advice=Advice(a, b),
-            missing=len(unmatched),
-            notes=alignment.notes,
-        )
-    )
+    if right is not None and not right.anchors:
+        notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
+    case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
+    if floor:
+        shown = _shown(a, floor, right, name_map, thresholds)
+        case = replace(case, shown=shown)
+        notes.append(f"limits are widened by what {len(floor)} trusted runs show")
+    verdict = judge(case, thresholds=thresholds)
     return Report(
         tool_version=__version__,
         reference=_summary(a),
@@ -91,6 +104,61 @@ def compare(
         sites=sites,
         notes=notes,
     )
+
+
+def _opened(run: str | Path | Run) -> Run:
+    return run if isinstance(run, Run) else Run.open(run)
+
+
+def _case(
+    a: Run,
+    b: Run,
+    alignment: Alignment,
+    sites: list[SiteResult],
+    lines: list[PreflightLine],
+    tokens: TokensResult | None,
+    tallies: Tallies | None,
+    missing: int,
+) -> Case:
+    forms = [format_named(run.manifest.model.dtype) for run in (a, b)]
+    return Case(
+        sites=sites,
+        preflight=lines,
+        tokens=tokens,
+        anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
+        routed=frozenset(path for path, note in a.manifest.plan.modules.items() if note.routed),
+        advice=Advice(a, b),
+        missing=missing,
+        notes=alignment.notes,
+        tallies=tallies,
+        narrow=any(form.kind == "float" and form.itemsize <= 2 for form in forms),
+    )
+
+
+def _shown(
+    a: Run,
+    runs: Sequence[str | Path | Run],
+    right: Truth | None,
+    name_map: str | Path | None,
+    thresholds: Thresholds,
+) -> dict[tuple[str, str, str], float]:
+    """What trusted runs use of their limits, the largest of all by site."""
+    shown: dict[tuple[str, str, str], float] = {}
+    for run in map(_opened, runs):
+        blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
+        alignment = align(a, run, name_map=None if name_map is None else load_name_map(name_map))
+        if blocking or not alignment.pairs:
+            raise UsageError(
+                f"{run.path} shows no floor for {a.path}: "
+                + (f"other {' and '.join(blocking)}" if blocking else "no tensor in common"),
+                hint=f"divergence capture --like {a.path} -o RUN on a trusted machine",
+            )
+        measurer = Measurer(a, run, ModelFloor(thresholds), inputs=inputs_of(a, run), truth=right)
+        sites = _measure_all(measurer, alignment.pairs, None)
+        case = _case(a, run, alignment, sites, [], None, right and measurer.tallies, 0)
+        for key, share in shown_by(judge_units(case, thresholds)[0]).items():
+            shown[key] = max(share, shown.get(key, 0.0))
+    return shown
 
 
 def _measure_all(

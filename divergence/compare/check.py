@@ -8,7 +8,7 @@ pass, nor is a golden of which nothing was compared.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -52,16 +52,28 @@ def check(
     *,
     policy: Policy | str | os.PathLike[str] | None = None,
     name_map: Any = None,
+    truth: Any = None,
+    floor: Sequence[Any] = (),
     progress: Callable[..., None] | None = None,
 ) -> CheckResult:
     """Compare ``new`` with ``golden`` and hold the report against ``policy`` (configs/ci.toml).
+
+    ``truth`` and ``floor`` as for compare; the policy's thresholds are used.
 
     Raises IncomparableError where preflight blocks or nothing was compared.
     """
     from divergence.compare.api import compare
 
     rules = load_policy(policy)
-    report = compare(golden, new, name_map=name_map, progress=progress)
+    report = compare(
+        golden,
+        new,
+        name_map=name_map,
+        truth=truth,
+        floor=floor,
+        thresholds=rules.thresholds,
+        progress=progress,
+    )
     if report.verdict.kind == "incomparable" or report.coverage.num_compared == 0:
         blocking = [line for line in report.preflight if line.status == "blocking"]
         error = _NothingComparedError(

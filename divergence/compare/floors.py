@@ -1,21 +1,24 @@
 """Floors for measured pairs: what correct implementations may differ by, row by row.
 
 The seam for judging: a Floor turns the rows of one pair into ratios (error made here
-over floor). ModelFloor uses the rounding model of numerics.floor; a float64 reference
-run gives a measured one.
+over floor). ModelFloor uses the rounding model of numerics.floor. With a truth, errors
+against it are judged as well (compare.blame), in units of the same model.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format
 from divergence.numerics.pair_metrics import RowMetrics
 
-__all__ = ["Floor", "ModelFloor", "Ratios"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Floor", "ModelFloor", "Ratios", "row_floor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,11 @@ class ModelFloor:
         """None where there is no row to judge, or nothing rounds (integers)."""
         import torch
 
-        part = role if role in ("block", "inner") else "trunk"
-        store, update = floor_weights(form, num_features=num_features, role=part)
-        if work.unit_roundoff > form.unit_roundoff:
-            update = floor_weights(work, num_features=num_features, role=part)[1]
         real = torch.isfinite(rows.rel_l2) & (rows.norm > 0)
-        if store == 0:
+        update = None if rows.update_norm is None else rows.update_norm[real]
+        norm = rows.norm[real]
+        floor = row_floor(norm, update, form=form, work=work, num_features=num_features, role=role)
+        if floor is None:
             return None
         known = ~torch.isnan(rows.rel_l2)
         if bool(known.any()) and int(torch.isinf(rows.rel_l2).sum()) * 2 > int(known.sum()):
@@ -80,9 +82,8 @@ class ModelFloor:
             return Ratios(floor=0.0, typical=math.inf, worst=math.inf)
         if not bool(real.any()):
             return None
-        rel, norm = rows.rel_l2[real], rows.norm[real]
-        share = torch.ones_like(norm) if rows.update_norm is None else rows.update_norm[real] / norm
-        floor = (store**2 + (update * share) ** 2).sqrt()
+        rel = rows.rel_l2[real]
+        share = torch.ones_like(norm) if update is None else update / norm
         made, before = rel, torch.full_like(rel, beside)
         if inherited is not None and inherited.rel_l2.shape == rows.rel_l2.shape:
             own = inherited.rel_l2[real].nan_to_num(0.0)
@@ -97,3 +98,26 @@ class ModelFloor:
             typical=float(ratio.median()),
             worst=float(ratio.max()),
         )
+
+
+def row_floor(
+    norm: torch.Tensor,
+    update_norm: torch.Tensor | None,
+    *,
+    form: Format,
+    work: Format,
+    num_features: int,
+    role: str,
+) -> torch.Tensor | None:
+    """The rounding model's floor of each row as a rel_l2, (T,); None where nothing rounds.
+
+    ``norm``, ``update_norm``: the rows' ‖out‖ > 0 and ‖f(x)‖, see numerics.floor.
+    """
+    part = role if role in ("block", "inner") else "trunk"
+    store, update = floor_weights(form, num_features=num_features, role=part)
+    if work.unit_roundoff > form.unit_roundoff:
+        update = floor_weights(work, num_features=num_features, role=part)[1]
+    if store == 0:
+        return None
+    share = 1.0 if update_norm is None else update_norm / norm
+    return (store**2 + (update * share) ** 2) ** 0.5 + 0.0 * norm

@@ -1,39 +1,52 @@
 """The verdict: from measured sites to one sentence, or to "undetermined".
 
 Order of questions: nothing compared? other experiment (preflight)? nan or inf on one
-side? every bit equal? beyond the floor in the anchored pass (the error was made
-there)? without one, beyond the floor in what each block adds to the free pass (low
-confidence)? accumulated beyond what the blocks make (drift)? Only then: rounding.
+side? every bit equal? beyond what rounding explains in the anchored pass (the error was
+made there)? without one, in what each block adds to the free pass (low confidence)? in
+the escalated pass, which sees below the floor of a 16-bit dtype? accumulated beyond what
+the blocks make (drift)? Only then: rounding.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from divergence.compare.advice import Advice
+from divergence.compare.drift import find_drift
+from divergence.compare.escalation import Escalation, judge_escalated
+from divergence.compare.evidence import (
+    confidence_of,
+    context,
+    onset_of,
+    unanchored_evidence,
+    unit_evidence,
+)
+from divergence.compare.families import Family, find_family
 from divergence.compare.result import (
     Evidence,
-    Onset,
     PreflightLine,
     SiteResult,
     TokensResult,
     Verdict,
 )
-from divergence.compare.units import Unit, build_units, flag, order_of
+from divergence.compare.suspects import Shown, find_suspects
+from divergence.compare.truth import Tallies
+from divergence.compare.units import Unit, build_units, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 
-__all__ = ["Case", "judge"]
+__all__ = ["Case", "judge", "judge_units"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Everything the judge may look at. ``anchored``: pairs of an anchored pass are there;
     ``routed``: blocks with experts; ``advice`` prints commands;
-    ``missing``: records without a partner or skipped."""
+    ``missing``: records without a partner or skipped; ``tallies``: both sides against the
+    truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
+    computes in a dtype whose floor hides what an escalated pass would see."""
 
     sites: Sequence[SiteResult]
     preflight: Sequence[PreflightLine]
@@ -43,6 +56,9 @@ class Case:
     advice: Advice
     missing: int
     notes: Sequence[str] = ()
+    tallies: Tallies | None = None
+    shown: Shown | None = None
+    narrow: bool = False
 
 
 def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
@@ -66,36 +82,69 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
     )
 
 
+def judge_units(
+    case: Case, thresholds: Thresholds = THRESHOLDS
+) -> tuple[list[Unit], list[Unit], list[Unit], list[int]]:
+    """(all units, flagged, excused, steps that no anchor reached) of the pass that counts."""
+    units = build_units(case.sites, "anchored" if case.anchored else "free")
+    unanchored: list[int] = []
+    if case.anchored:  # forwards that no anchor reached are judged as in free runs
+        covered = {(s.sample, s.step) for s in case.sites if s.pass_ == "anchored"}
+        rest = [s for s in case.sites if s.pass_ == "free" and (s.sample, s.step) not in covered]
+        units += build_units(rest, "free")
+        unanchored = sorted({s.step for s in rest})
+    flagged, excused = find_suspects(
+        units,
+        tallies=case.tallies,
+        routed=case.routed,
+        thresholds=thresholds,
+        shown=case.shown,
+    )
+    return units, flagged, excused, unanchored
+
+
 def _judge(case: Case, thresholds: Thresholds) -> Verdict:
     bad = _nonfinite(case)
     if bad is not None:
         return bad
-    if all(site.identical for site in case.sites):
-        return _identical(case)
-    pass_ = "anchored" if case.anchored else "free"
-    units = build_units(case.sites, pass_)
-    if case.anchored:  # forwards that no anchor reached are judged as in free runs
-        covered = {(s.sample, s.step) for s in case.sites if s.pass_ == "anchored"}
-        rest = [s for s in case.sites if (s.sample, s.step) not in covered]
-        units += build_units(rest, "free")
-        unanchored = sorted({s.step for s in rest})
-    else:
-        unanchored = []
-    flagged = flag(units, routed=case.routed, thresholds=thresholds)
+    units, flagged, excused, unanchored = judge_units(case, thresholds)
+    _mark(units, flagged)
+    escalation = judge_escalated(case.sites, routed=case.routed, thresholds=thresholds)
+    _mark(escalation.units, escalation.flagged)
+    if all(site.identical for site in case.sites if site.pass_ != "escalated"):
+        if not escalation.flagged:
+            return _identical(case, flagged)
+        flagged = []
+    if flagged:
+        return _beyond_floor(case, units, flagged, escalation)
+    if escalation.flagged:
+        return _hidden(case, escalation)
+    drift = find_drift(case.sites, thresholds)
+    if drift is not None:
+        return Verdict(
+            kind="drift",
+            summary=drift.summary,
+            confidence="low",
+            side=drift.side,
+            evidence=[drift.evidence, *_context(case)],
+            next=_next(case, None, escalation),
+        )
+    return _within_floor(case, units, excused, unanchored, escalation)
+
+
+def _mark(units: list[Unit], flagged: list[Unit]) -> None:
     for unit in units:
         for result in unit.results:
             result.limit = unit.limit
     for unit in flagged:
         for result in unit.results:
-            result.flagged = (result.ratio or 0) > unit.limit or (
-                unit.why == "token" and (result.ratio_max or 0) > unit.worst_limit
-            )
-    if flagged:
-        return _beyond_floor(case, units, flagged, thresholds)
-    drift = _drift(case, thresholds)
-    if drift is not None:
-        return drift
-    return _within_floor(case, units, unanchored)
+            if unit.blame is not None:
+                narrow = unit.blame.why in ("step", "token", "sink")
+                result.flagged = not narrow or result is unit.blame.at
+            else:
+                result.flagged = (result.ratio or 0) > unit.limit or (
+                    unit.why == "token" and (result.ratio_max or 0) > unit.worst_limit
+                )
 
 
 def _nonfinite(case: Case) -> Verdict | None:
@@ -127,7 +176,7 @@ def _nonfinite(case: Case) -> Verdict | None:
         kind="nonfinite",
         summary=f"{what} in the {side} first at {first.site}, where the other side has "
         + ("fewer" if min(more_a, more_b) else "none"),
-        onset=_onset(first),
+        onset=onset_of(first),
         confidence="high",
         side=side,
         evidence=[
@@ -142,22 +191,27 @@ def _nonfinite(case: Case) -> Verdict | None:
     )
 
 
-def _identical(case: Case) -> Verdict:
+def _identical(case: Case, flagged: list[Unit]) -> Verdict:
+    """Equal runs; with a truth, perhaps equally wrong ones."""
     partly = "" if not case.missing else f" ({case.missing} tensors had no partner)"
+    shared = [unit for unit in flagged if unit.side == "both"]
+    count = sum(site.pass_ != "escalated" for site in case.sites)
     return Verdict(
         kind="identical",
-        summary=f"all {len(case.sites)} compared tensors are equal bit for bit{partly}",
+        summary=f"all {count} compared tensors are equal bit for bit{partly}"
+        + ("; both are far from the truth" if shared else ""),
         confidence="high" if not case.missing else "medium",
-        side="neither",
+        side="both" if shared else "neither",
+        evidence=[unit_evidence(unit) for unit in shared[:3]],
     )
 
 
 def _beyond_floor(
-    case: Case, units: list[Unit], flagged: list[Unit], thresholds: Thresholds
+    case: Case, units: list[Unit], flagged: list[Unit], escalation: Escalation
 ) -> Verdict:
-    family = _systematic(units, flagged)
-    first = min(flagged, key=lambda unit: order_of(unit.first))
-    evidence = [_unit_evidence(first)]
+    family = find_family(units, flagged)
+    first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
+    evidence = [unit_evidence(first)]
     if not case.anchored:
         evidence.append(
             Evidence(
@@ -165,103 +219,127 @@ def _beyond_floor(
                 "error that came in, against a rounding model"
             )
         )
+    evidence += _where(first, units)
+    evidence += escalation.beside(first)
     if family is not None:
-        name, members = family
-        first = members[0]
-        low = min(unit.typical for unit in members)
-        evidence = [
-            Evidence(
-                text=f"{len(members)} of {_siblings(units, first)} {name} are beyond the floor, "
-                f"the least by {low:.1f} ×",
-                values={"num_flagged": len(members), "least_ratio": low},
-            ),
-            *evidence[1:],
-        ]
         return Verdict(
             kind="systematic",
-            summary=f"every {name} differs by more than rounding, from {first.first.site} on: "
-            "a kernel or a precision setting, not one layer",
-            onset=_onset(first.first),
-            confidence=_confidence(first, case),
-            evidence=evidence + _context(case),
-            next=_next(case, first),
+            summary=f"every {family.name} differs by more than rounding, from {first.first.site} "
+            "on: a kernel or a precision setting, not one layer",
+            onset=onset_of(first.first),
+            confidence=confidence_of(first),
+            side=_side(family.members),
+            evidence=[_family_evidence(family), *evidence, *_context(case)],
+            next=_next(case, first, escalation),
         )
-    others = sorted(
-        {unit.results[0].block or unit.site for unit in flagged}
-        - {first.results[0].block or first.site}
-    )
-    if others:
-        evidence.append(
-            Evidence(
-                text=f"also beyond the floor: {', '.join(others[:4])}"
-                + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-            )
-        )
-    made = "is made at" if case.anchored else "seems to be made at"
+    evidence += _others(flagged, first)
+    made = "is made at" if case.anchored and first.pass_ != "free" else "seems to be made at"
+    side = _side(flagged)
+    by = f", by the {side}" if side in ("reference", "candidate") else ""
     return Verdict(
         kind="localized",
-        summary=f"the error {made} {first.first.site}",
-        onset=_onset(first.first),
-        confidence=_confidence(first, case),
+        summary=f"the error {made} {first.first.site}{by}",
+        onset=onset_of(first.first),
+        confidence=confidence_of(first),
+        side=side,
         evidence=evidence + _context(case),
-        next=_next(case, first),
+        next=_next(case, first, escalation),
     )
 
 
-def _systematic(units: list[Unit], flagged: list[Unit]) -> tuple[str, list[Unit]] | None:
-    """(what, units) where most units of one kind of block are flagged."""
-    blocks = [unit for unit in flagged if unit.kind[0] == "block" and unit.why == "typical"]
-    for unit in blocks:
-        members = [other for other in blocks if other.kind == unit.kind]
-        total = _siblings(units, unit)
-        if total >= 3 and len(members) > total / 2:
-            place = unit.kind[1].removeprefix(".")
-            return (f"{place} ({unit.kind[3]})" if place else unit.kind[3]), members
-    return None
+def _side(flagged: list[Unit]) -> str | None:
+    """The side all flagged units agree on; both where they do not."""
+    sides = {unit.side for unit in flagged if unit.side is not None}
+    if not sides:
+        return None
+    return sides.pop() if len(sides) == 1 else "both"
 
 
-def _siblings(units: list[Unit], unit: Unit) -> int:
-    return sum(other.kind == unit.kind for other in units)
+def _family_evidence(family: Family) -> Evidence:
+    low = min(unit.strain for unit in family.members)
+    return Evidence(
+        text=f"{len(family.members)} of {family.num_all} {family.name} are beyond their limit, "
+        f"the least by {low:.1f} ×",
+        values={"num_flagged": len(family.members), "least": low},
+    )
 
 
-def _drift(case: Case, thresholds: Thresholds) -> Verdict | None:
-    """The free run's error at its end, against the sum of what the blocks may make."""
-    free = [
-        s
-        for s in case.sites
-        if s.pass_ == "free"
-        and s.role == "block"
-        and s.site.endswith(":out")
-        and s.step == 0
-        and s.floor is not None
-    ]
-    for sample in sorted({site.sample for site in free}):
-        mine = sorted((s for s in free if s.sample == sample), key=order_of)
-        if len(mine) < 2:
-            continue
-        last = mine[-1]
-        # What the blocks make adds as squares where it is rounding; `drift` leaves room for
-        # what they make of each other's.
-        allowed = math.sqrt(sum(site.floor**2 for site in mine))
-        ratio = last.token_rel_l2_median / allowed if allowed else 0.0
-        if ratio > thresholds.drift:
-            return Verdict(
-                kind="drift",
-                summary=f"no single block is beyond the floor, but the error grows to "
-                f"{last.token_rel_l2_median:.1e} at {last.site}, {ratio:.1f} × what the blocks "
-                "make together",
-                onset=None,
-                confidence="low",
-                evidence=[
-                    Evidence(text=f"free pass, sample {sample}", values={"ratio": ratio}),
-                    *_context(case),
-                ],
-                next=_next(case, None),
+def _others(flagged: list[Unit], first: Unit) -> list[Evidence]:
+    mine = first.results[0].block or first.site
+    others = sorted({unit.results[0].block or unit.site for unit in flagged} - {mine})
+    if not others:
+        return []
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return [Evidence(text=f"also beyond the limit: {', '.join(others[:4])}{more}")]
+
+
+def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
+    """What feeds the onset passes; and whether it shows in decode steps alone."""
+    found: list[Evidence] = []
+    inner = first.results[0].role == "inner"
+    if inner and first.pass_ != "free":
+        place = order_of(first.first)
+        before = [
+            unit
+            for unit in units
+            if unit.why is None
+            and unit.phase == first.phase
+            and unit.results[0].block == first.results[0].block
+            and order_of(unit.results[0]) < place
+        ]
+        if before:
+            last = max(before, key=lambda unit: order_of(unit.results[0]))
+            found.append(
+                Evidence(text=f"the last site before it in this block that passes: {last.site}")
             )
-    return None
+    if first.phase == "decode":
+        same = [u for u in units if u.site == first.site and u.phase == "prefill"]
+        if same and all(unit.why is None for unit in same):
+            found.append(
+                Evidence(
+                    text="the prefill passes there: look at what is kept between steps (KV cache, "
+                    "positions, recurrent state) and at kernels for one token"
+                )
+            )
+    return found
 
 
-def _within_floor(case: Case, units: list[Unit], unanchored: list[int]) -> Verdict:
+def _hidden(case: Case, escalation: Escalation) -> Verdict:
+    """Nothing beyond the floor of the runs' dtype, but something in float32."""
+    flagged = escalation.flagged
+    family = find_family(escalation.units, flagged)
+    first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
+    side = escalation.side
+    by = f", by the {side}" if side in ("reference", "candidate") else ""
+    below = "below the floor of the runs' own dtype, but far above float32's"
+    return Verdict(
+        kind="systematic" if family else "localized",
+        summary=f"every {family.name} is off, {below}: a wrong formula or wrong data, not one layer"
+        if family
+        else f"the error is made at {first.first.site}{by}: {below}",
+        onset=onset_of(first.first),
+        confidence=confidence_of(first),
+        side=side,
+        evidence=[
+            unit_evidence(first),
+            Evidence(
+                text="escalated pass: the same inputs in float32; what coarse kernels of the runs' "
+                "dtype do vanishes there, so this is a wrong formula or wrong data"
+            ),
+            *_others(flagged, first),
+            *_context(case),
+        ],
+        next=_next(case, first, escalation),
+    )
+
+
+def _within_floor(
+    case: Case,
+    units: list[Unit],
+    excused: list[Unit],
+    unanchored: list[int],
+    escalation: Escalation,
+) -> Verdict:
     judged = [unit for unit in units if unit.results]
     if not judged:
         return Verdict(
@@ -269,17 +347,37 @@ def _within_floor(case: Case, units: list[Unit], unanchored: list[int]) -> Verdi
             summary="the runs differ, but nothing that rounds was compared",
             confidence="low",
             evidence=_context(case),
-            next=_next(case, None),
+            next=_next(case, None, escalation),
         )
-    worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
-    token = max(judged, key=lambda unit: unit.worst)
-    largest = (
-        f"largest error of a typical token: {worst.typical:.2f} × the floor, at {worst.site} "
-        f"({worst.phase}; limit {worst.limit:.2g})"
-        if worst.typical
-        else "the typical token is equal bit for bit at every site"
-    )
     sure = case.anchored and not unanchored
+    against_truth = [unit for unit in judged if unit.standing is not None]
+    evidence = [_largest(judged)]
+    if against_truth:
+        closest = max(against_truth, key=lambda unit: unit.strain)
+        evidence.append(
+            Evidence(
+                text=f"against the truth: {len(against_truth)} sites judged, neither side stands "
+                f"out; the nearest to a limit is {closest.site} ({closest.phase}), at "
+                f"{100 * closest.strain:.0f}% of it",
+                values={"strain": closest.strain, "num_judged": len(against_truth)},
+            )
+        )
+    for unit in excused[:3]:
+        evidence.append(
+            Evidence(
+                text=f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
+                "rounding model, but are equally near the truth: a legitimate difference"
+            )
+        )
+    evidence += escalation.healthy()
+    if case.narrow and sure and not escalation.judged:
+        evidence.append(
+            Evidence(
+                text="what is smaller than this dtype's floor stays invisible without an "
+                "escalated pass: see next"
+            )
+        )
+    certain = sure and bool(against_truth) and (not case.narrow or escalation.complete)
     return Verdict(
         kind="within_floor",
         summary="the runs differ by no more than rounding explains: "
@@ -288,93 +386,47 @@ def _within_floor(case: Case, units: list[Unit], unanchored: list[int]) -> Verdi
             if sure
             else "no block adds more than rounding explains (judged from free runs)"
         ),
-        confidence="medium" if sure else "low",
-        evidence=[
-            Evidence(
-                text=f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
-                f"(limit {token.worst_limit:.2g})",
-                values={"ratio": worst.typical, "limit": worst.limit},
-            ),
-            *_unanchored(unanchored),
-            *_context(case),
-        ],
-        next=_next(case, None),
+        confidence="high" if certain else "medium" if sure else "low",
+        side="neither" if against_truth and sure else None,
+        evidence=[*evidence, *unanchored_evidence(unanchored), *_context(case)],
+        next=_next(case, None, escalation),
     )
 
 
-def _unanchored(steps: list[int]) -> list[Evidence]:
-    """Forwards that the anchored pass did not reach are judged less exactly."""
-    if not steps:
-        return []
-    names = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
-    return [Evidence(text=f"not anchored, so judged from free runs: step {names}")]
+def _largest(judged: list[Unit]) -> Evidence:
+    worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
+    token = max(judged, key=lambda unit: unit.worst)
+    largest = (
+        f"largest error of a typical token: {worst.typical:.2f} × the floor, at {worst.site} "
+        f"({worst.phase}; limit {worst.limit:.2g})"
+        if worst.typical
+        else "the typical token is equal bit for bit at every site"
+    )
+    return Evidence(
+        text=f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
+        f"(limit {token.worst_limit:.2g})",
+        values={"ratio": worst.typical, "limit": worst.limit},
+    )
 
 
 def _context(case: Case) -> list[Evidence]:
-    """What the reader must know beside the numbers."""
-    found = [Evidence(text=note) for note in case.notes]
-    for line in case.preflight:
-        if line.check == "repeatability" and line.status == "differs":
-            found.append(Evidence(text=f"{line.detail}: differences include its own noise"))
-    tokens = case.tokens
-    if tokens is not None and tokens.first_difference is not None:
-        difference = tokens.first_difference
-        margin = "" if difference.margin is None else f" (margin {difference.margin:.3g}"
-        if margin:
-            margin += "" if difference.z is None else f", {difference.z:.1f} σ of the logits' diff"
-            margin += ")"
-        found.append(
-            Evidence(
-                text=f"first different token: sample {difference.sample}, "
-                f"step {difference.step}{margin}"
-            )
-        )
-    return found
+    return context(case.notes, case.preflight, case.tokens)
 
 
-def _unit_evidence(unit: Unit) -> Evidence:
-    worst = unit.first
-    if unit.why == "token":
-        return Evidence(
-            text=f"{unit.site}: one token's error is {unit.worst:.1f} × the floor "
-            f"(limit {unit.worst_limit:.1f}), position {worst.worst_position}",
-            values={"ratio": unit.worst, "limit": unit.worst_limit},
-        )
-    control = f", its siblings' {unit.control:.2f} ×" if unit.num_siblings else ""
-    return Evidence(
-        text=f"{unit.site} ({unit.phase}): the typical token's error is {unit.typical:.1f} × "
-        f"the floor{control} (limit {unit.limit:.1f}); rel L2 {worst.rel_l2:.2e}",
-        values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
-    )
-
-
-def _confidence(unit: Unit, case: Case) -> str:
-    if unit.pass_ == "free":
-        return "low"
-    ratio, limit = (
-        (unit.worst, unit.worst_limit) if unit.why == "token" else (unit.typical, unit.limit)
-    )
-    return "high" if ratio > 2 * limit else "medium"
-
-
-def _onset(site: SiteResult) -> Onset:
-    return Onset(
-        site=site.site,
-        block=site.block,
-        sample=site.sample if site.worst_sample is None else site.worst_sample,
-        step=site.step,
-        position=site.worst_position,
-        pass_=site.pass_,
-    )
-
-
-def _next(case: Case, unit: Unit | None) -> list[str]:
-    """The command that gives certainty, or goes deeper."""
+def _next(case: Case, unit: Unit | None, escalation: Escalation) -> list[str]:
+    """The commands that give certainty, or go deeper."""
+    advice = case.advice
     if not case.anchored:
-        return case.advice.certainty()
-    if unit is None or unit.results[0].block is None:
-        return [] if unit is None else case.advice.look_at(unit.site)
-    block = unit.results[0].block
-    if unit.site.partition(":")[0] != block:
-        return case.advice.look_at(unit.site)
-    return case.advice.into_block(block)
+        return advice.certainty()
+    commands: list[str] = []
+    if unit is not None:
+        block = unit.results[0].block
+        if block is None or unit.site.partition(":")[0] != block:
+            commands += advice.look_at(unit.site)
+        else:
+            commands += advice.into_block(block)
+        if case.tallies is None:
+            commands += advice.truth()
+    if case.narrow and not escalation.judged and unit is None:
+        commands += advice.escalate(has_truth=case.tallies is not None)
+    return commands

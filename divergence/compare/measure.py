@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from divergence.compare.align import Pair, Piece
-from divergence.compare.floors import Floor
+from divergence.compare.align import Pair
+from divergence.compare.floors import Floor, row_floor
+from divergence.compare.pieces import Pieces, same_positions
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
+from divergence.compare.truth import Tallies, Truth, truth_diff
 from divergence.errors import RunFormatError
+from divergence.numerics.against import AgainstTruth, measure_against
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
@@ -28,7 +30,7 @@ from divergence.run.record import Record
 from divergence.run.site import module_of
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["Found", "Measurer"]
 
@@ -44,15 +46,29 @@ class Found:
     logits: LogitsDiff | None
     rows: RowMetrics
     shape: tuple[int, ...]
+    against: AgainstTruth | None = None
 
 
 class Measurer:
     """Measures pairs of two runs; keeps what repeats."""
 
-    def __init__(self, reference: Run, candidate: Run, floor: Floor) -> None:
+    def __init__(
+        self,
+        reference: Run,
+        candidate: Run,
+        floor: Floor,
+        *,
+        inputs: Run | None = None,
+        truth: Truth | None = None,
+        work: Format | None = None,
+    ) -> None:
+        """``inputs``: the run whose inputs anchored the pairs. ``work``: what both sides
+        computed in, where that is not their models' dtype."""
         self._reference, self._candidate = reference, candidate
-        self._floor = floor
-        self._work = _work_format(reference.manifest, candidate.manifest)
+        self._pieces = Pieces(reference, candidate, inputs)
+        self._floor, self._truth = floor, truth
+        self.tallies = Tallies()
+        self._work = work or _work_format(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
         self._blocks = sorted(
@@ -80,11 +96,33 @@ class Measurer:
 
         Raises RunFormatError on bad bytes.
         """
+        right = None if self._truth is None else self._truth.record(pair)
         if _equal(pair):
             self._check(pair)  # equal by what was recorded: true only if the bytes agree with it
-            return None
+            if right is None:
+                return None
         note = self._notes.get(module_of(pair.reference.record.site))
-        return self._find(pair, note is not None and note.role == "block")
+        found = self._find(pair, note is not None and note.role == "block")
+        if right is None or format_named(right.dtype).kind != "float":
+            return found
+        return replace(found, against=self._against(pair, right))
+
+    def _against(self, pair: Pair, right: Record) -> AgainstTruth | None:
+        """Both sides against the truth, where all three can be laid side by side."""
+        pieces, run = self._pieces, self._truth.run
+        a = pieces.tensor(self._reference, pair.reference)
+        b = pieces.tensor(self._candidate, pair.candidate)
+        if not (a.is_floating_point() and a.shape == b.shape):
+            return None
+        own = pair.reference if right.shape == pair.reference.record.shape else pair.candidate
+        truth = pieces.rows_of(run.read(right), own)
+        base = pieces.base(pair) if right.site.endswith(":out") else None
+        if base is not None and pair.reference.row is not None:
+            base = pieces.rows_of(base, pair.reference)
+        if base is not None and base.shape != a.shape:
+            base = None
+        mask = pieces.row_mask(pair.reference, tuple(a.shape))
+        return measure_against(a, b, truth, row_mask=mask, base=base)
 
     def judge(self, pair: Pair, found: Found | None) -> SiteResult:
         """The pair's SiteResult with its floor, from what ``look`` found. Call in the order of
@@ -106,9 +144,12 @@ class Measurer:
             "reference_dtype": one.dtype,
             "candidate_dtype": two.dtype,
         }
-        if found is None:
-            return self._identical(pair, place)
-        sample, position = self._locate(pair.reference, found.shape, found.metrics.worst_row)
+        if found is None or _equal(pair):
+            result = self._identical(pair, place)
+            if found is not None:
+                self._tally(result, found, pair)
+            return result
+        sample, position = self._pieces.locate(pair.reference, found.shape, found.metrics.worst_row)
         result = SiteResult(
             **place,
             **_of_metrics(found.metrics),
@@ -120,7 +161,21 @@ class Measurer:
             logits=found.logits,
         )
         self._judge_rows(pair, result, found.rows)
+        self._tally(result, found, pair)
         return result
+
+    def _tally(self, result: SiteResult, found: Found, pair: Pair) -> None:
+        """Note how far both sides are from the truth."""
+        against = found.against
+        if against is None:
+            return
+        result.truth = truth_diff(against)
+        floor = row_floor(
+            against.norm.clamp_min(1e-300), against.update, form=_storage(pair), work=self._work,
+            num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
+        )  # fmt: skip
+        if floor is not None:
+            self.tallies.add(result, against, floor)
 
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
         result = _identical(pair.reference.record, place)
@@ -146,7 +201,7 @@ class Measurer:
                 )
         found = self._floor.ratios(
             rows,
-            form=one if one.unit_roundoff >= two.unit_roundoff else two,
+            form=_storage(pair),
             work=self._work,
             num_features=result.shape[-1] if result.shape else 1,
             role=result.role or "inner",
@@ -177,7 +232,7 @@ class Measurer:
 
     def _find(self, pair: Pair, is_block: bool) -> Found:
         one, two = pair.reference.record, pair.candidate.record
-        base = self._base(pair) if is_block and one.site.endswith(":out") else None
+        base = self._pieces.base(pair) if is_block and one.site.endswith(":out") else None
         logits = one.site == self._logits_site
         whole = pair.reference.row is None and pair.candidate.row is None
         key = (
@@ -196,15 +251,15 @@ class Measurer:
         if known is not None:
             return known
         a, b = (
-            self._tensor(self._reference, pair.reference),
-            self._tensor(self._candidate, pair.candidate),
+            self._pieces.tensor(self._reference, pair.reference),
+            self._pieces.tensor(self._candidate, pair.candidate),
         )
         if base is not None and one.positions is None and two.positions is not None:
-            base = _same_positions(base, one, b, two)[0]
-        a, b = _same_positions(a, one, b, two)
-        mask = self._row_mask(pair.reference, tuple(a.shape))
+            base = same_positions(base, one, b, two)[0]
+        a, b = same_positions(a, one, b, two)
+        mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
         if base is not None and not whole:
-            base = self._rows_of(base, pair.reference)
+            base = self._pieces.rows_of(base, pair.reference)
         # One thread a pair: whole pairs are what runs side by side, where cores are many.
         metrics, rows = measure_pair(a, b, row_mask=mask, base=base, threads=1)
         found = None
@@ -222,84 +277,11 @@ class Measurer:
                     self._cache.pop(next(iter(self._cache)))
         return result
 
-    def _tensor(self, run: Run, piece: Piece) -> torch.Tensor:
-        return self._rows_of(run.read(piece.record), piece)
 
-    def _rows_of(self, tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """The piece's own part of a record's tensor, or of one of the same shape."""
-        if piece.row is None:
-            return tensor
-        if tensor.ndim == 1:
-            return tensor[piece.row : piece.row + 1]
-        return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
-
-    def _base(self, pair: Pair) -> torch.Tensor | None:
-        """The input that the block had in the reference, if it has the output's shape.
-
-        In an anchored pass that is the free input of the run which anchored it. Where that is
-        a third run, which is not at hand, the reference's own stands in for it.
-        """
-        one, two = pair.reference.record, pair.candidate.record
-        run, other = self._reference, one
-        if one.pass_ == "anchored" and two.pass_ == "free":
-            run, other = self._candidate, two
-        site = other.site.rpartition(":")[0] + ":in"
-        record = run.find(("free", other.sample, other.step, site))
-        if record is None or record.shape != one.shape or record.positions != one.positions:
-            return None
-        if format_named(record.dtype).kind != "float":
-            return None
-        return run.read(record)
-
-    def _row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
-        """True for real tokens, per row (all leading axes); None where nothing is padded."""
-        if piece.row is not None or piece.record.step > 0 or len(shape) < 3:
-            return None
-        manifest = self._reference.manifest
-        group = next((g for g in manifest.tokens.groups if g and g[0] == piece.record.sample), [])
-        samples = [manifest.tokens.samples[number] for number in group]
-        if not any(s.num_left_pad or s.num_right_pad for s in samples):
-            return None
-        length = samples[0].num_left_pad + len(samples[0].prompt_ids) + samples[0].num_right_pad
-        kept = piece.record.positions
-        expected = length if kept is None else len(kept)
-        if shape[0] != len(samples) or shape[1] != expected:
-            return None
-        import torch
-
-        mask = torch.ones(len(samples), length, dtype=torch.bool)
-        for row, sample in enumerate(samples):
-            mask[row, : sample.num_left_pad] = False
-            if sample.num_right_pad:
-                mask[row, -sample.num_right_pad :] = False
-        if kept is not None:
-            mask = mask[:, list(kept)]
-        inner = math.prod(shape[2:-1])
-        return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
-
-    def _locate(
-        self, piece: Piece, shape: Sequence[int], row: int | None
-    ) -> tuple[int | None, int | None]:
-        """(sample, token index) of a row, where rows are tokens: pads are not counted."""
-        if row is None or len(shape) < 3:
-            return None, None
-        record, tokens = piece.record, self._reference.manifest.tokens
-        inner = max(math.prod(shape[2:-1]), 1)
-        member, token = row // (inner * shape[1]), row // inner % shape[1]
-        group = next((g for g in tokens.groups if g and g[0] == record.sample), [piece.sample])
-        split = piece.row is not None or shape[0] != len(group)
-        number = piece.sample if split else group[member]
-        sample = tokens.samples[number]
-        pads = 0 if piece.row is not None else sample.num_left_pad
-        if record.positions is not None:
-            known = token < len(record.positions)
-            return number, record.positions[token] - pads if known else None
-        if record.step == 0:
-            length = pads + len(sample.prompt_ids) + sample.num_right_pad
-            return number, token - pads if shape[1] <= length else None
-        # what was fed before: an encoder-decoder's decoder has a prompt of its own
-        before = len(sample.decoder_prompt_ids or sample.prompt_ids)
-        return number, before + record.step - 1 + token
+def _storage(pair: Pair) -> Format:
+    """The coarser of the two formats that a pair is stored in."""
+    forms = [format_named(piece.record.dtype) for piece in (pair.reference, pair.candidate)]
+    return max(forms, key=lambda form: form.unit_roundoff)
 
 
 def _work_format(*manifests: Manifest) -> Format:
@@ -338,17 +320,6 @@ def _identical(record: Record, place: dict) -> SiteResult:
         ulp_max=0.0 if is_float else None, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
         token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=bad if bad.total else None,
     )  # fmt: skip
-
-
-def _same_positions(
-    a: torch.Tensor, one: Record, b: torch.Tensor, two: Record
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where one side holds all tokens and the other some, pick those out."""
-    if one.positions == two.positions or a.shape == b.shape:
-        return a, b
-    if one.positions is not None:
-        return a, b[:, list(one.positions)]
-    return a[:, list(two.positions)], b
 
 
 _SHARED = frozenset(SiteResult.__struct_fields__) & frozenset(PairMetrics.__struct_fields__)

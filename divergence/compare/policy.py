@@ -16,6 +16,9 @@
     dtype = "bfloat16"
     rel_l2 = 1e-2
 
+    [thresholds]                                  # multiples of the floor, docs/verdicts.md
+    typical = 6.0                                 # those that are not given keep their value
+
 All rules must hold. A tolerance tightens: it never excuses a verdict that is not
 in ``verdicts``. There is no default tolerance here, since a number without a
 source (a dtype, a floor, or the user who writes it down) is a guess.
@@ -32,6 +35,7 @@ import msgspec
 from divergence.compare.result import SiteResult, VerdictKind
 from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.site import compile_patterns
 
 __all__ = [
@@ -134,6 +138,7 @@ class Policy(_Strict, frozen=True, kw_only=True):
     preflight: PreflightPolicy = PreflightPolicy()
     tokens: TokensPolicy = TokensPolicy()
     tolerance: tuple[Tolerance, ...] = ()
+    thresholds: Thresholds = THRESHOLDS
 
     def tolerance_for(self, site: SiteResult) -> Tolerance | None:
         """The first tolerance that matches, or None."""

@@ -26,6 +26,7 @@ __all__ = [
     "TokenChoice",
     "TokenDifference",
     "TokensResult",
+    "TruthDiff",
     "Verdict",
     "VerdictKind",
     "json_safe",
@@ -171,6 +172,29 @@ class LogitsDiff(_Part, frozen=True, kw_only=True):
     chosen_logprob_diff_max: float
 
 
+class TruthDiff(_Part, frozen=True, kw_only=True):
+    """One site against the truth R (float64): a = reference, b = candidate.
+
+    ``reference_error``, ``candidate_error``: ‖a-R‖/‖R‖ and ‖b-R‖/‖R‖ of the median token. The
+    first is the measured floor. r = err(a, b) / err(a, R): how far apart in floor units;
+    w = err(b, R) / err(a, R): who is farther from the truth; each for the median token, p99,
+    the worst token, and w for the worst channel (Σ over tokens). Sink tokens are left out.
+    0/0 is 1, x/0 is inf. ``gain_*``: <·-R, R>/‖R‖², mean over tokens.
+    """
+
+    reference_error: float
+    candidate_error: float
+    r_median: float
+    r_p99: float
+    r_max: float
+    w_median: float
+    w_p99: float
+    w_max: float
+    w_channel: float
+    gain_reference: float
+    gain_candidate: float
+
+
 class SiteResult(_Part, kw_only=True):
     """One compared pair of tensors, a = reference, b = candidate, d = a - b.
 
@@ -179,7 +203,9 @@ class SiteResult(_Part, kw_only=True):
     token); ``ratio``: the median token's error made here over its floor, ``ratio_max`` the
     worst token's; ``limit``: the multiple of the floor at which the judge flags this site's
     typical token; ``flagged``: beyond what rounding explains.
-    ``match``: how the pair was found (``exact`` or the name map's rule).
+    ``match``: how the pair was found (``exact`` or the name map's rule). ``truth``: both sides
+    against a float64 run, where one was given. ``of``: in the escalated pass, whose pass this is:
+    it is compared with the truth (or, where None, with the reference's own escalated pass).
     """
 
     pass_: str = msgspec.field(name="pass")
@@ -231,6 +257,8 @@ class SiteResult(_Part, kw_only=True):
     ratio: float | None = None
     ratio_max: float | None = None
     limit: float | None = None
+    truth: TruthDiff | None = None
+    of: Literal["reference", "candidate"] | None = None
     flagged: bool = False
 
 
@@ -289,7 +317,7 @@ class Report(_Part, kw_only=True):
         rows = []
         for site in self.sites:
             row = msgspec.to_builtins(site)
-            for name in ("logits", "nonfinite"):
+            for name in ("logits", "nonfinite", "truth"):
                 nested = row.pop(name) or {}
                 row.update({f"{name}_{key}": value for key, value in nested.items()})
             rows.append(row)

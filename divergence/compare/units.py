@@ -7,12 +7,13 @@ kernels, so they are the controls of an experiment in which one block is suspect
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from divergence.compare.blame import Blame, Standing
 from divergence.compare.result import SiteResult
+from divergence.numerics.chance import spread
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.site import ROOT, module_of
 
@@ -25,7 +26,9 @@ class Unit:
 
     ``typical``: median over forwards of the median token's ratio; ``worst``: the largest
     ratio of any token; ``limit`` and ``worst_limit`` what they were held against;
-    ``why``: which of the two was exceeded, or None.
+    ``why``: which of the two was exceeded, or what the truth blames (compare.blame), or None.
+    ``widened``: what trusted runs have shown, as a factor on all limits. ``strain``: the
+    largest share of any limit that is used.
     """
 
     site: str
@@ -41,10 +44,21 @@ class Unit:
     worst_limit: float = 0.0
     why: str | None = None
     isolated: bool = False
+    widened: float = 1.0
+    standing: Standing | None = None
+    blame: Blame | None = None
+    strain: float = 0.0
+
+    @property
+    def side(self) -> str | None:
+        """Which run is wrong here, where a truth tells."""
+        return None if self.blame is None else self.blame.side
 
     @property
     def first(self) -> SiteResult:
         """The first result in execution order that is beyond the limit (else the first)."""
+        if self.blame is not None and self.blame.why in ("step", "token", "sink"):
+            return self.blame.at
         if self.why == "token":
             beyond = [r for r in self.results if (r.ratio_max or 0) > self.worst_limit]
         else:
@@ -115,8 +129,13 @@ def flag(
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], thresholds.least_sibling)
                 unit.limit = min(absolute, thresholds.lone * control)
-            unit.limit *= _spread(sum(result.numel for result in unit.results))
-            unit.worst_limit *= _spread(min(r.shape[-1] if r.shape else 1 for r in unit.results))
+            numel = sum(result.numel for result in unit.results)
+            columns = min(r.shape[-1] if r.shape else 1 for r in unit.results)
+            unit.limit *= spread(numel) * unit.widened
+            unit.worst_limit *= spread(columns) * unit.widened
+            unit.strain = unit.typical / unit.limit
+            if unit.results[0].block not in routed:
+                unit.strain = max(unit.strain, unit.worst / unit.worst_limit)
             if unit.typical > unit.limit:
                 unit.why = "typical"
             elif unit.worst > unit.worst_limit:
@@ -139,22 +158,6 @@ def _block_controls(units: list[Unit]) -> dict[str, float]:
 
 def _whole(path: str, stacks: set[str]) -> bool:
     return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
-
-
-def _spread(num_values: int) -> float:
-    """By how much the relative error of few numbers may exceed that of many, by chance alone.
-
-    With error and signal of n random numbers each, the square of their ratio has the
-    F(n, n) distribution, whose logarithm has about the variance 4/n + 4/n² (2 ψ'(n/2)).
-    3.7 standard deviations: less than one in 1,000 (its tail is heavier than a normal one).
-    The thresholds themselves hold the width that is left at 64 numbers. A router over 4
-    experts, one token: 4 numbers.
-    """
-
-    def width(n: int) -> float:
-        return 3.7 / 2 * math.sqrt(4 / n + 4 / n**2)
-
-    return math.exp(max(0.0, width(max(1, num_values)) - width(64)))
 
 
 def _kind(result: SiteResult, phase: str) -> tuple:

@@ -52,7 +52,7 @@ _PRODUCTS = {"block": 4, "inner": 4, "trunk": 1}
 _WIDENING = 4  # K is the widest inner dimension: four times the hidden size in most models
 
 
-class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
+class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Multiples of the floor at which a site is flagged. One place, one table in docs/verdicts.md.
 
     ``typical``: the median token's ratio, absolutely. ``sibling``: the same over the
@@ -64,6 +64,19 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     ``token``: a single token's ratio; ``token_sibling``: over the siblings' worst tokens.
     ``free_gain``: by how much a block may enlarge an inherited relative error of its
     update. ``drift``: the free run's error over the sum of what the blocks make.
+    ``escalated``: by how much all limits are wider in the escalated pass, where a wrong
+    formula exceeds them a hundredfold.
+
+    With a truth, W = err(candidate, truth) / err(reference, truth). ``truth_sibling``: a
+    site's W over the median W of its siblings (or the inverse, which blames the reference):
+    both sides' difficulties with this block and both sides' kernels cancel in it.
+    ``truth_lone``: the same over the block outputs' median, for a site without siblings.
+    ``truth_systematic``: the median W itself. ``truth_confirm``: W over its siblings' where
+    the two sides' difference is beyond ``sibling`` as well. ``truth_step``, ``truth_token``,
+    ``truth_channel``: one forward's, one token's, one channel's error over the other side's
+    there. ``truth_gain``: a scale error in standard deviations. ``truth_least``: in a family's
+    typical error, what is added to both errors so that two tiny ones make no large ratio.
+    ``truth_drift``: the W of the free run. ``widen``: room over what a ``--floor`` run shows.
     """
 
     typical: float = 6.0
@@ -74,6 +87,18 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True):
     token_sibling: float = 8.0
     free_gain: float = 4.0
     drift: float = 8.0
+    escalated: float = 2.0
+    truth_sibling: float = 2.5
+    truth_lone: float = 4.0
+    truth_systematic: float = 4.0
+    truth_confirm: float = 1.5
+    truth_step: float = 5.0
+    truth_token: float = 8.0
+    truth_channel: float = 4.0
+    truth_gain: float = 6.0
+    truth_least: float = 0.25
+    truth_drift: float = 4.0
+    widen: float = 1.5
 
 
 THRESHOLDS = Thresholds()

@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from divergence.compare.result import Report, SiteResult
 
-__all__ = ["Elision", "Row", "elide", "main_pass", "phase_rows", "phases"]
+__all__ = [
+    "Elision",
+    "Row",
+    "elide",
+    "escalated_ratios",
+    "main_pass",
+    "phase_rows",
+    "phases",
+]
 
 MAX_ROWS = 40
 NUM_AROUND = 4
@@ -29,6 +37,11 @@ class Row(NamedTuple):
     free: SiteResult | None
     flagged: bool
     onset: bool
+
+    @property
+    def site(self) -> str:
+        """The site that the row's numbers are of."""
+        return self.worst.site
 
     @property
     def worst(self) -> SiteResult:
@@ -53,6 +66,16 @@ def phases(report: Report) -> list[str]:
 def main_pass(sites: Iterable[SiteResult]) -> str:
     """The pass that the table is about: anchored where there is one."""
     return "anchored" if any(site.pass_ == "anchored" for site in sites) else "free"
+
+
+def escalated_ratios(report: Report, phase: str) -> dict[str, float]:
+    """By site, the escalated pass's largest ratio over the float32 floor in this phase."""
+    found: dict[str, float] = {}
+    for site in report.sites:
+        if site.pass_ == "escalated" and (site.step == 0) == (phase == "prefill"):
+            ratio = site.ratio if site.ratio is not None else 0.0
+            found[site.site] = max(ratio, found.get(site.site, 0.0))
+    return found
 
 
 def badness(site: SiteResult) -> tuple[bool, bool, float, float]:

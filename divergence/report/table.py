@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from divergence.compare.result import Report, SiteResult
-from divergence.report.blocks import Elision, Row, elide, main_pass, phase_rows, phases
+from divergence.report.blocks import (
+    Elision,
+    Row,
+    elide,
+    escalated_ratios,
+    main_pass,
+    phase_rows,
+    phases,
+)
 from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
 from divergence.report.numbers import (
     RATIO_DECADES,
@@ -41,8 +49,10 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
     num_samples = len({site.sample for site in sites})
     with_floor = any(site.ratio is not None for site in sites)
     with_worst = any(site.ratio_max is not None for site in sites)
+    with_truth = any(row.main is not None and row.main.truth is not None for row in rows)
+    escalated = escalated_ratios(report, phase)
     with_free = any(row.free is not None for row in rows)
-    # rel L2, 1-cos, token, floors, worst, bar, free L2; two columns before each
+    # rel L2, 1-cos, token, floors or r, worst or W, bar or f32, free L2; two columns before each
     widths = [7, 7, TOKEN_WIDTH, 8 * with_floor, 8 * with_worst, 10, 7 * with_free]
     room = MAX_WIDTH - MARK_WIDTH - sum(width + 2 for width in widths if width)
     name_width = min(max(len(row.name) + 2 * row.inner for row in rows), room)
@@ -62,9 +72,10 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
         "1-cos".rjust(7),
         (f"s:{where}" if num_samples > 1 else where).rjust(TOKEN_WIDTH),
     ]
-    titles += ["floors".rjust(8)] if with_floor else []
-    titles += ["worst".rjust(8)] if with_worst else []
-    titles += [("bar .1-1e3" if with_floor else "bar 1e-8-1").ljust(10)]
+    titles += [("r" if with_truth else "floors").rjust(8)] if with_floor else []
+    titles += [("W" if with_truth else "worst").rjust(8)] if with_worst else []
+    scale = "bar .1-1e3" if with_floor else "bar 1e-8-1"
+    titles += ["float32".rjust(10) if escalated else scale.ljust(10)]
     titles += ["free L2".rjust(7)] if with_free else []
     lines = [
         heading(what, _PASSES.get(main_pass(sites), main_pass(sites)) + worst),
@@ -83,20 +94,28 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
                 with_floor=with_floor,
                 with_worst=with_worst,
                 with_free=with_free,
+                with_truth=with_truth,
+                escalated=escalated,
             )
         )
-    lines.append(_footer(rows, with_worst=with_worst))
+    lines.append(
+        _footer(rows, with_worst=with_worst, with_truth=with_truth, escalated=bool(escalated))
+    )
     return lines
 
 
-def _footer(rows: list[Row], *, with_worst: bool) -> Line:
+def _footer(rows: list[Row], *, with_worst: bool, with_truth: bool, escalated: bool) -> Line:
     num_flagged = sum(row.flagged for row in rows)
     num_same = sum(row.worst.identical for row in rows)
     parts = [f"{count(len(rows), 'row')}: {num_flagged:,} flagged (!), {num_same:,} bit-identical"]
     if any(row.onset for row in rows):
         parts.append("> onset")
-    if with_worst:
+    if with_truth:
+        parts.append("r: apart, W: candidate over reference, in errors against the truth")
+    elif with_worst:
         parts.append("floors: median token, worst: worst token")
+    if escalated:
+        parts.append("float32: floors, escalated")
     return line((f"    {'; '.join(parts)}", "dim"))
 
 
@@ -115,6 +134,8 @@ def _row(
     with_floor: bool,
     with_worst: bool,
     with_free: bool,
+    with_truth: bool,
+    escalated: dict[str, float],
 ) -> Line:
     style = "bold red" if row.onset else "yellow" if row.flagged else ""
     mark = (">" if row.onset else " ") + ("!" if row.flagged else " ")
@@ -128,11 +149,18 @@ def _row(
         decimal(main.one_minus_cosine if main else None).rjust(7),
         cut(at, TOKEN_WIDTH).rjust(TOKEN_WIDTH),
     ]
+    left, right = (main.ratio, main.ratio_max) if main else (None, None)
+    if with_truth:
+        truth = main.truth if main else None
+        left, right = (truth.r_median, truth.w_median) if truth else (None, None)
     if with_floor:
-        cells.append(times(main.ratio if main else None).rjust(8))
+        cells.append(times(left).rjust(8))
     if with_worst:
-        cells.append(times(main.ratio_max if main else None).rjust(8))
-    filled = _bar(main, with_floor=with_floor) if main is not None else ""
+        cells.append(times(right).rjust(8))
+    if escalated:
+        filled = times(escalated.get(row.site)).rjust(10)
+    else:
+        filled = _bar(main, with_floor=with_floor) if main is not None else ""
     tail = f"  {decimal(row.free.rel_l2 if row.free else None).rjust(7)}" if with_free else ""
     return line(
         f" {mark} ",

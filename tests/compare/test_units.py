@@ -83,7 +83,7 @@ def test_the_width_is_that_of_the_f_distribution():
     width, whatever n is."""
     import torch
 
-    from divergence.compare.units import _spread
+    from divergence.numerics.chance import spread as _spread
 
     assert _spread(64) == _spread(10**6) == 1.0
     draw = torch.Generator().manual_seed(0)

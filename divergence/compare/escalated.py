@@ -1,0 +1,92 @@
+"""Measuring escalated passes: each side's float32 pass against the truth, or with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from divergence.compare.align import Alignment, Pair, Piece
+from divergence.compare.floors import ModelFloor
+from divergence.compare.measure import Measurer
+from divergence.compare.result import SiteResult
+from divergence.compare.truth import Truth, inputs_of
+from divergence.numerics.floor import Thresholds
+from divergence.numerics.formats import format_named
+from divergence.run.reader import Run
+
+__all__ = ["compare_escalated", "drop_escalated"]
+
+ESCALATED = "escalated"
+
+
+def compare_escalated(
+    a: Run,
+    b: Run,
+    truth: Truth | None,
+    thresholds: Thresholds,
+    measure: Callable[..., list[SiteResult]],
+    progress: Callable[..., None] | None,
+) -> tuple[list[SiteResult], bool]:
+    """(results, whether every escalated record was used).
+
+    Against the truth each side answers for itself (``of``); without one, two escalated passes
+    of equal inputs are compared with each other.
+    """
+    inputs = inputs_of(a, b)
+    having = [(name, run) for name, run in (("reference", a), ("candidate", b)) if _has(run)]
+    results: list[SiteResult] = []
+    if truth is not None and truth.anchors:
+        right = truth.run
+        for name, run in having:
+            if run.manifest.plan.anchored_to != right.manifest.plan.anchored_to:
+                continue
+            results += _measured(
+                right, run, "anchored", name, inputs, thresholds, measure, progress
+            )
+    elif len(having) == 2 and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to:
+        results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress)
+    return results, bool(results)
+
+
+def drop_escalated(alignment: Alignment) -> Alignment:
+    """Without the escalated records among those that found no partner."""
+    left = [item for item in alignment.only_candidate if item.pass_ != ESCALATED]
+    return replace(alignment, only_candidate=left)
+
+
+def _has(run: Run) -> bool:
+    return ESCALATED in run.manifest.plan.passes
+
+
+def _measured(
+    one: Run,
+    two: Run,
+    pass_: str,
+    of: str | None,
+    inputs: Run | None,
+    thresholds: Thresholds,
+    measure: Callable[..., list[SiteResult]],
+    progress: Callable[..., None] | None,
+) -> list[SiteResult]:
+    pairs = []
+    for record in two.records:
+        if record.pass_ != ESCALATED or format_named(record.dtype).kind != "float":
+            continue
+        other = one.find((pass_, record.sample, record.step, record.site))
+        if other is None or other.shape != record.shape or other.positions != record.positions:
+            continue
+        pair = Pair(
+            reference=Piece(other, other.sample),
+            candidate=Piece(record, record.sample),
+            pass_=ESCALATED,
+            match="exact",
+        )
+        pairs.append(pair)
+    pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
+                                 pair.reference.record.order))  # fmt: skip
+    float32 = format_named("float32")
+    measurer = Measurer(one, two, ModelFloor(thresholds), inputs=inputs, work=float32)
+    results = measure(measurer, pairs, progress)
+    for result in results:
+        result.of = of
+    return results

@@ -1,0 +1,149 @@
+"""The truth: a float64 run that tells which side of a comparison is farther from what is right.
+
+It must repeat the run whose inputs anchor the comparison: only then did every block of
+all three runs get the same input. The tallies gather, site by site and phase by phase,
+how far each side is from it: compare.blame judges them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from divergence.compare.align import Pair
+from divergence.compare.result import SiteResult, TruthDiff
+from divergence.errors import IncomparableError, UsageError
+from divergence.numerics.against import AgainstTruth
+from divergence.run.reader import Run
+from divergence.run.record import Record
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Tallies", "Tally", "Truth", "inputs_of", "truth_diff"]
+
+
+class Truth:
+    """A truth run, checked to belong to the comparison of ``reference`` and ``candidate``.
+
+    Raises UsageError where it is no truth or another run's, IncomparableError for other weights.
+    """
+
+    def __init__(self, run: Run, reference: Run, candidate: Run) -> None:
+        self.run = run
+        manifest, a, b = run.manifest, reference.manifest, candidate.manifest
+        if manifest.settings.compute_dtype != "float64":
+            raise UsageError(
+                f"{run.path} is no truth: it was computed in "
+                f"{manifest.settings.compute_dtype or manifest.model.dtype}",
+                hint=f"divergence reference {reference.path} -o TRUTH",
+            )
+        if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
+            raise UsageError(
+                f"{run.path} is the truth of another run ({manifest.like})",
+                hint=f"divergence reference {reference.path} -o TRUTH",
+            )
+        repeated = a if manifest.like != b.id else b
+        if repeated.model.dtype == manifest.model.dtype and (
+            repeated.model.digest != manifest.model.digest
+        ):
+            raise IncomparableError(
+                "the truth was computed with other weights than the run it repeats",
+                where=f"{run.path} ({manifest.model.digest[:12]}, "
+                f"there {repeated.model.digest[:12]})",
+                hint="divergence reference RUN -o TRUTH --model PATH, with the run's own weights",
+            )
+        self._named_by_candidate = manifest.like == b.id
+        inputs = _anchored_to(reference, candidate)
+        self.anchors = inputs is not None and inputs == manifest.plan.anchored_to
+
+    def record(self, pair: Pair) -> Record | None:
+        """What is right at a pair's place; None where the truth does not hold it."""
+        pass_ = "free" if pair.pass_ == "free" else "anchored"
+        if pass_ == "anchored" and not self.anchors:
+            return None
+        own = pair.candidate.record if self._named_by_candidate else pair.reference.record
+        found = self.run.find((pass_, own.sample, own.step, own.site))
+        if found is None or found.shape != own.shape or found.positions != own.positions:
+            return None
+        return found
+
+
+def inputs_of(reference: Run, candidate: Run) -> Run | None:
+    """The run whose recorded inputs anchored the pairs, where it is one of the two."""
+    a, b = reference.manifest, candidate.manifest
+    if b.plan.anchored_to == a.id:
+        return reference
+    return candidate if a.plan.anchored_to == b.id else None
+
+
+def _anchored_to(reference: Run, candidate: Run) -> str | None:
+    """The id of the run whose inputs the anchored pairs got."""
+    run = inputs_of(reference, candidate)
+    if run is not None:
+        return run.manifest.id
+    a, b = reference.manifest.plan.anchored_to, candidate.manifest.plan.anchored_to
+    return a if a == b else None
+
+
+@dataclass(slots=True)
+class Tally:
+    """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,)."""
+
+    forwards: list[tuple[SiteResult, AgainstTruth, torch.Tensor]] = field(default_factory=list)
+
+
+class Tallies:
+    """By (pass, site, phase)."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str], Tally] = {}
+
+    def add(self, result: SiteResult, against: AgainstTruth, floor: torch.Tensor) -> None:
+        phase = "prefill" if result.step == 0 else "decode"
+        tally = self._found.setdefault((result.pass_, result.site, phase), Tally())
+        tally.forwards.append((result, against, floor))
+
+    def find(self, pass_: str, site: str, phase: str) -> Tally | None:
+        return self._found.get((pass_, site, phase))
+
+
+def truth_diff(against: AgainstTruth) -> TruthDiff | None:
+    """The figures of one forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
+    if against.num_rows == 0:
+        return None
+    usual = ~against.sink
+    if not bool(usual.any()):
+        usual = against.sink
+    norm = against.norm[usual].clamp_min(1e-300)
+    a, b, ab = (
+        rows[usual] / norm for rows in (against.reference, against.candidate, against.between)
+    )
+    rank = max(1, round(0.99 * len(norm)))
+    p99 = [float(rows.kthvalue(rank).values) for rows in (a, b, ab)]
+    middle = [float(rows.median()) for rows in (a, b, ab)]
+    top = [float(rows.max()) for rows in (a, b, ab)]
+    channels = [
+        float(c.max().sqrt()) if len(c) else 0.0
+        for c in (against.channel_reference, against.channel_candidate)
+    ]
+    return TruthDiff(
+        reference_error=middle[0],
+        candidate_error=middle[1],
+        r_median=_over(middle[2], middle[0]),
+        r_p99=_over(p99[2], p99[0]),
+        r_max=_over(top[2], top[0]),
+        w_median=_over(middle[1], middle[0]),
+        w_p99=_over(p99[1], p99[0]),
+        w_max=_over(top[1], top[0]),
+        w_channel=_over(channels[1], channels[0]),
+        gain_reference=float(against.gain_reference[usual].mean()),
+        gain_candidate=float(against.gain_candidate[usual].mean()),
+    )
+
+
+def _over(top: float, bottom: float) -> float:
+    """0/0 = 1 (both are right), x/0 = inf."""
+    if bottom > 0:
+        return top / bottom
+    return 1.0 if top == 0 else float("inf")

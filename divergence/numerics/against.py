@@ -1,0 +1,149 @@
+"""Two implementations against the truth: how far each is from what is right.
+
+a = reference, b = candidate, R = truth (float64). Rows are tokens, columns features.
+One pass in float64 gathers, per row, ‖a-R‖, ‖b-R‖, ‖a-b‖, ‖R‖ and ‖R - x‖ (x: the block's
+input) and, per column, Σ(a-R)² and Σ(b-R)², so that a wrong head or channel is seen
+which a row's norm dilutes by √D.
+
+The gain of a row is <d, R>/‖R‖² with d = a-R or b-R: a consistent scale error, far below
+the rounding of single elements, since that averages out over D columns. How many columns
+really take part is the participation ratio (ΣR²)²/ΣR⁴: with a few massive channels it is
+small, and their own rounding looks like a gain (PairMetrics.gain sees only a against b).
+
+Rows that are masked, or hold a nan or inf on any side, are left out. Sink rows (norm over
+10 × the median, see numerics.pair) count in the rows, not in the columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from divergence.numerics.pair import SINK_FACTOR
+
+__all__ = ["AgainstTruth", "measure_against"]
+
+_CHUNK_NUMEL = 1 << 18
+"""Elements per chunk: three operands of 2 MiB in float64 stay in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstTruth:
+    """Per kept row (T,) and per column (D,), float64.
+
+    ``norm`` ‖R‖; ``update`` ‖R - x‖, None without a base; ``reference``, ``candidate``: ‖a-R‖,
+    ‖b-R‖; ``between`` ‖a-b‖; ``gain_reference``, ``gain_candidate``: <a-R, R>/‖R‖²;
+    ``update_gain_*``: <·-R, R-x>/‖R-x‖², None without a base; ``spread``: participation ratio of
+    R (of R - x where there is one); ``sink``: bool. ``channel_*``: Σ over rows but sinks.
+    ``row_index``: the kept rows' numbers in the whole tensor.
+    """
+
+    norm: torch.Tensor
+    update: torch.Tensor | None
+    reference: torch.Tensor
+    candidate: torch.Tensor
+    between: torch.Tensor
+    gain_reference: torch.Tensor
+    gain_candidate: torch.Tensor
+    update_gain_reference: torch.Tensor | None
+    update_gain_candidate: torch.Tensor | None
+    spread: torch.Tensor
+    sink: torch.Tensor
+    channel_reference: torch.Tensor
+    channel_candidate: torch.Tensor
+    row_index: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.norm)
+
+
+def measure_against(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    truth: torch.Tensor,
+    *,
+    row_mask: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
+) -> AgainstTruth:
+    """Both sides against ``truth``; all of one shape, any float dtype.
+
+    ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x.
+    Raises ValueError where shapes differ.
+    """
+    for name, other in (("candidate", b), ("truth", truth), ("base", base)):
+        if other is not None and other.shape != a.shape:
+            raise ValueError(
+                f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
+            )
+    columns = a.shape[-1] if a.ndim else 1
+    flat = [None if t is None else t.reshape(-1, columns) for t in (a, b, truth, base)]
+    count = flat[0].shape[0]
+    kept = torch.ones(count, dtype=torch.bool)
+    if row_mask is not None:
+        kept &= row_mask.reshape(-1).to(torch.bool)
+    rows = max(1, _CHUNK_NUMEL // max(1, columns))
+    norms = torch.cat(
+        [part.double().norm(dim=1) for part in flat[2].split(rows)] or [torch.zeros(0).double()]
+    )
+    usual = norms[kept & norms.isfinite()]
+    limit = SINK_FACTOR * float(usual.median()) if len(usual) else 0.0
+    sink = norms > limit if limit > 0 else torch.zeros(count, dtype=torch.bool)
+    sums = torch.full((12, count), float("nan"), dtype=torch.float64)
+    channels = torch.zeros(2, columns, dtype=torch.float64)
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        x, y, r = (t[part].double() for t in flat[:3])
+        base_part = None if flat[3] is None else flat[3][part].double()
+        _gather(x, y, r, base_part, sums[:, part])
+        good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
+        channels[0] += (x[good] - r[good]).square().sum(0)
+        channels[1] += (y[good] - r[good]).square().sum(0)
+    good = kept & sums[:4].isfinite().all(0)
+    norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
+    with_base = base is not None
+    top, fourth = (up2, u4) if with_base else (norm2, r4)
+    return AgainstTruth(
+        norm=norm2.sqrt(),
+        update=up2.sqrt() if with_base else None,
+        reference=ref.sqrt(),
+        candidate=cand.sqrt(),
+        between=between.sqrt(),
+        gain_reference=_over(ref_r, norm2),
+        gain_candidate=_over(cand_r, norm2),
+        update_gain_reference=_over(ref_u, up2) if with_base else None,
+        update_gain_candidate=_over(cand_u, up2) if with_base else None,
+        spread=_over(top.square(), fourth),
+        sink=sink[good],
+        channel_reference=channels[0],
+        channel_candidate=channels[1],
+        row_index=good.nonzero().flatten(),
+    )
+
+
+def _gather(
+    a: torch.Tensor, b: torch.Tensor, r: torch.Tensor, x: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Twelve sums per row, (T, D) → out (12, T)."""
+    da, db = a - r, b - r
+    squares = r.square()
+    out[0] = squares.sum(1)
+    out[1] = da.square().sum(1)
+    out[2] = db.square().sum(1)
+    out[3] = (a - b).square().sum(1)
+    out[4] = (da * r).sum(1)
+    out[5] = (db * r).sum(1)
+    out[9] = squares.square().sum(1)
+    if x is not None:
+        update = r - x
+        squares = update.square()
+        out[6] = squares.sum(1)
+        out[7] = (da * update).sum(1)
+        out[8] = (db * update).sum(1)
+        out[10] = squares.square().sum(1)
+
+
+def _over(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:
+    """The quotient; 0 where the denominator is 0."""
+    return torch.where(bottom > 0, top / bottom.clamp_min(1e-300), torch.zeros_like(top))

@@ -25,9 +25,9 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.capture.execution import Execution, Pass
 from divergence.capture.determinism import Determinism
 from divergence.capture.engines.load import LoadedModel
+from divergence.capture.execution import Execution, Pass
 from divergence.capture.passes import run_pass
 from divergence.capture.request import resolve_request
 from divergence.run.writer import RunWriter
@@ -105,8 +105,8 @@ class Captured:
         path = Path(self.folder.name) / str(self.number)
         with RunWriter(path, self.manifest) as writer:
             run_pass(
-                self.capture.loaded, self.capture._recorder(writer, Pass("free")), self.capture.samples,
-                self.capture.groups, max_new_tokens=new,
+                self.capture.loaded, self.capture._recorder(writer, Pass("free")),
+                self.capture.samples, self.capture.groups, max_new_tokens=new,
             )  # fmt: skip
         self.sizes = self.manifest.sizes
 

@@ -1,0 +1,372 @@
+"""How well faults are found: detection, exact block and guilty side against the fault's size.
+
+    python benchmarks/localization.py [--dtypes ...] [--architectures ...] [--share 1/4]
+    python benchmarks/localization.py --health-only
+
+Machine A runs one set of CPU kernels with eager attention, machine B another set with sdpa
+(where the model has attention), each in its own process; the truth is float64. Every
+implementation fault of benchmarks/faults.py is planted in a block of the first, middle and last
+third, in A as often as in B, at several sizes. The size of a fault is counted in floors: the
+rms (over tokens) of what it changes at its block's output, over that of the healthy side's
+rounding error there. Counted are the verdict's kind, its block, and its side.
+
+Health: every machine against every other, no fault: any verdict beyond within_floor is a
+false alarm. The same pairs are judged by the rules of benchmarks/rivals.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import logging
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.faults import FAULTS, applicable
+from benchmarks.machines import SWITCHES, Machine
+from benchmarks.rivals import RULES, block_rows, first_bad
+from divergence.capture.engines.load import load_model
+from divergence.capture.engines.tiny import build
+from divergence.compare.api import compare
+from divergence.run.reader import Run
+
+NUM_BLOCKS = 6
+PLACES = (0, 3, 5)
+SIZES = (0.1, 0.5, 1.5, 4.0, 12.0, 40.0)
+"""Sizes aimed at, in floors; the measured one decides the column."""
+EDGES = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, math.inf)
+PROMPTS = (
+    "The quick brown fox jumps over the lazy dog, and the numbers should stay the same on all "
+    "machines, whatever the order of the additions may be.",
+    "In 1687 it was said that every body attracts every other body; 2 + 2 = 4, and 7 x 8 = 56.",
+)
+NEW_TOKENS = 4
+
+
+@dataclass(slots=True)
+class Trial:
+    """One planted pair."""
+
+    architecture: str
+    dtype: str
+    fault: str
+    kind: str
+    block: int
+    side: str
+    strength: float
+    size: float
+    verdict: str
+    found: bool
+    exact: bool
+    side_said: str | None
+    by_pass: str | None
+    confidence: str
+    rivals: dict[str, str]
+
+
+class Bench:
+    """One model on two machines."""
+
+    def __init__(self, root: Path, architecture: str, dtype: str, a: Machine, b: Machine) -> None:
+        self.root, self.a, self.b = root, a, b
+        self.architecture, self.dtype = architecture, dtype
+        self.model = build(architecture, root / "model", dtype=dtype, num_blocks=NUM_BLOCKS)
+        self.module = load_model(str(self.model), device="cpu").module
+        self.other = {} if architecture == "mamba" else {"attn_implementation": "sdpa"}
+        self.a.run(
+            "capture", model=self.model, out=root / "a", prompts=PROMPTS, max_new_tokens=NEW_TOKENS
+        )
+        self._pair(root / "a", "healthy", None)
+        run = Run.open(root / "a")
+        self.blocks = [p for p, n in run.manifest.plan.modules.items() if n.role == "block"]
+
+    def _pair(self, anchor: Path, name: str, fault: tuple | None, side: str = "candidate") -> Path:
+        """Both machines' runs like ``anchor``, and the truth, under root/name."""
+        where = self.root / name
+        mine, other = (self.b, self.a) if side == "candidate" else (self.a, self.b)
+        jobs = {self.a: "a", self.b: "b"}
+        mine.ask("capture", like=anchor, out=where / jobs[mine], escalate=True, fault=fault,
+                 **(self.other if mine is self.b else {}))  # fmt: skip
+        if anchor != self.root / "a" or name == "healthy":
+            other.ask("capture", like=anchor, out=where / jobs[other], escalate=True,
+                      **(self.other if other is self.b else {}))  # fmt: skip
+            other.wait()
+            other.run("reference", run=anchor, out=where / "truth")
+        mine.wait()
+        return where
+
+    def size_at(self, where: Path, healthy: Path, side: str, block: int, kind: str) -> float:
+        """The planted change at its block's output in floors: prefill or decode, the larger."""
+        truth = Run.open(healthy / "truth")
+        bad, good = (
+            (Run.open(where / "b"), Run.open(healthy / "a"))
+            if side == "candidate"
+            else (Run.open(where / "a"), Run.open(healthy / "b"))
+        )
+        site = f"{self.blocks[block]}:out"
+        sums: dict[str, list[float]] = {"prefill": [0.0, 0.0], "decode": [0.0, 0.0]}
+        for record in truth.at_site(site):
+            if record.pass_ != "anchored":
+                continue
+            at = (record.sample, record.step, site)
+            right = truth.read(record)
+            # in float32 a fault of formula or data is seen as it is, not as it was rounded
+            deep = bad.find(("escalated", *at))
+            norm = right.norm(dim=-1).clamp_min(1e-300)
+
+            def error(run: Run, record) -> float:
+                return float(((run.read(record).double() - right).norm(dim=-1) / norm)  # noqa: B023
+                             .square().sum())  # fmt: skip
+
+            phase = sums["decode" if record.step else "prefill"]
+            floor = error(good, good.find(("anchored", *at)))
+            seen = error(bad, bad.find(("anchored", *at)))
+            exact = deep is not None and kind != "arithmetic"
+            phase[0] += error(bad, deep) if exact else max(0.0, seen - floor)
+            phase[1] += floor
+        return max(math.sqrt(top / max(low, 1e-300)) for top, low in sums.values() if low)
+
+    def trial(self, fault: str, block: int, side: str, strength: float) -> Trial:
+        planted = (fault, block, strength)
+        if side == "candidate":
+            where = self._pair(self.root / "a", "planted", planted)
+            healthy, a, b = self.root / "healthy", self.root / "healthy" / "a", where / "b"
+        else:
+            self.a.run("capture", model=self.model, out=self.root / "faulty", prompts=PROMPTS,
+                       max_new_tokens=NEW_TOKENS, fault=planted)  # fmt: skip
+            where = healthy = self._pair(self.root / "faulty", "other", planted, "reference")
+            a, b = where / "a", where / "b"
+        size = self.size_at(where, healthy, side, block, FAULTS[fault].kind)
+        report = compare(a, b, truth=healthy / "truth")
+        verdict, onset = report.verdict, report.verdict.onset
+        rivals = {}
+        forwards = block_rows(Run.open(a), Run.open(b), Run.open(healthy / "truth"), self.blocks)
+        for rule in RULES:
+            said = first_bad(rule, forwards)
+            rivals[rule] = (
+                "missed" if said is None else "exact" if said == self.blocks[block] else "other"
+            )
+        return Trial(
+            architecture=self.architecture, dtype=self.dtype, fault=fault, kind=FAULTS[fault].kind,
+            block=block, side=side, strength=strength, size=size, verdict=verdict.kind,
+            found=verdict.kind not in ("identical", "within_floor", "undetermined"),
+            exact=onset is not None and onset.block == self.blocks[block]
+            and verdict.kind in ("localized", "nonfinite"),
+            side_said=verdict.side, by_pass=onset.pass_ if onset else None,
+            confidence=verdict.confidence, rivals=rivals,
+        )  # fmt: skip
+
+
+def plan(bench: Bench, share: float, seed: int) -> Iterator[tuple[str, int, str, int]]:
+    """(fault, block, side, number) in a fixed order; sides alternate within each fault."""
+    choose = random.Random(f"{seed}-{bench.architecture}-{bench.dtype}")
+    for number, (fault, block) in enumerate(itertools.product(FAULTS, PLACES)):
+        if not applicable(bench.module, fault, block) or choose.random() > share:
+            continue
+        yield fault, block, ("candidate", "reference")[number % 2], number
+
+
+def sweep(bench: Bench, share: float, seed: int) -> Iterator[Trial]:
+    """Each fault whole, then blended so that its size meets SIZES below."""
+    for fault, block, side, number in plan(bench, share, seed):
+        whole = bench.trial(fault, block, side, 1.0)
+        yield whole
+        for place, aim in enumerate(SIZES):
+            if aim < 0.7 * whole.size and math.isfinite(whole.size):
+                turned = side if (place + number) % 2 else _turn(side)
+                yield bench.trial(fault, block, turned, aim / whole.size)
+
+
+def _turn(side: str) -> str:
+    return "reference" if side == "candidate" else "candidate"
+
+
+def rate(trials: list[Trial], what) -> str:
+    return f"{100 * sum(map(what, trials)) / len(trials):.0f}%" if trials else "-"
+
+
+def _found(group: list[Trial]) -> str:
+    return rate(group, lambda t: t.found)
+
+
+def _exact(group: list[Trial], kind: str | None = None) -> str:
+    return rate([t for t in group if kind in (None, t.kind)], lambda t: t.exact)
+
+
+def _right_side(group: list[Trial]) -> str:
+    return rate([t for t in group if t.exact], lambda t: t.side_said == t.side)
+
+
+def _wrong_side(group: list[Trial]) -> str:
+    return rate([t for t in group if t.exact], lambda t: t.side_said not in (t.side, None))
+
+
+def _rival(group: list[Trial], rule: str) -> str:
+    return rate(group, lambda t: t.rivals[rule] == "exact")
+
+
+def upper(num_bad: int, num_all: int) -> float:
+    """95% upper bound of a rate (Clopper and Pearson): the p with P(X <= num_bad) = 0.05."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        chance = sum(
+            math.comb(num_all, k) * p**k * (1 - p) ** (num_all - k) for k in range(num_bad + 1)
+        )
+        low, high = (p, high) if chance > 0.05 else (low, p)
+    return high
+
+
+def tables(trials: list[Trial]) -> None:
+    columns = [f"{a:g}-{b:g}" if b < math.inf else f"> {a:g}" for a, b in itertools.pairwise(EDGES)]
+    for dtype in sorted({t.dtype for t in trials}):
+        mine = [t for t in trials if t.dtype == dtype]
+        groups = [[t for t in mine if a <= t.size < b] for a, b in itertools.pairwise(EDGES)]
+        print(f"\n{dtype}: {len(mine)} planted pairs, by size in floors\n")
+        print("| | " + " | ".join(columns) + " |\n|---|" + "---|" * len(columns))
+        rows = {
+            "pairs": lambda g: str(len(g)),
+            "found": _found,
+            "exact block": _exact,
+            "right side, of those with exact block": _right_side,
+            "wrong side said": _wrong_side,
+        }
+        if dtype != "float32":
+            for kind in ("formula", "data", "arithmetic"):
+                rows[f"exact block: {kind}"] = functools.partial(_exact, kind=kind)
+        for rule in RULES:
+            rows[f"rule: {rule}"] = functools.partial(_rival, rule=rule)
+        for name, cell in rows.items():
+            print(f"| {name} | " + " | ".join(cell(group) for group in groups) + " |")
+        by_fault: dict[str, list[Trial]] = {}
+        for trial in mine:
+            if trial.size >= 3:
+                by_fault.setdefault(trial.fault, []).append(trial)
+        missed = {k: [t for t in v if not t.exact] for k, v in by_fault.items()}
+        text = ", ".join(f"{k} {len(v)} of {len(by_fault[k])}" for k, v in missed.items() if v)
+        print(f"\nabove 3 floors, not at the exact block: {text or 'none'}")
+
+
+def health(root: Path, architectures: list[str], dtypes: list[str], names: list[str]) -> dict:
+    """Every machine against every other, eager and sdpa; returns counts and prints a table."""
+    machines = {name: Machine(name) for name in names}
+    counts: dict[str, dict[str, float]] = {}
+    for dtype, architecture in itertools.product(dtypes, architectures):
+        got = counts.setdefault(
+            dtype, {"runs": 0, "pairs": 0, "alarms": 0, "strain": 0.0, **dict.fromkeys(RULES, 0)}
+        )
+        where = root / f"{architecture}-{dtype}"
+        model = build(architecture, where / "model", dtype=dtype, num_blocks=NUM_BLOCKS, seed=1)
+        attention = ("eager",) if architecture in ("mamba", "mamba2") else ("eager", "sdpa")
+        for first in names:
+            a = where / first
+            machines[first].run("capture", model=model, out=a, prompts=PROMPTS,
+                                max_new_tokens=NEW_TOKENS)  # fmt: skip
+            machines[first].ask("reference", run=a, out=where / f"{first}-truth")
+            others = [(n, kind) for n in names for kind in attention
+                      if (n, kind) != (first, "eager")]  # fmt: skip
+            for name, kind in others:
+                out = where / f"{first}-{name}-{kind}"
+                special = {} if kind == "eager" else {"attn_implementation": kind}
+                machines[name].ask("capture", like=a, out=out, escalate=True, **special)
+            machines[first].wait()
+            for name, _ in others:
+                machines[name].wait()
+            for name, kind in others:
+                b, truth = where / f"{first}-{name}-{kind}", where / f"{first}-truth"
+                report = compare(a, b, truth=truth)
+                run = Run.open(a)
+                blocks = [p for p, n in run.manifest.plan.modules.items() if n.role == "block"]
+                blocks = [p for p in blocks if run.find(("free", 0, 0, f"{p}:out"))]
+                got["runs"] += 1
+                got["pairs"] += len(blocks) * 2
+                if report.verdict.kind not in ("identical", "within_floor"):
+                    got["alarms"] += 1
+                    why = [fact.text for fact in report.verdict.evidence[:2]]
+                    print(f"ALARM {architecture} {dtype} {first} {name} {kind}: "
+                          f"{report.verdict.summary}; {why}", flush=True)  # fmt: skip
+                got["strain"] = max(got["strain"], strain_of(report))
+                forwards = block_rows(run, Run.open(b), Run.open(truth), blocks)
+                for rule in RULES:
+                    got[rule] += first_bad(rule, forwards) is not None
+    for machine in machines.values():
+        machine.close()
+    print(f"\nhealth: {', '.join(architectures)} on the machines {', '.join(names)}\n")
+    print("| | " + " | ".join(dtypes) + " |\n|---|" + "---|" * len(dtypes))
+    print("| pairs of runs | " + " | ".join(f"{counts[d]['runs']:.0f}" for d in dtypes) + " |")
+    print("| pairs of blocks (prefill and decode) | "
+          + " | ".join(f"{counts[d]['pairs']:.0f}" for d in dtypes) + " |")  # fmt: skip
+    for name in ("alarms", *RULES):
+        cells = []
+        for d in dtypes:
+            bad, number = int(counts[d][name]), int(counts[d]["runs"])
+            cells.append(f"{bad} (rate < {100 * upper(bad, number):.1f}%)")
+        label = "false alarms: divergence" if name == "alarms" else f"false alarms: {name}"
+        print(f"| {label} | " + " | ".join(cells) + " |")
+    print("| largest share of any limit used | "
+          + " | ".join(f"{counts[d]['strain']:.2f}" for d in dtypes) + " |")  # fmt: skip
+    return counts
+
+
+def strain_of(report) -> float:
+    """The largest share of a limit, as the report's evidence tells it."""
+    return max(
+        (fact.values["strain"] for fact in report.verdict.evidence if "strain" in fact.values),
+        default=0.0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", default="float32,bfloat16,float16")
+    parser.add_argument("--architectures", default="llama,gpt2,qwen3-moe")
+    parser.add_argument("--health-architectures", default="llama,qwen3,gpt2,gemma3,qwen3-moe,mamba")
+    parser.add_argument("--machines", default="native,aten-default,onednn-avx2,mkl-compatible,old")
+    parser.add_argument("--share", type=float, default=1.0, help="of the planned faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--health-only", action="store_true")
+    parser.add_argument("--faults-only", action="store_true")
+    parser.add_argument("--out", type=Path, help="append every trial to this .jsonl file")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    dtypes = options.dtypes.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        if not options.faults_only:
+            health(root / "health", options.health_architectures.split(","), dtypes,
+                   [name for name in options.machines.split(",") if name in SWITCHES])  # fmt: skip
+        trials: list[Trial] = []
+        if not options.health_only:
+            a, b = Machine("native"), Machine("old")
+            for architecture, dtype in itertools.product(options.architectures.split(","), dtypes):
+                bench = Bench(root / f"{architecture}-{dtype}", architecture, dtype, a, b)
+                for trial in sweep(bench, options.share, options.seed):
+                    trials.append(trial)
+                    if options.out:
+                        with options.out.open("a") as file:
+                            file.write(json.dumps(asdict(trial)) + "\n")
+            a.close()
+            b.close()
+            tables(trials)
+    print(f"\n{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

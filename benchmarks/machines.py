@@ -1,0 +1,112 @@
+"""One CPU as several machines: captures in processes of their own, under other CPU switches.
+
+One x86 CPU runs genuinely different kernels under ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA,
+MKL_CBWR and OMP_NUM_THREADS. They are read when a process starts, so each machine is a
+process that waits for requests (one JSON object a line) and makes runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SWITCHES", "Machine"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SWITCHES: dict[str, dict[str, str]] = {
+    "native": {},
+    "aten-default": {"ATEN_CPU_CAPABILITY": "default"},
+    "aten-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "onednn-sse41": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "onednn-avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "onednn-avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "mkl-compatible": {"MKL_CBWR": "COMPATIBLE"},
+    "mkl-avx2": {"MKL_CBWR": "AVX2"},
+    "threads-2": {"OMP_NUM_THREADS": "2"},
+    "old": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",
+            "MKL_CBWR": "COMPATIBLE"},
+}  # fmt: skip
+"""The machines; ``old`` is all of the oldest kernels together."""
+
+
+class Machine:
+    """A process under ``switches``. ``ask`` starts a capture, ``wait`` returns when it is made."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, **SWITCHES[name]},
+        )
+
+    def ask(self, what: str, *, fault: tuple[str, int, float] | None = None, **values: Any) -> None:
+        """``what``: ``capture`` or ``reference``, with its parameters. ``fault``: one of
+        benchmarks.faults as (name, block, strength)."""
+        assert self._process.stdin is not None
+        request = {"what": what, "fault": fault, "values": values}
+        self._process.stdin.write(json.dumps(request, default=str) + "\n")
+        self._process.stdin.flush()
+
+    def wait(self) -> None:
+        """Until the answer is there. Raises RuntimeError with what went wrong."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer = json.loads(line) if line else {"error": "the process ended"}
+        if answer.get("error"):
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+
+    def run(self, what: str, **values: Any) -> None:
+        """Ask and wait."""
+        self.ask(what, **values)
+        self.wait()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def _serve() -> None:
+    sys.path.insert(0, str(ROOT))
+    answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may write to the answers
+    import logging
+
+    import torch
+
+    from benchmarks.faults import plant
+    from divergence.capture.api import capture, reference
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    for line in sys.stdin:
+        request = json.loads(line)
+        error = None
+        try:
+            values, fault = request["values"], request["fault"]
+            if request["what"] == "reference":
+                run = reference(values.pop("run"), force=True, **values)
+            else:
+                if fault is not None:
+                    name, block, strength = fault
+                    values["prepare"] = lambda m, n=name, b=block, s=strength: plant(
+                        m, n, b, strength=s
+                    )
+                run = capture(values.pop("model", None), force=True, device="cpu", **values)
+            run.close()
+        except Exception as reason:
+            error = f"{type(reason).__name__}: {reason}"
+        answers.write(json.dumps({"error": error}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

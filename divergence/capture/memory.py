@@ -1,7 +1,12 @@
-"""How much memory is left, so that caches stay out of the way."""
+"""How much memory is left, so that caches stay out of the way.
+
+The machine's own count is not enough in a container: its control group (v2, or the older
+v1, and every group around it) may allow less.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["free_bytes"]
 
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -22,26 +28,49 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return 0
-    found = [_meminfo(), _cgroup()]
-    return min((size for size in found if size is not None), default=0)
+    return min((*_meminfo(), *_groups()), default=0)
 
 
-def _meminfo() -> int | None:
+def _meminfo() -> Iterator[int]:
+    value = _count(_MEMINFO, "MemAvailable:")
+    if value is not None:
+        yield value * 1024
+
+
+def _groups() -> Iterator[int]:
+    """What each control group of this process may still take."""
     try:
-        lines = _MEMINFO.read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
-        return None
+        return
     for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # v2
+            root, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, used, cached = (
+                _GROUPS / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            allowed, taken = _count(folder / limit), _count(folder / used)
+            if allowed is not None and taken is not None:
+                # pages of files that nobody reads now are given back when asked for
+                taken -= _count(folder / "memory.stat", cached) or 0
+                yield max(0, allowed - taken)
 
 
-def _cgroup() -> int | None:
-    """What a container may still take (cgroup v2); file pages count as taken, so it errs low."""
+def _count(path: Path, key: str | None = None) -> int | None:
+    """The number in a file, or beside ``key`` in it; None where there is none, or ``max``."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = (_CGROUP / "memory.current").read_text().strip()
-    except OSError:
+        words = path.read_text().split()
+        return int(words[0 if key is None else words.index(key) + 1])
+    except (OSError, ValueError, IndexError):
         return None
-    return None if limit == "max" else max(0, int(limit) - int(used))

@@ -72,7 +72,7 @@ class Widening:
         self.num_rounded = 0
         self._dispatch = _WideOperators(self, dtype)
         self._functions = _SameDtype(self._dispatch.wider)
-        self._dtype, self._weights, self._keep_bytes = dtype, weights, keep_bytes
+        self._dtype, self._weights, self._keep_bytes = dtype, tuple(weights), keep_bytes
 
     def __enter__(self) -> Widening:
         self._default = torch.get_default_dtype()

@@ -9,56 +9,24 @@ the blocks make (drift)? Only then: rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import msgspec
 
-from divergence.compare.advice import Advice
+from divergence.compare.case import Case
 from divergence.compare.drift import find_drift
 from divergence.compare.escalation import Escalation, judge_escalated
 from divergence.compare.evidence import (
     confidence_of,
-    context,
     onset_of,
-    unanchored_evidence,
     unit_evidence,
 )
 from divergence.compare.families import Family, find_family
-from divergence.compare.result import (
-    Evidence,
-    PreflightLine,
-    SiteResult,
-    TokensResult,
-    Verdict,
-)
-from divergence.compare.suspects import Shown, find_suspects
-from divergence.compare.truth import Tallies
+from divergence.compare.result import Evidence, Verdict
+from divergence.compare.rounding import within_floor
+from divergence.compare.suspects import find_suspects
 from divergence.compare.units import Unit, build_units, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 
 __all__ = ["Case", "judge", "judge_units"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Everything the judge may look at. ``anchored``: pairs of an anchored pass are there;
-    ``routed``: blocks with experts; ``advice`` prints commands;
-    ``missing``: records without a partner or skipped; ``tallies``: both sides against the
-    truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
-    computes in a dtype whose floor hides what an escalated pass would see."""
-
-    sites: Sequence[SiteResult]
-    preflight: Sequence[PreflightLine]
-    tokens: TokensResult | None
-    anchored: bool
-    routed: frozenset[str]
-    advice: Advice
-    missing: int
-    notes: Sequence[str] = ()
-    tallies: Tallies | None = None
-    shown: Shown | None = None
-    narrow: bool = False
 
 
 def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
@@ -126,10 +94,10 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
             summary=drift.summary,
             confidence="low",
             side=drift.side,
-            evidence=[drift.evidence, *_context(case)],
-            next=_next(case, None, escalation),
+            evidence=[drift.evidence, *case.context()],
+            next=case.next_commands(None, escalated=bool(escalation.judged)),
         )
-    return _within_floor(case, units, excused, unanchored, escalation)
+    return within_floor(case, units, excused, unanchored, escalation)
 
 
 def _mark(units: list[Unit], flagged: list[Unit]) -> None:
@@ -229,8 +197,8 @@ def _beyond_floor(
             onset=onset_of(first.first),
             confidence=confidence_of(first),
             side=_side(family.members),
-            evidence=[_family_evidence(family), *evidence, *_context(case)],
-            next=_next(case, first, escalation),
+            evidence=[_family_evidence(family), *evidence, *case.context()],
+            next=case.next_commands(first, escalated=bool(escalation.judged)),
         )
     evidence += _others(flagged, first)
     made = "is made at" if case.anchored and first.pass_ != "free" else "seems to be made at"
@@ -242,8 +210,8 @@ def _beyond_floor(
         onset=onset_of(first.first),
         confidence=confidence_of(first),
         side=side,
-        evidence=evidence + _context(case),
-        next=_next(case, first, escalation),
+        evidence=evidence + case.context(),
+        next=case.next_commands(first, escalated=bool(escalation.judged)),
     )
 
 
@@ -327,106 +295,7 @@ def _hidden(case: Case, escalation: Escalation) -> Verdict:
                 "dtype do vanishes there, so this is a wrong formula or wrong data"
             ),
             *_others(flagged, first),
-            *_context(case),
+            *case.context(),
         ],
-        next=_next(case, first, escalation),
+        next=case.next_commands(first, escalated=bool(escalation.judged)),
     )
-
-
-def _within_floor(
-    case: Case,
-    units: list[Unit],
-    excused: list[Unit],
-    unanchored: list[int],
-    escalation: Escalation,
-) -> Verdict:
-    judged = [unit for unit in units if unit.results]
-    if not judged:
-        return Verdict(
-            kind="undetermined",
-            summary="the runs differ, but nothing that rounds was compared",
-            confidence="low",
-            evidence=_context(case),
-            next=_next(case, None, escalation),
-        )
-    sure = case.anchored and not unanchored
-    against_truth = [unit for unit in judged if unit.standing is not None]
-    evidence = [_largest(judged)]
-    if against_truth:
-        closest = max(against_truth, key=lambda unit: unit.strain)
-        evidence.append(
-            Evidence(
-                text=f"against the truth: {len(against_truth)} sites judged, neither side stands "
-                f"out; the nearest to a limit is {closest.site} ({closest.phase}), at "
-                f"{100 * closest.strain:.0f}% of it",
-                values={"strain": closest.strain, "num_judged": len(against_truth)},
-            )
-        )
-    for unit in excused[:3]:
-        evidence.append(
-            Evidence(
-                text=f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
-                "rounding model, but are equally near the truth: a legitimate difference"
-            )
-        )
-    evidence += escalation.healthy()
-    if case.narrow and sure and not escalation.judged:
-        evidence.append(
-            Evidence(
-                text="what is smaller than this dtype's floor stays invisible without an "
-                "escalated pass: see next"
-            )
-        )
-    certain = sure and bool(against_truth) and (not case.narrow or escalation.complete)
-    return Verdict(
-        kind="within_floor",
-        summary="the runs differ by no more than rounding explains: "
-        + (
-            "no block makes an error beyond the floor"
-            if sure
-            else "no block adds more than rounding explains (judged from free runs)"
-        ),
-        confidence="high" if certain else "medium" if sure else "low",
-        side="neither" if against_truth and sure else None,
-        evidence=[*evidence, *unanchored_evidence(unanchored), *_context(case)],
-        next=_next(case, None, escalation),
-    )
-
-
-def _largest(judged: list[Unit]) -> Evidence:
-    worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
-    token = max(judged, key=lambda unit: unit.worst)
-    largest = (
-        f"largest error of a typical token: {worst.typical:.2f} × the floor, at {worst.site} "
-        f"({worst.phase}; limit {worst.limit:.2g})"
-        if worst.typical
-        else "the typical token is equal bit for bit at every site"
-    )
-    return Evidence(
-        text=f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
-        f"(limit {token.worst_limit:.2g})",
-        values={"ratio": worst.typical, "limit": worst.limit},
-    )
-
-
-def _context(case: Case) -> list[Evidence]:
-    return context(case.notes, case.preflight, case.tokens)
-
-
-def _next(case: Case, unit: Unit | None, escalation: Escalation) -> list[str]:
-    """The commands that give certainty, or go deeper."""
-    advice = case.advice
-    if not case.anchored:
-        return advice.certainty()
-    commands: list[str] = []
-    if unit is not None:
-        block = unit.results[0].block
-        if block is None or unit.site.partition(":")[0] != block:
-            commands += advice.look_at(unit.site)
-        else:
-            commands += advice.into_block(block)
-        if case.tallies is None:
-            commands += advice.truth()
-    if case.narrow and not escalation.judged and unit is None:
-        commands += advice.escalate(has_truth=case.tallies is not None)
-    return commands

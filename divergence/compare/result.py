@@ -179,7 +179,7 @@ class TruthDiff(_Part, frozen=True, kw_only=True):
     first is the measured floor. r = err(a, b) / err(a, R): how far apart in floor units;
     w = err(b, R) / err(a, R): who is farther from the truth; each for the median token, p99,
     the worst token, and w for the worst channel (Σ over tokens). Sink tokens are left out.
-    0/0 is 1, x/0 is inf. ``gain_*``: <·-R, R>/‖R‖², mean over tokens.
+    x/0 is inf; 0/0 is 1 for w, 0 for r. ``gain_*``: <·-R, R>/‖R‖², mean over tokens.
     """
 
     reference_error: float

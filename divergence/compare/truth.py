@@ -130,9 +130,9 @@ def truth_diff(against: AgainstTruth) -> TruthDiff | None:
     return TruthDiff(
         reference_error=middle[0],
         candidate_error=middle[1],
-        r_median=_over(middle[2], middle[0]),
-        r_p99=_over(p99[2], p99[0]),
-        r_max=_over(top[2], top[0]),
+        r_median=_over(middle[2], middle[0], both_zero=0.0),
+        r_p99=_over(p99[2], p99[0], both_zero=0.0),
+        r_max=_over(top[2], top[0], both_zero=0.0),
         w_median=_over(middle[1], middle[0]),
         w_p99=_over(p99[1], p99[0]),
         w_max=_over(top[1], top[0]),
@@ -142,8 +142,8 @@ def truth_diff(against: AgainstTruth) -> TruthDiff | None:
     )
 
 
-def _over(top: float, bottom: float) -> float:
-    """0/0 = 1 (both are right), x/0 = inf."""
+def _over(top: float, bottom: float, *, both_zero: float = 1.0) -> float:
+    """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
     if bottom > 0:
         return top / bottom
-    return 1.0 if top == 0 else float("inf")
+    return both_zero if top == 0 else float("inf")

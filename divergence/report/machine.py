@@ -18,6 +18,7 @@ from divergence.compare.result import (
     NonfiniteCount,
     Report,
     SiteResult,
+    TruthDiff,
 )
 
 __all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_csv"]
@@ -67,7 +68,11 @@ def csv_columns() -> list[str]:
     """The columns of the CSV, whatever a report holds."""
     names: list[str] = []
     for name in SiteResult.__struct_encode_fields__:
-        nested = {"logits": LogitsDiff, "nonfinite": NonfiniteCount}.get(name)
+        nested = {
+            "logits": LogitsDiff,
+            "nonfinite": NonfiniteCount,
+            "truth": TruthDiff,
+        }.get(name)
         if nested is None:
             names.append(name)
         else:

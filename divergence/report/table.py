@@ -111,11 +111,11 @@ def _footer(rows: list[Row], *, with_worst: bool, with_truth: bool, escalated: b
     if any(row.onset for row in rows):
         parts.append("> onset")
     if with_truth:
-        parts.append("r: apart, W: candidate over reference, in errors against the truth")
+        parts.append("r, W: |a-b|, |b-R| over |a-R|")
     elif with_worst:
         parts.append("floors: median token, worst: worst token")
     if escalated:
-        parts.append("float32: floors, escalated")
+        parts.append("float32: escalated")
     return line((f"    {'; '.join(parts)}", "dim"))
 
 

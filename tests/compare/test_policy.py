@@ -17,6 +17,7 @@ from divergence.compare.policy import Policy, Tolerance, load_policy
 from divergence.compare.result import Coverage, Report
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
+from divergence.numerics.floor import Thresholds
 
 
 def policy(**tables) -> Policy:
@@ -244,7 +245,24 @@ def test_check_compares_and_judges(reports, comparing):
     calls = comparing(reports.make_report())
     result = check("golden", "new", name_map="map.toml")
     assert result.passed
-    assert calls == [("golden", "new", {"name_map": "map.toml", "progress": None})]
+    [(golden, new, options)] = calls
+    assert (golden, new, options["name_map"]) == ("golden", "new", "map.toml")
+    assert options["thresholds"] == load_policy().thresholds
+
+
+def test_a_policy_moves_a_threshold(reports, comparing, tmp_path):
+    """[thresholds] of a policy reach the comparison; what it does not name keeps its value, and a
+    name that is none is refused."""
+    calls = comparing(reports.make_report())
+    file = tmp_path / "loose.toml"
+    file.write_text("[thresholds]\ntypical = 9.0\n")
+    check("golden", "new", policy=str(file), truth="t", floor=("f",))
+    [(_, _, options)] = calls
+    assert options["thresholds"] == Thresholds(typical=9.0)
+    assert (options["truth"], options["floor"]) == ("t", ("f",))
+    file.write_text("[thresholds]\ntypcal = 9.0\n")
+    with pytest.raises(ConfigError, match="typcal"):
+        load_policy(str(file))
 
 
 def test_nothing_compared_is_an_error(reports, comparing):

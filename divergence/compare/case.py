@@ -1,0 +1,58 @@
+"""The case before the judge: everything a verdict may rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from divergence.compare.advice import Advice
+from divergence.compare.evidence import context
+from divergence.compare.result import Evidence, PreflightLine, SiteResult, TokensResult
+from divergence.compare.suspects import Shown
+from divergence.compare.truth import Tallies
+from divergence.compare.units import Unit
+
+__all__ = ["Case"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Everything the judge may look at. ``anchored``: pairs of an anchored pass are there;
+    ``routed``: blocks with experts; ``advice`` prints commands;
+    ``missing``: records without a partner or skipped; ``tallies``: both sides against the
+    truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
+    computes in a dtype whose floor hides what an escalated pass would see."""
+
+    sites: Sequence[SiteResult]
+    preflight: Sequence[PreflightLine]
+    tokens: TokensResult | None
+    anchored: bool
+    routed: frozenset[str]
+    advice: Advice
+    missing: int
+    notes: Sequence[str] = ()
+    tallies: Tallies | None = None
+    shown: Shown | None = None
+    narrow: bool = False
+
+    def context(self) -> list[Evidence]:
+        """What the reader must know beside the numbers."""
+        return context(self.notes, self.preflight, self.tokens)
+
+    def next_commands(self, unit: Unit | None, *, escalated: bool) -> list[str]:
+        """The commands that give certainty, or go deeper."""
+        advice = self.advice
+        if not self.anchored:
+            return advice.certainty()
+        commands: list[str] = []
+        if unit is not None:
+            block = unit.results[0].block
+            if block is None or unit.site.partition(":")[0] != block:
+                commands += advice.look_at(unit.site)
+            else:
+                commands += advice.into_block(block)
+            if self.tallies is None:
+                commands += advice.truth()
+        if self.narrow and not escalated and unit is None:
+            commands += advice.escalate(has_truth=self.tallies is not None)
+        return commands

@@ -1,0 +1,87 @@
+"""Within the floor: nothing stands out, and how near the nearest came."""
+
+from __future__ import annotations
+
+from divergence.compare.case import Case
+from divergence.compare.escalation import Escalation
+from divergence.compare.evidence import unanchored_evidence
+from divergence.compare.result import Evidence, Verdict
+from divergence.compare.units import Unit
+
+__all__ = ["within_floor"]
+
+
+def within_floor(
+    case: Case,
+    units: list[Unit],
+    excused: list[Unit],
+    unanchored: list[int],
+    escalation: Escalation,
+) -> Verdict:
+    judged = [unit for unit in units if unit.results]
+    if not judged:
+        return Verdict(
+            kind="undetermined",
+            summary="the runs differ, but nothing that rounds was compared",
+            confidence="low",
+            evidence=case.context(),
+            next=case.next_commands(None, escalated=bool(escalation.judged)),
+        )
+    sure = case.anchored and not unanchored
+    against_truth = [unit for unit in judged if unit.standing is not None]
+    evidence = [_largest(judged)]
+    if against_truth:
+        closest = max(against_truth, key=lambda unit: unit.strain)
+        evidence.append(
+            Evidence(
+                text=f"against the truth: {len(against_truth)} sites judged, neither side stands "
+                f"out; the nearest to a limit is {closest.site} ({closest.phase}), at "
+                f"{100 * closest.strain:.0f}% of it",
+                values={"strain": closest.strain, "num_judged": len(against_truth)},
+            )
+        )
+    for unit in excused[:3]:
+        evidence.append(
+            Evidence(
+                text=f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
+                "rounding model, but are equally near the truth: a legitimate difference"
+            )
+        )
+    evidence += escalation.healthy()
+    if case.narrow and sure and not escalation.judged:
+        evidence.append(
+            Evidence(
+                text="what is smaller than this dtype's floor stays invisible without an "
+                "escalated pass: see next"
+            )
+        )
+    certain = sure and bool(against_truth) and (not case.narrow or escalation.complete)
+    return Verdict(
+        kind="within_floor",
+        summary="the runs differ by no more than rounding explains: "
+        + (
+            "no block makes an error beyond the floor"
+            if sure
+            else "no block adds more than rounding explains (judged from free runs)"
+        ),
+        confidence="high" if certain else "medium" if sure else "low",
+        side="neither" if against_truth and sure else None,
+        evidence=[*evidence, *unanchored_evidence(unanchored), *case.context()],
+        next=case.next_commands(None, escalated=bool(escalation.judged)),
+    )
+
+
+def _largest(judged: list[Unit]) -> Evidence:
+    worst = max(judged, key=lambda unit: (unit.typical, unit.worst))
+    token = max(judged, key=lambda unit: unit.worst)
+    largest = (
+        f"largest error of a typical token: {worst.typical:.2f} × the floor, at {worst.site} "
+        f"({worst.phase}; limit {worst.limit:.2g})"
+        if worst.typical
+        else "the typical token is equal bit for bit at every site"
+    )
+    return Evidence(
+        text=f"{largest}; of any token: {token.worst:.2f} ×, at {token.site} "
+        f"(limit {token.worst_limit:.2g})",
+        values={"ratio": worst.typical, "limit": worst.limit},
+    )

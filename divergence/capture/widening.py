@@ -17,7 +17,8 @@ widened weights may be kept, which spares small models the repeated widening.
 What it refuses to do: integer and 8-bit arithmetic is left alone (weights in 8 bits are
 widened where the model's code dequantises them), and constants that the code itself
 rounds (``torch.tensor(x, dtype=torch.bfloat16)``) are data like the weights. Code that
-leaves torch, a compiled kernel or numpy, is out of its reach.
+leaves torch, a compiled kernel or numpy, is out of its reach, and code that asks
+``torch.finfo(x.dtype)`` for its formula gets the limits of the wide dtype.
 """
 
 from __future__ import annotations
@@ -274,12 +275,25 @@ class _SameDtype(TorchFunctionMode):
         super().__init__()
         self._wider = wider
 
+    _NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}
-        if func in self._CHECKED:
+        if func in self._NORMS:
+            args, kwargs = self._with_eps(*args, **kwargs)
+        if func in self._CHECKED or func in self._NORMS:
             args = tree_map_only(torch.Tensor, self._wide, args)
             kwargs = tree_map_only(torch.Tensor, self._wide, kwargs)
         return func(*args, **kwargs)
+
+    def _with_eps(
+        self, input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Left out, it is that of what torch computes the norm in: float32 for narrower inputs.
+        In float64 it would be another formula."""
+        if eps is None and self._wider:
+            eps = torch.finfo(torch.float32).eps
+        return (input, normalized_shape, weight, eps), {}
 
     def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
         wide = self._wider.get(tensor.dtype)

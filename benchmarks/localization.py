@@ -5,13 +5,13 @@
 
 Machine A runs one set of CPU kernels with eager attention, machine B another set with sdpa
 (where the model has attention), each in its own process; the truth is float64. Every
-implementation fault of benchmarks/faults.py is planted in a block of the first, middle and last
+implementation fault of benchmarks/_faults.py is planted in a block of the first, middle and last
 third, in A as often as in B, at several sizes. The size of a fault is counted in floors: the
 rms (over tokens) of what it changes at its block's output, over that of the healthy side's
 rounding error there. Counted are the verdict's kind, its block, and its side.
 
 Health: every machine against every other, no fault: any verdict beyond within_floor is a
-false alarm. The same pairs are judged by the rules of benchmarks/rivals.py.
+false alarm. The same pairs are judged by the rules of benchmarks/_rivals.py.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.faults import FAULTS, applicable
-from benchmarks.machines import SWITCHES, Machine
-from benchmarks.rivals import RULES, block_rows, first_bad
+from benchmarks._faults import FAULTS, applicable
+from benchmarks._machines import SWITCHES, Machine
+from benchmarks._rivals import RULES, block_rows, first_bad
 from divergence.capture.engines.load import load_model
 from divergence.capture.engines.tiny import build
 from divergence.compare.api import compare

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks._fault_patches import PATCHES, _through_fp8, fast_silu
-from benchmarks.faults import FAULTS, applicable, plant
+from benchmarks._faults import FAULTS, applicable, plant
 from divergence.capture.widening import Widening
 
 BLOCK = 1  # of three

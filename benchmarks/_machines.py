@@ -50,7 +50,7 @@ class Machine:
 
     def ask(self, what: str, *, fault: tuple[str, int, float] | None = None, **values: Any) -> None:
         """``what``: ``capture`` or ``reference``, with its parameters. ``fault``: one of
-        benchmarks.faults as (name, block, strength)."""
+        benchmarks._faults as (name, block, strength)."""
         assert self._process.stdin is not None
         request = {"what": what, "fault": fault, "values": values}
         self._process.stdin.write(json.dumps(request, default=str) + "\n")
@@ -82,7 +82,7 @@ def _serve() -> None:
 
     import torch
 
-    from benchmarks.faults import plant
+    from benchmarks._faults import plant
     from divergence.capture.api import capture, reference
 
     logging.disable(logging.WARNING)

@@ -153,6 +153,8 @@ def _peak(standing: Standing, why: str, side: str, forwards, excess, keep) -> No
 
 def _channels(standing: Standing, forwards) -> None:
     """√(one side's squared error in a channel over the other's there plus its mean channel's)."""
+    if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
+        return  # attention weights: their last axis is the tokens seen so far
     sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
     rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
     if rows < _MIN_ROWS or len(sums["reference"]) < 2:

@@ -73,6 +73,8 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
         return Evidence(text=text, values=values)
     far = f"{place}: the {blame.side} is {{}} as far from the truth as the {_OTHER[blame.side]}"
     held = f"; elsewhere of its kind {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
+    if blame.why == "typical" and blame.detail:
+        held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
     times = f"{blame.value:.1f} ×"
     where = f"at step {blame.at.step}" if blame.at.step else "in the prefill"
     text = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from divergence.compare.units import Unit, order_of
+from divergence.numerics.floor import THRESHOLDS
 
 __all__ = ["Family", "find_family"]
 
@@ -41,14 +42,43 @@ _WHOLE = ("typical", "both", "gain")
 
 
 def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str:
-    kind, place = unit.kind[3], unit.kind[1].removeprefix(".")
+    """What "every ..." is about: a class, or one place of it; for what enters a module, the
+    module around it, whose own code lies between."""
+    _, path, port, kind, *_ = unit.kind
+    place = path.removeprefix(".")
     if not place:
         return kind
-    same = [u for u in units if u.kind[0] == "block" and u.kind[3] == kind and u.kind[1]
-            and u.kind[2] == unit.kind[2] and u.phase == unit.phase]  # fmt: skip
-    bad = sum(u in typical for u in same)
-    places = {u.kind[1].rpartition(".")[2] for u in same}
-    if bad > len(same) / 2 and len(places) > 1:
+    if port.startswith("in"):
+        around = path.rpartition(".")[0]
+        outer = next((u.kind[3] for u in units if u.kind[0] == "block" and u.kind[1] == around), "")
+        where = around.removeprefix(".") or "block"
+        return f"{outer} ({where}, what enters {place})" if outer else f"input of {place} ({kind})"
+    sources = _sources(unit, units)
+    if len({u.kind[1] for u in sources}) > 1 and all(u in typical for u in sources):
         dtype = unit.results[0].candidate_dtype
         return f"{kind} ({dtype} matrix products)" if kind in _MATMULS else kind
     return f"{place} ({kind})"
+
+
+def _sources(unit: Unit, units: list[Unit]) -> list[Unit]:
+    """Outputs of the same class in the same phase whose module was entered by what passes, or
+    which are much farther off than what entered, and the unit's own family. What is merely
+    fed by something bad says nothing of its own."""
+    entering = {u.site: u for u in units if u.kind[2] == "in"}
+    found = []
+    for other in units:
+        if other.kind[0] != "block" or other.kind[2:5] != unit.kind[2:5] or not other.kind[1]:
+            continue
+        fed = entering.get(other.site.rpartition(":")[0] + ":in")
+        if other.kind == unit.kind or (fed is not None and (fed.why is None or _adds(other, fed))):
+            found.append(other)
+    return found
+
+
+def _adds(out: Unit, entering: Unit) -> bool:
+    """The module's own error stands out from the one that it was given."""
+    one, two = entering.results[0].truth, out.results[0].truth
+    if one is None or two is None or out.side not in ("reference", "candidate"):
+        return False
+    before, after = (getattr(truth, f"{out.side}_error") for truth in (one, two))
+    return after > THRESHOLDS.truth_confirm * before

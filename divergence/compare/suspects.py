@@ -105,7 +105,9 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     for unit, ratio in zip(family, ratios, strict=True):
         value = ratio if middle > 1 else 1 / ratio
         if value > limit / thresholds.truth_confirm:
-            unit.blame = Blame(side, "typical", value, 1.0, limit, unit.results[0])
+            unit.blame = Blame(
+                side, "typical", value, 1.0, limit, unit.results[0], "all of its kind"
+            )
             unit.why = "typical"
             unit.strain = max(unit.strain, value / limit)
 

@@ -49,6 +49,7 @@ def capture(
     repeat: int = 1,
     anchor: bool = True,
     escalate: bool = False,
+    whole: bool = False,
     plants: Sequence[str] = (),
     label: str | None = None,
     force: bool = False,
@@ -75,7 +76,7 @@ def capture(
         trust_remote_code=trust_remote_code, prompts=prompts, prompts_file=prompts_file,
         chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
         positions=positions, deterministic=deterministic, seed=seed, repeat=repeat,
-        anchor=anchor, escalate=escalate, plants=plants, label=label,
+        anchor=anchor, escalate=escalate, whole=whole, plants=plants, label=label,
     )  # fmt: skip
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare

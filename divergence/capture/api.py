@@ -63,7 +63,8 @@ def capture(
     ``model`` naming another copy if the recorded source is not on this machine.
     None everywhere means "as recorded" with ``like`` and the default without.
     Parameters are those of the command line; see ``divergence capture --help``.
-    ``prepare`` is called with the loaded model before anything is run or digested, to
+    ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
+    decode steps. ``prepare`` is called with the loaded model before anything is run or digested, to
     put another kernel or module in place.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of

@@ -80,12 +80,12 @@ def explain_within(verdict: Verdict) -> Verdict:
 
 
 def _nothing_whole(run: Run) -> UsageError:
-    beside = beside(shlex.quote(str(run.path)), "-whole")
+    path = shlex.quote(str(run.path))
+    other = beside(path, "-whole")
     return UsageError(
         f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
-        hint="give a second run, or make the pass: "
-        f"divergence capture --like {shlex.quote(str(run.path))} -o {beside} --whole, "
-        f"then divergence compare {beside}",
+        hint=f"give a second run, or make the pass: divergence capture --like {path} -o {other} "
+        f"--whole, then divergence compare {other}",
     )
 
 

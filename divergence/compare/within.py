@@ -67,8 +67,8 @@ def align_within(run: Run) -> Alignment:
         prefix=None,
         anchored=True,
         notes=[
-            f"{WHAT}: the reference is the whole pass of {run.path}, the candidate its free pass; "
-            "each block of the whole pass got the inputs of the free pass"
+            f"{WHAT}: the reference is the whole pass of {run.path}, the candidate its free pass, "
+            "whose inputs each block got in both"
         ],
     )
 

@@ -117,9 +117,7 @@ def command(
     """
     if json and csv is not None and str(csv) == "-":
         raise UsageError("--json and --csv - both want stdout", hint="give --csv a file")
-    if candidate is None and name_map is not None:
-        raise UsageError("--map names the modules of a second run, and there is none")
-    if name_map is None:
+    if name_map is None and candidate is not None:
         name_map = settings("compare").map
 
     from divergence.compare.api import compare

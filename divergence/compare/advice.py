@@ -44,7 +44,7 @@ class Advice:
 
     def truth(self) -> list[str]:
         """Which side is wrong."""
-        truth = _beside(self._a, "-truth")
+        truth = beside(self._a, "-truth")
         return [
             f"divergence reference {self._a} -o {truth}   # on any machine with the model",
             f"divergence compare {self._a} {self._b} --reference {truth}",
@@ -52,7 +52,7 @@ class Advice:
 
     def escalate(self, *, has_truth: bool) -> list[str]:
         """The same inputs in float32: what a 16-bit dtype hides."""
-        deep, truth = _beside(self._b, "-escalated"), _beside(self._a, "-truth")
+        deep, truth = beside(self._b, "-escalated"), beside(self._a, "-truth")
         commands = [
             f"divergence capture --like {self._a} -o {deep} --escalate"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine"
@@ -83,6 +83,19 @@ class WithinAdvice(Advice):
     def certainty(self) -> list[str]:
         """Nothing: every pair is anchored."""
         return []
+
+    def truth(self) -> list[str]:
+        """Nothing: a truth repeats one of two runs."""
+        return []
+
+    def escalate(self, *, has_truth: bool) -> list[str]:
+        """The same tokens in float32: what a 16-bit dtype hides."""
+        wide = beside(self._a, "-float32")
+        return [
+            f"divergence capture --like {self._a} -o {wide} --no-anchor --whole --dtype float32"
+            f"{_options(self._reference, self._reference)}",
+            f"divergence compare {wide}",
+        ]
 
     def into_block(self, block: str) -> list[str]:
         """Everything inside a block, of the same run."""

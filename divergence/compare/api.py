@@ -112,9 +112,7 @@ def compare(
     )
 
 
-def _within(
-    run: Run, thresholds: Thresholds, progress: Callable[..., None] | None
-) -> Report:
+def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | None) -> Report:
     """One run: its decode steps with the cache against its whole pass."""
     alignment = align_within(run)
     if not alignment.pairs:

@@ -25,7 +25,7 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import module_of
 
-__all__ = ["align_within", "explain_within"]
+__all__ = ["align_within", "check_alone", "explain_within"]
 
 WHAT = "decode steps with the cache against one forward over the whole sequence"
 
@@ -73,10 +73,28 @@ def align_within(run: Run) -> Alignment:
     )
 
 
+def check_alone(*, truth: object, floor: object, name_map: object) -> None:
+    """Raise UsageError for what only a comparison of two runs can use."""
+    given = {"--reference": truth, "--floor": floor, "--map": name_map}
+    named = [name for name, value in given.items() if value]
+    if named:
+        raise UsageError(
+            f"{' and '.join(named)} belongs to a comparison of two runs, and there is one",
+            hint="divergence compare A B, or leave it out",
+        )
+
+
 def explain_within(verdict: Verdict) -> Verdict:
-    """The verdict's sentence with what was compared in front of it."""
+    """The verdict's sentence with what was compared in front of it; one run is made again in
+    float32 where two would be escalated."""
     summary = verdict.summary.replace("the runs differ", "they differ")
-    return msgspec.structs.replace(verdict, summary=f"{WHAT}: {summary}")
+    evidence = [
+        msgspec.structs.replace(
+            fact, text=fact.text.replace("without an escalated pass", "unless made in float32")
+        )
+        for fact in verdict.evidence
+    ]
+    return msgspec.structs.replace(verdict, summary=f"{WHAT}: {summary}", evidence=evidence)
 
 
 def _nothing_whole(run: Run) -> UsageError:

@@ -209,6 +209,24 @@ def test_the_commands_go_into_the_block(whole_run):
     assert len(compared.split()) == 3
 
 
+def test_16_bits_send_to_float32(whole_run):
+    """What a 16-bit floor hides is looked for in the same tokens in float32, by one run again."""
+    verdict = compare(whole_run(dtype="bfloat16", attn_implementation="sdpa")).verdict
+    assert verdict.kind == "within_floor"
+    made, compared = verdict.next
+    assert "--whole --dtype float32" in made
+    assert compared.endswith("-float32")
+    assert any("unless made in float32" in fact.text for fact in verdict.evidence)
+
+
+def test_options_for_two_runs_are_refused(whole_run):
+    """A truth, a floor or a name map has no meaning for one run."""
+    run = whole_run(prompts=["Snow"], max_new_tokens=2)
+    for options in ({"truth": run}, {"floor": [run]}, {"name_map": "names.toml"}):
+        with pytest.raises(UsageError, match="a comparison of two runs"):
+            compare(run, **options)
+
+
 @pytest.mark.parametrize("options", [{"whole": False}, {"max_new_tokens": 1}])
 def test_without_a_whole_pass_there_is_nothing_to_compare(options, tiny_model, tmp_path):
     """The error prints the two commands that make it possible."""

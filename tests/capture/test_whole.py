@@ -11,6 +11,7 @@ from divergence.capture.api import capture, plan_capture
 from divergence.compare.api import compare
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow"]
+HEALTHY = ("identical", "within_floor")
 CAUSAL = ("gpt2", "llama", "mamba", "qwen3-moe")
 
 
@@ -84,7 +85,7 @@ def test_a_repeated_run_makes_its_own(made):
     assert notes == []
     assert again.manifest.plan.passes == ["free", "anchored", "whole"]
     assert again.manifest.plan.anchored_to == run.manifest.id
-    assert compare(again).verdict.kind == "within_floor"
+    assert compare(again).verdict.kind in HEALTHY
     assert compare(run, again).verdict.kind == "identical"
 
 
@@ -99,7 +100,7 @@ def test_repeats_and_the_whole_pass_go_together(made):
 def test_a_planted_input_is_not_planted_twice(made):
     """The rows put in place have the fault already; elsewhere it is planted again."""
     run, _ = made("llama", plants=["model.layers.1:in=scale:1.5", "model.layers.0.mlp:out=scale:2"])
-    assert compare(run).verdict.kind == "within_floor"
+    assert compare(run).verdict.kind in HEALTHY
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_groups_of_different_lengths(made, tmp_path):
     for number, sample in enumerate(run.manifest.tokens.samples):
         record = run.find(("whole", number, 0, "model.layers.0:out"))
         assert record.shape[1] == len(sample.generated_ids) - 1
-    assert compare(run).verdict.kind == "within_floor"
+    assert compare(run).verdict.kind in HEALTHY
 
 
 def test_a_dry_run_counts_it(llama):

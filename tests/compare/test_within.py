@@ -184,8 +184,8 @@ def test_a_wrong_rotary_table_is_found_where_it_is_made(whole_run):
 
 def test_every_module_is_compared_and_what_has_no_rows_is_counted(whole_run):
     """Attention weights grow with the step: skipped by name, never a pass."""
-    report = compare(whole_run(sites=["modules"]))
-    assert report.verdict.kind == "within_floor"
+    report = compare(whole_run(sites=["modules"], max_new_tokens=4))
+    assert report.verdict.kind in ("identical", "within_floor")
     assert "model.layers.0.self_attn.q_proj:out" in {site.site for site in report.sites}
     assert report.coverage.num_skipped == len(report.coverage.unmatched) > 0
     reasons = {item.site: item.reason for item in report.coverage.unmatched}
@@ -211,7 +211,7 @@ def test_the_commands_go_into_the_block(whole_run):
 
 def test_16_bits_send_to_float32(whole_run):
     """What a 16-bit floor hides is looked for in the same tokens in float32, by one run again."""
-    verdict = compare(whole_run(dtype="bfloat16", attn_implementation="sdpa")).verdict
+    verdict = compare(whole_run("mamba", dtype="bfloat16")).verdict
     assert verdict.kind == "within_floor"
     made, compared = verdict.next
     assert "--whole --dtype float32" in made

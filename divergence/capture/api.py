@@ -49,6 +49,7 @@ def capture(
     repeat: int = 1,
     anchor: bool = True,
     escalate: bool = False,
+    whole: bool = False,
     plants: Sequence[str] = (),
     label: str | None = None,
     force: bool = False,
@@ -62,7 +63,8 @@ def capture(
     ``model`` naming another copy if the recorded source is not on this machine.
     None everywhere means "as recorded" with ``like`` and the default without.
     Parameters are those of the command line; see ``divergence capture --help``.
-    ``prepare`` is called with the loaded model before anything is run or digested, to
+    ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
+    decode steps. ``prepare`` is called with the loaded model before anything is run or digested, to
     put another kernel or module in place.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
@@ -75,7 +77,7 @@ def capture(
         trust_remote_code=trust_remote_code, prompts=prompts, prompts_file=prompts_file,
         chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
         positions=positions, deterministic=deterministic, seed=seed, repeat=repeat,
-        anchor=anchor, escalate=escalate, plants=plants, label=label,
+        anchor=anchor, escalate=escalate, whole=whole, plants=plants, label=label,
     )  # fmt: skip
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare

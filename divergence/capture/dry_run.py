@@ -24,6 +24,7 @@ from divergence.capture.request import Request, resolve_request
 from divergence.capture.selection import step_selected
 from divergence.capture.sites import SiteSelection
 from divergence.capture.structure import describe_modules, output_paths
+from divergence.capture.whole import why_not_whole
 from divergence.errors import ModelError
 from divergence.run.reader import Run
 from divergence.run.writer import Item
@@ -99,8 +100,20 @@ def plan_capture(
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
     rows = _rows(request, counters, notes, steps)
-    anchored = request.like is not None and request.anchor
-    passes = 2 if anchored and can_anchor(request.like, notes) is None else 1
+    passes, total = ["free"], sum(row.bytes for row in rows)
+    said = []
+    if request.like is not None and request.anchor and can_anchor(request.like, notes) is None:
+        passes.append("anchored")
+        total *= 2
+        said.append("the anchored pass is counted like the free one; equal tensors are stored once")
+    if request.whole:
+        reason = why_not_whole(request, loaded.task, selection, notes)
+        if reason is None:
+            passes.append("whole")
+            total += sum(row.bytes - row.bytes_prefill for row in rows)
+            said.append("the whole pass is counted like the decode steps")
+        else:
+            said.append(f"no whole pass: {reason}")
     return DryRun(
         model=request.model,
         rows=rows,
@@ -108,11 +121,9 @@ def plan_capture(
         num_prompts=len(lengths),
         num_prompt_tokens=sum(lengths),
         num_steps=steps,
-        passes=["free", "anchored"][:passes],
-        total_bytes=passes * sum(row.bytes for row in rows),
-        notes=["the anchored pass is counted like the free one; equal tensors are stored once"]
-        if passes == 2
-        else [],
+        passes=passes,
+        total_bytes=total,
+        notes=said,
     )
 
 

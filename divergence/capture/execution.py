@@ -3,7 +3,8 @@
 A pass has a name, may be anchored (every block gets the recorded input of the run that
 is repeated) and may compute every operator in a wider dtype than the model's own. A
 capture makes the free pass, with ``--like`` the anchored one, with ``--escalate`` the
-escalated one (anchored, float32). A truth makes the first two, both in float64.
+escalated one (anchored, float32), with ``--whole`` the whole one (all tokens in one forward,
+anchored to this run's own free pass). A truth makes the first two, both in float64.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from divergence.capture.engines.identity import identify, without_home
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.environment import collect_environment
-from divergence.capture.hooks import Recorder
+from divergence.capture.hooks import Anchor, Recorder
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
     RememberingSink,
@@ -35,6 +36,7 @@ from divergence.capture.passes import (
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
 from divergence.capture.structure import describe_modules, output_paths
+from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
 from divergence.errors import PlantError, UsageError
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
@@ -48,18 +50,21 @@ __all__ = ["Execution", "Pass", "Progress"]
 
 class Progress(Protocol):
     """Called as work goes on. ``event``: ``load``, ``digest``, ``free``, ``repeat``,
-    ``anchored``, ``escalated``, or ``note`` for a warning in ``detail``."""
+    ``anchored``, ``escalated``, ``whole``, or ``note`` for a warning in ``detail``."""
 
     def __call__(self, event: str, done: int, total: int | None, detail: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """``compute_dtype``: what every operator is computed in; None for the model's own."""
+    """``anchored``: to the run that is repeated; ``whole``: prompt and fed tokens in one forward,
+    anchored to this run's own free pass. ``compute_dtype``: what every operator is computed in;
+    None for the model's own."""
 
     name: PassName
     anchored: bool = False
     compute_dtype: torch.dtype | None = None
+    whole: bool = False
 
 
 class Execution:
@@ -98,7 +103,11 @@ class Execution:
             first = RememberingSink(writer) if request.repeat > 1 else writer
             for one in passes:
                 free = one.name == "free"
-                recorder = self._recorder(first if free else writer, one)
+                anchor = recorded_inputs(request.like) if one.anchored else None
+                if one.whole:
+                    writer.flush()
+                    anchor = own_inputs(Run.open(writer.path))
+                recorder = self._recorder(first if free else writer, one, anchor)
                 self._run_pass(recorder, one, writer if free else None)
                 self._check_pass(recorder, one, manifest)
             manifest.settings.nondeterministic_warnings = self.determinism.warnings
@@ -108,7 +117,11 @@ class Execution:
         return Run.open(out)
 
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
-        if one.anchored and recorder.anchored == 0:
+        if one.whole and recorder.num_emitted == 0:
+            manifest.plan.passes.remove(one.name)
+            self._note("no whole pass: no decode step was made, so there is nothing to hold to it")
+            return
+        if (one.anchored or one.whole) and recorder.anchored == 0:
             self._note(
                 f"the {one.name} pass replaced no input: the recorded inputs fit none of "
                 "this model's"
@@ -148,8 +161,19 @@ class Execution:
 
     def _passes(self) -> list[Pass]:
         """What this capture makes; what it cannot make is said."""
+        request = self.request
+        passes = [Pass("free", compute_dtype=self.compute_dtype), *self._anchored_passes()]
+        if request.whole:
+            reason = why_not_whole(request, self.loaded.task, self.selection, self.notes)
+            if reason is None:
+                passes.append(Pass("whole", whole=True))
+            else:
+                self._note(f"no whole pass: {reason}")
+        return passes
+
+    def _anchored_passes(self) -> list[Pass]:
         request, wide = self.request, self.compute_dtype
-        passes = [Pass("free", compute_dtype=wide)]
+        passes: list[Pass] = []
         if request.like is None or not (request.anchor or request.escalate):
             return passes
         reason = can_anchor(request.like, self.notes)
@@ -229,9 +253,10 @@ class Execution:
             overrides=request.overrides,
         )
 
-    def _recorder(self, sink: Any, one: Pass) -> Recorder:
+    def _recorder(self, sink: Any, one: Pass, anchor: Anchor | None = None) -> Recorder:
         request, task = self.request, self.loaded.task
-        forwards = request.max_new_tokens * len(self.groups) or len(self.groups)
+        steps = 1 if one.whole else request.max_new_tokens
+        forwards = steps * len(self.groups) or len(self.groups)
         num_blocks = sum(note.role == "block" for note in self.notes.values())
         # in a wide pass one forward may take minutes: progress goes by blocks
         by_block = one.compute_dtype is not None and num_blocks > 0 and task == "causal-lm"
@@ -254,8 +279,8 @@ class Execution:
             logit_paths=frozenset(output_paths(self.loaded.module))
             if task == "causal-lm"
             else frozenset(),
-            plants=request.plants,
-            anchor=recorded_inputs(request.like) if one.anchored else None,
+            plants=own_plants(request.plants, self.notes) if one.whole else request.plants,
+            anchor=anchor,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )
@@ -284,6 +309,9 @@ class Execution:
             writer.update_manifest()
 
         self.tell(one.name, 0, None, "")
+        if one.whole:
+            run_whole(self.loaded, recorder, self.samples, self.groups)
+            return
         with self._widened(one) as wide:
             run_pass(
                 self.loaded,

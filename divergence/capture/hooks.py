@@ -109,9 +109,13 @@ class Recorder:
         self._sites: dict[tuple[str, str], str | None] = {}
         self.begin(sample=0, batch=1, num_tokens=0)
 
-    def begin(self, *, sample: int, batch: int, num_tokens: int) -> None:
-        """A new group of samples: ``batch`` sequences of ``num_tokens`` prompt tokens."""
+    def begin(
+        self, *, sample: int, batch: int, num_tokens: int, num_kept: int | None = None
+    ) -> None:
+        """A new group of samples: ``batch`` sequences of ``num_tokens`` prompt tokens, of which
+        the last ``num_kept`` are recorded (logits of the last one alone where that is None)."""
         self._sample, self._batch, self._num_tokens = sample, batch, num_tokens
+        self._num_kept = num_kept
         self._step = self._order = 0
         self._selected = step_selected(self._steps, 0)
         self._anchor_broken = False
@@ -243,11 +247,12 @@ class Recorder:
     def _completed(
         self, path: str, recorded: torch.Tensor, tensor: torch.Tensor
     ) -> torch.Tensor | None:
-        """Of what enters the head only the deciding position was kept: the others stay own."""
-        if path not in self._logit_paths or recorded.shape != tensor[:, -1:].shape:
+        """Of what enters the head only the deciding positions were kept: the others stay own."""
+        num = (self._num_kept or 0) + 1
+        if path not in self._logit_paths or recorded.shape != tensor[:, -num:].shape:
             return None
         whole = tensor.clone()
-        whole[:, -1:] = recorded.to(device=tensor.device, dtype=tensor.dtype)
+        whole[:, -num:] = recorded.to(device=tensor.device, dtype=tensor.dtype)
         return whole
 
     def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
@@ -296,11 +301,14 @@ class Recorder:
             return tensor, None
         if tensor.ndim > 3 and tensor.shape[-1] == tensor.shape[-2] == tokens:
             return tensor, None  # attention weights: axis 1 is the heads, however many they are
-        if path in self._logit_paths and tensor.ndim == 3 and tensor.shape[1] in (1, tokens):
-            return tensor[:, -1:, :], (tokens - 1,)
-        if self._positions is None or tensor.shape[1] != tokens:
+        kept = self._num_kept or 0
+        few = kept + 1  # logits are asked for of the deciding positions alone
+        if path in self._logit_paths and tensor.ndim == 3 and tensor.shape[1] in (few, tokens):
+            kept = max(kept, 1)
+            return tensor[:, -kept:, :], tuple(range(tokens - kept, tokens))
+        if not (self._positions or kept) or tensor.shape[1] != tokens:
             return tensor, None
-        positions = select_positions(self._positions, tokens)
+        positions = select_positions(f"last:{kept}" if kept else self._positions, tokens)
         return tensor[:, list(positions)], positions
 
     def _item(self, tensor: torch.Tensor) -> Item:

@@ -48,6 +48,7 @@ class Request:
     repeat: int
     anchor: bool
     escalate: bool = False
+    whole: bool = False
     plants: list[Plant] = field(default_factory=list)
     label: str | None = None
     like: Run | None = None
@@ -80,6 +81,7 @@ def resolve_request(
     plants: Sequence[str],
     label: str | None,
     escalate: bool = False,
+    whole: bool = False,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -105,6 +107,7 @@ def resolve_request(
         "repeat": repeat,
         "anchor": anchor,
         "escalate": escalate,
+        "whole": whole,
         "plants": parsed,
         "label": label,
         "chat": chat,

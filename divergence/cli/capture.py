@@ -27,6 +27,8 @@ Examples:
 
   divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
 
+  divergence capture ./model -o a --whole                     # then: divergence compare a
+
   divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
 """
 
@@ -188,6 +190,16 @@ def command(
             rich_help_panel=RECORDED,
         ),
     ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            metavar="",
+            help="One more pass: prompt and generated tokens in one forward, to hold the decode "
+            "steps against (divergence compare RUN).",
+            rich_help_panel=RECORDED,
+        ),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -322,6 +334,7 @@ def command(
         "repeat": repeat,
         "anchor": False if no_anchor else None,
         "escalate": escalate or None,
+        "whole": whole or None,
         "plants": plants or None,
         "label": label,
         "force": force or None,

@@ -30,6 +30,8 @@ Examples:
 
   divergence compare a b
 
+  divergence compare a                # captured with --whole: is it the cache?
+
   divergence compare a b --all | less
 
   divergence compare a b --reference truth        # divergence reference a -o truth
@@ -57,7 +59,14 @@ EXIT_CODES = {
 
 def command(
     reference: Annotated[Path, typer.Argument(metavar="A", help="The reference run.")],
-    candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate run.")],
+    candidate: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="B",
+            help="The candidate run. Left out: A's decode steps against its whole pass.",
+            show_default=False,
+        ),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option(
@@ -103,11 +112,12 @@ def command(
     """Compare two runs: the verdict, the first site where they part, and why.
 
     The first run is the reference, as in diff old new. Neither the model nor an
-    accelerator is needed.
+    accelerator is needed. With one run, its decode steps are compared with one forward over
+    the whole sequence, which capture --whole has made.
     """
     if json and csv is not None and str(csv) == "-":
         raise UsageError("--json and --csv - both want stdout", hint="give --csv a file")
-    if name_map is None:
+    if name_map is None and candidate is not None:
         name_map = settings("compare").map
 
     from divergence.compare.api import compare

@@ -11,7 +11,7 @@ import shlex
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 
-__all__ = ["Advice"]
+__all__ = ["Advice", "WithinAdvice", "beside"]
 
 
 class Advice:
@@ -23,7 +23,7 @@ class Advice:
 
     def certainty(self) -> list[str]:
         """An anchored pass, where there is none: capture the candidate like the reference."""
-        anchored = _beside(self._b, "-anchored")
+        anchored = beside(self._b, "-anchored")
         return [
             f"divergence capture --like {self._a} -o {anchored}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
@@ -32,7 +32,7 @@ class Advice:
 
     def into_block(self, block: str) -> list[str]:
         """Everything inside a block, on both machines."""
-        one, two = _beside(self._a, "-deep"), _beside(self._b, "-deep")
+        one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
         sites = f"--sites blocks --sites {shlex.quote(block + '.*')}"
         return [
             f"divergence capture --like {self._a} -o {one} {sites}"
@@ -44,7 +44,7 @@ class Advice:
 
     def truth(self) -> list[str]:
         """Which side is wrong."""
-        truth = _beside(self._a, "-truth")
+        truth = beside(self._a, "-truth")
         return [
             f"divergence reference {self._a} -o {truth}   # on any machine with the model",
             f"divergence compare {self._a} {self._b} --reference {truth}",
@@ -52,7 +52,7 @@ class Advice:
 
     def escalate(self, *, has_truth: bool) -> list[str]:
         """The same inputs in float32: what a 16-bit dtype hides."""
-        deep, truth = _beside(self._b, "-escalated"), _beside(self._a, "-truth")
+        deep, truth = beside(self._b, "-escalated"), beside(self._a, "-truth")
         commands = [
             f"divergence capture --like {self._a} -o {deep} --escalate"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine"
@@ -74,7 +74,45 @@ class Advice:
         return [f"divergence compare {self._a} {self._b} --force   # measure all the same"]
 
 
-def _beside(quoted: str, ending: str) -> str:
+class WithinAdvice(Advice):
+    """Commands for one run that was compared with itself."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, run)
+
+    def certainty(self) -> list[str]:
+        """Nothing: every pair is anchored."""
+        return []
+
+    def truth(self) -> list[str]:
+        """Nothing: a truth repeats one of two runs."""
+        return []
+
+    def escalate(self, *, has_truth: bool) -> list[str]:
+        """The same tokens in float32: what a 16-bit dtype hides."""
+        wide = beside(self._a, "-float32")
+        return [
+            f"divergence capture --like {self._a} -o {wide} --no-anchor --whole --dtype float32"
+            f"{_options(self._reference, self._reference)}",
+            f"divergence compare {wide}",
+        ]
+
+    def into_block(self, block: str) -> list[str]:
+        """Everything inside a block, of the same run."""
+        deep = beside(self._a, "-deep")
+        return [
+            f"divergence capture --like {self._a} -o {deep} --no-anchor --whole "
+            f"--sites blocks --sites {shlex.quote(block + '.*')}"
+            f"{_options(self._reference, self._reference)}",
+            f"divergence compare {deep}",
+        ]
+
+    def look_at(self, site: str) -> list[str]:
+        """The tensors themselves: both passes are in the one run."""
+        return super().look_at(site)[:1]
+
+
+def beside(quoted: str, ending: str) -> str:
     """``a`` → ``a-deep``, also where the path is quoted."""
     return f"{quoted[:-1]}{ending}'" if quoted.endswith("'") else quoted + ending
 

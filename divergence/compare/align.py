@@ -170,6 +170,8 @@ def _rule(prefix: tuple[str, str] | None) -> str:
 def _indexed(run: Run, split: bool) -> dict[tuple[str, int, int, str], Piece]:
     pieces: dict[tuple[str, int, int, str], Piece] = {}
     for record in run.records:
+        if record.pass_ == "whole":
+            continue  # held against its own run's decode steps, see compare.within
         for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
             pieces[record.pass_, piece.sample, record.step, record.site] = piece
     return pieces

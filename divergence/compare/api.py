@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from divergence._version import __version__
-from divergence.compare.advice import Advice
+from divergence.compare.advice import Advice, WithinAdvice
 from divergence.compare.align import Alignment, Pair, align
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
@@ -30,6 +30,7 @@ from divergence.compare.result import (
 from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
 from divergence.compare.truth import Tallies, Truth, inputs_of
+from divergence.compare.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
@@ -40,7 +41,7 @@ __all__ = ["compare"]
 
 def compare(
     reference: str | Path | Run,
-    candidate: str | Path | Run,
+    candidate: str | Path | Run | None = None,
     *,
     force: bool = False,
     name_map: str | Path | None = None,
@@ -56,12 +57,17 @@ def compare(
     float64 run that `reference` made of the run that anchored the comparison; it tells which
     side is wrong. ``floor``: runs of trusted machines like ``reference``; what they differ by
     widens the limits. ``thresholds``: multiples of the floor, see numerics.floor.
+    Without ``candidate``: one run's decode steps against its whole pass, see compare.within.
 
     Raises RunFormatError for unreadable runs, IncomparableError when they have nothing in
-    common, and UsageError for a truth or a floor that belongs to other runs.
+    common, and UsageError for a truth or a floor that belongs to other runs, or for a single run
+    without a whole pass.
     """
-    a = reference if isinstance(reference, Run) else Run.open(reference)
-    b = candidate if isinstance(candidate, Run) else Run.open(candidate)
+    a = _opened(reference)
+    if candidate is None:
+        check_alone(truth=truth, floor=floor, name_map=name_map)
+        return _within(a, thresholds, progress)
+    b = _opened(candidate)
     names = None if name_map is None else load_name_map(name_map)
     lines = preflight(a, b)
     blocking = [line for line in lines if line.status == "blocking"]
@@ -103,6 +109,33 @@ def compare(
         coverage=_coverage(alignment),
         sites=sites,
         notes=notes,
+    )
+
+
+def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | None) -> Report:
+    """One run: its decode steps with the cache against its whole pass."""
+    alignment = align_within(run)
+    if not alignment.pairs:
+        raise IncomparableError(
+            "nothing was compared: the decode steps and the whole pass share no rows of tokens",
+            where=str(run.path),
+            hint=_why_nothing(alignment),
+        )
+    measurer = Measurer(run, run, ModelFloor(thresholds), inputs=run)
+    sites = _measure_all(measurer, alignment.pairs, progress)
+    lines, coverage = preflight(run, run), _coverage(alignment)
+    case = _case(run, run, alignment, sites, lines, None, None, len(coverage.unmatched))
+    case = replace(case, advice=WithinAdvice(run), notes=())
+    return Report(
+        tool_version=__version__,
+        reference=_summary(run),
+        candidate=_summary(run),
+        verdict=explain_within(judge(case, thresholds=thresholds)),
+        preflight=lines,
+        tokens=None,
+        coverage=coverage,
+        sites=sites,
+        notes=_notes(run, run, alignment),
     )
 
 

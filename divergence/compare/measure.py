@@ -117,8 +117,6 @@ class Measurer:
         own = pair.reference if right.shape == pair.reference.record.shape else pair.candidate
         truth = pieces.rows_of(run.read(right), own)
         base = pieces.base(pair) if right.site.endswith(":out") else None
-        if base is not None and pair.reference.row is not None:
-            base = pieces.rows_of(base, pair.reference)
         if base is not None and base.shape != a.shape:
             base = None
         mask = pieces.row_mask(pair.reference, tuple(a.shape))
@@ -133,7 +131,7 @@ class Measurer:
         place = {
             "pass_": pair.pass_,
             "sample": pair.reference.sample,
-            "step": one.step,
+            "step": two.step,
             "site": one.site,
             "order": one.order,
             "candidate_site": two.site if two.site != one.site else None,
@@ -258,8 +256,6 @@ class Measurer:
             base = same_positions(base, one, b, two)[0]
         a, b = same_positions(a, one, b, two)
         mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
-        if base is not None and not whole:
-            base = self._pieces.rows_of(base, pair.reference)
         # One thread a pair: whole pairs are what runs side by side, where cores are many.
         metrics, rows = measure_pair(a, b, row_mask=mask, base=base, threads=1)
         found = None

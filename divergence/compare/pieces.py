@@ -36,23 +36,24 @@ class Pieces:
         return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
 
     def base(self, pair: Pair) -> torch.Tensor | None:
-        """The input that the block had in the reference, if it has the output's shape.
+        """The pair's part of the block's input in the reference, if it has the output's shape.
 
         In an anchored pass that is the free input of the run which anchored it. Where that is
         a third run, which is not at hand, the reference's own stands in for it.
         """
         one, two = pair.reference.record, pair.candidate.record
-        run, other = self.reference, one
+        run, other, piece = self.reference, one, pair.reference
         if pair.pass_ != "free" and self._inputs is not None:
             run = self._inputs
-            other = two if run is self.candidate else one
+            if run is self.candidate:
+                other, piece = two, pair.candidate
         site = other.site.rpartition(":")[0] + ":in"
         record = run.find(("free", other.sample, other.step, site))
-        if record is None or record.shape != one.shape or record.positions != one.positions:
+        if record is None or record.shape != other.shape or record.positions != other.positions:
             return None
         if format_named(record.dtype).kind != "float":
             return None
-        return run.read(record)
+        return self.rows_of(run.read(record), piece)
 
     def row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
         """True for real tokens, per row (all leading axes); None where nothing is padded."""
@@ -93,7 +94,8 @@ class Pieces:
         split = piece.row is not None or shape[0] != len(group)
         number = piece.sample if split else group[member]
         sample = tokens.samples[number]
-        pads = 0 if piece.row is not None else sample.num_left_pad
+        token += piece.left
+        pads = sample.num_left_pad if piece.row is None else piece.pads
         if record.positions is not None:
             known = token < len(record.positions)
             return number, record.positions[token] - pads if known else None

@@ -53,6 +53,8 @@ def captured_lines(
         lines.append(line(f"  divergence capture --like {run} -o OTHER    # on the other machine"))
     else:
         lines.append(line(f"  divergence compare {shlex.quote(os.fspath(like))} {run}"))
+    if "whole" in manifest.plan.passes:
+        lines.append(line(f"  divergence compare {run}    # its decode steps, against the whole"))
     return lines
 
 

@@ -30,7 +30,7 @@ DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
-PassName = Literal["free", "anchored", "escalated"]
+PassName = Literal["free", "anchored", "escalated", "whole"]
 
 Coordinates = tuple[str, int, int, str]
 """(pass, sample, step, site): unique within a run and rank."""

@@ -101,7 +101,7 @@ class RunWriter:
         self._put_bytes = self._put_count = 0  # written by the caller's thread alone
         self._done_bytes = self._done_count = 0  # written by the background thread alone
         self._wake, self._progress = threading.Event(), threading.Event()
-        self._closing = False
+        self._closing = self._flush_asked = False
         self._failure: BaseException | None = None
         self._closed = False
         self._prepare(force)
@@ -167,6 +167,13 @@ class RunWriter:
         self._wait_until(lambda: self._done_count >= self._put_count)
         self._raise_failure()
 
+    def flush(self) -> None:
+        """Wait until everything put so far is on disk: the run can then be opened and read."""
+        self.drain()
+        self._flush_asked = True
+        self._wait_until(lambda: not self._flush_asked)
+        self._raise_failure()
+
     def _wait_until(self, done: Callable[[], bool]) -> None:
         while not done() and self._failure is None and self._thread.is_alive():
             self._wake.set()
@@ -229,8 +236,11 @@ class RunWriter:
             try:
                 self._take_all()
                 late = time.monotonic() - self._last_flush > SHARD_SECONDS
-                if self._failure is None and (closing or late):
+                asked = self._flush_asked
+                if self._failure is None and (closing or late or asked):
                     self._flush()
+                if asked:
+                    self._flush_asked = False
             except OSError as error:
                 self._failure = _refused(error, self.path)
             except Exception as error:

@@ -49,6 +49,14 @@ def test_exit_code_is_asked_for(invoke, answering, reports, kind):
     assert invoke("compare", "a", "b")[0] == (2 if kind == "incomparable" else 0)
 
 
+def test_one_run_is_compared_with_itself(invoke, answering, reports):
+    """Without B there is no candidate, and no name map of the settings either."""
+    calls = answering(reports.make_report())
+    assert invoke("compare", "a")[0] == 0
+    (reference, candidate), options = calls[0]
+    assert (str(reference), candidate, options["name_map"]) == ("a", None, None)
+
+
 def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(invoke, answering, reports):
     """The report is all of stdout; a warning is on stderr, without progress bars."""
     answering(reports.make_long_report())

@@ -9,6 +9,7 @@ belongs to the deployment, and it would hide what the forward pass computes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupResult", "check_ids", "run_group"]
 
 _TOP = 5
+_KEEP = "logits_to_keep"
 
 
 @dataclass(slots=True)
@@ -45,10 +47,13 @@ def run_group(
     *,
     max_new_tokens: int,
     forced: list[list[int]] | None = None,
+    num_logits: int | None = None,
 ) -> GroupResult:
     """One forward for each generated token over a group of equally long (padded) prompts.
 
     ``forced``: the tokens to feed instead of the own choice, equally many for each sample.
+    ``num_logits``: of how many last positions the prefill computes logits; None leaves it to the
+    model, and so does a model that cannot be asked.
     Raises ModelError when the forward itself fails.
     """
     ids, mask = _inputs(loaded, samples)
@@ -69,7 +74,7 @@ def run_group(
                     empty_prompt = [[] for _ in samples]
                 model(input_ids=ids, attention_mask=mask, **kwargs)
                 return GroupResult(empty, [list(row) for row in empty], empty_prompt)
-            return _decode(loaded, ids, mask, count, forced)
+            return _decode(loaded, ids, mask, count, forced, num_logits)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"out of memory on {loaded.device} during the forward pass",
@@ -117,6 +122,7 @@ def _decode(
     mask: torch.Tensor,
     count: int,
     forced: list[list[int]] | None,
+    num_logits: int | None,
 ) -> GroupResult:
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -142,6 +148,7 @@ def _decode(
             attention_mask=mask,
             generation_config=plain,
             logits_processor=LogitsProcessorList([control]),
+            **_logits_wanted(model, num_logits),
         )
     finally:
         model.generation_config = own
@@ -160,6 +167,12 @@ def _decode(
         last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
         del row[last + 1 :]
     return GroupResult(generated, chosen, decoder, control.seen)
+
+
+def _logits_wanted(model: Any, num_logits: int | None) -> dict[str, int]:
+    """The option of ``generate`` for that many logits, of a model that has it."""
+    known = inspect.signature(model.forward).parameters
+    return {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
 
 
 def _control(forced: list[list[int]] | None) -> Any:

@@ -80,7 +80,7 @@ def command(
         typer.Option(
             "--policy",
             metavar="FILE",
-            help="Take [thresholds] from a policy: multiples of the floor.",
+            help="Take the thresholds table of a policy: multiples of the floor.",
         ),
     ] = None,
     name_map: NameMap = None,

@@ -255,11 +255,13 @@ class Execution:
 
     def _recorder(self, sink: Any, one: Pass, anchor: Anchor | None = None) -> Recorder:
         request, task = self.request, self.loaded.task
-        steps = 1 if one.whole else request.max_new_tokens
+        steps = 1 if one.whole or task == "encoder" else request.max_new_tokens
         forwards = steps * len(self.groups) or len(self.groups)
         num_blocks = sum(note.role == "block" for note in self.notes.values())
         # in a wide pass one forward may take minutes: progress goes by blocks
-        by_block = one.compute_dtype is not None and num_blocks > 0 and task == "causal-lm"
+        # (of an encoder-decoder not each forward passes every block)
+        wide = one.compute_dtype is not None
+        by_block = wide and num_blocks > 0 and task != "encoder-decoder"
         total, done = forwards * (num_blocks if by_block else 1), 0
 
         def advance(what: str) -> None:

@@ -13,7 +13,7 @@ from divergence.capture.engines.load import load_model
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Execution, Progress
 from divergence.capture.request import Request, resolve_request
-from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.errors import ModelError, RunExistsError, RunWriteError, UsageError
 from divergence.run.layout import expanded
 from divergence.run.reader import Run
 from divergence.run.target import check_target
@@ -156,16 +156,21 @@ def _execute(
         device.partition(":")[0], seed=request.seed, enabled=request.deterministic
     ) as determinism:
         tell("load", 0, None, request.model)
-        loaded = load_model(
-            request.model,
-            task=request.task,
-            revision=request.revision,
-            dtype=request.dtype,
-            device=device,
-            device_map=request.device_map,
-            attn_implementation=request.attn_implementation,
-            trust_remote_code=request.trust_remote_code,
-        )
+        try:
+            loaded = load_model(
+                request.model,
+                task=request.task,
+                revision=request.revision,
+                dtype=request.dtype,
+                device=device,
+                device_map=request.device_map,
+                attn_implementation=request.attn_implementation,
+                trust_remote_code=request.trust_remote_code,
+            )
+        except ModelError as error:
+            if request.like is not None and not expanded(request.model).exists():
+                error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
+            raise
         if loaded.missing:
             tell(
                 "note",

@@ -193,13 +193,12 @@ def _gains(standing: Standing, forwards, usual) -> None:
             ]
         )
         paired = rows["candidate"] - rows["reference"]
-        typical = max(standing.typical.values())
         standing.gains.append(
             {
                 "difference": float(paired.mean()),
                 "error": float(paired.std()) / math.sqrt(len(paired)),
                 # all tokens may round a dominant channel the same way
-                "common": typical * float(scale.median()),
+                "common": float(scale.median()),  # per unit of typical error
                 "reference": float(rows["reference"].mean()),
                 "candidate": float(rows["candidate"].mean()),
             }
@@ -217,11 +216,12 @@ def questions(
 ) -> list[Blame]:
     """Every question's answer, the plainest question first.
 
-    ``siblings``: at least two, or none count. ``lone_w``: the W of all blocks, for a site
-    without them. ``routed``: one token may go to another expert by rounding. ``widened``: what
-    trusted runs have shown, as a factor >= 1.
+    ``siblings``: at least two, or none count; the median is taken over them and this one, so
+    that one bad block among three moves nobody's control. ``lone_w``: the W of all blocks, for
+    a site without them. ``routed``: one token may go to another expert by rounding. ``widened``:
+    what trusted runs have shown, as a factor >= 1.
     """
-    family = siblings if len(siblings) >= 2 else []
+    family = [mine, *siblings] if len(siblings) >= 2 else []
     assert mine.first is not None
     found = [_typical(mine, family, lone_w, widened, thresholds)]
     if _TABLES not in mine.kind.lower():
@@ -234,7 +234,7 @@ def questions(
         ("sink", thresholds.truth_token, mine.num_columns),
     ):
         if not (routed and why in ("step", "token", "sink")):
-            found += _excess(mine, family, why, room * spread(count) * widened)
+            found += _excess(mine, family[1:], why, room * spread(count) * widened)
     return found + _gain(mine, family, thresholds, widened)
 
 
@@ -282,11 +282,12 @@ def _gain(
     found: list[Blame] = []
     for number, own in enumerate(mine.gains):
         others = [o.gains[number] for o in family if len(o.gains) > number]
-        if len(others) < 2:
+        if len(others) < 3:
             continue
         usual = statistics.median(o["difference"] for o in others)
         width = 1.4826 * statistics.median(abs(o["difference"] - usual) for o in others)
-        sigma = math.sqrt(own["error"] ** 2 + width**2 + own["common"] ** 2)
+        common = own["common"] * statistics.median(max(o.typical.values()) for o in family)
+        sigma = math.sqrt(own["error"] ** 2 + width**2 + common**2)
         if not 0 < sigma < math.inf:
             continue
         deviations = normal_deviate(abs(own["difference"] - usual) / sigma, mine.num_rows - 1)

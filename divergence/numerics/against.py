@@ -11,7 +11,8 @@ really take part is the participation ratio (ΣR²)²/ΣR⁴: with a few massive
 small, and their own rounding looks like a gain (PairMetrics.gain sees only a against b).
 
 Rows that are masked, or hold a nan or inf on any side, are left out. Sink rows (norm over
-10 × the median, see numerics.pair) count in the rows, not in the columns.
+10 × the median, see numerics.pair) and rows whose error is over 8 × the median row's count in
+the rows, not in the columns: one bad token is no bad channel.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from divergence.numerics.pair import SINK_FACTOR
 
 __all__ = ["AgainstTruth", "measure_against"]
 
+_OUTLIER = 8.0
+"""A row is left out of the columns when its relative error exceeds this many medians."""
 _CHUNK_NUMEL = 1 << 18
 """Elements per chunk: three operands of 2 MiB in float64 stay in cache."""
 
@@ -101,6 +104,12 @@ def measure_against(
         channels[0] += (x[good] - r[good]).square().sum(0)
         channels[1] += (y[good] - r[good]).square().sum(0)
     good = kept & sums[:4].isfinite().all(0)
+    bad = _outliers(sums, good & ~sink)
+    if len(bad):
+        x, y, r = (t[bad].double() for t in flat[:3])
+        channels[0] -= (x - r).square().sum(0)
+        channels[1] -= (y - r).square().sum(0)
+        channels.clamp_min_(0.0)
     norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
     with_base = base is not None
     top, fourth = (up2, u4) if with_base else (norm2, r4)
@@ -142,6 +151,15 @@ def _gather(
         out[7] = (da * update).sum(1)
         out[8] = (db * update).sum(1)
         out[10] = squares.square().sum(1)
+
+
+def _outliers(sums: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+    """Numbers of the usual rows in which one side's error is far above the median row's."""
+    size = (sums[1:3].amax(0) / sums[0].clamp_min(1e-300)).sqrt()
+    if not bool(usual.any()):
+        return usual.nonzero().flatten()
+    limit = _OUTLIER * size[usual].median()
+    return (usual & (size > limit) & (limit > 0)).nonzero().flatten()
 
 
 def _over(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,81 @@
+"""Two sides against the truth: sums by row and column, by hand and against plain float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from divergence.numerics.against import measure_against
+
+
+def test_hand_worked():
+    """One row of two columns, worked on paper."""
+    truth = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    a, b = torch.tensor([[3.0, 5.0]]), torch.tensor([[6.0, 8.0]])
+    found = measure_against(a, b, truth, base=torch.tensor([[3.0, 0.0]]))
+    assert found.norm.tolist() == [5.0]
+    assert found.update.tolist() == [4.0]
+    assert found.reference.tolist() == [1.0]
+    assert found.candidate.tolist() == [5.0]
+    assert found.between.tolist() == pytest.approx([18**0.5])
+    assert found.gain_reference.tolist() == pytest.approx([4 / 25])
+    assert found.gain_candidate.tolist() == pytest.approx([1.0])
+    assert found.update_gain_reference.tolist() == pytest.approx([4 / 16])
+    assert found.channel_reference.tolist() == [0.0, 1.0]
+    assert found.channel_candidate.tolist() == [9.0, 16.0]
+    assert found.spread.tolist() == pytest.approx([1.0])  # the update lies in one column
+
+
+@pytest.mark.parametrize("shape", [(2, 7, 33), (5, 64), (40,), (1, 3, 2, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_shape_and_dtype_as_plain_float64(shape, dtype, monkeypatch):
+    """Chunks change nothing: the sums are those of one float64 expression."""
+    import divergence.numerics.against as module
+
+    monkeypatch.setattr(module, "_CHUNK_NUMEL", 70)
+    make = torch.Generator().manual_seed(3)
+    truth = torch.randn(shape, generator=make, dtype=torch.float64)
+    a, b = truth.to(dtype), (truth * (1 + 1e-3)).to(dtype)
+    found = measure_against(a, b, truth)
+    rows = truth.reshape(-1, shape[-1])
+    for side, tensor in (("reference", a), ("candidate", b)):
+        diff = tensor.double().reshape(-1, shape[-1]) - rows
+        torch.testing.assert_close(getattr(found, side), diff.norm(dim=1), rtol=1e-12, atol=0)
+        gain = (diff * rows).sum(1) / rows.square().sum(1)
+        torch.testing.assert_close(getattr(found, f"gain_{side}"), gain, rtol=1e-9, atol=1e-15)
+        channel = diff.square().sum(0)
+        torch.testing.assert_close(getattr(found, f"channel_{side}"), channel, rtol=1e-12, atol=0)
+
+
+def test_masked_rows_and_rows_without_numbers_are_left_out():
+    """Pads, nan and inf are no rounding."""
+    truth = torch.ones(5, 4, dtype=torch.float64)
+    a, b = truth.float().clone(), truth.float().clone()
+    a[1, 0], b[2, 1] = float("nan"), float("inf")
+    found = measure_against(a, b, truth, row_mask=torch.tensor([True, True, True, True, False]))
+    assert found.row_index.tolist() == [0, 3]
+
+
+def test_a_sink_token_is_in_no_channel():
+    """One row of massive norm is marked, and its error kept out of the columns."""
+    truth = torch.ones(9, 4, dtype=torch.float64)
+    truth[0] *= 1000
+    a = truth.float()
+    b = a.clone()
+    b[0] += 1
+    found = measure_against(a, b, truth)
+    assert found.sink.tolist() == [True] + [False] * 8
+    assert found.channel_candidate.tolist() == [0.0] * 4
+    assert found.candidate[0] == pytest.approx(2.0)
+
+
+def test_other_shapes_are_refused():
+    """Nothing is broadcast."""
+    with pytest.raises(ValueError, match="truth has shape"):
+        measure_against(torch.ones(2, 3), torch.ones(2, 3), torch.ones(1, 3))
+
+
+def test_nothing_is_nothing():
+    """No rows, no error."""
+    found = measure_against(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3))
+    assert found.num_rows == 0

@@ -234,7 +234,7 @@ def questions(
         ("sink", thresholds.truth_token, mine.num_columns),
     ):
         if not (routed and why in ("step", "token", "sink")):
-            found += _excess(mine, family[1:], why, room * spread(count) * widened)
+            found += _excess(mine, family[1:], why, room * widened, spread(count))
     return found + _gain(mine, family, thresholds, widened)
 
 
@@ -266,11 +266,14 @@ def least_of(mine: Standing, family: list[Standing], thresholds: Thresholds) -> 
     return max(_LEAST_FAMILY, thresholds.truth_least * usual)
 
 
-def _excess(mine: Standing, family: list[Standing], why: Why, limit: float) -> list[Blame]:
+def _excess(
+    mine: Standing, siblings: list[Standing], why: Why, limit: float, chance: float
+) -> list[Blame]:
+    """``chance``: what few numbers do by themselves; the siblings' own excess shows it as well."""
     found: list[Blame] = []
     for side, (value, at) in mine.peak.get(why, {}).items():
-        others = [o.peak[why][side][0] for o in family if side in o.peak.get(why, {})]
-        control = max(1.0, statistics.median(others)) if others else 1.0
+        others = [o.peak[why][side][0] for o in siblings if side in o.peak.get(why, {})]
+        control = max(chance, statistics.median(others)) if others else chance
         found.append(Blame(side, why, value, control, limit, at))
     return sorted(found, key=lambda one: -one.share)[:1]
 

@@ -30,7 +30,9 @@ def confidence_of(unit: Unit) -> str:
     if unit.blame is not None:
         return "high" if unit.blame.share > 2 else "medium"
     ratio, limit = (
-        (unit.worst, unit.worst_limit) if unit.why == "token" else (unit.typical, unit.limit)
+        (max(unit.worst, unit.sink), unit.worst_limit)
+        if unit.why in ("token", "sink")
+        else (unit.typical, unit.limit)
     )
     return "high" if ratio > 2 * limit else "medium"
 
@@ -40,11 +42,14 @@ def unit_evidence(unit: Unit) -> Evidence:
     if unit.blame is not None:
         return _blame_evidence(unit, unit.blame)
     worst = unit.first
-    if unit.why == "token":
+    if unit.why in ("token", "sink"):
+        what, ratio = ("one token", unit.worst)
+        if unit.why == "sink":
+            what, ratio = ("one sink token", unit.sink)
         return Evidence(
-            text=f"{unit.site}: one token's error is {unit.worst:.1f} × the floor "
+            text=f"{unit.site}: {what}'s error is {ratio:.1f} × the floor "
             f"(limit {unit.worst_limit:.1f}), position {worst.worst_position}",
-            values={"ratio": unit.worst, "limit": unit.worst_limit},
+            values={"ratio": ratio, "limit": unit.worst_limit},
         )
     control = f", its siblings' {unit.control:.2f} ×" if unit.num_siblings else ""
     floor = "the float32 floor" if unit.pass_ == "escalated" else "the floor"

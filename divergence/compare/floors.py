@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format
+from divergence.numerics.pair import SINK_FACTOR
 from divergence.numerics.pair_metrics import RowMetrics
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ __all__ = ["Floor", "ModelFloor", "Ratios", "row_floor"]
 @dataclass(frozen=True, slots=True)
 class Ratios:
     """``floor``: the median row's floor as a rel_l2; ``typical``: median row's error over
-    its floor; ``worst``: the largest row's."""
+    its floor; ``worst``: the largest row's. Sink rows are apart: ``sink``, the largest of them,
+    None where there is none."""
 
     floor: float
     typical: float
     worst: float
+    sink: float | None = None
 
 
 class Floor(Protocol):
@@ -93,10 +96,13 @@ class ModelFloor:
         # What a module makes of an error that came in: its update moves along.
         allowed = (floor**2 + (self._thresholds.free_gain * share * before) ** 2).sqrt()
         ratio = made / allowed
+        sinks = norm > SINK_FACTOR * norm.median()  # never the half of all rows
+        usual = ratio[~sinks]
         return Ratios(
-            floor=float(floor.median()),
-            typical=float(ratio.median()),
-            worst=float(ratio.max()),
+            floor=float(floor[~sinks].median()),
+            typical=float(usual.median()),
+            worst=float(usual.max()),
+            sink=float(ratio[sinks].max()) if bool(sinks.any()) else None,
         )
 
 

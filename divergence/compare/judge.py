@@ -110,8 +110,9 @@ def _mark(units: list[Unit], flagged: list[Unit]) -> None:
                 narrow = unit.blame.why in ("step", "token", "sink")
                 result.flagged = not narrow or result is unit.blame.at
             else:
+                worst = max(result.ratio_max or 0, result.ratio_sink or 0)
                 result.flagged = (result.ratio or 0) > unit.limit or (
-                    unit.why == "token" and (result.ratio_max or 0) > unit.worst_limit
+                    unit.why in ("token", "sink") and worst > unit.worst_limit
                 )
 
 

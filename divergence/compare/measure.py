@@ -208,6 +208,7 @@ class Measurer:
         )
         if found is not None:
             result.floor, result.ratio, result.ratio_max = found.floor, found.typical, found.worst
+            result.ratio_sink = found.sink
 
     def _enter(
         self, key: tuple[int, int, str], port: str, result: SiteResult, rows: RowMetrics

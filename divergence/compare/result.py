@@ -178,7 +178,7 @@ class TruthDiff(_Part, frozen=True, kw_only=True):
     ``reference_error``, ``candidate_error``: ‖a-R‖/‖R‖ and ‖b-R‖/‖R‖ of the median token. The
     first is the measured floor. r = err(a, b) / err(a, R): how far apart in floor units;
     w = err(b, R) / err(a, R): who is farther from the truth; each for the median token, p99,
-    the worst token, and w for the worst channel (Σ over tokens). Sink tokens are left out.
+    the worst token and the worst channel (Σ over tokens). Sink tokens are left out.
     x/0 is inf; 0/0 is 1 for w, 0 for r. ``gain_*``: <·-R, R>/‖R‖², mean over tokens.
     """
 
@@ -187,6 +187,7 @@ class TruthDiff(_Part, frozen=True, kw_only=True):
     r_median: float
     r_p99: float
     r_max: float
+    r_channel: float
     w_median: float
     w_p99: float
     w_max: float
@@ -201,7 +202,8 @@ class SiteResult(_Part, kw_only=True):
     Formulas and care in divergence.numerics.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
     rel_l2 that correct implementations of this dtype are expected to reach here (median
     token); ``ratio``: the median token's error made here over its floor, ``ratio_max`` the
-    worst token's; ``limit``: the multiple of the floor at which the judge flags this site's
+    worst token's, ``ratio_sink`` the worst sink token's (norm over 10 × the median), which is in
+    neither of the two; ``limit``: the multiple of the floor at which the judge flags this site's
     typical token; ``flagged``: beyond what rounding explains.
     ``match``: how the pair was found (``exact`` or the name map's rule). ``truth``: both sides
     against a float64 run, where one was given. ``of``: in the escalated pass, whose pass this is:
@@ -256,6 +258,7 @@ class SiteResult(_Part, kw_only=True):
     floor: float | None = None
     ratio: float | None = None
     ratio_max: float | None = None
+    ratio_sink: float | None = None
     limit: float | None = None
     truth: TruthDiff | None = None
     of: Literal["reference", "candidate"] | None = None

@@ -125,7 +125,7 @@ def truth_diff(against: AgainstTruth) -> TruthDiff | None:
     top = [float(rows.max()) for rows in (a, b, ab)]
     channels = [
         float(c.max().sqrt()) if len(c) else 0.0
-        for c in (against.channel_reference, against.channel_candidate)
+        for c in (against.channel_reference, against.channel_candidate, against.channel_between)
     ]
     return TruthDiff(
         reference_error=middle[0],
@@ -133,6 +133,7 @@ def truth_diff(against: AgainstTruth) -> TruthDiff | None:
         r_median=_over(middle[2], middle[0], both_zero=0.0),
         r_p99=_over(p99[2], p99[0], both_zero=0.0),
         r_max=_over(top[2], top[0], both_zero=0.0),
+        r_channel=_over(channels[2], channels[0], both_zero=0.0),
         w_median=_over(middle[1], middle[0]),
         w_p99=_over(p99[1], p99[0]),
         w_max=_over(top[1], top[0]),

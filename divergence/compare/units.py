@@ -25,7 +25,7 @@ class Unit:
     """One site in one pass and phase (``prefill`` or ``decode``).
 
     ``typical``: median over forwards of the median token's ratio; ``worst``: the largest
-    ratio of any token; ``limit`` and ``worst_limit`` what they were held against;
+    ratio of any token, ``sink``: of any sink token, which is apart; ``limit`` and ``worst_limit`` what they were held against;
     ``why``: which of the two was exceeded, or what the truth blames (compare.blame), or None.
     ``widened``: what trusted runs have shown, as a factor on all limits. ``strain``: the
     largest share of any limit that is used.
@@ -38,6 +38,7 @@ class Unit:
     results: list[SiteResult] = field(default_factory=list)
     typical: float = 0.0
     worst: float = 0.0
+    sink: float = 0.0
     control: float = 0.0
     num_siblings: int = 0
     limit: float = 0.0
@@ -59,8 +60,12 @@ class Unit:
         """The first result in execution order that is beyond the limit (else the first)."""
         if self.blame is not None and self.blame.why in ("step", "token", "sink"):
             return self.blame.at
-        if self.why == "token":
-            beyond = [r for r in self.results if (r.ratio_max or 0) > self.worst_limit]
+        if self.why in ("token", "sink"):
+            beyond = [
+                r
+                for r in self.results
+                if max(r.ratio_max or 0, r.ratio_sink or 0) > self.worst_limit
+            ]
         else:
             beyond = [r for r in self.results if (r.ratio or 0) > self.limit]
         return min(beyond or self.results, key=order_of)
@@ -94,6 +99,7 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
     for unit in units.values():
         unit.typical = statistics.median(r.ratio for r in unit.results)
         unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
+        unit.sink = max(r.ratio_sink or 0.0 for r in unit.results)
     return sorted(units.values(), key=lambda unit: min(map(order_of, unit.results)))
 
 
@@ -135,14 +141,15 @@ def flag(
             unit.worst_limit *= spread(columns) * unit.widened
             unit.strain = unit.typical / unit.limit
             if unit.results[0].block not in routed:
-                unit.strain = max(unit.strain, unit.worst / unit.worst_limit)
+                worst = max(unit.worst, unit.sink)
+                unit.strain = max(unit.strain, worst / unit.worst_limit)
             if unit.typical > unit.limit:
                 unit.why = "typical"
-            elif unit.worst > unit.worst_limit:
+            elif max(unit.worst, unit.sink) > unit.worst_limit:
                 if unit.results[0].block in routed:
                     unit.isolated = True
                 else:
-                    unit.why = "token"
+                    unit.why = "token" if unit.worst > unit.worst_limit else "sink"
     return [unit for unit in units if unit.why is not None]
 
 

@@ -55,6 +55,7 @@ class AgainstTruth:
     sink: torch.Tensor
     channel_reference: torch.Tensor
     channel_candidate: torch.Tensor
+    channel_between: torch.Tensor
     row_index: torch.Tensor
 
     @property
@@ -94,7 +95,7 @@ def measure_against(
     limit = SINK_FACTOR * float(usual.median()) if len(usual) else 0.0
     sink = norms > limit if limit > 0 else torch.zeros(count, dtype=torch.bool)
     sums = torch.full((12, count), float("nan"), dtype=torch.float64)
-    channels = torch.zeros(2, columns, dtype=torch.float64)
+    channels = torch.zeros(3, columns, dtype=torch.float64)
     for start in range(0, count, rows):
         part = slice(start, start + rows)
         x, y, r = (t[part].double() for t in flat[:3])
@@ -103,12 +104,14 @@ def measure_against(
         good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
         channels[0] += (x[good] - r[good]).square().sum(0)
         channels[1] += (y[good] - r[good]).square().sum(0)
+        channels[2] += (x[good] - y[good]).square().sum(0)
     good = kept & sums[:4].isfinite().all(0)
     bad = _outliers(sums, good & ~sink)
     if len(bad):
         x, y, r = (t[bad].double() for t in flat[:3])
         channels[0] -= (x - r).square().sum(0)
         channels[1] -= (y - r).square().sum(0)
+        channels[2] -= (x - y).square().sum(0)
         channels.clamp_min_(0.0)
     norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
     with_base = base is not None
@@ -127,6 +130,7 @@ def measure_against(
         sink=sink[good],
         channel_reference=channels[0],
         channel_candidate=channels[1],
+        channel_between=channels[2],
         row_index=good.nonzero().flatten(),
     )
 

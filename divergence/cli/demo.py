@@ -2,8 +2,8 @@
 
 Three captures of one small random model: on this CPU's own kernels, on genuinely
 other kernels of the same CPU (a second process under other instruction sets), and
-there again with a planted fault. The first pair must not alarm, the second must
-name the planted block.
+there again with a planted fault; and the first of them in float64, which is the truth.
+The first pair must not alarm, the second must name the planted block and the guilty side.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def command(
 
         build("llama", model, size="demo")
     _say(f"model: 12 Llama blocks, bfloat16, random weights, in {model}\n")
-    a, b, c = root / "here", root / "other-kernels", root / "fault"
+    a, b, c, truth = (root / name for name in ("here", "other-kernels", "fault", "truth"))
     first = ["capture", str(model), "-o", str(a), "--prompt", PROMPT, "--chat", "--device", "cpu"]
     _run([*first, "--label", "this CPU", "--force"], {}, "1. capture on this CPU's own kernels")
     replay = ["capture", "--like", str(a), "--device", "cpu", "--force"]
@@ -68,13 +68,17 @@ def command(
          "2. the same on other kernels, standing in for another machine")  # fmt: skip
     _run([*replay, "-o", str(c), "--label", "other kernels, faulty", "--plant", FAULT],
          OTHER_KERNELS, "3. there again, with a fault planted in block 6")  # fmt: skip
-    healthy = _compare(a, b, "4. two healthy machines: this must not alarm", quiet=quiet)
-    faulty = _compare(a, c, "5. a faulty one: this must name block 6", quiet=quiet)
+    _run(["reference", str(a), "-o", str(truth), "--force"], {},
+         "4. the first run in float64: what is right, and how wide rounding is")  # fmt: skip
+    healthy = _compare(a, b, truth, "5. two healthy machines: this must not alarm", quiet=quiet)
+    faulty = _compare(a, c, truth, "6. a faulty one: this must name block 6 and the side",
+                      quiet=quiet)  # fmt: skip
     _check(healthy, faulty)
     _say("\nNow with a model of your own, on two machines:\n"
          "  divergence capture MODEL -o a\n"
          "  divergence capture --like a -o b\n"
-         "  divergence compare a b")  # fmt: skip
+         "  divergence reference a -o truth\n"
+         "  divergence compare a b --reference truth")  # fmt: skip
 
 
 def _folder(workdir: Path | None) -> Path:
@@ -122,12 +126,13 @@ def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
         )
 
 
-def _compare(a: Path, b: Path, title: str, *, quiet: bool):
+def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool):
     from divergence.cli.compare import show_report
     from divergence.compare.api import compare
 
-    _say(f"\n{title}\n   $ {shlex.join(['divergence', 'compare', str(a), str(b)])}\n")
-    report = compare(a, b)
+    words = ["divergence", "compare", str(a), str(b), "--reference", str(truth)]
+    _say(f"\n{title}\n   $ {shlex.join(words)}\n")
+    report = compare(a, b, truth=truth)
     show_report(report, quiet=quiet, verbose=False)
     return report
 
@@ -139,9 +144,10 @@ def _check(healthy, faulty) -> None:
             f"the healthy pair was judged {healthy.verdict.kind}",
             hint="please report this with the output of `divergence env`",
         )
-    onset = faulty.verdict.onset
-    if faulty.verdict.kind != "localized" or onset is None or onset.block != BLOCK:
+    verdict, onset = faulty.verdict, faulty.verdict.onset
+    found = verdict.kind == "localized" and onset is not None and onset.block == BLOCK
+    if not found or verdict.side != "candidate":
         raise FaultError(
-            f"the fault in {BLOCK} was judged {faulty.verdict.kind} at {onset}",
+            f"the fault in {BLOCK} was judged {verdict.kind} at {onset}, side {verdict.side}",
             hint="please report this with the output of `divergence env`",
         )

@@ -17,8 +17,9 @@ __all__ = ["Advice", "WithinAdvice", "beside"]
 class Advice:
     """Prints commands for one pair of runs."""
 
-    def __init__(self, reference: Run, candidate: Run) -> None:
+    def __init__(self, reference: Run, candidate: Run, truth: Run | None = None) -> None:
         self._a, self._b = shlex.quote(str(reference.path)), shlex.quote(str(candidate.path))
+        self._truth = None if truth is None else shlex.quote(str(truth.path))
         self._reference, self._candidate = reference.manifest, candidate.manifest
 
     def certainty(self) -> list[str]:
@@ -50,14 +51,15 @@ class Advice:
             f"divergence compare {self._a} {self._b} --reference {truth}",
         ]
 
-    def escalate(self, *, has_truth: bool) -> list[str]:
+    def escalate(self) -> list[str]:
         """The same inputs in float32: what a 16-bit dtype hides."""
-        deep, truth = beside(self._b, "-escalated"), beside(self._a, "-truth")
+        deep = beside(self._b, "-escalated")
+        truth = self._truth or beside(self._a, "-truth")
         commands = [
             f"divergence capture --like {self._a} -o {deep} --escalate"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine"
         ]
-        if not has_truth:
+        if self._truth is None:
             commands.append(
                 f"divergence reference {self._a} -o {truth}   # on any machine with the model"
             )
@@ -88,7 +90,7 @@ class WithinAdvice(Advice):
         """Nothing: a truth repeats one of two runs."""
         return []
 
-    def escalate(self, *, has_truth: bool) -> list[str]:
+    def escalate(self) -> list[str]:
         """The same tokens in float32: what a 16-bit dtype hides."""
         wide = beside(self._a, "-float32")
         return [

@@ -94,6 +94,7 @@ def compare(
     if right is not None and not right.anchors:
         notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
     case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
+    case = replace(case, advice=Advice(a, b, right and right.run))
     if floor:
         shown = _shown(a, floor, right, name_map, thresholds)
         case = replace(case, shown=shown)

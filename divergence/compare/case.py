@@ -54,5 +54,5 @@ class Case:
             if self.tallies is None:
                 commands += advice.truth()
         if self.narrow and not escalated and unit is None:
-            commands += advice.escalate(has_truth=self.tallies is not None)
+            commands += advice.escalate()
         return commands

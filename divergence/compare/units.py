@@ -25,7 +25,8 @@ class Unit:
     """One site in one pass and phase (``prefill`` or ``decode``).
 
     ``typical``: median over forwards of the median token's ratio; ``worst``: the largest
-    ratio of any token, ``sink``: of any sink token, which is apart; ``limit`` and ``worst_limit`` what they were held against;
+    ratio of any token, ``sink``: of any sink token, which is apart; ``limit`` and
+    ``worst_limit`` what they were held against;
     ``why``: which of the two was exceeded, or what the truth blames (compare.blame), or None.
     ``widened``: what trusted runs have shown, as a factor on all limits. ``strain``: the
     largest share of any limit that is used.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from divergence.compare.result import SiteResult, TokenChoice, TokenDifference, TokensResult
 from divergence.report.lines import BLANK, Line, columns, heading, prose
-from divergence.report.numbers import decimal, fixed
+from divergence.report.numbers import decimal, fixed, times
 
 __all__ = ["logits_lines", "token_lines"]
 
@@ -22,6 +22,8 @@ def token_lines(tokens: TokensResult | None) -> list[Line]:
     first = tokens.first_difference
     if first is not None:
         lines += _difference_lines(first, forced=tokens.forced)
+    lines += _other_lines(tokens)
+    lines += _kl_lines(tokens)
     return [*lines, BLANK]
 
 
@@ -45,13 +47,14 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
         [
             (name, _token(choice), f"margin {fixed(margin)} logits over the next{sigmas}")
             for name, choice, margin, sigmas in (
-                ("reference", first.reference, first.margin, _sigmas(first.z)),
+                ("reference", first.reference, first.margin, _sigmas(first)),
                 ("candidate", first.candidate, first.candidate_margin, ""),
             )
         ],
         indent=4,
         widest=40,
     )
+    lines += _judgement_lines(first)
     tops = list(_tops(first.reference_top, first.candidate_top))
     if tops:
         rows = [("top of the reference", "logprob", "top of the candidate", "logprob"), *tops]
@@ -59,9 +62,74 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
     return lines
 
 
-def _sigmas(z: float | None) -> str:
-    """The margin in standard deviations of the logits' difference."""
-    return "" if z is None else f" ({z:.1f} σ of the diff)"
+def _sigmas(first: TokenDifference) -> str:
+    """The margin in standard deviations of the logits' difference; a floor's z has its own line."""
+    if first.z is None or first.z_of == "floor":
+        return ""
+    return f" ({first.z:.1f} σ of the diff)"
+
+
+_JUDGEMENTS = {
+    "tie": "a tie: rounding may flip it",
+    "fault": "a fault: no rounding of this dtype moves logits that far",
+    None: "between: more than the floor's own rounding flips, less than the coarsest healthy "
+    "kernels might",
+}
+
+
+def _judgement_lines(first: TokenDifference) -> list[Line]:
+    """What a truth says of the flip; without one, that there is none to say it."""
+    if first.z_of == "difference":
+        text = "not judged: σ is that of the diff itself, which a fault widens; give --reference"
+        return [prose("    ", text, width=4)]
+    if first.z_of is None or first.z is None:
+        return []
+    judged = (
+        f"{_JUDGEMENTS[first.judgement]} (gap {fixed(abs(first.truth_margin or 0.0))} logits in "
+        f"the truth, {first.z:.1f} σ of the floor's logit error)"
+    )
+    styles = {"tie": "green", "fault": "red", None: "yellow"}
+    lines = [prose("    ", judged, style=styles[first.judgement], width=4)]
+    right = first.truth_choice
+    if right is not None:
+        agrees = [
+            name
+            for name, choice in (("reference", first.reference), ("candidate", first.candidate))
+            if choice.id == right.id
+        ]
+        who = f"with the {agrees[0]}" if agrees else "with neither"
+        lines.append(prose("    ", f"the truth chose {_token(right)}: it agrees {who}", width=4))
+    return lines
+
+
+def _other_lines(tokens: TokensResult) -> list[Line]:
+    """The other flips, counted by what they are."""
+    rest = tokens.differences[1:]
+    if not rest:
+        return []
+    names = {"tie": "tie", "fault": "fault", None: "unjudged"}
+    counts = [
+        f"{number} {name}{'s' if number > 1 and judgement else ''}"
+        for judgement, name in names.items()
+        if (number := sum(flip.judgement == judgement for flip in rest))
+    ]
+    return [prose("  later differences: ", f"{len(rest)} ({', '.join(counts)})", width=4)]
+
+
+def _kl_lines(tokens: TokensResult) -> list[Line]:
+    """The distributions of all decided positions, beside the floor's distance from the truth."""
+    if tokens.kl_mean is None:
+        return []
+    text = f"mean {decimal(tokens.kl_mean)}, p99 {decimal(tokens.kl_p99)} nats"
+    style = ""
+    if tokens.kl_ratio is not None and tokens.kl_limit is not None:
+        text += (
+            f"; the floor ({tokens.floor_side} from the truth): mean "
+            f"{decimal(tokens.floor_kl_mean)}, p99 {decimal(tokens.floor_kl_p99)}; "
+            f"{times(tokens.kl_ratio)} (limit {times(tokens.kl_limit)})"
+        )
+        style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
+    return [prose("  KL of what decided them: ", text, style=style, width=4)]
 
 
 def _tops(

@@ -5,9 +5,15 @@ A decoded token is quoted, since it may hold a newline or begin with a space.
 
 from __future__ import annotations
 
-from divergence.compare.result import SiteResult, TokenChoice, TokenDifference, TokensResult
+from divergence.compare.result import (
+    Explanation,
+    SiteResult,
+    TokenChoice,
+    TokenDifference,
+    TokensResult,
+)
 from divergence.report.lines import BLANK, Line, columns, heading, prose
-from divergence.report.numbers import decimal, fixed, times
+from divergence.report.numbers import count, decimal, fixed, times
 
 __all__ = ["logits_lines", "token_lines"]
 
@@ -24,6 +30,8 @@ def token_lines(tokens: TokensResult | None) -> list[Line]:
         lines += _difference_lines(first, forced=tokens.forced)
     lines += _other_lines(tokens)
     lines += _kl_lines(tokens)
+    if tokens.explanation is not None:
+        lines += _explanation_lines(tokens.explanation, tokens.first_difference)
     return [*lines, BLANK]
 
 
@@ -130,6 +138,55 @@ def _kl_lines(tokens: TokensResult) -> list[Line]:
         )
         style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
     return [prose("  KL of what decided them: ", text, style=style, width=4)]
+
+
+def _explanation_lines(found: Explanation, first: TokenDifference | None) -> list[Line]:
+    """What one block's error alone does to the decision, on this machine."""
+    sites = ", ".join(found.sites[:3])
+    if len(found.sites) > 3:
+        sites += f" and {len(found.sites) - 3} more"
+    other = "candidate" if found.disturbed == "reference" else "reference"
+    what = "the closest decision (no token differs)"
+    if found.differs:
+        same = first is not None and (first.sample, first.step) == (found.sample, found.step)
+        what = "the first difference" if same else "the first difference that is a fault"
+    why = "" if found.flagged else "; nothing is flagged, this block's error is the largest"
+    forwards = count(found.num_forwards, "forward")
+    lines = [
+        prose(
+            "  explained: ",
+            f"{what}, sample {found.sample}, step {found.step}, by the {other}'s error at {sites} "
+            f"alone{why}",
+            width=4,
+        ),
+        prose(
+            "    ",
+            f"added to the {found.disturbed}'s model in {forwards}, here in {found.dtype} on "
+            f"{found.device}",
+            width=4,
+        ),
+    ]
+    over = f"{_token(found.reference)} over {_token(found.candidate)}"
+    lines += columns(
+        [
+            (f"logit of {over}", ""),
+            ("  in the reference", fixed(found.reference_margin)),
+            ("  in the candidate", fixed(found.candidate_margin)),
+            ("  here, as it is", fixed(found.baseline_margin)),
+            ("  here, with the error", fixed(found.injected_margin)),
+        ],
+        indent=4,
+        widest=60,
+    )
+    share = (
+        "the two runs' margins are equal: nothing moved"
+        if found.share is None
+        else f"{100 * found.share:.0f}% of the movement explained"
+    )
+    flips = "the error flips the token" if found.flips else "the error does not flip the token"
+    chosen = f"; chosen with it: {_token(found.injected_choice)}"
+    lines.append(prose("    ", f"{share}; {flips}{chosen}", style="yellow", width=4))
+    return lines
 
 
 def _tops(

@@ -61,9 +61,9 @@ def explain_token(
     """The report of ``compare(reference, candidate)`` with ``tokens.explanation``, or with a note
     why there is nothing to explain.
 
-    Explained is the first flip that a truth judged a fault, or else the first flip; where no token
-    differs, the closest decision. Two runs of the model are made on ``device``: ``model`` names a copy where the recorded one is not on this
-    machine.
+    Explained is the first flip that a truth judged a fault, or else the first flip; where no
+    token differs, the closest decision. Two runs of the model are made on ``device``: ``model``
+    names a copy where the recorded one is not on this machine.
 
     Raises UsageError without an anchored pass, ModelError where the model is not here, and
     IncomparableError where it has other weights than the run.

@@ -12,6 +12,7 @@ from divergence.capture.dry_run import DryRun, plan_capture
 from divergence.capture.engines.load import load_model
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Execution, Progress
+from divergence.capture.plant import Plant
 from divergence.capture.request import Request, resolve_request
 from divergence.errors import ModelError, RunExistsError, RunWriteError, UsageError
 from divergence.run.layout import expanded
@@ -50,7 +51,7 @@ def capture(
     anchor: bool = True,
     escalate: bool = False,
     whole: bool = False,
-    plants: Sequence[str] = (),
+    plants: Sequence[str | Plant] = (),
     label: str | None = None,
     force: bool = False,
     command: str | None = None,

@@ -24,7 +24,7 @@ from divergence.capture.leaves import (
     map_output,
     output_leaves,
 )
-from divergence.capture.plant import Plant
+from divergence.capture.plant import FORWARDS, Plant
 from divergence.capture.selection import select_positions, step_selected
 from divergence.errors import PlantError
 from divergence.run.manifest import ModuleNote
@@ -260,7 +260,7 @@ class Recorder:
             for plant in plants:
                 if plant.port == port:
                     self.fired.add(plant.site)
-                    tensor = plant.apply(tensor, self._sample * 100_003 + self._step)
+                    tensor = plant.apply(tensor, self._sample * FORWARDS + self._step)
             return tensor
 
         return change

@@ -16,7 +16,11 @@ from divergence.errors import PlantError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.site import near_names, split_site
 
-__all__ = ["FAULTS", "Plant", "parse_plant"]
+__all__ = ["FAULTS", "FORWARDS", "Plant", "parse_plant"]
+
+FORWARDS = 100_003
+"""A forward's number is sample · FORWARDS + step: more than any run has steps, and a prime, so
+that seeds made of it differ."""
 
 FAULTS = {
     "scale": "scale:FACTOR         multiply by FACTOR, for example scale:1.01",
@@ -36,7 +40,10 @@ Change = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A fault at a site. ``apply(tensor, forward)`` gives the faulty tensor, a new one."""
+    """A fault at a site. ``apply(tensor, forward)`` gives the faulty tensor, a new one.
+
+    ``change`` is any function of the tensor and the forward's number (see FORWARDS); ``fault``
+    its name in the manifest."""
 
     site: str
     path: str

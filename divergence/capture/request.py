@@ -78,7 +78,7 @@ def resolve_request(
     seed: int | None,
     repeat: int,
     anchor: bool,
-    plants: Sequence[str],
+    plants: Sequence[str | Plant],
     label: str | None,
     escalate: bool = False,
     whole: bool = False,
@@ -93,7 +93,7 @@ def resolve_request(
     _check_seed(seed)
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
-    parsed = [parse_plant(text) for text in plants]
+    parsed = [plant if isinstance(plant, Plant) else parse_plant(plant) for plant in plants]
     if isinstance(prompts, str):
         prompts = [prompts]
     if escalate and like is None:

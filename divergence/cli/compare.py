@@ -36,6 +36,8 @@ Examples:
 
   divergence compare a b --reference truth        # divergence reference a -o truth
 
+  divergence compare a b --explain-token          # the model runs here: why a token flipped
+
   divergence compare a b --json > report.json
 
   divergence compare a b --quiet --exit-code || echo "not the same"
@@ -84,6 +86,24 @@ def command(
         ),
     ] = None,
     name_map: NameMap = None,
+    explain_token: Annotated[
+        bool,
+        typer.Option(
+            "--explain-token",
+            metavar="",
+            help="Run the model here: how far the flagged block's error alone moves the token.",
+            rich_help_panel="Explain",
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="Where this machine has the model, for --explain-token.",
+            rich_help_panel="Explain",
+        ),
+    ] = None,
     exit_code: Annotated[
         bool,
         typer.Option(
@@ -112,11 +132,21 @@ def command(
     """Compare two runs: the verdict, the first site where they part, and why.
 
     The first run is the reference, as in diff old new. Neither the model nor an
-    accelerator is needed. With one run, its decode steps are compared with one forward over
-    the whole sequence, which capture --whole has made.
+    accelerator is needed, except for --explain-token. With one run, its decode steps are
+    compared with one forward over the whole sequence, which capture --whole has made.
     """
     if json and csv is not None and str(csv) == "-":
         raise UsageError("--json and --csv - both want stdout", hint="give --csv a file")
+    if explain_token and candidate is None:
+        raise UsageError(
+            "--explain-token needs two runs, one of them captured like the other",
+            hint="divergence compare A B --explain-token",
+        )
+    if model is not None and not explain_token:
+        raise UsageError(
+            "--model means nothing to a comparison, which runs no model",
+            hint="add --explain-token, or leave out --model",
+        )
     if name_map is None and candidate is not None:
         name_map = settings("compare").map
 
@@ -134,6 +164,12 @@ def command(
             thresholds=load_policy(policy).thresholds,
             progress=progress,
         )
+        if explain_token:
+            from divergence.experiments.explain import explain_token as explain
+
+            report = explain(
+                report, reference, candidate, name_map=name_map, model=model, progress=progress
+            )
     if csv is not None:
         _write_csv(report, csv)
     if csv is None or str(csv) != "-":

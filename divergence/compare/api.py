@@ -86,7 +86,7 @@ def compare(
     sites = _measure_all(measurer, alignment.pairs, progress)
     escalated, handled = compare_escalated(a, b, right, thresholds, _measure_all, progress)
     sites += escalated
-    tokens = compare_tokens(a, b)
+    tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
     if handled:
         alignment = drop_escalated(alignment)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]

@@ -165,8 +165,9 @@ def _preflight(report: Report, policy: Policy) -> list[Failure]:
 
 
 def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
-    """Whether both sides preferred their own token by no more than ``margin`` logits, or the
-    reference by no more than ``z`` standard deviations of the logits' difference."""
+    """Whether both sides preferred their own token by no more than ``margin`` logits, or the gap
+    was at most ``z`` standard deviations: of the floor's logit error where a truth shows it, of
+    the two sides' difference otherwise."""
     if z is not None and difference.z is not None and difference.z <= z:
         return True
     if margin is None or difference.margin is None:
@@ -204,14 +205,18 @@ def _tokens(report: Report, policy: Policy) -> list[Failure]:
 def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
     """Equal tokens with ties counted in, and the number of ties.
 
-    ``tie_z`` holds only where the verdict says that the difference is rounding: in units
-    of a faulty difference every flip is small. Tokens not forced: what follows a tie
-    continues another text, so nothing after it counts against the candidate.
+    Over the two sides' difference ``tie_z`` holds only where the verdict says that this is
+    rounding: in units of a faulty difference every flip is small. Over the floor, which a truth
+    shows, it holds whatever the verdict. Tokens not forced: what follows a tie continues another
+    text, so nothing after it counts against the candidate.
     """
     tokens, rules = report.tokens, policy.tokens
     margin = rules.tie_margin_for(report.reference.dtype)
-    z = rules.tie_z if report.verdict.kind == "within_floor" else None
-    ties = sum(is_tie(flip, margin, z) for flip in tokens.differences)
+    rounding = report.verdict.kind == "within_floor"
+    ties = sum(
+        is_tie(flip, margin, rules.tie_z if rounding or flip.z_of == "floor" else None)
+        for flip in tokens.differences
+    )
     if ties and not tokens.forced and ties == len(tokens.differences):
         return tokens.num_tokens, ties
     return tokens.num_equal + ties, ties

@@ -1,4 +1,8 @@
-"""Drift: the free run ends farther off than its parts explain, though none is beyond its limit."""
+"""Drift: the free run ends farther off than its parts explain, though none is beyond its limit.
+
+It shows in the last block's output, and, with a truth, in the tokens: one flips over a gap
+that rounding does not bridge, or their distributions are farther apart than it explains.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from divergence.compare.result import Evidence, SiteResult
+from divergence.compare.flips import token_fault
+from divergence.compare.result import Evidence, SiteResult, TokensResult
 from divergence.compare.units import order_of
 from divergence.numerics.floor import Thresholds
 
@@ -22,9 +27,12 @@ class Drift:
     side: str | None = None
 
 
-def find_drift(sites: Sequence[SiteResult], thresholds: Thresholds) -> Drift | None:
-    """With a truth: one side's free run is much farther from it than the other's. Without:
-    the error at the end is more than the blocks may make together."""
+def find_drift(
+    sites: Sequence[SiteResult], thresholds: Thresholds, tokens: TokensResult | None = None
+) -> Drift | None:
+    """With a truth: one side's free run is much farther from it than the other's, or the tokens
+    tell that rounding does not explain them. Without: the error at the end is more than the
+    blocks may make together."""
     free = [
         s
         for s in sites
@@ -37,7 +45,18 @@ def find_drift(sites: Sequence[SiteResult], thresholds: Thresholds) -> Drift | N
         found = _against_truth(mine, thresholds) or _against_floors(mine, thresholds)
         if found is not None:
             return found
-    return None
+    return _in_tokens(tokens)
+
+
+def _in_tokens(tokens: TokensResult | None) -> Drift | None:
+    found = token_fault(tokens)
+    if found is None or tokens is None:
+        return None
+    what, evidence = found
+    farther = {"reference": "candidate", "candidate": "reference", None: None}[tokens.floor_side]
+    return Drift(
+        summary=f"no single block is beyond its limit, but {what}", evidence=evidence, side=farther
+    )
 
 
 def _against_truth(mine: list[SiteResult], thresholds: Thresholds) -> Drift | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.compare.blame import Blame
+from divergence.compare.flips import token_evidence
 from divergence.compare.result import Evidence, Onset, PreflightLine, SiteResult, TokensResult
 from divergence.compare.units import Unit
 
@@ -114,16 +115,4 @@ def context(
     for line in preflight:
         if line.check == "repeatability" and line.status == "differs":
             found.append(Evidence(text=f"{line.detail}: differences include its own noise"))
-    if tokens is not None and tokens.first_difference is not None:
-        difference = tokens.first_difference
-        margin = "" if difference.margin is None else f" (margin {difference.margin:.3g}"
-        if margin:
-            margin += "" if difference.z is None else f", {difference.z:.1f} σ of the logits' diff"
-            margin += ")"
-        found.append(
-            Evidence(
-                text=f"first different token: sample {difference.sample}, "
-                f"step {difference.step}{margin}"
-            )
-        )
-    return found
+    return found + token_evidence(tokens)

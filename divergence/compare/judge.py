@@ -87,7 +87,7 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
         return _beyond_floor(case, units, flagged, escalation)
     if escalation.flagged:
         return _hidden(case, escalation)
-    drift = find_drift(case.sites, thresholds)
+    drift = find_drift(case.sites, thresholds, case.tokens)
     if drift is not None:
         return Verdict(
             kind="drift",

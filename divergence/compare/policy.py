@@ -111,9 +111,9 @@ class TokensPolicy(_Strict, frozen=True, kw_only=True):
     ``min_equal``: share of 1, or a count if ``min_equal_count`` is used instead.
     ``tie_margin``: in logits, one number or one per dtype of the golden. A flipped token
     is a tie where both sides preferred their own choice by at most this. ``tie_z``: also
-    where the reference's margin is at most this many standard deviations of the two
-    sides' logit difference, provided that the verdict is within_floor (the difference
-    itself is rounding).
+    where the gap is at most this many standard deviations of the logits' rounding: of the
+    floor that a truth shows, or else, provided that the verdict is within_floor (the
+    difference itself is rounding), of the two sides' logit difference.
     """
 
     min_equal: Share | None = None

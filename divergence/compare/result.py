@@ -11,10 +11,18 @@ from typing import Any, Literal
 
 import msgspec
 
+from divergence.compare.tokens_result import (
+    Explanation,
+    TokenChoice,
+    TokenDifference,
+    TokensResult,
+)
+
 __all__ = [
     "REPORT_SCHEMA_VERSION",
     "Coverage",
     "Evidence",
+    "Explanation",
     "LogitsDiff",
     "NonfiniteCount",
     "Onset",
@@ -96,49 +104,6 @@ class PreflightLine(_Part, frozen=True, kw_only=True):
     reference: str
     candidate: str
     detail: str | None = None
-
-
-class TokenChoice(_Part, frozen=True, kw_only=True):
-    """One entry of a top-k list: log-probability in nats."""
-
-    id: int
-    text: str | None
-    logprob: float
-
-
-class TokenDifference(_Part, frozen=True, kw_only=True):
-    """The first generated token on which the two sides disagree.
-
-    ``margin``: logit of the reference's choice minus its runner-up, on the
-    reference; ``candidate_margin``: the same on the candidate. ``z``: the margin in units
-    of √2 · rms of the two sides' difference over this row of logits, i.e. of the standard
-    deviation that the difference of two logits has: up to about 3, a difference of that
-    size flips such a token by chance. The top lists are given for the first flip alone.
-    ``order_to_onset``: whether the numeric onset lies in an earlier, the same or a later forward.
-    """
-
-    sample: int
-    step: int
-    reference: TokenChoice
-    candidate: TokenChoice
-    margin: float | None
-    candidate_margin: float | None
-    z: float | None = None
-    reference_top: list[TokenChoice] = []
-    candidate_top: list[TokenChoice] = []
-    order_to_onset: Literal["before", "same step", "after"] | None = None
-
-
-class TokensResult(_Part, frozen=True, kw_only=True):
-    """Agreement of greedy choices. ``forced``: the candidate was fed the reference's tokens,
-    so that every step is comparable; otherwise steps after the first difference are not.
-    ``differences``: every comparable flip, the first included."""
-
-    num_tokens: int
-    num_equal: int
-    forced: bool
-    first_difference: TokenDifference | None = None
-    differences: list[TokenDifference] = []
 
 
 class NonfiniteCount(_Part, frozen=True, kw_only=True):

@@ -2,59 +2,79 @@
 
 Compared are choices, not what was fed: where the candidate was forced onto the
 reference's tokens, every step is comparable, and a second difference does not
-follow from the first. Log-probabilities come from the recorded logits.
+follow from the first. Log-probabilities come from the recorded logits. With a truth
+each flip is held against what rounding does to these logits, and so are the
+distributions of all decided positions (compare.flips).
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from divergence.compare.deciding import Distances, Place, distances_of, logits_row
+from divergence.compare.flips import deviations, judge_flip, kl_fields
 from divergence.compare.result import Onset, TokenChoice, TokenDifference, TokensResult
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.logits import top_choices
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["compare_tokens", "relate_to_onset"]
+__all__ = ["comparable_places", "compare_tokens", "relate_to_onset"]
 
 _TOP = 5
 
 
-def compare_tokens(reference: Run, candidate: Run) -> TokensResult | None:
+def compare_tokens(
+    reference: Run,
+    candidate: Run,
+    *,
+    truth: Run | None = None,
+    thresholds: Thresholds = THRESHOLDS,
+) -> TokensResult | None:
     """Agreement of the generated tokens; None where neither side generated any."""
     a, b = reference.manifest.tokens, candidate.manifest.tokens
-    forced = a.forced_by is not None or b.forced_by is not None
-    count = equal = 0
-    flips: list[tuple[int, int]] = []
-    for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False)):
-        fed_apart = False
-        fed = list(zip(one.generated_ids, two.generated_ids, strict=False))
-        for step, (x, y) in enumerate(zip(one.chosen_ids, two.chosen_ids, strict=False)):
-            count += 1
-            if fed_apart:
-                continue  # other tokens came before: no agreement to speak of
-            if x == y:
-                equal += 1
-            else:
-                flips.append((number, step))
-            fed_apart = step < len(fed) and fed[step][0] != fed[step][1]
+    places = comparable_places(reference, candidate)
+    count = sum(
+        min(len(one.chosen_ids), len(two.chosen_ids))
+        for one, two in zip(a.samples, b.samples, strict=False)
+    )
     if count == 0:
         return None
+    flips = [
+        (sample, step)
+        for sample, step in places
+        if a.samples[sample].chosen_ids[step] != b.samples[sample].chosen_ids[step]
+    ]
+    distances = distances_of(reference, candidate, truth, places)
     found = [
-        _difference(reference, candidate, *flip, tops=place == 0)
-        for place, flip in enumerate(flips)
+        _difference(reference, candidate, truth, flip, distances, thresholds, tops=number == 0)
+        for number, flip in enumerate(flips)
     ]
     return TokensResult(
         num_tokens=count,
-        num_equal=equal,
-        forced=forced,
+        num_equal=len(places) - len(flips),
+        forced=a.forced_by is not None or b.forced_by is not None,
         first_difference=found[0] if found else None,
         differences=found,
+        **kl_fields(distances, thresholds),
     )
+
+
+def comparable_places(reference: Run, candidate: Run) -> list[Place]:
+    """(sample, step) of every choice that both sides made after the same tokens, in order."""
+    a, b = reference.manifest.tokens, candidate.manifest.tokens
+    places: list[Place] = []
+    for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False)):
+        fed = list(zip(one.generated_ids, two.generated_ids, strict=False))
+        for step in range(min(len(one.chosen_ids), len(two.chosen_ids))):
+            places.append((number, step))
+            if step < len(fed) and fed[step][0] != fed[step][1]:
+                break  # other tokens follow: no agreement to speak of
+    return places
 
 
 def relate_to_onset(tokens: TokensResult | None, onset: Onset | None) -> TokensResult | None:
@@ -70,48 +90,44 @@ def relate_to_onset(tokens: TokensResult | None, onset: Onset | None) -> TokensR
 
 
 def _difference(
-    reference: Run, candidate: Run, sample: int, step: int, *, tops: bool
+    reference: Run,
+    candidate: Run,
+    truth: Run | None,
+    place: Place,
+    distances: Distances | None,
+    thresholds: Thresholds,
+    *,
+    tops: bool,
 ) -> TokenDifference:
-    texts = {**candidate.manifest.tokens.texts, **reference.manifest.tokens.texts}
+    sample, step = place
+    runs = [run for run in (truth, candidate, reference) if run is not None]
+    texts = {key: text for run in runs for key, text in run.manifest.tokens.texts.items()}
     one = reference.manifest.tokens.samples[sample].chosen_ids[step]
     two = candidate.manifest.tokens.samples[sample].chosen_ids[step]
-    row_a, row_b = _logits(reference, sample, step), _logits(candidate, sample, step)
+    row_a, row_b = logits_row(reference, *place), logits_row(candidate, *place)
     top_a, top_b = _top(row_a, texts), _top(row_b, texts)
     margin = _margin(top_a)
-    return TokenDifference(
+    found = TokenDifference(
         sample=sample,
         step=step,
         reference=_choice(one, row_a, texts),
         candidate=_choice(two, row_b, texts),
         margin=margin,
         candidate_margin=_margin(top_b),
-        z=_deviations(margin, row_a, row_b),
+        z=deviations(margin, row_a, row_b),
         reference_top=top_a if tops else [],
         candidate_top=top_b if tops else [],
     )
-
-
-def _deviations(
-    margin: float | None, row_a: torch.Tensor | None, row_b: torch.Tensor | None
-) -> float | None:
-    """The margin over √2 · rms(a - b): how many standard deviations a flip had to be."""
-    if margin is None or row_a is None or row_b is None or row_a.shape != row_b.shape:
-        return None
-    spread = float((row_a.double() - row_b.double()).square().mean().sqrt()) * math.sqrt(2)
-    return margin / spread if spread > 0 and math.isfinite(spread) else None
-
-
-def _logits(run: Run, sample: int, step: int) -> torch.Tensor | None:
-    """The logits row (V,) that decided this token, if it was recorded."""
-    site = run.manifest.plan.logits_site
-    group = next((g for g in run.manifest.tokens.groups if sample in g), [sample])
-    record = run.find(("free", group[0], step, site)) if site else None
-    if record is None:
-        return None
-    tensor = run.read(record)
-    if tensor.ndim != 3 or tensor.shape[0] <= group.index(sample):
-        return None
-    return tensor[group.index(sample), -1]
+    right = None if truth is None else logits_row(truth, *place)
+    if truth is None or right is None:
+        z_of = None if found.z is None else "difference"
+        return msgspec.structs.replace(found, z_of=z_of)
+    chosen = truth.manifest.tokens.samples[sample].chosen_ids
+    choice = _choice(chosen[step], right, texts) if step < len(chosen) else None
+    mine = row_b if distances is not None and distances.side == "candidate" else row_a
+    return judge_flip(
+        msgspec.structs.replace(found, truth_choice=choice), right, mine, thresholds=thresholds
+    )
 
 
 def _top(row: torch.Tensor | None, texts: dict[str, str]) -> list[TokenChoice]:

@@ -77,6 +77,14 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     there. ``truth_gain``: a scale error in standard deviations. ``truth_least``: in a family's
     typical error, what is added to both errors so that two tiny ones make no large ratio.
     ``truth_drift``: the W of the free run. ``widen``: room over what a ``--floor`` run shows.
+
+    Tokens, with a truth; the floor is there the error of the side nearer to the truth.
+    ``flip``: the gap, in standard deviations of the difference of two logits of the floor, beyond
+    which a flip is a fault: three of them, for a healthy side whose error is W = 2.2 times the
+    floor's (the largest measured on really different processors): 3 · 2.2. ``kl``: KL between
+    the sides over the floor's KL from the truth. KL is half the variance of the logits' error
+    over the distribution, so it goes with the square: two independent errors give 1 + W², 2 for
+    equal ones and 1 + 2.2² = 5.8 for the largest healthy W.
     """
 
     typical: float = 6.0
@@ -99,6 +107,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     truth_least: float = 0.25
     truth_drift: float = 4.0
     widen: float = 1.5
+    flip: float = 6.6
+    kl: float = 6.0
 
 
 THRESHOLDS = Thresholds()

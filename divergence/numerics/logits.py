@@ -26,7 +26,7 @@ import torch
 from divergence.numerics.blocks import BLOCK, Grid
 from divergence.numerics.workers import Split, run_split
 
-__all__ = ["LogitsMetrics", "measure_logits", "top_choices"]
+__all__ = ["LogitsMetrics", "kl_divergence", "logit_error", "measure_logits", "top_choices"]
 
 _SERIES_BELOW = 1.0 / 16.0
 
@@ -122,6 +122,37 @@ def top_choices(row: torch.Tensor, k: int) -> list[tuple[int, float]]:
     with np.errstate(all="ignore"):
         logprobs = values[order] - _logsumexp(values[None, :])[0]
     return [(int(at), float(value)) for at, value in zip(order, logprobs, strict=True)]
+
+
+def kl_divergence(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """KL(A‖B) of two rows of logits (V,), in nats, float64; formula in the module docstring.
+
+    None where the rows are of other lengths, or one has a nan, a +inf or no finite logit.
+    """
+    x, y = _row(a), _row(b)
+    if x.shape != y.shape or not (_usable(x)[0] and _usable(y)[0]):
+        return None
+    with np.errstate(all="ignore"):
+        return float(_kl(*_log_ratio(x, y))[0])
+
+
+def logit_error(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """rms(d - mean(d)), d = a - b, over a row of logits (V,), in logits, float64.
+
+    The mean is taken off: a constant on all logits changes no probability and no choice,
+    so it is no error of a logit against another. Over the ids that are finite on both sides;
+    None where there are none, or the rows are of other lengths.
+    """
+    x, y = _row(a), _row(b)
+    if x.shape != y.shape:
+        return None
+    both = np.isfinite(x) & np.isfinite(y)
+    return float((x[both] - y[both]).std()) if both.any() else None
+
+
+def _row(row: torch.Tensor) -> np.ndarray:
+    """(V,) as (1, V) in float64."""
+    return row.detach().cpu().reshape(1, -1).to(torch.float64).numpy()
 
 
 def _usable(x: np.ndarray) -> np.ndarray:

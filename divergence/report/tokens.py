@@ -5,9 +5,15 @@ A decoded token is quoted, since it may hold a newline or begin with a space.
 
 from __future__ import annotations
 
-from divergence.compare.result import SiteResult, TokenChoice, TokenDifference, TokensResult
+from divergence.compare.result import (
+    Explanation,
+    SiteResult,
+    TokenChoice,
+    TokenDifference,
+    TokensResult,
+)
 from divergence.report.lines import BLANK, Line, columns, heading, prose
-from divergence.report.numbers import decimal, fixed
+from divergence.report.numbers import count, decimal, fixed, times
 
 __all__ = ["logits_lines", "token_lines"]
 
@@ -22,6 +28,10 @@ def token_lines(tokens: TokensResult | None) -> list[Line]:
     first = tokens.first_difference
     if first is not None:
         lines += _difference_lines(first, forced=tokens.forced)
+    lines += _other_lines(tokens)
+    lines += _kl_lines(tokens)
+    if tokens.explanation is not None:
+        lines += _explanation_lines(tokens.explanation, tokens.first_difference)
     return [*lines, BLANK]
 
 
@@ -45,13 +55,14 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
         [
             (name, _token(choice), f"margin {fixed(margin)} logits over the next{sigmas}")
             for name, choice, margin, sigmas in (
-                ("reference", first.reference, first.margin, _sigmas(first.z)),
+                ("reference", first.reference, first.margin, _sigmas(first)),
                 ("candidate", first.candidate, first.candidate_margin, ""),
             )
         ],
         indent=4,
         widest=40,
     )
+    lines += _judgement_lines(first)
     tops = list(_tops(first.reference_top, first.candidate_top))
     if tops:
         rows = [("top of the reference", "logprob", "top of the candidate", "logprob"), *tops]
@@ -59,9 +70,123 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
     return lines
 
 
-def _sigmas(z: float | None) -> str:
-    """The margin in standard deviations of the logits' difference."""
-    return "" if z is None else f" ({z:.1f} σ of the diff)"
+def _sigmas(first: TokenDifference) -> str:
+    """The margin in standard deviations of the logits' difference; a floor's z has its own line."""
+    if first.z is None or first.z_of == "floor":
+        return ""
+    return f" ({first.z:.1f} σ of the diff)"
+
+
+_JUDGEMENTS = {
+    "tie": "a tie: rounding may flip it",
+    "fault": "a fault: no rounding of this dtype moves logits that far",
+    None: "between: more than the floor's own rounding flips, less than the coarsest healthy "
+    "kernels might",
+}
+
+
+def _judgement_lines(first: TokenDifference) -> list[Line]:
+    """What a truth says of the flip; without one, that there is none to say it."""
+    if first.z_of == "difference":
+        text = "not judged: σ is that of the diff itself, which a fault widens; give --reference"
+        return [prose("    ", text, width=4)]
+    if first.z_of is None or first.z is None:
+        return []
+    judged = (
+        f"{_JUDGEMENTS[first.judgement]} (gap {fixed(abs(first.truth_margin or 0.0))} logits in "
+        f"the truth, {first.z:.1f} σ of the floor's logit error)"
+    )
+    styles = {"tie": "green", "fault": "red", None: "yellow"}
+    lines = [prose("    ", judged, style=styles[first.judgement], width=4)]
+    right = first.truth_choice
+    if right is not None:
+        agrees = [
+            name
+            for name, choice in (("reference", first.reference), ("candidate", first.candidate))
+            if choice.id == right.id
+        ]
+        who = f"with the {agrees[0]}" if agrees else "with neither"
+        lines.append(prose("    ", f"the truth chose {_token(right)}: it agrees {who}", width=4))
+    return lines
+
+
+def _other_lines(tokens: TokensResult) -> list[Line]:
+    """The other flips, counted by what they are."""
+    rest = tokens.differences[1:]
+    if not rest:
+        return []
+    names = {"tie": "tie", "fault": "fault", None: "unjudged"}
+    counts = [
+        f"{number} {name}{'s' if number > 1 and judgement else ''}"
+        for judgement, name in names.items()
+        if (number := sum(flip.judgement == judgement for flip in rest))
+    ]
+    return [prose("  later differences: ", f"{len(rest)} ({', '.join(counts)})", width=4)]
+
+
+def _kl_lines(tokens: TokensResult) -> list[Line]:
+    """The distributions of all decided positions, beside the floor's distance from the truth."""
+    if tokens.kl_mean is None:
+        return []
+    text = f"mean {decimal(tokens.kl_mean)}, p99 {decimal(tokens.kl_p99)} nats"
+    style = ""
+    if tokens.kl_ratio is not None and tokens.kl_limit is not None:
+        text += (
+            f"; the floor ({tokens.floor_side} from the truth): mean "
+            f"{decimal(tokens.floor_kl_mean)}, p99 {decimal(tokens.floor_kl_p99)}; "
+            f"{times(tokens.kl_ratio)} (limit {times(tokens.kl_limit)})"
+        )
+        style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
+    return [prose("  KL of what decided them: ", text, style=style, width=4)]
+
+
+def _explanation_lines(found: Explanation, first: TokenDifference | None) -> list[Line]:
+    """What one block's error alone does to the decision, on this machine."""
+    sites = ", ".join(found.sites[:3])
+    if len(found.sites) > 3:
+        sites += f" and {len(found.sites) - 3} more"
+    other = "candidate" if found.disturbed == "reference" else "reference"
+    what = "the closest decision (no token differs)"
+    if found.differs:
+        same = first is not None and (first.sample, first.step) == (found.sample, found.step)
+        what = "the first difference" if same else "the first difference that is a fault"
+    why = "" if found.flagged else "; nothing is flagged, this block's error is the largest"
+    forwards = count(found.num_forwards, "forward")
+    lines = [
+        prose(
+            "  explained: ",
+            f"{what}, sample {found.sample}, step {found.step}, by the {other}'s error at {sites} "
+            f"alone{why}",
+            width=4,
+        ),
+        prose(
+            "    ",
+            f"added to the {found.disturbed}'s model in {forwards}, here in {found.dtype} on "
+            f"{found.device}",
+            width=4,
+        ),
+    ]
+    over = f"{_token(found.reference)} over {_token(found.candidate)}"
+    lines += columns(
+        [
+            (f"logit of {over}", ""),
+            ("  in the reference", fixed(found.reference_margin)),
+            ("  in the candidate", fixed(found.candidate_margin)),
+            ("  here, as it is", fixed(found.baseline_margin)),
+            ("  here, with the error", fixed(found.injected_margin)),
+        ],
+        indent=4,
+        widest=60,
+    )
+    share = (
+        "the two runs' margins are equal: nothing moved"
+        if found.share is None
+        else f"{100 * found.share:.0f}% of the movement explained"
+    )
+    flips = "the error flips the token" if found.flips else "the error does not flip the token"
+    chosen = f"; chosen with it: {_token(found.injected_choice)}"
+    lines.append(prose("    ", f"{share}; {flips}{chosen}", style="yellow", width=4))
+    return lines
 
 
 def _tops(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from divergence.compare.result import (
     Coverage,
     Evidence,
+    Explanation,
     LogitsDiff,
     NonfiniteCount,
     Onset,
@@ -158,6 +159,11 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
         candidate=choices[1],
         margin=0.0625,
         candidate_margin=0.03,
+        truth_choice=choices[0],
+        truth_margin=0.05,
+        z=8.25,
+        z_of="floor",
+        judgement="fault",
         reference_top=choices,
         candidate_top=[choices[1], choices[0], *choices[2:]],
         order_to_onset="after",
@@ -192,6 +198,14 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
             forced=True,
             first_difference=flip,
             differences=[flip],
+            kl_mean=2.5e-3,
+            kl_p99=4e-3,
+            floor_side="reference",
+            floor_kl_mean=3.1e-4,
+            floor_kl_p99=5e-4,
+            kl_ratio=8.06,
+            kl_limit=6.0,
+            explanation=make_explanation(flip, block),
         ),
         coverage=Coverage(
             num_compared=len(sites),
@@ -220,6 +234,31 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
         sites=sites,
         candidate=make_run("b", plants=["model.layers.30.mlp.down_proj:out=scale:1.3"]),
         notes=["the candidate was captured with [brackets] in a path"],
+    )
+
+
+def make_explanation(flip: TokenDifference, block: str) -> Explanation:
+    """The error of one block explains nearly all of a flip."""
+    return Explanation(
+        sample=flip.sample,
+        step=flip.step,
+        differs=True,
+        sites=[f"{block}:out"],
+        flagged=True,
+        disturbed="reference",
+        reference=flip.reference,
+        candidate=flip.candidate,
+        reference_margin=0.0625,
+        candidate_margin=-0.03,
+        baseline_margin=0.0625,
+        injected_margin=-0.0275,
+        share=0.97,
+        baseline_choice=flip.reference,
+        injected_choice=flip.candidate,
+        flips=True,
+        num_forwards=3,
+        dtype="bfloat16",
+        device="cpu: host-c",
     )
 
 

@@ -70,6 +70,25 @@ def test_leads_with_verdict_and_onset(reports):
     assert text_of(verdict_lines(reports.make_long_report())).splitlines()[:2] == lines[:2]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"judgement": "tie", "z": 1.5}, "a tie: rounding may flip it"),
+        ({"judgement": "fault"}, "a fault: no rounding of this dtype moves logits that far"),
+        ({"judgement": None, "z": 4.0}, "between: more than the floor's own rounding flips"),
+        ({"z_of": "difference", "judgement": None, "truth_choice": None}, "not judged"),
+    ],
+)
+def test_a_flip_is_called_what_it_is(reports, changes, said):
+    """Tie, fault, neither, or not judged for want of a truth."""
+    report = reports.make_long_report()
+    flip = msgspec.structs.replace(report.tokens.first_difference, **changes)
+    report.tokens = msgspec.structs.replace(report.tokens, first_difference=flip)
+    text = " ".join(text_of(report_lines(report)).split())
+    assert said in text
+    assert ("it agrees with the reference" in text) is (flip.truth_choice is not None)
+
+
 def test_table_fits_one_hundred_columns(reports):
     """No table row is wider than 100 columns, however long the names are."""
     report = reports.make_long_report(num_blocks=4, onset=1)

@@ -1,0 +1,110 @@
+"""The rows of logits that decided the tokens: found in a run, and what two runs' differ by.
+
+A row is the last position's logits of one sample in one free forward: its argmax is the
+greedy choice. Two runs have comparable rows while both were fed the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from divergence.numerics.logits import kl_divergence
+from divergence.run.reader import Run
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Distances", "Place", "Spread", "distances_of", "logits_row"]
+
+Place = tuple[int, int]
+"""(sample, step)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """KL over the decided positions, in nats: mean, and 99th percentile (inverted cdf, so the
+    largest of fewer than 100)."""
+
+    mean: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distances:
+    """How far apart the sides' distributions are, and how far each is from the truth's.
+
+    ``between``: KL(reference‖candidate); ``floor``: KL(truth‖``side``), ``side`` being the one
+    that is nearer to the truth, by the mean: what a correct implementation of this dtype
+    errs by, as this comparison itself shows it. ``num_effective``: positions that make up the
+    floor's mean, (Σ k)² / Σ k² of their KL k (Kish, Survey Sampling, 1965): few where a few
+    uncertain positions outweigh all others.
+    """
+
+    num_positions: int
+    between: Spread
+    floor: Spread | None = None
+    side: Literal["reference", "candidate"] | None = None
+    num_effective: float = 0.0
+
+
+def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
+    """The logits (V,) that decided this token, if they were recorded."""
+    site = run.manifest.plan.logits_site
+    group = next((g for g in run.manifest.tokens.groups if sample in g), [sample])
+    record = run.find(("free", group[0], step, site)) if site else None
+    if record is None:
+        return None
+    tensor = run.read(record)
+    if tensor.ndim != 3 or tensor.shape[0] <= group.index(sample):
+        return None
+    return tensor[group.index(sample), -1]
+
+
+def distances_of(
+    reference: Run,
+    candidate: Run,
+    truth: Run | None,
+    places: Sequence[Place],
+) -> Distances | None:
+    """Over ``places``; None where no row can be compared. One row of each run at a time."""
+    between: list[float] = []
+    errors: dict[Literal["reference", "candidate"], list[float]] = {
+        "reference": [], "candidate": []
+    }  # fmt: skip
+    for place in places:
+        a, b = logits_row(reference, *place), logits_row(candidate, *place)
+        if a is None or b is None:
+            continue
+        apart = kl_divergence(a, b)
+        if apart is None:
+            continue
+        between.append(apart)
+        right = None if truth is None else logits_row(truth, *place)
+        if right is None:
+            continue
+        one, two = kl_divergence(right, a), kl_divergence(right, b)
+        if one is not None and two is not None:
+            errors["reference"].append(one)
+            errors["candidate"].append(two)
+    if not between:
+        return None
+    if len(errors["reference"]) < len(between):
+        return Distances(num_positions=len(between), between=_spread(between))
+    side = min(errors, key=lambda side: float(np.mean(errors[side])))
+    squares = float(np.square(errors[side]).sum())
+    return Distances(
+        num_positions=len(between),
+        between=_spread(between),
+        floor=_spread(errors[side]),
+        side=side,
+        num_effective=float(np.sum(errors[side])) ** 2 / squares if squares > 0 else 1.0,
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    found = np.asarray(values)
+    return Spread(float(found.mean()), float(np.quantile(found, 0.99, method="inverted_cdf")))

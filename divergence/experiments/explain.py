@@ -1,0 +1,271 @@
+"""explain_token(): how far the flagged block's error alone moves the logits that decide a token.
+
+The healthy side's run is repeated on this machine twice, its tokens forced: as it is (baseline),
+and with the guilty side's error of the block added to that block's output in every forward up to
+the flip (experiments.injection). With m = logit of the reference's token minus that of the
+candidate's, at the flip,
+
+    share = (m(injected) - m(baseline)) / (m(guilty) - m(healthy))
+
+is how much of what moved m between the two runs this block's error explains: 1 for a single
+fault, near 0 for a block that has nothing to do with it. It may exceed 1 where other errors
+push back, and says little where the two runs' m are as near as rounding.
+
+The error is that of the anchored pass, made from recorded inputs; in the free run the block's
+inputs have errors of their own, and what the block makes of those is not added.
+The healthy side is the one that the verdict does not blame; the reference where it blames none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from divergence.capture.api import capture
+from divergence.capture.plant import Plant, parse_plant
+from divergence.compare.align import align
+from divergence.compare.deciding import Place, logits_row
+from divergence.compare.names import load_name_map
+from divergence.compare.result import Explanation, Report, SiteResult, TokenChoice
+from divergence.compare.tokens import comparable_places
+from divergence.errors import IncomparableError, UsageError
+from divergence.experiments.injection import injections_of
+from divergence.numerics.logits import top_choices
+from divergence.run.manifest import Tokens
+from divergence.run.reader import Run
+from divergence.run.site import module_of
+
+__all__ = ["explain_token"]
+
+Side = Literal["reference", "candidate"]
+_OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}
+_NOTHING = "nothing to explain: "
+
+
+def explain_token(
+    report: Report,
+    reference: str | Path | Run,
+    candidate: str | Path | Run,
+    *,
+    name_map: str | Path | None = None,
+    model: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Callable[[str, int, int | None, str], None] | None = None,
+) -> Report:
+    """The report of ``compare(reference, candidate)`` with ``tokens.explanation``, or with a note
+    why there is nothing to explain.
+
+    Explained is the first flip that a truth judged a fault, or else the first flip; where no
+    token differs, the closest decision. Two runs of the model are made on ``device``: ``model``
+    names a copy where the recorded one is not on this machine.
+
+    Raises UsageError without an anchored pass, ModelError where the model is not here, and
+    IncomparableError where it has other weights than the run.
+    """
+    a, b = (run if isinstance(run, Run) else Run.open(run) for run in (reference, candidate))
+    reason = _nothing(report)
+    if reason is not None:
+        return _noted(report, reason)
+    assert report.tokens is not None
+    faults = (flip for flip in report.tokens.differences if flip.judgement == "fault")
+    first = next(faults, report.tokens.first_difference)
+    place = _closest(a, b) if first is None else (first.sample, first.step)
+    rows = {} if place is None else {"reference": logits_row(a, *place),
+                                     "candidate": logits_row(b, *place)}  # fmt: skip
+    if place is None or any(row is None for row in rows.values()):
+        return _noted(report, "the logits of no comparable token were recorded")
+    guilty: Side = "reference" if report.verdict.side == "reference" else "candidate"
+    healthy = _OTHER[guilty]
+    own = a if healthy == "reference" else b
+    group = next(group for group in own.manifest.tokens.groups if place[0] in group)
+    sites, flagged = _sites(report)
+    alignment = align(a, b, name_map=None if name_map is None else load_name_map(name_map))
+    injections = injections_of(
+        alignment.pairs, sites, a, b, guilty=guilty, sample=group[0], last_step=place[1]
+    )
+    if not injections:
+        raise UsageError(
+            "there is no error of a block to add: the runs have no anchored pass in common"
+            + (f" that holds {', '.join(sites[:3])}" if sites else ""),
+            where=f"{a.path} and {b.path}",
+            hint=f"divergence capture --like {a.path} -o RUN, and compare that with {a.path}",
+        )
+    if first is None:
+        tokens = [token for token, _ in top_choices(rows["reference"], 2)]
+    else:
+        tokens = [first.reference.id, first.candidate.id]
+    alone = _alone(own, group)
+    options = {
+        "model": model, "device": device, "trust_remote_code": trust_remote_code,
+        "progress": progress, "step": place[1],
+    }  # fmt: skip
+    planted = [parse_plant(text) for text in own.manifest.plan.plants]
+    added = [injection.plant() for injection in injections]
+    with tempfile.TemporaryDirectory(prefix="divergence-explain-") as folder:
+        baseline = _repeat(alone, Path(folder, "baseline"), planted, **options)
+        _check_weights(own, baseline)
+        injected = _repeat(alone, Path(folder, "injected"), [*planted, *added], **options)
+        here = (group.index(place[0]), place[1])
+        found = {
+            **rows,
+            "baseline": logits_row(baseline, *here),
+            "injected": logits_row(injected, *here),
+        }
+        margins = {name: _margin(row, tokens) for name, row in found.items()}
+        choices = [
+            _choice(run.manifest.tokens.samples[here[0]].chosen_ids[here[1]], found[name], (a, b))
+            for name, run in (("baseline", baseline), ("injected", injected))
+        ]
+        baseline.close()
+        injected.close()
+    moved = margins[guilty] - margins[healthy]
+    explanation = Explanation(
+        sample=place[0],
+        step=place[1],
+        differs=first is not None,
+        sites=[injection.site for injection in injections],
+        flagged=flagged,
+        disturbed=healthy,
+        reference=_choice(tokens[0], rows["reference"], (a, b)),
+        candidate=_choice(tokens[1], rows["candidate"], (a, b)),
+        reference_margin=margins["reference"],
+        candidate_margin=margins["candidate"],
+        baseline_margin=margins["baseline"],
+        injected_margin=margins["injected"],
+        share=(margins["injected"] - margins["baseline"]) / moved if moved else None,
+        baseline_choice=choices[0],
+        injected_choice=choices[1],
+        flips=choices[0].id != choices[1].id,
+        num_forwards=max(len(injection.errors) for injection in injections),
+        dtype=baseline.manifest.model.dtype,
+        device=f"{baseline.manifest.environment.device_type}: "
+        f"{baseline.manifest.environment.device_name}",
+    )
+    tokens_result = msgspec.structs.replace(report.tokens, explanation=explanation)
+    return msgspec.structs.replace(report, tokens=tokens_result)
+
+
+def _nothing(report: Report) -> str | None:
+    """Why no token can be explained, or None."""
+    if report.verdict.kind == "incomparable":
+        return "the runs are not the same experiment"
+    if report.tokens is None:
+        return "no token was generated"
+    if report.verdict.kind == "identical":
+        return "the runs are equal bit for bit"
+    return None
+
+
+def _noted(report: Report, reason: str) -> Report:
+    return msgspec.structs.replace(report, notes=[*report.notes, _NOTHING + reason])
+
+
+def _closest(a: Run, b: Run) -> Place | None:
+    """The position of the reference's smallest margin."""
+    margins: dict[Place, float] = {}
+    for place in comparable_places(a, b):
+        row = logits_row(a, *place)
+        if row is not None and row.numel() > 1 and logits_row(b, *place) is not None:
+            top = row.double().topk(2).values
+            margins[place] = float(top[0] - top[1])
+    return min(margins, key=lambda place: margins[place], default=None)
+
+
+def _sites(report: Report) -> tuple[list[str], bool]:
+    """(outputs whose error is added, whether the verdict flagged them). The onset's block, or all
+    flagged blocks of a systematic verdict; where nothing is flagged, the block whose error is
+    largest beside its floor."""
+    verdict, onset = report.verdict, report.verdict.onset
+    anchored = [site for site in report.sites if site.pass_ == "anchored"]
+    if verdict.kind == "systematic":
+        blocks = [site.block for site in report.sites if site.flagged and site.block]
+        if blocks:
+            return [f"{block}:out" for block in dict.fromkeys(blocks)], True
+    if onset is not None:
+        return [f"{onset.block or module_of(onset.site)}:out"], True
+    blocks_out = [s for s in anchored if s.role == "block" and s.site == f"{s.block}:out"]
+    if not blocks_out:
+        return [], False
+    return [max(blocks_out, key=_size).site], False
+
+
+def _size(site: SiteResult) -> tuple[float, float]:
+    return (site.ratio or 0.0, site.rel_l2)
+
+
+def _alone(run: Run, group: list[int]) -> Run:
+    """The run as if it held this one batch: what other prompts do is not repeated."""
+    tokens = run.manifest.tokens
+    manifest = msgspec.structs.replace(
+        run.manifest,
+        tokens=Tokens(
+            samples=[tokens.samples[number] for number in group],
+            groups=[list(range(len(group)))],
+            texts=tokens.texts,
+            forced_by=tokens.forced_by,
+        ),
+    )
+    return Run(run.path, manifest, [])
+
+
+def _repeat(
+    run: Run,
+    out: Path,
+    plants: list[Plant],
+    *,
+    step: int,
+    model: str | None,
+    device: str,
+    trust_remote_code: bool,
+    progress: Callable[[str, int, int | None, str], None] | None,
+) -> Run:
+    """The free pass up to ``step``, of which the logits are kept."""
+    site = run.manifest.plan.logits_site
+    assert site is not None
+    return capture(
+        model,
+        out=out,
+        like=run,
+        max_new_tokens=step + 1,
+        sites=[site],
+        steps=str(step),
+        anchor=False,
+        plants=plants,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+
+
+def _check_weights(run: Run, here: Run) -> None:
+    one, two = run.manifest.model, here.manifest.model
+    if one.dtype == two.dtype and one.digest != two.digest:
+        raise IncomparableError(
+            f"the model on this machine has other weights ({two.digest[:12]}) than {run.path} "
+            f"({one.digest[:12]})",
+            where=two.source,
+            hint="--model PATH, with the weights that the runs were made of",
+        )
+
+
+def _margin(row: torch.Tensor | None, tokens: list[int]) -> float:
+    """Logit of the first token minus that of the second; nan where there is no such logit."""
+    if row is None or max(tokens) >= row.shape[0]:
+        return float("nan")
+    return float(row[tokens[0]].double() - row[tokens[1]].double())
+
+
+def _choice(token: int, row: torch.Tensor | None, runs: tuple[Run, Run]) -> TokenChoice:
+    texts = (run.manifest.tokens.texts.get(str(token)) for run in runs)
+    logprob = float("nan")
+    if row is not None and token < row.shape[0]:
+        logprob = float(row.double().log_softmax(0)[token])
+    return TokenChoice(
+        id=token, text=next((text for text in texts if text is not None), None), logprob=logprob
+    )

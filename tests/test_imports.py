@@ -1,6 +1,6 @@
 """Who may import whom: the drawing in the architecture, enforced.
 
-    errors <- numerics <- run <- {capture, ops, probe, compare} <- report <- cli
+    errors <- numerics <- run <- {capture, ops, probe, compare} <- experiments <- report <- cli
 
 Every import counts, at module level or inside a function, and under TYPE_CHECKING too.
 """
@@ -34,10 +34,11 @@ LEVELS = {
     "ops": 3,
     "probe": 3,
     "compare": 3,
-    "report": 4,
-    "cli": 5,
-    "__main__": 6,
-    "__init__": 6,
+    "experiments": 4,  # made of captures and comparisons
+    "report": 5,
+    "cli": 6,
+    "__main__": 7,
+    "__init__": 7,
 }
 """A room may import itself and what stands lower; rooms of one level see exceptions below."""
 
@@ -46,11 +47,12 @@ APART = {("capture", "compare"), ("compare", "capture")}
 
 REPORT_READS = (
     "divergence.compare.result",
+    "divergence.experiments.sensitivity_result",
     "divergence.run.site",
     "divergence.run.record",
     "divergence.run.manifest",
 )
-"""All that report may take from run and from level 3: types. It never opens a run."""
+"""All that report may take from run and from levels 3 and 4: types. It never opens a run."""
 
 OWNERS = {
     "transformers": ("capture/engines/",),
@@ -104,7 +106,7 @@ def violation(path: str, target: str) -> str | None:
         return f"{room} stands below {other}"
     if (room, other) in APART:
         return f"{room} and {other} never import each other"
-    if room == "report" and other in ("run", "capture", "ops", "probe", "compare"):
+    if room == "report" and other in ("run", "capture", "ops", "probe", "compare", "experiments"):
         allowed = any(target == name or target.startswith(name + ".") for name in REPORT_READS)
         return None if allowed else f"report may read {', '.join(REPORT_READS)} only"
     return None
@@ -144,6 +146,8 @@ def test_files_stay_short(file):
         ("run/writer.py", "divergence.report.table"),
         ("report/summary.py", "divergence.run.reader.Run"),
         ("report/summary.py", "divergence.compare.align.align"),
+        ("report/sensitivity.py", "divergence.experiments.trials.Trials"),
+        ("compare/judge.py", "divergence.experiments.trials.Trials"),
         ("report/html.py", "rich.table.Table"),
         ("capture/hooks.py", "transformers.PreTrainedModel"),
         ("capture/api.py", "typer"),
@@ -167,6 +171,8 @@ def test_the_rules_can_fail(path, target):
         ("report/summary.py", "divergence.compare.result.Report"),
         ("capture/engines/load.py", "transformers.AutoModel"),
         ("ops/replay.py", "divergence.capture.hooks"),
+        ("experiments/trials.py", "divergence.compare.judge"),
+        ("experiments/sensitivity.py", "divergence.capture.api"),
         ("compare/judge.py", "divergence.numerics.pair"),
         ("capture/api.py", "divergence.config.load_settings"),
         ("numerics/pair.py", "torch"),

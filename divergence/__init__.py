@@ -28,9 +28,19 @@ if TYPE_CHECKING:
     from divergence.compare.api import compare
     from divergence.compare.check import check
     from divergence.compare.result import Report
+    from divergence.experiments.sensitivity import sensitivity
     from divergence.run.reader import Run
 
-__all__ = ["Report", "Run", "__version__", "capture", "check", "compare", "reference"]
+__all__ = [
+    "Report",
+    "Run",
+    "__version__",
+    "capture",
+    "check",
+    "compare",
+    "reference",
+    "sensitivity",
+]
 
 _HOMES = {
     "Report": "divergence.compare.result",
@@ -38,6 +48,7 @@ _HOMES = {
     "__version__": "divergence._version",
     "check": "divergence.compare.check",
     "reference": "divergence.capture.api",
+    "sensitivity": "divergence.experiments.sensitivity",
 }
 _VERBS = ("capture", "compare")
 """Packages that are called like functions: ``divergence.NAME.api.NAME``."""

@@ -47,6 +47,7 @@ APART = {("capture", "compare"), ("compare", "capture")}
 
 REPORT_READS = (
     "divergence.compare.result",
+    "divergence.experiments.sensitivity_result",
     "divergence.run.site",
     "divergence.run.record",
     "divergence.run.manifest",
@@ -147,6 +148,8 @@ def test_files_stay_short(file):
         ("report/summary.py", "divergence.compare.align.align"),
         ("report/tokens.py", "divergence.experiments.explain.explain_token"),
         ("compare/api.py", "divergence.experiments.explain.explain_token"),
+        ("report/sensitivity.py", "divergence.experiments.trials.Trials"),
+        ("compare/judge.py", "divergence.experiments.trials.Trials"),
         ("report/html.py", "rich.table.Table"),
         ("capture/hooks.py", "transformers.PreTrainedModel"),
         ("capture/api.py", "typer"),
@@ -172,6 +175,8 @@ def test_the_rules_can_fail(path, target):
         ("ops/replay.py", "divergence.capture.hooks"),
         ("experiments/explain.py", "divergence.capture.api.capture"),
         ("experiments/explain.py", "divergence.compare.align.align"),
+        ("experiments/trials.py", "divergence.compare.judge"),
+        ("experiments/sensitivity.py", "divergence.capture.api"),
         ("compare/judge.py", "divergence.numerics.pair"),
         ("capture/api.py", "divergence.config.load_settings"),
         ("numerics/pair.py", "torch"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from divergence._version import __version__
@@ -15,7 +15,7 @@ from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Found, Measurer
-from divergence.compare.names import load_name_map
+from divergence.compare.names import NameMap, load_name_map
 from divergence.compare.preflight import preflight
 from divergence.compare.result import (
     Coverage,
@@ -36,7 +36,7 @@ from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 
-__all__ = ["compare"]
+__all__ = ["Measured", "compare", "measure_runs", "summary_of"]
 
 
 def compare(
@@ -73,6 +73,49 @@ def compare(
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
+    found = measure_runs(
+        a, b, lines, names=names, truth=truth, floor=floor, thresholds=thresholds,
+        progress=progress,
+    )  # fmt: skip
+    case, alignment = found.case, found.alignment
+    verdict = judge(case, thresholds=thresholds)
+    return Report(
+        tool_version=__version__,
+        reference=summary_of(a),
+        candidate=summary_of(b),
+        verdict=verdict,
+        preflight=lines,
+        tokens=relate_to_onset(case.tokens, verdict.onset),
+        coverage=_coverage(alignment),
+        sites=list(case.sites),
+        notes=found.notes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Two runs, measured: everything that ``judge`` needs, and what a change is measured with."""
+
+    reference: Run
+    candidate: Run
+    truth: Truth | None
+    alignment: Alignment
+    case: Case
+    notes: list[str]
+
+
+def measure_runs(
+    a: Run,
+    b: Run,
+    lines: list[PreflightLine],
+    *,
+    names: NameMap | None = None,
+    truth: str | Path | Run | None = None,
+    floor: Sequence[str | Path | Run] = (),
+    thresholds: Thresholds = THRESHOLDS,
+    progress: Callable[..., None] | None = None,
+) -> Measured:
+    """Align and measure. Parameters and errors are those of ``compare``; ``lines``: preflight."""
     alignment = align(a, b, name_map=names)
     if not alignment.pairs:
         raise IncomparableError(
@@ -86,30 +129,21 @@ def compare(
     sites = _measure_all(measurer, alignment.pairs, progress)
     escalated, handled = compare_escalated(a, b, right, thresholds, _measure_all, progress)
     sites += escalated
-    tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
     if handled:
         alignment = drop_escalated(alignment)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = _notes(a, b, alignment)
     if right is not None and not right.anchors:
         notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
+    tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
     case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
     case = replace(case, advice=Advice(a, b, right and right.run))
     if floor:
-        shown = _shown(a, floor, right, name_map, thresholds)
+        shown = _shown(a, floor, right, names, thresholds)
         case = replace(case, shown=shown)
         notes.append(f"limits are widened by what {len(floor)} trusted runs show")
-    verdict = judge(case, thresholds=thresholds)
-    return Report(
-        tool_version=__version__,
-        reference=_summary(a),
-        candidate=_summary(b),
-        verdict=verdict,
-        preflight=lines,
-        tokens=relate_to_onset(tokens, verdict.onset),
-        coverage=_coverage(alignment),
-        sites=sites,
-        notes=notes,
+    return Measured(
+        reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes
     )
 
 
@@ -129,8 +163,8 @@ def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | No
     case = replace(case, advice=WithinAdvice(run), notes=())
     return Report(
         tool_version=__version__,
-        reference=_summary(run),
-        candidate=_summary(run),
+        reference=summary_of(run),
+        candidate=summary_of(run),
         verdict=explain_within(judge(case, thresholds=thresholds)),
         preflight=lines,
         tokens=None,
@@ -173,14 +207,14 @@ def _shown(
     a: Run,
     runs: Sequence[str | Path | Run],
     right: Truth | None,
-    name_map: str | Path | None,
+    names: NameMap | None,
     thresholds: Thresholds,
 ) -> dict[tuple[str, str, str], float]:
     """What trusted runs use of their limits, the largest of all by site."""
     shown: dict[tuple[str, str, str], float] = {}
     for run in map(_opened, runs):
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
-        alignment = align(a, run, name_map=None if name_map is None else load_name_map(name_map))
+        alignment = align(a, run, name_map=names)
         if blocking or not alignment.pairs:
             raise UsageError(
                 f"{run.path} shows no floor for {a.path}: "
@@ -235,8 +269,8 @@ def _incomparable(
 ) -> Report:
     return Report(
         tool_version=__version__,
-        reference=_summary(a),
-        candidate=_summary(b),
+        reference=summary_of(a),
+        candidate=summary_of(b),
         verdict=Verdict(
             kind="incomparable",
             summary="not the same experiment: "
@@ -302,7 +336,7 @@ def _why_nothing(alignment: Alignment) -> str:
     return "one of the runs is empty"
 
 
-def _summary(run: Run) -> RunSummary:
+def summary_of(run: Run) -> RunSummary:
     manifest = run.manifest
     return RunSummary(
         path=str(run.path),

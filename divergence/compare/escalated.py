@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from divergence.compare.align import Alignment, Pair, Piece
@@ -26,11 +26,13 @@ def compare_escalated(
     thresholds: Thresholds,
     measure: Callable[..., list[SiteResult]],
     progress: Callable[..., None] | None,
+    *,
+    sides: Sequence[str] = ("reference", "candidate"),
 ) -> tuple[list[SiteResult], bool]:
     """(results, whether every escalated record was used).
 
-    Against the truth each side answers for itself (``of``); without one, two escalated passes
-    of equal inputs are compared with each other.
+    Against the truth each side of ``sides`` answers for itself (``of``); without one, two
+    escalated passes of equal inputs are compared with each other.
     """
     inputs = inputs_of(a, b)
     having = [(name, run) for name, run in (("reference", a), ("candidate", b)) if _has(run)]
@@ -38,6 +40,8 @@ def compare_escalated(
     if truth is not None and truth.anchors:
         right = truth.run
         for name, run in having:
+            if name not in sides:
+                continue
             if run.manifest.plan.anchored_to != right.manifest.plan.anchored_to:
                 continue
             results += _measured(

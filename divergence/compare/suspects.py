@@ -54,7 +54,7 @@ def _blame_all(
     judged: list[Unit] = []
     for unit in units:
         tally = tallies.find(unit.pass_, unit.site, unit.phase)
-        unit.standing = None if tally is None or unit.pass_ == "free" else standing_of(tally)
+        unit.standing = None if tally is None or unit.pass_ == "free" else tally.once(standing_of)
         if unit.standing is not None:
             judged.append(unit)
     families: dict[tuple, list[Unit]] = {}

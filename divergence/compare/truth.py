@@ -7,8 +7,9 @@ how far each side is from it: compare.blame judges them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divergence.compare.align import Pair
 from divergence.compare.result import SiteResult, TruthDiff
@@ -91,6 +92,13 @@ class Tally:
     """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,)."""
 
     forwards: list[tuple[SiteResult, AgainstTruth, torch.Tensor]] = field(default_factory=list)
+    _gathered: list[Any] = field(default_factory=list)
+
+    def once(self, gather: Callable[[Tally], Any]) -> Any:
+        """What ``gather``, always the same function, makes of this when it is complete."""
+        if not self._gathered:
+            self._gathered.append(gather(self))
+        return self._gathered[0]
 
 
 class Tallies:
@@ -106,6 +114,12 @@ class Tallies:
 
     def find(self, pass_: str, site: str, phase: str) -> Tally | None:
         return self._found.get((pass_, site, phase))
+
+    def with_changed(self, changed: Tallies) -> Tallies:
+        """These, with those that ``changed`` holds in place of one's own."""
+        both = Tallies()
+        both._found = self._found | changed._found
+        return both
 
 
 def truth_diff(against: AgainstTruth) -> TruthDiff | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["bar", "count", "decimal", "fixed", "size", "times"]
+__all__ = ["bar", "count", "decimal", "fixed", "share", "size", "times"]
 
 BAR_WIDTH = 10
 RATIO_DECADES = (-1, 3)
@@ -42,6 +42,14 @@ def times(value: float | None) -> str:
     if value >= 99950:
         return f"{value:.1e}x"
     return f"{value:.1f}x" if value < 99.95 else f"{value:.0f}x"
+
+
+def share(value: float | None) -> str:
+    """A share in two significant digits: ``100%``, ``0.41%``, ``1.3e-06``; a dash for None."""
+    if value is None or not math.isfinite(value) or value < 9.95e-5:
+        return decimal(value)
+    percent = float(f"{100 * value:.1e}")
+    return f"{percent:.{max(0, 1 - math.floor(math.log10(percent)))}f}%"
 
 
 def bar(value: float | None, decades: tuple[int, int]) -> str:

@@ -1,0 +1,125 @@
+"""`divergence sensitivity`: how small a fault a set-up would see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divergence.cli.options import FloorRuns, Json, Quiet, Truth, Verbose, show
+from divergence.cli.progress import progress_bars
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence sensitivity a --candidate b          # needs no model
+
+  divergence sensitivity a                        # makes the candidate here, for the while
+
+  divergence sensitivity a --candidate b --reference truth --blocks all
+
+  divergence sensitivity a --faults scale,noise --blocks 0,5,11 --json > sensitivity.json
+
+  divergence sensitivity a --faults scale --confirm   # plants the found sizes for real, too
+
+Faults: scale, update-scale, noise, bias, channel, zero. Not for a pair that is judged faulty
+before anything is planted: exit code 2.
+"""
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The reference run.")],
+    candidate: Annotated[
+        Path | None,
+        typer.Option(
+            "--candidate",
+            metavar="B",
+            help="A healthy run captured like RUN. Default: made here, of other kernels.",
+        ),
+    ] = None,
+    truth: Truth = None,
+    floor: FloorRuns = None,
+    blocks: Annotated[
+        str,
+        typer.Option(
+            "--blocks",
+            metavar="LIST",
+            help="first, middle, last, all, numbers from 0 or module paths; by commas.",
+        ),
+    ] = "first,middle,last",
+    faults: Annotated[
+        str,
+        typer.Option(
+            "--faults",
+            metavar="LIST",
+            help="scale, update-scale, noise, bias, channel, zero; by commas.",
+        ),
+    ] = "scale,update-scale,noise,bias,channel",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="FILE",
+            help="Take the thresholds table of a policy: multiples of the floor.",
+        ),
+    ] = None,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm",
+            metavar="",
+            help="Also plant the found sizes in the running model, in one block; needs the model.",
+        ),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="PATH", help="Where this machine has the model."),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
+    ] = "auto",
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """How small a fault would be seen: by dtype, prompts, passes and limits as they are.
+
+    Plants faults of growing size in what the candidate recorded and asks the judge of
+    compare each time. The model does not run for it.
+    """
+    from divergence.compare.policy import load_policy
+    from divergence.experiments.sensitivity import sensitivity
+    from divergence.report.sensitivity import answer_lines, sensitivity_lines
+    from divergence.report.terminal import print_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = sensitivity(
+            run,
+            candidate=candidate,
+            truth=truth,
+            floor=floor or (),
+            blocks=_words(blocks),
+            faults=_words(faults),
+            thresholds=load_policy(policy).thresholds,
+            confirm=confirm,
+            model=model,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    if json:
+        show(result.to_json(indent=2))
+    else:
+        print_lines(answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose))

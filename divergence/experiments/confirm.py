@@ -1,0 +1,85 @@
+"""Confirmation: the found sizes planted for real, where the model is at hand.
+
+A trial changes recorded tensors; a real plant changes the running model. For one block each
+fault is captured twice: 1.3 times the found size must be seen there by the ordinary compare,
+and 0.7 times must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from divergence.capture.api import capture
+from divergence.compare.api import compare
+from divergence.experiments.faults import FAULTS
+from divergence.experiments.sensitivity_result import Confirmation, FaultSize
+from divergence.experiments.trials import Trials, sees
+from divergence.numerics.floor import Thresholds
+from divergence.run.reader import Run
+
+__all__ = ["confirm_sizes"]
+
+_AROUND = ((1.3, True), (0.7, False))
+
+
+def confirm_sizes(
+    a: Run,
+    b: Run,
+    trials: Trials,
+    sizes: Sequence[FaultSize],
+    *,
+    block: str,
+    folder: Path,
+    truth: str | Path | Run | None,
+    floor: Sequence[str | Path | Run],
+    thresholds: Thresholds,
+    progress: Callable[[str, int, int | None, str], None] | None,
+    model: str | None,
+    device: str,
+    trust_remote_code: bool,
+) -> list[Confirmation]:
+    """Two captures a fault that has a plant and was seen at ``block``, with the candidate's dtype
+    and attention; faults that come in whole features are left out."""
+    found: list[Confirmation] = []
+    own = b.manifest.model
+    for one in sizes:
+        fault = FAULTS[one.fault]
+        if one.block != block or one.size is None or fault.spelled is None or fault.in_features:
+            continue
+        for factor, expected in _AROUND:
+            size = one.size * factor
+            spelled = fault.spelled(size, trials.channel(block), trials.num_features(block))
+            plant = f"{block}:out={spelled}"
+            faulty = capture(
+                like=a,
+                out=folder / "planted",
+                model=model,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                dtype=None if own.dtype == a.manifest.model.dtype else own.dtype,
+                attn_implementation=own.attn_implementation,
+                plants=[plant],
+                force=True,
+                progress=progress,
+            )
+            try:
+                report = compare(
+                    a, faulty, truth=truth, floor=floor, thresholds=thresholds, progress=progress
+                )
+            finally:
+                faulty.close()
+            verdict = report.verdict
+            found.append(
+                Confirmation(
+                    block=block,
+                    fault=fault.name,
+                    plant=plant,
+                    size=size,
+                    expected=expected,
+                    seen=sees(verdict, block),
+                    verdict=verdict.kind,
+                    summary=verdict.summary,
+                )
+            )
+    return found

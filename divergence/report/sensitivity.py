@@ -1,0 +1,138 @@
+"""What `sensitivity` says: how small a fault of each kind would be seen, then block by block."""
+
+from __future__ import annotations
+
+from divergence.experiments.sensitivity_result import FaultSize, Sensitivity
+from divergence.report.lines import BLANK, Line, columns, heading, line, prose
+from divergence.report.numbers import count, share
+
+__all__ = ["answer_lines", "sensitivity_lines"]
+
+
+def answer_lines(result: Sensitivity) -> list[Line]:
+    """One sentence a fault."""
+    return [_answer(result, fault) for fault in result.phrases]
+
+
+def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Line]:
+    """The sentences, what they rest on, the tables, and what would see smaller faults."""
+    lines = [*answer_lines(result), BLANK, *_setup_lines(result), BLANK]
+    lines += _table(result, escalated=False)
+    if result.escalated:
+        lines += _table(result, escalated=True)
+    lines += [heading("a size is a share of")]
+    lines += columns([(fault, unit) for fault, unit in result.units.items()])
+    lines.append(BLANK)
+    if verbose:
+        lines += _reason_lines(result)
+    lines += _confirmation_lines(result)
+    lines += [prose("note", note, width=6) for note in result.notes]
+    lines += [BLANK] * bool(result.notes)
+    if result.next:
+        lines += [heading("to see smaller faults"), *(line(f"  {item}") for item in result.next)]
+    return lines
+
+
+def _answer(result: Sensitivity, fault: str) -> Line:
+    sizes = [one for one in result.of(fault) if one.reason is None]
+    told = result.phrases[fault]
+    where = f"in {result.dtype} "
+    if not sizes:
+        return prose("", f"{where}{fault}: {result.of(fault)[0].reason}", width=0)
+    unseen = [one for one in sizes if one.size is None]
+    if unseen:
+        most = told.format(size=f"up to {share(unseen[0].tried)}")
+        text = f"{where}you would not see {most} in {unseen[0].block}"
+        text += f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+        text += f" (of that size it is {unseen[0].by})"
+    else:
+        low = min(sizes, key=lambda one: one.size)
+        high = max(sizes, key=lambda one: one.size)
+        text = f"{where}you would see {told.format(size=share(high.size))} in {_blocks(result)}"
+        if low.size < high.size:
+            text += f" (worst: {high.block}; best {share(low.size)} at {low.block})"
+    if result.escalated:
+        deep = [one.escalated_size for one in sizes]
+        text += "; with the escalated pass "
+        text += "not in all of them" if None in deep else share(max(deep))
+    return Line(prose("", text, width=0).spans[1:], hang=2)
+
+
+def _blocks(result: Sensitivity) -> str:
+    if len(result.blocks) == result.num_blocks:
+        return "any block" if result.num_blocks > 1 else f"{result.blocks[0]}"
+    if len(result.blocks) == 1:
+        return result.blocks[0]
+    return f"any of the {len(result.blocks)} blocks tried"
+
+
+def _setup_lines(result: Sensitivity) -> list[Line]:
+    a, b = result.reference, result.candidate
+    tokens, blocks = count(result.num_prompt_tokens, "prompt token"), result.num_blocks
+    lines = [
+        prose("reference", f"{a.path} ({a.label}): {a.model}, {a.dtype} on {a.device}"),
+        prose(
+            "candidate",
+            f"{'made here' if result.made_here else b.path} ({b.label}): {b.dtype} on {b.device}",
+        ),
+        prose("truth", result.truth or "none: the two sides are held against a rounding model"),
+        prose("unplanted", f"{result.verdict.kind}: {result.verdict.summary}"),
+        prose(
+            "trials",
+            f"{result.num_trials:,} on recorded tensors of {tokens}, "
+            f"in {len(result.blocks)} of {count(blocks, 'block')}",
+        ),
+    ]
+    if result.num_floor_runs:
+        runs = count(result.num_floor_runs, "trusted run")
+        lines.insert(3, prose("floor", f"widened by {runs}"))
+    return lines
+
+
+def _table(result: Sensitivity, *, escalated: bool) -> list[Line]:
+    detail = f"anchored pass, {result.dtype}"
+    if escalated:
+        detail = "with the escalated pass, float32: faults of formula or data"
+    rows = [("block", *result.phrases)]
+    for block in result.blocks:
+        found = {one.fault: one for one in result.sizes if one.block == block}
+        rows.append((block, *(_cell(found[fault], escalated) for fault in result.phrases)))
+    return [heading("smallest size seen", detail), *columns(rows, widest=44), BLANK]
+
+
+def _cell(one: FaultSize, escalated: bool) -> str:
+    if one.reason is not None:
+        return "-"
+    size = one.escalated_size if escalated else one.size
+    return f"not to {share(one.tried)}" if size is None else share(size)
+
+
+def _reason_lines(result: Sensitivity) -> list[Line]:
+    lines = [heading("seen by")]
+    for one in result.sizes:
+        for size, why in ((one.size, one.by), (one.escalated_size, one.escalated_by)):
+            if why is not None:
+                told = share(one.tried if size is None else size)
+                lines.append(prose(f"  {one.fault} {told}: ", why, width=4))
+        if one.reason is not None:
+            lines.append(prose(f"  {one.fault} at {one.block}: ", one.reason, width=4))
+    return [*lines, BLANK]
+
+
+def _confirmation_lines(result: Sensitivity) -> list[Line]:
+    if not result.confirmations:
+        return []
+    wrong = sum(one.seen != one.expected for one in result.confirmations)
+    what = "as expected" if not wrong else f"{wrong} NOT as expected"
+    lines = [heading("planted for real", f"{count(len(result.confirmations), 'capture')}, {what}")]
+    rows = [("fault", "plant", "expected", "found")]
+    for one in result.confirmations:
+        rows.append(
+            (
+                f"{one.fault} {share(one.size)}",
+                one.plant,
+                "seen" if one.expected else "not seen",
+                f"{'seen' if one.seen else 'not seen'} ({one.verdict})",
+            )
+        )
+    return [*lines, *columns(rows), BLANK]

@@ -21,7 +21,7 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     candidate = None if made_here else b.path
     if narrow and not escalated and not made_here:
         candidate = f"{b.path}-escalated"
-        commands.append(advice.escalate(has_truth=True)[0])
+        commands.append(advice.escalate()[0])
     if not known:
         commands.append(advice.truth()[0])
     if commands:

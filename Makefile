@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/divergence demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope
 
 # A real trained encoder, 90 MB; without its dependencies, which the tests do not use.
 test-slow: $(STAMP)

@@ -271,6 +271,7 @@ def health(root: Path, architectures: list[str], dtypes: list[str], names: list[
             dtype, {"runs": 0, "pairs": 0, "alarms": 0, "strain": 0.0, **dict.fromkeys(RULES, 0)}
         )
         where = root / f"{architecture}-{dtype}"
+        print(f"health: {architecture} {dtype}", file=sys.stderr, flush=True)
         model = build(architecture, where / "model", dtype=dtype, num_blocks=NUM_BLOCKS, seed=1)
         attention = ("eager",) if architecture in ("mamba", "mamba2") else ("eager", "sdpa")
         for first in names:
@@ -335,8 +336,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     parser.add_argument("--architectures", default="llama,gpt2,qwen3-moe")
-    parser.add_argument("--health-architectures", default="llama,qwen3,gpt2,gemma3,qwen3-moe,mamba")
-    parser.add_argument("--machines", default="native,aten-default,onednn-avx2,mkl-compatible,old")
+    parser.add_argument("--health-architectures", default="llama,gpt2,gemma3,qwen3-moe,mamba")
+    parser.add_argument("--machines", default="native,threads-2,aten-default,mkl-compatible,old")
     parser.add_argument("--share", type=float, default=1.0, help="of the planned faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--health-only", action="store_true")
@@ -356,6 +357,7 @@ def main() -> None:
         if not options.health_only:
             a, b = Machine("native"), Machine("old")
             for architecture, dtype in itertools.product(options.architectures.split(","), dtypes):
+                print(f"faults: {architecture} {dtype}", file=sys.stderr, flush=True)
                 bench = Bench(root / f"{architecture}-{dtype}", architecture, dtype, a, b)
                 for trial in sweep(bench, options.share, options.seed):
                     trials.append(trial)

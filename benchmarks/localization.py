@@ -10,7 +10,7 @@ third, in A as often as in B, at several sizes. The size of a fault is counted i
 rms (over tokens) of what it changes at its block's output, over that of the healthy side's
 rounding error there. Counted are the verdict's kind, its block, and its side.
 
-Health: every machine against every other, no fault: any verdict beyond within_floor is a
+Health: pairs of machines drawn from all, no fault: any verdict beyond within_floor is a
 false alarm. The same pairs are judged by the rules of benchmarks/_rivals.py.
 """
 
@@ -262,49 +262,42 @@ def tables(trials: list[Trial]) -> None:
         print(f"\nabove 3 floors, not at the exact block: {text or 'none'}")
 
 
-def health(root: Path, architectures: list[str], dtypes: list[str], names: list[str]) -> dict:
-    """Every machine against every other, eager and sdpa; returns counts and prints a table."""
+def health(
+    root: Path, architectures: list[str], dtypes: list[str], names: list[str], count: int
+) -> None:
+    """``count`` pairs of machines drawn for each model, eager and sdpa; prints a table."""
     machines = {name: Machine(name) for name in names}
     counts: dict[str, dict[str, float]] = {}
     for dtype, architecture in itertools.product(dtypes, architectures):
         got = counts.setdefault(
             dtype, {"runs": 0, "pairs": 0, "alarms": 0, "strain": 0.0, **dict.fromkeys(RULES, 0)}
         )
-        where = root / f"{architecture}-{dtype}"
         print(f"health: {architecture} {dtype}", file=sys.stderr, flush=True)
+        where = root / f"{architecture}-{dtype}"
         model = build(architecture, where / "model", dtype=dtype, num_blocks=NUM_BLOCKS, seed=1)
         attention = ("eager",) if architecture in ("mamba", "mamba2") else ("eager", "sdpa")
-        for first in names:
-            a = where / first
+        chosen = drawn(names, attention, count, f"{architecture}-{dtype}")
+        for first in sorted({pair[0] for pair in chosen}, key=names.index):
+            a, truth = where / first, where / f"{first}-truth"
             machines[first].run("capture", model=model, out=a, prompts=PROMPTS,
                                 max_new_tokens=NEW_TOKENS)  # fmt: skip
-            machines[first].ask("reference", run=a, out=where / f"{first}-truth")
-            others = [(n, kind) for n in names for kind in attention
-                      if (n, kind) != (first, "eager")]  # fmt: skip
+            machines[first].ask("reference", run=a, out=truth)
+            others = [(name, kind) for one, name, kind in chosen if one == first]
             for name, kind in others:
-                out = where / f"{first}-{name}-{kind}"
                 special = {} if kind == "eager" else {"attn_implementation": kind}
-                machines[name].ask("capture", like=a, out=out, escalate=True, **special)
+                machines[name].ask(
+                    "capture",
+                    like=a,
+                    out=where / f"{first}-{name}-{kind}",
+                    escalate=True,
+                    **special,
+                )
             machines[first].wait()
             for name, _ in others:
                 machines[name].wait()
             for name, kind in others:
-                b, truth = where / f"{first}-{name}-{kind}", where / f"{first}-truth"
-                report = compare(a, b, truth=truth)
-                run = Run.open(a)
-                blocks = [p for p, n in run.manifest.plan.modules.items() if n.role == "block"]
-                blocks = [p for p in blocks if run.find(("free", 0, 0, f"{p}:out"))]
-                got["runs"] += 1
-                got["pairs"] += len(blocks) * 2
-                if report.verdict.kind not in ("identical", "within_floor"):
-                    got["alarms"] += 1
-                    why = [fact.text for fact in report.verdict.evidence[:2]]
-                    print(f"ALARM {architecture} {dtype} {first} {name} {kind}: "
-                          f"{report.verdict.summary}; {why}", flush=True)  # fmt: skip
-                got["strain"] = max(got["strain"], strain_of(report))
-                forwards = block_rows(run, Run.open(b), Run.open(truth), blocks)
-                for rule in RULES:
-                    got[rule] += first_bad(rule, forwards) is not None
+                label = f"{architecture} {dtype} {first} {name} {kind}"
+                judge_healthy(label, a, where / f"{first}-{name}-{kind}", truth, got)
     for machine in machines.values():
         machine.close()
     print(f"\nhealth: {', '.join(architectures)} on the machines {', '.join(names)}\n")
@@ -321,7 +314,36 @@ def health(root: Path, architectures: list[str], dtypes: list[str], names: list[
         print(f"| {label} | " + " | ".join(cells) + " |")
     print("| largest share of any limit used | "
           + " | ".join(f"{counts[d]['strain']:.2f}" for d in dtypes) + " |")  # fmt: skip
-    return counts
+
+
+def drawn(
+    names: list[str], attention: tuple[str, ...], count: int, seed: str
+) -> list[tuple[str, str, str]]:
+    """(reference's machine, candidate's, its attention): another machine or another kernel."""
+    every = [
+        (first, name, kind)
+        for first, name, kind in itertools.product(names, names, attention)
+        if (first, "eager") != (name, kind)
+    ]
+    return random.Random(seed).sample(every, min(count, len(every)))
+
+
+def judge_healthy(label: str, a: Path, b: Path, truth: Path, got: dict[str, float]) -> None:
+    """Count one healthy pair's verdict, and those of the rival rules."""
+    report = compare(a, b, truth=truth)
+    run = Run.open(a)
+    blocks = [p for p, n in run.manifest.plan.modules.items() if n.role == "block"]
+    blocks = [p for p in blocks if run.find(("free", 0, 0, f"{p}:out"))]
+    got["runs"] += 1
+    got["pairs"] += len(blocks) * 2
+    if report.verdict.kind not in ("identical", "within_floor"):
+        got["alarms"] += 1
+        why = [fact.text for fact in report.verdict.evidence[:2]]
+        print(f"ALARM {label}: {report.verdict.summary}; {why}", flush=True)
+    got["strain"] = max(got["strain"], strain_of(report))
+    forwards = block_rows(run, Run.open(b), Run.open(truth), blocks)
+    for rule in RULES:
+        got[rule] += first_bad(rule, forwards) is not None
 
 
 def strain_of(report) -> float:
@@ -337,7 +359,8 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
     parser.add_argument("--architectures", default="llama,gpt2,qwen3-moe")
     parser.add_argument("--health-architectures", default="llama,gpt2,gemma3,qwen3-moe,mamba")
-    parser.add_argument("--machines", default="native,threads-2,aten-default,mkl-compatible,old")
+    parser.add_argument("--machines", default=",".join(SWITCHES))
+    parser.add_argument("--pairs", type=int, default=60, help="of machines, for each model")
     parser.add_argument("--share", type=float, default=1.0, help="of the planned faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--health-only", action="store_true")
@@ -352,7 +375,8 @@ def main() -> None:
         root = Path(folder)
         if not options.faults_only:
             health(root / "health", options.health_architectures.split(","), dtypes,
-                   [name for name in options.machines.split(",") if name in SWITCHES])  # fmt: skip
+                   [name for name in options.machines.split(",") if name in SWITCHES],
+                   options.pairs)  # fmt: skip
         trials: list[Trial] = []
         if not options.health_only:
             a, b = Machine("native"), Machine("old")

@@ -26,7 +26,7 @@ __all__ = ["DryRun", "Progress", "capture", "plan_capture", "reference"]
 
 
 def capture(
-    model: str | None = None,
+    model: str | Path | None = None,
     *,
     out: str | Path,
     like: str | Path | Run | None = None,
@@ -73,7 +73,7 @@ def capture(
     run is left behind.
     """
     request = resolve_request(
-        model, like=like, task=task, revision=revision, dtype=dtype, device=device,
+        None if model is None else str(model), like=like, task=task, revision=revision, dtype=dtype, device=device,
         device_map=device_map, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code, prompts=prompts, prompts_file=prompts_file,
         chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
@@ -89,7 +89,7 @@ def reference(
     run: str | Path | Run,
     *,
     out: str | Path,
-    model: str | None = None,
+    model: str | Path | None = None,
     device: str = "cpu",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -121,7 +121,7 @@ def reference(
     if attn_implementation is None and recorded not in (None, "eager", "sdpa"):
         attn_implementation = "eager"
     request = resolve_request(
-        model, like=opened, task="auto", revision=None, dtype=None, device=device,
+        None if model is None else str(model), like=opened, task="auto", revision=None, dtype=None, device=device,
         device_map=None, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
         batch=None, max_new_tokens=None, sites=(), steps=None, positions=None,

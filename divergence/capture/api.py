@@ -73,7 +73,8 @@ def capture(
     run is left behind.
     """
     request = resolve_request(
-        None if model is None else str(model), like=like, task=task, revision=revision, dtype=dtype, device=device,
+        None if model is None else str(model), like=like, task=task, revision=revision,
+        dtype=dtype, device=device,
         device_map=device_map, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code, prompts=prompts, prompts_file=prompts_file,
         chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
@@ -121,7 +122,8 @@ def reference(
     if attn_implementation is None and recorded not in (None, "eager", "sdpa"):
         attn_implementation = "eager"
     request = resolve_request(
-        None if model is None else str(model), like=opened, task="auto", revision=None, dtype=None, device=device,
+        None if model is None else str(model), like=opened, task="auto", revision=None,
+        dtype=None, device=device,
         device_map=None, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
         batch=None, max_new_tokens=None, sites=(), steps=None, positions=None,

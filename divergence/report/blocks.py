@@ -98,6 +98,8 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
     if onset is not None and (onset.step == 0) != (phase == "prefill"):
         onset = None
 
+    hidden = {s.site for s in sites if s.pass_ == "escalated" and s.flagged}
+
     def row(name: str, group: list[SiteResult], *, inner: bool, onset_here: bool) -> Row:
         free = [site for site in group if site.pass_ == "free"]
         main = [site for site in group if site.pass_ == wanted]
@@ -106,11 +108,11 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
             inner=inner,
             main=max(main, key=badness, default=None),
             free=max(free, key=badness, default=None) if wanted != "free" else None,
-            flagged=any(site.flagged for site in group),
+            flagged=any(site.flagged or site.site in hidden for site in group),
             onset=onset_here,
         )
 
-    # another pass (escalated) has its numbers in the evidence, not in this table
+    # the escalated pass has one column, not rows of its own
     known = [site for site in sites if site.pass_ in (wanted, "free")]
     # where several are equally bad, the earliest is shown
     known.sort(key=lambda site: (site.sample, site.step, site.order, site.site, site.pass_))
@@ -130,7 +132,8 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
                 if site != name
             ]
             shown = shown._replace(onset=onset.site not in inner or onset.site == name)
-        rows.append(shown._replace(flagged=shown.flagged or any(s.flagged for s in group)))
+        bad = any(s.flagged or s.site in hidden for s in group)
+        rows.append(shown._replace(flagged=shown.flagged or bad))
     if all_sites:
         return rows
     # an input is another site's output; where nothing else was recorded it is all there is

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -25,6 +26,8 @@ __all__ = ["app", "run"]
 USAGE_CODE = 2
 FAULT_CODE = 3
 INTERRUPTED_CODE = 130
+_READER_GONE = (BrokenPipeError, SystemExit)
+"""A pipe that is read no more; rich turns it into SystemExit(1) where it prints a help text."""
 
 EPILOG = """
 Examples:
@@ -45,7 +48,10 @@ class _Group(TyperGroup):
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         given = list(args)
-        context = super().make_context(info_name, args, *rest, **extra)
+        try:
+            context = super().make_context(info_name, args, *rest, **extra)
+        except _READER_GONE:  # --help into `head`
+            raise _reader_gone() from None
         context.meta[ARGUMENTS] = given
         return context
 
@@ -57,6 +63,8 @@ class _Group(TyperGroup):
             raise typer.Exit(INTERRUPTED_CODE) from None
         except typer.Exit:
             raise
+        except _READER_GONE:
+            raise _reader_gone() from None
         except DivergenceError as error:
             if ctx.meta.get(VERBOSE):
                 traceback.print_exc(file=sys.stderr)
@@ -75,6 +83,13 @@ class _Group(TyperGroup):
             text = " ".join(str(error).split("\n"))[:500]
             _say(f"fault in divergence: {type(error).__name__}: {text}\n  try:   {hint}")
             raise typer.Exit(FAULT_CODE) from None
+
+
+def _reader_gone() -> typer.Exit:
+    """`| head` has read enough: nothing to say, and nothing more to write. Not 1, which is an
+    answer, and not 0, since the answer was not delivered."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    return typer.Exit(USAGE_CODE)
 
 
 def _say(text: str) -> None:
@@ -132,7 +147,7 @@ def run() -> None:
     except KeyboardInterrupt:
         _say("interrupted")
         sys.exit(INTERRUPTED_CODE)
-    except OSError as error:  # the help text had nowhere to go: a full disk, a closed stream
+    except OSError as error:  # the text had nowhere to go: a full disk, a closed stream
         sys.stdout = None  # or the interpreter tries once more at exit
         _say(f"error: cannot write: {error.strerror}")
         sys.exit(USAGE_CODE)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -85,3 +88,16 @@ def test_dry_run_writes_nothing(invoke, llama, tmp_path):
     assert out.startswith("DRY RUN: ")
     assert "lm_head:out" in out
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("words", [["--help"], ["compare", "--help"]])
+def test_a_closed_pipe_is_no_divergence(words):
+    """`divergence ... | head` that has read enough: 1 would be an answer, and 3 our fault."""
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "divergence", *words], stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    os.close(reading)
+    said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said) == (2, b"")

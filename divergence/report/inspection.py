@@ -59,7 +59,8 @@ def run_lines(
         prose(
             "  made with",
             f"device {settings.device}, "
-            f"{'deterministic' if settings.deterministic else 'not deterministic'}, "
+            + (f"computed in {settings.compute_dtype}, " if settings.compute_dtype else "")
+            + f"{'deterministic' if settings.deterministic else 'not deterministic'}, "
             f"seed {settings.seed}, at most {count(settings.max_new_tokens, 'new token')}"
             + (", prompts in one batch" if settings.batch else ""),
             width=14,
@@ -76,8 +77,14 @@ def run_lines(
     lines += [
         BLANK,
         heading("next"),
-        line(f"  divergence capture --like {run} -o OTHER    # on the other machine"),
-        line(f"  divergence compare {run} OTHER"),
+        *(
+            [line(f"  divergence compare A B --reference {run}    # A: the run that it repeats")]
+            if settings.compute_dtype
+            else [
+                line(f"  divergence capture --like {run} -o OTHER    # on the other machine"),
+                line(f"  divergence compare {run} OTHER"),
+            ]
+        ),
     ]
     if records:
         lines.append(line(f"  divergence inspect {run} --site {shlex.quote(records[0].site)}"))

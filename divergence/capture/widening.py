@@ -23,6 +23,7 @@ leaves torch, a compiled kernel or numpy, is out of its reach, and code that ask
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -99,6 +100,26 @@ def _place(tensor: torch.Tensor) -> _Place:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Does an operator return its argument's own memory without writing to it?"""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """``change`` of each tensor and dtype among an operator's arguments, or of its results.
+
+    They nest in lists and tuples alone: torch's tree_map is general, and half of the time of
+    a small model.
+    """
+    if isinstance(value, torch.Tensor | torch.dtype):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)([_mapped(change, item) for item in value])
+    return value
+
+
 class _WideOperators(TorchDispatchMode):
     """Below autograd and composite operators: what really computes."""
 
@@ -130,18 +151,17 @@ class _WideOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}
-        schema = func._schema
         if func in _MOVES:
             return self._widen_results(func(*args, **kwargs))
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-            return func(*args, **kwargs)  # a view: nothing is computed
+        if _is_view(func):
+            return func(*args, **kwargs)  # nothing is computed
         own = self._own.get(func)
         if own is not None:
             return own(*args, **kwargs)
-        if schema.is_mutable:
+        if func._schema.is_mutable:
             return self._in_place(func, args, kwargs)
-        wide_args = tree_map_only((torch.Tensor, torch.dtype), self._wide, args)
-        wide_kwargs = tree_map_only((torch.Tensor, torch.dtype), self._wide, kwargs)
+        wide_args = [_mapped(self._wide, value) for value in args]
+        wide_kwargs = {name: _mapped(self._wide, value) for name, value in kwargs.items()}
         return self._widen_results(func(*wide_args, **wide_kwargs))
 
     def _wide(self, value: torch.Tensor | torch.dtype) -> Any:
@@ -178,7 +198,7 @@ class _WideOperators(TorchDispatchMode):
 
     def _widen_results(self, result: Any) -> Any:
         """Gathers, and factories that were asked for no dtype, may give narrow results."""
-        return tree_map_only(torch.Tensor, self._wide_result, result)
+        return _mapped(self._wide_result, result)
 
     def _wide_result(self, value: torch.Tensor) -> torch.Tensor:
         wide = self.wider.get(value.dtype)

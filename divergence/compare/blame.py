@@ -1,10 +1,11 @@
 """Blame: which side is farther from the truth than correct rounding explains.
 
-For every site W = err(b, R) / err(a, R) is held against the median W of its siblings, the
-same place in the other blocks of its kind. That is a difference of differences: what makes
-a block hard (sharp attention, large activations) troubles both sides alike and cancels in
-W; what makes one side's kernels coarser troubles all blocks alike and cancels in the
-comparison with the siblings. Left is what happened to one side in one block.
+For every site W = err(b, R) / err(a, R), each in floors of its side's own dtype, is held
+against the median W of its siblings, the same place in the other blocks of its kind. That is
+a difference of differences: what makes a block hard (sharp attention, large activations)
+troubles both sides alike and cancels in W; what makes one side's kernels coarser troubles all
+blocks alike and cancels in the comparison with the siblings. Left is what happened to one
+side in one block.
 
 Beside the typical token, five narrower questions, each of one side's error over the
 other's at the same place: one forward (a decode step), one token, one sink token, one
@@ -28,12 +29,12 @@ from divergence.numerics.floor import Thresholds
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SIDES", "Blame", "Standing", "questions", "standing_of"]
+__all__ = ["SIDES", "TABLES", "Blame", "Standing", "questions", "standing_of"]
 
 Side = Literal["reference", "candidate", "both"]
 SIDES = ("reference", "candidate")
 _MIN_ROWS = 8  # fewer rows tell nothing about one channel, or about a scale
-_TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
+TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
 _LEAST_LONE, _LEAST_FAMILY = 0.25, 0.05
 
 
@@ -84,7 +85,7 @@ class Standing:
         return b / a if a > 0 else 1.0
 
 
-def standing_of(tally: Tally, *, least: float = 0.0) -> Standing | None:
+def standing_of(tally: Tally) -> Standing | None:
     """Gather a tally. None where no row is left."""
     import torch
 
@@ -99,7 +100,7 @@ def standing_of(tally: Tally, *, least: float = 0.0) -> Standing | None:
         return errors / norm.clamp_min(1e-300) / floor
 
     q = {
-        side: [in_floors(getattr(t, side), t.norm, floor) for _, t, floor in forwards]
+        side: [in_floors(getattr(t, side), t.norm, floors[side]) for _, t, floors in forwards]
         for side in SIDES
     }
     pooled = {
@@ -117,7 +118,7 @@ def standing_of(tally: Tally, *, least: float = 0.0) -> Standing | None:
         first=min((entry[0] for entry in forwards), key=_order),
     )
     for mine, other in (SIDES, SIDES[::-1]):
-        usual_other = max(typical[other], least, 1e-12)
+        usual_other = max(typical[other], _LEAST_LONE)
         excess = [x / torch.hypot(y, torch.full_like(y, usual_other)) for x, y in
                   zip(q[mine], q[other], strict=True)]  # fmt: skip
         _peak(standing, "token", mine, forwards, excess, usual)
@@ -156,6 +157,8 @@ def _channels(standing: Standing, forwards) -> None:
     if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
         return  # attention weights: their last axis is the tokens seen so far
     sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
+    for side in SIDES:  # a floor is the same for all rows but for their update's share
+        sums[side] = sums[side] / float(forwards[0][2][side].median()) ** 2
     rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
     if rows < _MIN_ROWS or len(sums["reference"]) < 2:
         return
@@ -187,9 +190,12 @@ def _gains(standing: Standing, forwards, usual) -> None:
         }
         scale = torch.cat(
             [
-                (floor * (t.norm / t.update.clamp_min(1e-300) if prefix != "gain" else 1.0))[keep]
+                (
+                    torch.maximum(*(floors[side] for side in SIDES))
+                    * (t.norm / t.update.clamp_min(1e-300) if prefix != "gain" else 1.0)
+                )[keep]
                 / t.spread[keep].clamp_min(1.0).sqrt()
-                for (_, t, floor), keep in zip(forwards, usual, strict=True)
+                for (_, t, floors), keep in zip(forwards, usual, strict=True)
             ]
         )
         paired = rows["candidate"] - rows["reference"]
@@ -224,7 +230,7 @@ def questions(
     family = [mine, *siblings] if len(siblings) >= 2 else []
     assert mine.first is not None
     found = [_typical(mine, family, lone_w, widened, thresholds)]
-    if _TABLES not in mine.kind.lower():
+    if TABLES not in mine.kind.lower():
         limit = thresholds.typical * spread(mine.num_values) * widened
         found.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
     for why, room, count in (

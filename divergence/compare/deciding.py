@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from divergence.numerics.formats import format_named
 from divergence.numerics.logits import kl_divergence
 from divergence.run.reader import Run
 
@@ -94,7 +95,8 @@ def distances_of(
         return None
     if len(errors["reference"]) < len(between):
         return Distances(num_positions=len(between), between=_spread(between))
-    side = min(errors, key=lambda side: float(np.mean(errors[side])))
+    coarser = _coarser(reference, candidate)
+    side = coarser or min(errors, key=lambda side: float(np.mean(errors[side])))
     squares = float(np.square(errors[side]).sum())
     return Distances(
         num_positions=len(between),
@@ -103,6 +105,16 @@ def distances_of(
         side=side,
         num_effective=float(np.sum(errors[side])) ** 2 / squares if squares > 0 else 1.0,
     )
+
+
+def _coarser(reference: Run, candidate: Run) -> Literal["reference", "candidate"] | None:
+    """The side whose dtype rounds more: its rounding is what may move a token, not the other's."""
+    one, two = (
+        format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)
+    )
+    if one == two:
+        return None
+    return "reference" if one > two else "candidate"
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -14,6 +14,7 @@ from divergence.compare.flips import token_fault
 from divergence.compare.result import Evidence, SiteResult, TokensResult
 from divergence.compare.units import order_of
 from divergence.numerics.floor import Thresholds
+from divergence.numerics.formats import format_named
 
 __all__ = ["Drift", "find_drift"]
 
@@ -63,7 +64,11 @@ def _against_truth(mine: list[SiteResult], thresholds: Thresholds) -> Drift | No
     last = mine[-1]
     if last.truth is None:
         return None
-    w, limit = last.truth.w_median, thresholds.truth_drift
+    # each in roundings of its own dtype
+    one, two = (
+        format_named(dtype).unit_roundoff for dtype in (last.reference_dtype, last.candidate_dtype)
+    )
+    w, limit = last.truth.w_median * one / two, thresholds.truth_drift
     if 1 / limit <= w <= limit:
         return None
     side = "candidate" if w > limit else "reference"

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from divergence.compare.blame import TABLES
 from divergence.compare.result import Evidence, SiteResult
 from divergence.compare.units import Unit, build_units, flag
 from divergence.numerics.floor import Thresholds
 
 __all__ = ["Escalation", "judge_escalated"]
-
-_TABLES = "rotary"  # float32 angles are the convention: off the truth by position x u
 
 
 @dataclass(slots=True)
@@ -90,7 +89,7 @@ def judge_escalated(
     found = Escalation()
     escalated = [s for s in sites if s.pass_ == "escalated"]
     for of in sorted({site.of for site in escalated}, key=str):
-        mine = [s for s in escalated if s.of == of and _TABLES not in (s.kind or "").lower()]
+        mine = [s for s in escalated if s.of == of and TABLES not in (s.kind or "").lower()]
         units = build_units(mine, "escalated")
         found.judged.add(of)
         found.units += units

@@ -69,6 +69,7 @@ class Measurer:
         self._floor, self._truth = floor, truth
         self.tallies = Tallies()
         self._work = work or _work_format(reference.manifest, candidate.manifest)
+        self._own_work = [work or _work_format(run.manifest) for run in (reference, candidate)]
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
         self._blocks = sorted(
@@ -168,12 +169,19 @@ class Measurer:
         if against is None:
             return
         result.truth = truth_diff(against)
-        floor = row_floor(
-            against.norm.clamp_min(1e-300), against.update, form=_storage(pair), work=self._work,
-            num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
-        )  # fmt: skip
-        if floor is not None:
-            self.tallies.add(result, against, floor)
+        floors = {
+            side: row_floor(
+                against.norm.clamp_min(1e-300), against.update, work=work,
+                form=format_named(piece.record.dtype), role=result.role or "inner",
+                num_features=result.shape[-1] if result.shape else 1,
+            )
+            for side, piece, work in (
+                ("reference", pair.reference, self._own_work[0]),
+                ("candidate", pair.candidate, self._own_work[1]),
+            )
+        }  # fmt: skip
+        if all(floor is not None for floor in floors.values()):
+            self.tallies.add(result, against, floors)
 
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
         result = _identical(pair.reference.record, place)

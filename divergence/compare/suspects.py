@@ -11,12 +11,23 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from divergence.compare.blame import Blame, Standing, least_of, questions, standing_of
+from divergence.compare.blame import (
+    TABLES,
+    Blame,
+    Standing,
+    least_of,
+    questions,
+    standing_of,
+)
 from divergence.compare.truth import Tallies
 from divergence.compare.units import Unit, flag
 from divergence.numerics.floor import Thresholds
 
 __all__ = ["Shown", "find_suspects", "shown_by"]
+
+_OTHER_DTYPE = 2.0
+"""Limits of a pair in two dtypes: each side is held to a floor of its own, and the rounding
+model knows their quotient within about this factor."""
 
 Shown = Mapping[tuple[str, str, str], float]
 """By (pass, site, phase): the share of its limits that trusted runs use."""
@@ -35,7 +46,7 @@ def find_suspects(
     units = list(units)
     for unit in units:
         used = (shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
-        unit.widened = max(1.0, thresholds.widen * used)
+        unit.widened = max(_OTHER_DTYPE if _two_dtypes(unit) else 1.0, thresholds.widen * used)
     flag(units, routed=routed, thresholds=thresholds)
     if tallies is None:
         return [unit for unit in units if unit.why is not None], []
@@ -54,7 +65,9 @@ def _blame_all(
     judged: list[Unit] = []
     for unit in units:
         tally = tallies.find(unit.pass_, unit.site, unit.phase)
-        unit.standing = None if tally is None or unit.pass_ == "free" else tally.once(standing_of)
+        if tally is None or unit.pass_ == "free" or _no_measure(unit):
+            continue
+        unit.standing = tally.once(standing_of)
         if unit.standing is not None:
             judged.append(unit)
     families: dict[tuple, list[Unit]] = {}
@@ -82,6 +95,16 @@ def _blame_all(
             unit.why = None if unit.blame is None else unit.blame.why
         _blame_family(family, thresholds)
     return excused
+
+
+def _two_dtypes(unit: Unit) -> bool:
+    return unit.results[0].reference_dtype != unit.results[0].candidate_dtype
+
+
+def _no_measure(unit: Unit) -> bool:
+    """A rotary table is computed from float32 angles whatever the dtype: in two dtypes its
+    distances from the truth have nothing to do with either's rounding."""
+    return TABLES in (unit.results[0].kind or "").lower() and _two_dtypes(unit)
 
 
 def _confirmed(unit: Unit, answer: Blame, thresholds: Thresholds) -> Blame | None:

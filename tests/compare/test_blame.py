@@ -47,7 +47,9 @@ class Block:
         tally = Tally()
         for step in range(len(self.truth)):
             found = measure_against(sides[0][step], sides[1][step], self.truth[step])
-            tally.forwards.append((result(step), found, torch.full((found.num_rows,), FLOOR)))
+            floor = torch.full((found.num_rows,), FLOOR)
+            floors = {"reference": floor, "candidate": floor}
+            tally.forwards.append((result(step), found, floors))
         return standing_of(tally)
 
 

@@ -34,6 +34,7 @@ class HandMade:
         self.manifest = SimpleNamespace(
             plan=SimpleNamespace(logits_site=".:out"),
             tokens=SimpleNamespace(samples=[sample], groups=[[0]], texts={}, forced_by="a"),
+            model=SimpleNamespace(dtype="bfloat16"),
         )
         self.rows = rows
 

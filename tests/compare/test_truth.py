@@ -231,6 +231,17 @@ def test_attention_weights_have_as_many_columns_as_tokens(case):
     assert (verdict.kind, verdict.onset.site) == ("localized", f"{BLOCK}.self_attn:out.1")
 
 
+def test_another_dtype_is_held_to_its_own_floor(case):
+    """A bfloat16 candidate of a float32 run is farther off by 2^16 and not wrong for it; a fault
+    in it is found all the same."""
+    one = case("float32")
+    healthy = one.like(dtype="bfloat16")
+    assert compare(one.a, healthy, truth=one.truth).verdict.kind == "within_floor"
+    bad = one.like(dtype="bfloat16", fault=("gate-up", [1]))
+    verdict = compare(one.a, bad, truth=one.truth).verdict
+    assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
+
+
 def test_torch_stays_out_of_the_widened_state(case):
     """After a truth, operators compute in their own dtype again."""
     case()

@@ -1,11 +1,10 @@
 """Blame: which side is farther from the truth than correct rounding explains.
 
-For every site W = err(b, R) / err(a, R), each in floors of its side's own dtype, is held
-against the median W of its siblings, the same place in the other blocks of its kind. That is
-a difference of differences: what makes a block hard (sharp attention, large activations)
-troubles both sides alike and cancels in W; what makes one side's kernels coarser troubles all
-blocks alike and cancels in the comparison with the siblings. Left is what happened to one
-side in one block.
+For every site W = err(b, R) / err(a, R) is held against the median W of its siblings, the
+same place in the other blocks of its kind. That is a difference of differences: what makes
+a block hard (sharp attention, large activations) troubles both sides alike and cancels in
+W; what makes one side's kernels coarser troubles all blocks alike and cancels in the
+comparison with the siblings. Left is what happened to one side in one block.
 
 Beside the typical token, five narrower questions, each of one side's error over the
 other's at the same place: one forward (a decode step), one token, one sink token, one
@@ -100,7 +99,7 @@ def standing_of(tally: Tally) -> Standing | None:
         return errors / norm.clamp_min(1e-300) / floor
 
     q = {
-        side: [in_floors(getattr(t, side), t.norm, floors[side]) for _, t, floors in forwards]
+        side: [in_floors(getattr(t, side), t.norm, floor) for _, t, floor in forwards]
         for side in SIDES
     }
     pooled = {
@@ -157,8 +156,6 @@ def _channels(standing: Standing, forwards) -> None:
     if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
         return  # attention weights: their last axis is the tokens seen so far
     sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
-    for side in SIDES:  # a floor is the same for all rows but for their update's share
-        sums[side] = sums[side] / float(forwards[0][2][side].median()) ** 2
     rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
     if rows < _MIN_ROWS or len(sums["reference"]) < 2:
         return
@@ -190,12 +187,9 @@ def _gains(standing: Standing, forwards, usual) -> None:
         }
         scale = torch.cat(
             [
-                (
-                    torch.maximum(*(floors[side] for side in SIDES))
-                    * (t.norm / t.update.clamp_min(1e-300) if prefix != "gain" else 1.0)
-                )[keep]
+                (floor * (t.norm / t.update.clamp_min(1e-300) if prefix != "gain" else 1.0))[keep]
                 / t.spread[keep].clamp_min(1.0).sqrt()
-                for (_, t, floors), keep in zip(forwards, usual, strict=True)
+                for (_, t, floor), keep in zip(forwards, usual, strict=True)
             ]
         )
         paired = rows["candidate"] - rows["reference"]

@@ -14,7 +14,6 @@ from divergence.compare.flips import token_fault
 from divergence.compare.result import Evidence, SiteResult, TokensResult
 from divergence.compare.units import order_of
 from divergence.numerics.floor import Thresholds
-from divergence.numerics.formats import format_named
 
 __all__ = ["Drift", "find_drift"]
 
@@ -62,13 +61,9 @@ def _in_tokens(tokens: TokensResult | None) -> Drift | None:
 
 def _against_truth(mine: list[SiteResult], thresholds: Thresholds) -> Drift | None:
     last = mine[-1]
-    if last.truth is None:
-        return None
-    # each in roundings of its own dtype
-    one, two = (
-        format_named(dtype).unit_roundoff for dtype in (last.reference_dtype, last.candidate_dtype)
-    )
-    w, limit = last.truth.w_median * one / two, thresholds.truth_drift
+    if last.truth is None or last.reference_dtype != last.candidate_dtype:
+        return None  # the coarser dtype is the farther, by rounding alone
+    w, limit = last.truth.w_median, thresholds.truth_drift
     if 1 / limit <= w <= limit:
         return None
     side = "candidate" if w > limit else "reference"
@@ -85,7 +80,7 @@ def _against_floors(mine: list[SiteResult], thresholds: Thresholds) -> Drift | N
     """What the blocks make adds as squares where it is rounding; ``drift`` leaves room for what
     they make of each other's."""
     last = mine[-1]
-    if last.truth is not None:
+    if last.truth is not None and last.reference_dtype == last.candidate_dtype:
         return None  # the truth has said that it is as good as the other
     judged = [site for site in mine if site.floor is not None]
     allowed = math.sqrt(sum(site.floor**2 for site in judged))

@@ -44,10 +44,16 @@ def compare_escalated(
                 continue
             if run.manifest.plan.anchored_to != right.manifest.plan.anchored_to:
                 continue
+            if run.manifest.model.dtype != right.manifest.model.dtype:
+                continue  # its weights were rounded otherwise: far beyond float32's floor
             results += _measured(
                 right, run, "anchored", name, inputs, thresholds, measure, progress
             )
-    elif len(having) == 2 and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to:
+    elif (
+        len(having) == 2
+        and a.manifest.model.dtype == b.manifest.model.dtype
+        and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to
+    ):
         results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress)
     return results, bool(results)
 

@@ -20,7 +20,7 @@ from divergence.compare.pieces import Pieces, same_positions
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
 from divergence.compare.truth import Tallies, Truth, truth_diff
 from divergence.errors import RunFormatError
-from divergence.numerics.against import AgainstTruth, measure_against
+from divergence.numerics.against import AgainstTruth, measure_against, with_rounding
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
@@ -69,7 +69,6 @@ class Measurer:
         self._floor, self._truth = floor, truth
         self.tallies = Tallies()
         self._work = work or _work_format(reference.manifest, candidate.manifest)
-        self._own_work = [work or _work_format(run.manifest) for run in (reference, candidate)]
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
         self._blocks = sorted(
@@ -169,19 +168,14 @@ class Measurer:
         if against is None:
             return
         result.truth = truth_diff(against)
-        floors = {
-            side: row_floor(
-                against.norm.clamp_min(1e-300), against.update, work=work,
-                form=format_named(piece.record.dtype), role=result.role or "inner",
-                num_features=result.shape[-1] if result.shape else 1,
-            )
-            for side, piece, work in (
-                ("reference", pair.reference, self._own_work[0]),
-                ("candidate", pair.candidate, self._own_work[1]),
-            )
-        }  # fmt: skip
-        if all(floor is not None for floor in floors.values()):
-            self.tallies.add(result, against, floors)
+        floor = row_floor(
+            against.norm.clamp_min(1e-300), against.update, form=_storage(pair), work=self._work,
+            num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
+        )  # fmt: skip
+        if floor is not None:
+            if self._reference.manifest.model.dtype != self._candidate.manifest.model.dtype:
+                against = with_rounding(against, floor)
+            self.tallies.add(result, against, floor)
 
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
         result = _identical(pair.reference.record, place)

@@ -25,10 +25,6 @@ from divergence.numerics.floor import Thresholds
 
 __all__ = ["Shown", "find_suspects", "shown_by"]
 
-_OTHER_DTYPE = 2.0
-"""Limits of a pair in two dtypes: each side is held to a floor of its own, and the rounding
-model knows their quotient within about this factor."""
-
 Shown = Mapping[tuple[str, str, str], float]
 """By (pass, site, phase): the share of its limits that trusted runs use."""
 
@@ -46,7 +42,7 @@ def find_suspects(
     units = list(units)
     for unit in units:
         used = (shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
-        unit.widened = max(_OTHER_DTYPE if _two_dtypes(unit) else 1.0, thresholds.widen * used)
+        unit.widened = max(1.0, thresholds.widen * used)
     flag(units, routed=routed, thresholds=thresholds)
     if tallies is None:
         return [unit for unit in units if unit.why is not None], []
@@ -97,14 +93,12 @@ def _blame_all(
     return excused
 
 
-def _two_dtypes(unit: Unit) -> bool:
-    return unit.results[0].reference_dtype != unit.results[0].candidate_dtype
-
-
 def _no_measure(unit: Unit) -> bool:
     """A rotary table is computed from float32 angles whatever the dtype: in two dtypes its
     distances from the truth have nothing to do with either's rounding."""
-    return TABLES in (unit.results[0].kind or "").lower() and _two_dtypes(unit)
+    first = unit.results[0]
+    two_dtypes = first.reference_dtype != first.candidate_dtype
+    return TABLES in (first.kind or "").lower() and two_dtypes
 
 
 def _confirmed(unit: Unit, answer: Blame, thresholds: Thresholds) -> Blame | None:

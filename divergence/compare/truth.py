@@ -89,12 +89,9 @@ def _anchored_to(reference: Run, candidate: Run) -> str | None:
 
 @dataclass(slots=True)
 class Tally:
-    """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,) by side,
-    in the side's own dtype: a bfloat16 run is not wrong for being no float32 run."""
+    """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,)."""
 
-    forwards: list[tuple[SiteResult, AgainstTruth, dict[str, torch.Tensor]]] = field(
-        default_factory=list
-    )
+    forwards: list[tuple[SiteResult, AgainstTruth, torch.Tensor]] = field(default_factory=list)
     _gathered: list[Any] = field(default_factory=list)
 
     def once(self, gather: Callable[[Tally], Any]) -> Any:
@@ -110,12 +107,10 @@ class Tallies:
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], Tally] = {}
 
-    def add(
-        self, result: SiteResult, against: AgainstTruth, floors: dict[str, torch.Tensor]
-    ) -> None:
+    def add(self, result: SiteResult, against: AgainstTruth, floor: torch.Tensor) -> None:
         phase = "prefill" if result.step == 0 else "decode"
         tally = self._found.setdefault((result.pass_, result.site, phase), Tally())
-        tally.forwards.append((result, against, floors))
+        tally.forwards.append((result, against, floor))
 
     def find(self, pass_: str, site: str, phase: str) -> Tally | None:
         return self._found.get((pass_, site, phase))

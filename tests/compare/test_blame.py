@@ -48,8 +48,7 @@ class Block:
         for step in range(len(self.truth)):
             found = measure_against(sides[0][step], sides[1][step], self.truth[step])
             floor = torch.full((found.num_rows,), FLOOR)
-            floors = {"reference": floor, "candidate": floor}
-            tally.forwards.append((result(step), found, floors))
+            tally.forwards.append((result(step), found, floor))
         return standing_of(tally)
 
 

@@ -10,6 +10,7 @@ import shlex
 
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
+from divergence.run.site import module_of
 
 __all__ = ["Advice", "WithinAdvice", "beside"]
 
@@ -21,27 +22,62 @@ class Advice:
         self._a, self._b = shlex.quote(str(reference.path)), shlex.quote(str(candidate.path))
         self._truth = None if truth is None else shlex.quote(str(truth.path))
         self._reference, self._candidate = reference.manifest, candidate.manifest
+        self._inputs = {
+            module_of(record.site)
+            for record in reference.records
+            if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
+        }
 
     def certainty(self) -> list[str]:
-        """An anchored pass, where there is none: capture the candidate like the reference."""
-        anchored = beside(self._b, "-anchored")
+        """An anchored pass, where there is none: capture the candidate like the reference, and
+        first the reference with all that anchors one."""
+        anchored, again = beside(self._b, "-anchored"), self._anchoring()
+        first = beside(self._a, "-blocks") if again else self._a
         return [
-            f"divergence capture --like {self._a} -o {anchored}"
+            *again,
+            f"divergence capture --like {first} -o {anchored}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
-            f"divergence compare {self._a} {anchored}",
+            f"divergence compare {first} {anchored}",
         ]
 
-    def into_block(self, block: str) -> list[str]:
-        """Everything inside a block, on both machines."""
+    def _anchoring(self) -> list[str]:
+        """The reference once more, with every block's input; nothing where it has them."""
+        plan, settings = self._reference.plan, self._reference.settings
+        blocks = _blocks(self._reference)
+        known = blocks or not {"blocks", "modules"}.isdisjoint(plan.sites)
+        if plan.positions is None and known and self._inputs.issuperset(blocks):
+            return []
+        out = beside(self._a, "-blocks")
+        where = "   # on the reference's machine"
+        if plan.positions is not None:  # a run cannot be repeated with more tokens than it kept
+            source = shlex.quote(self._reference.model.source)
+            return [
+                f"divergence capture {source} -o {out} --prompts FILE{where}: its prompts, all "
+                "token positions"
+            ]
+        words = [f"--sites {shlex.quote(site)}" for site in dict.fromkeys(["blocks", *plan.sites])]
+        if plan.steps is not None:
+            words.append(f"--steps 0-{max(settings.max_new_tokens, 1) - 1}")
+        return [
+            f"divergence capture --like {self._a} -o {out} {' '.join(words)} --no-anchor"
+            f"{_options(self._reference, self._reference)}{where}"
+        ]
+
+    def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
+        """Everything inside a block, on both machines; ``hidden``: it shows in the escalated
+        pass alone, against a truth."""
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
         sites = f"--sites blocks --sites {shlex.quote(block + '.*')}"
+        escalate, right = (" --escalate", beside(one, "-truth")) if hidden else ("", None)
         return [
             f"divergence capture --like {self._a} -o {one} {sites}"
             f"{_options(self._reference, self._reference)}   # on the reference's machine",
-            f"divergence capture --like {one} -o {two}"
+            f"divergence capture --like {one} -o {two}{escalate}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
-            f"divergence compare {one} {two}",
-        ]
+            *([f"divergence reference {one} -o {right}   # on any machine with the model"]
+              if right else []),
+            f"divergence compare {one} {two}" + (f" --reference {right}" if right else ""),
+        ]  # fmt: skip
 
     def truth(self) -> list[str]:
         """Which side is wrong."""
@@ -52,7 +88,10 @@ class Advice:
         ]
 
     def escalate(self) -> list[str]:
-        """The same inputs in float32: what a 16-bit dtype hides."""
+        """The same inputs in float32: what a 16-bit dtype hides. Nothing for two dtypes, whose
+        weights are not the same to float32's last bit."""
+        if self._candidate.model.dtype != self._reference.model.dtype:
+            return []
         deep = beside(self._b, "-escalated")
         truth = self._truth or beside(self._a, "-truth")
         commands = [
@@ -99,7 +138,7 @@ class WithinAdvice(Advice):
             f"divergence compare {wide}",
         ]
 
-    def into_block(self, block: str) -> list[str]:
+    def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
         """Everything inside a block, of the same run."""
         deep = beside(self._a, "-deep")
         return [
@@ -112,6 +151,17 @@ class WithinAdvice(Advice):
     def look_at(self, site: str) -> list[str]:
         """The tensors themselves: both passes are in the one run."""
         return super().look_at(site)[:1]
+
+
+def _blocks(manifest: Manifest) -> set[str]:
+    """The blocks that were recorded, and by the names of the parameters those beside them."""
+    found = {path for path, note in manifest.plan.modules.items() if note.role == "block"}
+    for stack in {path.rpartition(".")[0] for path in found}:
+        for name in manifest.model.digests:
+            number = name.removeprefix(f"{stack}.").partition(".")[0]
+            if name.startswith(f"{stack}.") and number.isdecimal():
+                found.add(f"{stack}.{number}")
+    return found
 
 
 def beside(quoted: str, ending: str) -> str:

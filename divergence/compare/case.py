@@ -50,7 +50,7 @@ class Case:
             if block is None or unit.site.partition(":")[0] != block:
                 commands += advice.look_at(unit.site)
             else:
-                commands += advice.into_block(block)
+                commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
             if self.tallies is None:
                 commands += advice.truth()
         if self.narrow and not escalated and unit is None:

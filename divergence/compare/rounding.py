@@ -48,7 +48,8 @@ def within_floor(
             )
         )
     evidence += escalation.healthy()
-    if case.narrow and sure and not escalation.judged:
+    deeper = case.narrow and bool(case.advice.escalate())
+    if deeper and sure and not escalation.judged:
         evidence.append(
             Evidence(
                 text="what is smaller than this dtype's floor stays invisible without an "

@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from divergence.capture.api import capture
+from divergence.capture.passes import can_anchor
 from divergence.capture.plant import Plant, parse_plant
 from divergence.compare.align import align
 from divergence.compare.deciding import Place, logits_row
@@ -90,11 +91,14 @@ def explain_token(
         alignment.pairs, sites, a, b, guilty=guilty, sample=group[0], last_step=place[1]
     )
     if not injections:
+        reason = can_anchor(a, a.manifest.plan.modules)
         raise UsageError(
             "there is no error of a block to add: the runs have no anchored pass in common"
             + (f" that holds {', '.join(sites[:3])}" if sites else ""),
             where=f"{a.path} and {b.path}",
-            hint=f"divergence capture --like {a.path} -o RUN, and compare that with {a.path}",
+            hint=f"divergence capture --like {a.path} -o RUN, and compare that with {a.path}"
+            if reason is None
+            else f"{a.path} cannot anchor one: {reason}",
         )
     if first is None:
         tokens = [token for token, _ in top_choices(rows["reference"], 2)]

@@ -205,6 +205,9 @@ def _healthy(
     )
     trials = Trials(measured, thresholds=thresholds)
     if not trials.blocks:
+        reason = can_anchor(a, a.manifest.plan.modules)
+        if reason is not None:
+            raise UsageError(f"{a.path} cannot anchor a candidate: {reason}")
         raise UsageError(
             f"{b.path} has no anchored pass to {a.path}: a fault in one block would show in all "
             "that follow it",
@@ -212,11 +215,14 @@ def _healthy(
         )
     verdict = judge(measured.case, thresholds=thresholds)
     if verdict.kind not in _HEALTHY:
+        given = [f"--reference {measured.truth.run.path}"] if measured.truth else []
+        given += [f"--floor {run.path if isinstance(run, Run) else run}" for run in floor]
+        command = " ".join([f"divergence compare {a.path} {b.path}", *given])
         raise UsageError(
             "the pair is not healthy before anything is planted: "
             f"{verdict.kind}: {verdict.summary}",
             where=f"{a.path} and {b.path}",
-            hint=f"divergence compare {a.path} {b.path} says more; then give a healthy --candidate",
+            hint=f"{command} says more; then give a healthy --candidate",
         )
     return trials, verdict
 

@@ -1,0 +1,82 @@
+"""The commands a report ends with, followed to the letter, lead to what they promise."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from divergence.capture.api import capture, reference
+from divergence.cli.main import app
+from divergence.compare.api import compare
+
+PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
+BLOCK = "model.layers.1"
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model):
+    return str(tiny_model("llama", dtype="bfloat16"))
+
+
+def follow(report, capsys):
+    """Run every printed command; what the last one printed."""
+    assert report.verdict.next
+    for command in report.verdict.next:
+        words = shlex.split(command, comments=True)
+        assert words[0] == "divergence"
+        with pytest.raises(SystemExit) as caught:
+            app(words[1:], prog_name="divergence")
+        out, err = capsys.readouterr()
+        assert caught.value.code == 0, err
+        assert "no anchored pass" not in err
+    return out
+
+
+def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys):
+    """The block's inside gets an escalated pass and a truth too, or all would pass there."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
+    plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.004"]
+    b = capture(like=a, out=tmp_path / "b", escalate=True, plants=plants)
+    report = compare(a, b, truth=reference(a, out=tmp_path / "truth"))
+    assert report.verdict.onset.pass_ == "escalated"
+    said = follow(report, capsys)
+    assert said.startswith(f"LOCALIZED: the error is made at {BLOCK}.mlp.down_proj:out")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"steps": "decode"}, {"sites": ["lm_head:out"]}, {"sites": [f"{BLOCK}.*"]}],
+    ids=["decode", "head", "one block"],
+)
+def test_a_run_that_anchors_nothing_is_captured_again_first(llama, tmp_path, capsys, options):
+    """Another candidate like it would be no more anchored than the first."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2, **options)
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
+    report = compare(a, b)
+    assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
+    assert len(report.verdict.next) == 3
+    assert "no block makes an error beyond the floor" in follow(report, capsys)
+
+
+def test_a_run_of_some_tokens_needs_its_prompts_again(llama, tmp_path):
+    """No run can be repeated with more tokens than it kept."""
+    a = capture(llama, out=tmp_path / "a", max_new_tokens=1, positions="last:2")
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
+    first = compare(a, b).verdict.next[0]
+    assert first.startswith(f"divergence capture {llama} -o {a.path}-blocks --prompts FILE")
+
+
+def test_a_run_that_can_anchor_is_left_as_it_is(llama, tmp_path):
+    """Captured apart: only the candidate is made again."""
+    a, b = (capture(llama, out=tmp_path / name, max_new_tokens=1, attn_implementation=kernel)
+            for name, kernel in (("a", "eager"), ("b", "sdpa")))  # fmt: skip
+    assert len(compare(a, b).verdict.next) == 2
+
+
+def test_no_escalated_pass_is_asked_of_another_dtype(llama, tmp_path):
+    """A float32 run has none, and other weights are far beyond float32's floor."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", dtype="float32")).verdict
+    assert (verdict.kind, verdict.next) == ("within_floor", [])
+    assert not any("see next" in fact.text for fact in verdict.evidence)

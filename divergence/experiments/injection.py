@@ -40,10 +40,10 @@ class Injection:
             return tensor
         error, positions = found
         wide = tensor.detach().to("cpu").to(torch.float64, copy=True)  # not every device has it
-        if positions is not None and wide.ndim > 1:  # only these tokens were recorded
-            wide[:, list(positions)] += error
-        elif wide.shape == error.shape:
+        if wide.shape == error.shape:
             wide += error
+        elif positions is not None and wide.ndim > 1 and max(positions) < wide.shape[1]:
+            wide[:, list(positions)] += error  # only these tokens were recorded
         else:
             raise PlantError(
                 f"the error recorded at {self.site} has the shape {tuple(error.shape)}, the tensor "

@@ -167,6 +167,13 @@ def test_an_error_is_added_at_its_step_and_positions():
         plant.apply(prefill, 1)
 
 
+def test_an_error_of_the_head_is_added_to_the_one_row_it_makes(run):
+    """The prefill's logits are the last token's alone, there as here."""
+    found = explained(*run("float32", "lm_head:out=scale:1.3"))
+    assert found.sites == ["lm_head:out"]
+    assert found.share == pytest.approx(1.0, abs=0.05)
+
+
 def test_the_command_explains(run, capsys, monkeypatch):
     """compare --explain-token: lines under the tokens, and the same as JSON."""
     from divergence.cli.main import app

@@ -169,10 +169,12 @@ class _Pair:
         return metrics, self._rows(per_row)
 
     def _rows(self, rel_l2: np.ndarray) -> RowMetrics:
-        update = None if self.base is None else np.sqrt(self.row_update) / self.scale
+        with np.errstate(over="ignore"):  # a float64 mask's norm is beyond float64: inf
+            norm = np.sqrt(self.row_a) / self.scale
+            update = None if self.base is None else np.sqrt(self.row_update) / self.scale
         return RowMetrics(
             rel_l2=torch.from_numpy(rel_l2),
-            norm=torch.from_numpy(np.sqrt(self.row_a) / self.scale),
+            norm=torch.from_numpy(norm),
             update_norm=None if update is None else torch.from_numpy(update),
         )
 

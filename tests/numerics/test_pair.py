@@ -527,3 +527,11 @@ def test_row_norms_at_the_ends_of_the_range():
         wanted = float(a[0, 0]) * math.sqrt(8)
         assert rows.norm.tolist() == pytest.approx([wanted] * 2, rel=REL)
         assert rows.update_norm.tolist() == pytest.approx([wanted] * 2, rel=REL)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_row_norm_beyond_the_range_is_infinite():
+    """A mask of the most negative float64 has one; nothing is said of it on the way."""
+    a = torch.full((2, 8), torch.finfo(torch.float64).min, dtype=torch.float64)
+    _, rows = pair_module.measure_pair(a, a * 0.5, base=torch.zeros_like(a))
+    assert rows.norm.tolist() == rows.update_norm.tolist() == [math.inf] * 2

@@ -133,11 +133,20 @@ def measure_runs(
         alignment = drop_escalated(alignment)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = _notes(a, b, alignment)
-    if right is not None and not right.anchors:
+    if right is not None and not right.run.manifest.complete:
+        notes.append(
+            f"the truth is incomplete ({right.run.manifest.stopped_by or 'it was cut off'}): what "
+            "it does not hold is judged without it"
+        )
+    elif right is not None and not right.anchors:
         notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
     tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
     case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
-    case = replace(case, advice=Advice(a, b, right and right.run))
+    case = replace(
+        case,
+        advice=Advice(a, b, right and right.run),
+        partial=right is not None and not right.run.manifest.complete,
+    )
     if floor:
         shown = _shown(a, floor, right, names, thresholds)
         case = replace(case, shown=shown)

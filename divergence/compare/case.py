@@ -21,7 +21,8 @@ class Case:
     ``routed``: blocks with experts; ``advice`` prints commands;
     ``missing``: records without a partner or skipped; ``tallies``: both sides against the
     truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
-    computes in a dtype whose floor hides what an escalated pass would see."""
+    computes in a dtype whose floor hides what an escalated pass would see; ``partial``: the
+    truth was cut off."""
 
     sites: Sequence[SiteResult]
     preflight: Sequence[PreflightLine]
@@ -34,6 +35,7 @@ class Case:
     tallies: Tallies | None = None
     shown: Shown | None = None
     narrow: bool = False
+    partial: bool = False
 
     def context(self) -> list[Evidence]:
         """What the reader must know beside the numbers."""

@@ -80,7 +80,7 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
     escalation = judge_escalated(case.sites, routed=case.routed, thresholds=thresholds)
     _mark(escalation.units, escalation.flagged)
     if all(site.identical for site in case.sites if site.pass_ != "escalated"):
-        if not escalation.flagged:
+        if not escalation.flagged or any(unit.side == "both" for unit in flagged):
             return _identical(case, flagged)
         flagged = []
     if flagged:

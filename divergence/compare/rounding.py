@@ -56,7 +56,8 @@ def within_floor(
                 "escalated pass: see next"
             )
         )
-    certain = sure and bool(against_truth) and (not case.narrow or escalation.complete)
+    told = sure and bool(against_truth) and not case.partial
+    certain = told and (not case.narrow or escalation.complete)
     return Verdict(
         kind="within_floor",
         summary="the runs differ by no more than rounding explains: "
@@ -66,7 +67,7 @@ def within_floor(
             else "no block adds more than rounding explains (judged from free runs)"
         ),
         confidence="high" if certain else "medium" if sure else "low",
-        side="neither" if against_truth and sure else None,
+        side="neither" if told else None,
         evidence=[*evidence, *unanchored_evidence(unanchored), *case.context()],
         next=case.next_commands(None, escalated=bool(escalation.judged)),
     )

@@ -39,6 +39,11 @@ class Truth:
                 f"{manifest.settings.compute_dtype or manifest.model.dtype}",
                 hint=f"divergence reference {reference.path} -o TRUTH",
             )
+        if manifest.id in (a.id, b.id):
+            raise UsageError(
+                f"{run.path} is one of the two runs that are compared: it cannot judge itself",
+                hint="divergence compare A B --reference TRUTH, with two other runs",
+            )
         if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
             raise UsageError(
                 f"{run.path} is the truth of another run ({manifest.like})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -99,6 +100,41 @@ def test_two_runs_with_one_fault_are_both_wrong(case, tmp_path):
     assert (verdict.kind, verdict.side) == ("identical", "both")
 
 
+def test_a_shared_fault_is_not_the_candidates_alone(case):
+    """Its escalated pass shows it too, and clears nobody."""
+    one = case()
+    bad = [one.like(fault=("rope-base", [1]), escalate=escalate) for escalate in (False, True)]
+    verdict = compare(*bad, truth=one.truth).verdict
+    assert (verdict.kind, verdict.side) == ("identical", "both")
+
+
+def test_weights_rounded_for_one_side_are_no_fault_of_the_other(tmp_path, tiny_model):
+    """A float32 checkpoint run in 16 bits: its truth has rounded weights, a wider run has not."""
+    one = Case(tmp_path, tiny_model("llama", dtype="float32"), dtype="bfloat16")
+    for dtype in ("float32", "float16"):
+        other = one.like(dtype=dtype, escalate=True)
+        for pair in ((one.a, other), (other, one.a)):
+            verdict = compare(*pair, truth=one.truth).verdict
+            assert (verdict.kind, verdict.side) == ("within_floor", "neither")
+    bad = one.like(dtype="float32", fault=("gate-up", [1]))
+    verdict = compare(one.a, bad, truth=one.truth).verdict
+    assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
+
+
+def test_a_truth_that_was_cut_off_clears_nobody(case, tmp_path):
+    """What it holds is judged, and the report says that it is not whole."""
+    one = case()
+    shutil.copytree(one.truth.path, tmp_path / "cut")
+    records = tmp_path / "cut" / "records.jsonl"
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:-20]))
+    manifest = tmp_path / "cut" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"complete": true', '"complete": false'))
+    report = compare(one.a, one.like(escalate=True), truth=tmp_path / "cut")
+    assert (report.verdict.kind, report.verdict.side) == ("within_floor", None)
+    assert report.verdict.confidence == "medium"
+    assert any("the truth is incomplete" in note for note in report.notes)
+
+
 def test_a_fault_below_the_floor_shows_in_the_escalated_pass(case):
     """A wrong epsilon moves less than bfloat16 rounds, and 1,000 float32 floors."""
     one = case()
@@ -192,6 +228,8 @@ def test_no_truth_another_truth_and_other_weights_are_refused(case, tmp_path, ti
     b = one.like()
     with pytest.raises(UsageError, match="is no truth"):
         compare(one.a, b, truth=b)
+    with pytest.raises(UsageError, match="cannot judge itself"):
+        compare(one.a, one.truth, truth=one.truth)
     other = capture(one.model, out=tmp_path / "o", prompts=["Hello"], max_new_tokens=2)
     truth = reference(other, out=tmp_path / "ot")
     with pytest.raises(UsageError, match="truth of another run"):

@@ -150,7 +150,8 @@ def measure_runs(
     if floor:
         shown = _shown(a, floor, right, names, thresholds)
         case = replace(case, shown=shown)
-        notes.append(f"limits are widened by what {len(floor)} trusted runs show")
+        runs = "a trusted run shows" if len(floor) == 1 else f"{len(floor)} trusted runs show"
+        notes.append(f"limits are widened by what {runs}")
     return Measured(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes
     )

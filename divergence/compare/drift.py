@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from divergence.compare.figures import figure
 from divergence.compare.flips import token_fault
 from divergence.compare.result import Evidence, SiteResult, TokensResult
 from divergence.compare.units import order_of
@@ -70,7 +71,7 @@ def _against_truth(mine: list[SiteResult], thresholds: Thresholds) -> Drift | No
     times = w if w > limit else 1 / max(w, 1e-300)
     return Drift(
         summary=f"no single block is beyond its limit, but the {side}'s free run ends "
-        f"{times:.1f} × as far from the truth as the other's, at {last.site}",
+        f"{figure(times)} × as far from the truth as the other's, at {last.site}",
         evidence=Evidence(text=f"free pass, sample {last.sample}", values={"w": w, "limit": limit}),
         side=side,
     )
@@ -89,7 +90,7 @@ def _against_floors(mine: list[SiteResult], thresholds: Thresholds) -> Drift | N
         return None
     return Drift(
         summary=f"no single block is beyond the floor, but the error grows to "
-        f"{last.token_rel_l2_median:.1e} at {last.site}, {ratio:.1f} × what the blocks "
+        f"{last.token_rel_l2_median:.1e} at {last.site}, {figure(ratio)} × what the blocks "
         "make together",
         evidence=Evidence(text=f"free pass, sample {last.sample}", values={"ratio": ratio}),
     )

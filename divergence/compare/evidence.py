@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.compare.blame import Blame
+from divergence.compare.figures import figure
 from divergence.compare.flips import token_evidence
 from divergence.compare.result import Evidence, Onset, PreflightLine, SiteResult, TokensResult
 from divergence.compare.units import Unit
@@ -48,14 +49,14 @@ def unit_evidence(unit: Unit) -> Evidence:
         if unit.why == "sink":
             what, ratio = ("one sink token", unit.sink)
         return Evidence(
-            text=f"{unit.site}: {what}'s error is {ratio:.1f} × the floor "
+            text=f"{unit.site}: {what}'s error is {figure(ratio)} × the floor "
             f"(limit {unit.worst_limit:.1f}), position {worst.worst_position}",
             values={"ratio": ratio, "limit": unit.worst_limit},
         )
     control = f", its siblings' {unit.control:.2f} ×" if unit.num_siblings else ""
     floor = "the float32 floor" if unit.pass_ == "escalated" else "the floor"
     return Evidence(
-        text=f"{unit.site} ({unit.phase}): the typical token's error is {unit.typical:.1f} × "
+        text=f"{unit.site} ({unit.phase}): the typical token's error is {figure(unit.typical)} × "
         f"{floor}{control} (limit {unit.limit:.1f}); rel L2 {worst.rel_l2:.2e}",
         values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
     )
@@ -73,7 +74,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
     place = f"{unit.site} ({unit.phase})"
     if blame.why == "both":
         text = (
-            f"{place}: both are {blame.value:.1f} × the rounding model away from the truth "
+            f"{place}: both are {figure(blame.value)} × the rounding model away from the truth "
             f"(limit {blame.limit:.1f})"
         )
         return Evidence(text=text, values=values)
@@ -81,7 +82,7 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
     held = f"; elsewhere of its kind {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
     if blame.why == "typical" and blame.detail:
         held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
-    times = f"{blame.value:.1f} ×"
+    times = f"{figure(blame.value)} ×"
     where = f"at step {blame.at.step}" if blame.at.step else "in the prefill"
     text = {
         "typical": far.format(times) + held,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.compare.deciding import Distances
+from divergence.compare.figures import figure
 from divergence.compare.result import Evidence, TokenDifference, TokensResult
 from divergence.numerics.chance import spread
 from divergence.numerics.floor import Thresholds
@@ -141,8 +142,8 @@ def token_fault(tokens: TokensResult | None) -> tuple[str, Evidence] | None:
         )
     if beyond_kl(tokens):
         return (
-            f"the distributions of the decided tokens are {tokens.kl_ratio:.1f} × as far apart as "
-            "the floor's from the truth",
+            f"the distributions of the decided tokens are {figure(tokens.kl_ratio)} × as far "
+            "apart as the floor's from the truth",
             kl_evidence(tokens)[0],
         )
     return None
@@ -187,8 +188,8 @@ def kl_evidence(tokens: TokensResult) -> list[Evidence]:
         Evidence(
             text=f"KL of the decided tokens: mean {tokens.kl_mean:.2e}, p99 {tokens.kl_p99:.2e} "
             f"nats between the sides; the {tokens.floor_side}'s from the truth: mean "
-            f"{tokens.floor_kl_mean:.2e}, p99 {tokens.floor_kl_p99:.2e}; {tokens.kl_ratio:.1f} × "
-            f"(limit {tokens.kl_limit:.1f})",
+            f"{tokens.floor_kl_mean:.2e}, p99 {tokens.floor_kl_p99:.2e}; "
+            f"{figure(tokens.kl_ratio)} × (limit {tokens.kl_limit:.1f})",
             values={"ratio": tokens.kl_ratio, "limit": tokens.kl_limit},
         )
     ]

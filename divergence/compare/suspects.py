@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from divergence.compare.blame import (
     TABLES,
@@ -105,7 +106,7 @@ def _confirmed(unit: Unit, answer: Blame, thresholds: Thresholds) -> Blame | Non
     """The sides differ by more than the siblings': one of them must be the farther off, too."""
     if unit.why != "typical" or answer.value / answer.control < thresholds.truth_confirm:
         return None
-    return answer
+    return replace(answer, limit=thresholds.truth_confirm)
 
 
 def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:

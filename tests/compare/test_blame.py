@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
 import torch
 
 from divergence.compare.blame import questions, standing_of
+from divergence.compare.figures import figure
 from divergence.compare.result import SiteResult
 from divergence.compare.truth import Tally
 from divergence.numerics.against import measure_against
@@ -175,3 +177,10 @@ def test_chance_alone_blames_nobody():
             shares.append(max(one.share for one in asked(block, family[1:])))
     assert max(shares) < 1
     assert statistics.median(shares) < 0.6
+
+
+def test_long_figures_are_short():
+    """No digits that say nothing."""
+    assert [figure(x) for x in (6.81, 1204.6, 401876146.3, math.inf)] == [
+        "6.8", "1204.6", "4.0e+08", "inf",
+    ]  # fmt: skip

@@ -29,11 +29,16 @@ class Drift:
 
 
 def find_drift(
-    sites: Sequence[SiteResult], thresholds: Thresholds, tokens: TokensResult | None = None
+    sites: Sequence[SiteResult],
+    thresholds: Thresholds,
+    tokens: TokensResult | None = None,
+    *,
+    two_dtypes: bool = False,
 ) -> Drift | None:
     """With a truth: one side's free run is much farther from it than the other's, or the tokens
-    tell that rounding does not explain them. Without: the error at the end is more than the
-    blocks may make together."""
+    tell that rounding does not explain them. Without, and where the runs are of ``two_dtypes``, so
+    that one is farther off by rounding: the error at the end is more than the blocks may make
+    together."""
     free = [
         s
         for s in sites
@@ -43,7 +48,8 @@ def find_drift(
         mine = sorted((s for s in free if s.sample == sample), key=order_of)
         if len(mine) < 2:
             continue
-        found = _against_truth(mine, thresholds) or _against_floors(mine, thresholds)
+        by_truth = mine[-1].truth is not None and not two_dtypes
+        found = (_against_truth if by_truth else _against_floors)(mine, thresholds)
         if found is not None:
             return found
     return _in_tokens(tokens)
@@ -62,8 +68,7 @@ def _in_tokens(tokens: TokensResult | None) -> Drift | None:
 
 def _against_truth(mine: list[SiteResult], thresholds: Thresholds) -> Drift | None:
     last = mine[-1]
-    if last.truth is None or last.reference_dtype != last.candidate_dtype:
-        return None  # the coarser dtype is the farther, by rounding alone
+    assert last.truth is not None
     w, limit = last.truth.w_median, thresholds.truth_drift
     if 1 / limit <= w <= limit:
         return None
@@ -81,8 +86,6 @@ def _against_floors(mine: list[SiteResult], thresholds: Thresholds) -> Drift | N
     """What the blocks make adds as squares where it is rounding; ``drift`` leaves room for what
     they make of each other's."""
     last = mine[-1]
-    if last.truth is not None and last.reference_dtype == last.candidate_dtype:
-        return None  # the truth has said that it is as good as the other
     judged = [site for site in mine if site.floor is not None]
     allowed = math.sqrt(sum(site.floor**2 for site in judged))
     ratio = last.token_rel_l2_median / allowed if allowed else 0.0

@@ -87,7 +87,8 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
         return _beyond_floor(case, units, flagged, escalation)
     if escalation.flagged:
         return _hidden(case, escalation)
-    drift = find_drift(case.sites, thresholds, case.tokens)
+    two_dtypes = any(line.check == "dtype" and line.status != "same" for line in case.preflight)
+    drift = find_drift(case.sites, thresholds, case.tokens, two_dtypes=two_dtypes)
     if drift is not None:
         return Verdict(
             kind="drift",

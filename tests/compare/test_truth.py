@@ -121,6 +121,24 @@ def test_weights_rounded_for_one_side_are_no_fault_of_the_other(tmp_path, tiny_m
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "mamba"])
+def test_a_coarser_dtype_alone_is_no_fault(architecture, tmp_path, tiny_model):
+    """Experts that change in a decode step, and a float32 stream between bfloat16 operators."""
+    model = tiny_model(architecture, dtype="float32", num_blocks=6)
+    prompts = [
+        "The capital of France is a city whose name has been written here and there many times "
+        "over",
+        "two",
+        "A somewhat longer story about numbers: one, two, three, four, five, six.",
+    ]
+    one = Case(tmp_path, model, prompts=prompts, max_new_tokens=4)
+    kernels = None if architecture == "mamba" else "sdpa"
+    other = one.like(dtype="bfloat16", attn_implementation=kernels)
+    for pair in ((one.a, other), (other, one.a)):
+        verdict = compare(*pair, truth=one.truth).verdict
+        assert (verdict.kind, verdict.side) == ("within_floor", "neither")
+
+
 def test_a_truth_that_was_cut_off_clears_nobody(case, tmp_path):
     """What it holds is judged, and the report says that it is not whole."""
     one = case()

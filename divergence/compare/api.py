@@ -144,7 +144,7 @@ def measure_runs(
     case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
     case = replace(
         case,
-        advice=Advice(a, b, right and right.run),
+        advice=Advice(a, b, right.run if right is not None and right.anchors else None),
         partial=right is not None and not right.run.manifest.complete,
     )
     if floor:

@@ -80,3 +80,11 @@ def test_no_escalated_pass_is_asked_of_another_dtype(llama, tmp_path):
     verdict = compare(a, capture(like=a, out=tmp_path / "b", dtype="float32")).verdict
     assert (verdict.kind, verdict.next) == ("within_floor", [])
     assert not any("see next" in fact.text for fact in verdict.evidence)
+
+
+def test_a_truth_of_the_other_run_is_replaced(llama, tmp_path, capsys):
+    """It has no pass on these inputs, and would judge no escalated one."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
+    report = compare(a, b, truth=reference(b, out=tmp_path / "of-b"))
+    assert "confidence  high" in follow(report, capsys)

@@ -366,7 +366,12 @@ def main() -> None:
     parser.add_argument("--health-only", action="store_true")
     parser.add_argument("--faults-only", action="store_true")
     parser.add_argument("--out", type=Path, help="append every trial to this .jsonl file")
+    parser.add_argument("--tables", type=Path, nargs="+", help="print those of stored trials")
     options = parser.parse_args()
+    if options.tables:
+        lines = [line for file in options.tables for line in file.read_text().splitlines()]
+        tables([Trial(**json.loads(line)) for line in lines])
+        return
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     start = time.perf_counter()

@@ -84,8 +84,10 @@ def judge_flip(
     return msgspec.structs.replace(flip, z=z, z_of="floor", judgement=judgement)
 
 
-def kl_fields(distances: Distances | None, thresholds: Thresholds) -> dict[str, Any]:
-    """What TokensResult says of the distributions."""
+def kl_fields(
+    distances: Distances | None, thresholds: Thresholds, *, routed: bool = False
+) -> dict[str, Any]:
+    """What TokensResult says of the distributions; without a limit where experts are chosen."""
     if distances is None:
         return {}
     fields: dict[str, Any] = {
@@ -106,7 +108,7 @@ def kl_fields(distances: Distances | None, thresholds: Thresholds) -> dict[str, 
         "floor_kl_mean": floor.mean,
         "floor_kl_p99": floor.p99,
         "kl_ratio": ratio,
-        "kl_limit": limit,
+        "kl_limit": None if routed else limit,
     }
 
 

@@ -100,7 +100,8 @@ class TokensResult(_Part, frozen=True, kw_only=True):
     comparable tokens, in nats; None where no logits were recorded. With a truth
     ``floor_kl_*``: KL(truth‖``floor_side``), that side being the nearer to the truth;
     ``kl_ratio``: kl_mean over floor_kl_mean, or kl_p99 over floor_kl_p99 where that is the
-    larger; ``kl_limit`` what it was held against (numerics.floor, threshold ``kl``).
+    larger; ``kl_limit`` what it was held against (numerics.floor, threshold ``kl``;
+    None where blocks choose experts, which rounding may flip).
     ``explanation``: of `compare --explain-token`.
     """
 

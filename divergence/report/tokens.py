@@ -130,13 +130,16 @@ def _kl_lines(tokens: TokensResult) -> list[Line]:
         return []
     text = f"mean {decimal(tokens.kl_mean)}, p99 {decimal(tokens.kl_p99)} nats"
     style = ""
-    if tokens.kl_ratio is not None and tokens.kl_limit is not None:
+    if tokens.kl_ratio is not None:
+        limit = "no limit where experts are chosen"
+        if tokens.kl_limit is not None:
+            limit = f"limit {times(tokens.kl_limit)}"
+            style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
         text += (
             f"; the floor ({tokens.floor_side} from the truth): mean "
             f"{decimal(tokens.floor_kl_mean)}, p99 {decimal(tokens.floor_kl_p99)}; "
-            f"{times(tokens.kl_ratio)} (limit {times(tokens.kl_limit)})"
+            f"{times(tokens.kl_ratio)} ({limit})"
         )
-        style = "red" if tokens.kl_ratio > tokens.kl_limit else ""
     return [prose("  KL of what decided them: ", text, style=style, width=4)]
 
 

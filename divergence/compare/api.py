@@ -127,10 +127,9 @@ def measure_runs(
     right = None if truth is None else Truth(_opened(truth), a, b)
     measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
     sites = _measure_all(measurer, alignment.pairs, progress)
-    escalated, handled = compare_escalated(a, b, right, thresholds, _measure_all, progress)
+    escalated = compare_escalated(a, b, right, thresholds, _measure_all, progress)
     sites += escalated
-    if handled:
-        alignment = drop_escalated(alignment)
+    alignment = drop_escalated(alignment, escalated)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = _notes(a, b, alignment)
     if right is not None and not right.run.manifest.complete:

@@ -28,8 +28,8 @@ def compare_escalated(
     progress: Callable[..., None] | None,
     *,
     sides: Sequence[str] = ("reference", "candidate"),
-) -> tuple[list[SiteResult], bool]:
-    """(results, whether every escalated record was used).
+) -> list[SiteResult]:
+    """One result for each escalated record that has a partner.
 
     Against the truth each side of ``sides`` answers for itself (``of``); without one, two
     escalated passes of equal inputs are compared with each other.
@@ -55,12 +55,17 @@ def compare_escalated(
         and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to
     ):
         results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress)
-    return results, bool(results)
+    return results
 
 
-def drop_escalated(alignment: Alignment) -> Alignment:
-    """Without the escalated records among those that found no partner."""
-    left = [item for item in alignment.only_candidate if item.pass_ != ESCALATED]
+def drop_escalated(alignment: Alignment, results: Sequence[SiteResult]) -> Alignment:
+    """Without the escalated records that ``results`` are of: those were compared after all."""
+    used = {(r.sample, r.step, r.site) for r in results if r.of != "reference"}
+    left = [
+        item
+        for item in alignment.only_candidate
+        if item.pass_ != ESCALATED or (item.sample, item.step, item.site) not in used
+    ]
     return replace(alignment, only_candidate=left)
 
 

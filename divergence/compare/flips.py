@@ -10,9 +10,9 @@ taken as independent, of standard deviation s, so their difference has √2 s:
 The floor is the side that is nearer to the truth over all decided positions (by mean KL), so
 that z does not depend on which run is called the reference, and a fault does not measure
 itself. z <= 3 is a tie: three standard deviations of correct rounding cover it. The other side
-may be a correct implementation with coarser kernels, W times as far from the truth; healthy
-ones were measured at W up to 2.2, so a flip is a fault only beyond 3 W (the threshold
-``flip``), and between the two nothing is claimed.
+may be a correct implementation with coarser kernels, W times as far from the truth; W up to 2.2
+is taken as healthy, so a flip is a fault only beyond 3 W (the threshold ``flip``), and
+between the two nothing is claimed.
 
 Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more.
 It goes with the square of the error: see numerics.floor, ``kl``, for its limit.
@@ -48,8 +48,8 @@ __all__ = [
 TIE = 3.0
 """Standard deviations up to which rounding of the floor's own size flips a token."""
 _TOKENS = 8
-"""Independent numbers that make up the KL of one position: the tokens that are likely. Measured
-at healthy single positions: the ratio of two KLs spreads as F(9, 9) does."""
+"""Independent numbers that are taken to make up the KL of one position: the tokens that are
+likely. It sets how much wider the limit of few positions is."""
 
 
 def deviations(

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from divergence.capture.plant import FORWARDS
 from divergence.compare.align import Pair
 from divergence.compare.api import Measured
 from divergence.compare.escalated import compare_escalated
@@ -100,7 +101,7 @@ class Trials:
             s.pass_ == "anchored" and s.site != site)]  # fmt: skip
         sites += _measure(measurer, changed)
         if escalated:
-            again, _ = compare_escalated(
+            again = compare_escalated(
                 self._a, overlay, measured.truth, self._thresholds, _measure, None,
                 sides=("candidate",),
             )  # fmt: skip
@@ -132,7 +133,7 @@ class Trials:
                     entering=None if fault.spelled is not None else self._entering(record),
                     channel=channel,
                     # the number that capture gives a forward, so that noise is the same
-                    forward=record.sample * 100_003 + record.step,
+                    forward=record.sample * FORWARDS + record.step,
                 )
                 yield record, tensor
 

@@ -81,7 +81,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Tokens, with a truth; the floor is there the error of the side nearer to the truth.
     ``flip``: the gap, in standard deviations of the difference of two logits of the floor, beyond
     which a flip is a fault: three of them, for a healthy side whose error is W = 2.2 times the
-    floor's (the largest measured on really different processors): 3 · 2.2. ``kl``: KL between
+    floor's (the largest taken as healthy, docs/verdicts.md): 3 · 2.2. ``kl``: KL between
     the sides over the floor's KL from the truth. KL is half the variance of the logits' error
     over the distribution, so it goes with the square: two independent errors give 1 + W², 2 for
     equal ones and 1 + 2.2² = 5.8 for the largest healthy W.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -96,9 +95,23 @@ def test_the_size_of_a_fault_follows_its_strength(bench):
     assert whole.size / tenth.size == pytest.approx(10, rel=0.3)
 
 
+def test_the_stored_trials_print_the_tables_of_the_page(capsys, monkeypatch):
+    """No row of the page but what the program prints."""
+    root = Path(__file__).resolve().parents[2]
+    file = root / "benchmarks" / "localization.jsonl"
+    monkeypatch.setattr(sys, "argv", ["localization.py", "--tables", str(file)])
+    localization.main()
+    printed = set(capsys.readouterr().out.splitlines())
+    page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    part = page.partition("## Localization")[2].partition("Health, ")[0]
+    rows = [line for line in part.splitlines() if line.startswith("| ") and "%" in line]
+    assert len(rows) > 20
+    assert [row for row in rows if row not in printed] == []
+
+
 def test_bounds_of_a_rate():
     """No event in n trials: the rule of three, nearly."""
     assert localization.upper(0, 300) == pytest.approx(3 / 300, rel=0.01)
     assert localization.upper(0, 1) == pytest.approx(0.95)
     assert localization.upper(5, 10) == pytest.approx(0.7776, abs=1e-3)  # tables of the binomial
-    assert not math.isnan(localization.upper(3, 3))
+    assert localization.upper(3, 3) == pytest.approx(1.0)

@@ -187,8 +187,8 @@ def test_kl_goes_with_the_square_of_the_error(w, beyond):
 
 
 def test_where_experts_are_chosen_neither_flip_nor_kl_is_a_fault():
-    """Rounding sends a token to another expert on one side, and its logits are elsewhere: a
-    healthy pair was measured at 195 times the floor's KL. The numbers are given, no limit is."""
+    """Rounding sends a token to another expert on one side, and its logits are elsewhere,
+    by far more than the floor's KL. The numbers are given, no limit is."""
     num = 40
     truth = [noise(100 + n, 3.0) for n in range(num)]
     a = [row + noise(300 + n, 0.01) for n, row in enumerate(truth)]

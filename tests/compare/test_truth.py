@@ -151,6 +151,8 @@ def test_a_truth_that_was_cut_off_clears_nobody(case, tmp_path):
     assert (report.verdict.kind, report.verdict.side) == ("within_floor", None)
     assert report.verdict.confidence == "medium"
     assert any("the truth is incomplete" in note for note in report.notes)
+    # what the escalated pass recorded there was compared with nothing, and is not passed over
+    assert any(item.pass_ == "escalated" for item in report.coverage.unmatched)
 
 
 def test_a_fault_below_the_floor_shows_in_the_escalated_pass(case):

@@ -30,10 +30,10 @@ __all__ = [
     "Tokens",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 TokenId = Count
-Task = Literal["causal-lm", "encoder", "encoder-decoder"]
+Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -164,7 +164,11 @@ class ModuleNote(_Strict, kw_only=True):
 
 
 class Plan(_Strict, kw_only=True):
-    """What was to be recorded. ``modules``: every hooked module, by path."""
+    """What was to be recorded. ``modules``: every hooked module, by path.
+
+    ``replayed_pass``: in a replay, the pass of the run in ``anchored_to`` whose operators were run
+    again. ``skipped_operators``: calls that were not recorded or not run again, by reason.
+    """
 
     passes: list[str]
     sites: list[str]
@@ -174,6 +178,8 @@ class Plan(_Strict, kw_only=True):
     anchored_to: str | None = None
     plants: list[str] = []
     logits_site: str | None = None
+    replayed_pass: str | None = None
+    skipped_operators: dict[str, Count] = {}
     modules: dict[str, ModuleNote] = {}
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from divergence.numerics.formats import FORMATS
 from divergence.numerics.summary import Summary
+from divergence.run.call import Call
 from divergence.run.layout import SHARD_PATTERN
 
 __all__ = ["Coordinates", "Count", "PassName", "Place", "Record", "Summary"]
@@ -30,7 +31,7 @@ DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
-PassName = Literal["free", "anchored", "escalated", "whole"]
+PassName = Literal["free", "anchored", "escalated", "whole", "replayed"]
 
 Coordinates = tuple[str, int, int, str]
 """(pass, sample, step, site): unique within a run and rank."""
@@ -65,6 +66,7 @@ class Record(
     summary: Summary
     rank: Count = 0
     positions: tuple[Count, ...] | None = None
+    call: Call | None = None
 
     @property
     def coordinates(self) -> Coordinates:

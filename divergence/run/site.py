@@ -2,7 +2,9 @@
 
 A site is ``MODULE_PATH:PORT``. The module path is torch's fully qualified name
 (``model.layers.3.self_attn``; the root module is written ``.``). A module called
-again within one forward adds the call: ``shared#2:out``. A port is
+again within one forward adds the call: ``shared#2:out``. An operator inside a module adds
+its name without the overload, and from its second call in that module on the number:
+``model.layers.3.mlp/aten.mm#2:out``. A port is
 
 * ``in``            the first tensor argument,
 * ``in.NAME``       another argument by the name it has in ``forward`` (``in.N`` where it has
@@ -27,10 +29,13 @@ from divergence.errors import UsageError
 __all__ = [
     "ROOT",
     "compile_patterns",
+    "is_operator_site",
     "join_site",
     "module_of",
     "natural_key",
     "near_names",
+    "operator_of",
+    "operator_path",
     "split_site",
 ]
 
@@ -57,8 +62,23 @@ def split_site(site: str) -> tuple[str, str]:
 
 
 def module_of(site: str) -> str:
-    """``"shared#2:out"`` → ``"shared"``: the module path alone."""
-    return site.partition(":")[0].partition("#")[0]
+    """``"shared#2:out"``, ``"shared#2/aten.mm#3:out"`` → ``"shared"``: the module path alone."""
+    return site.partition(":")[0].partition("/")[0].partition("#")[0]
+
+
+def operator_path(path: str, operator: str, call: int) -> str:
+    """``("model.layers.3.mlp", "aten.mm", 2)`` → ``"model.layers.3.mlp/aten.mm#2"``."""
+    return f"{path or ROOT}/{operator}" + (f"#{call}" if call > 1 else "")
+
+
+def is_operator_site(site: str) -> bool:
+    """Was the tensor seen at an operator, not at a module?"""
+    return "/" in site.partition(":")[0]
+
+
+def operator_of(site: str) -> str:
+    """``"model.layers.3.mlp/aten.mm#2:out"`` → ``"aten.mm"``; empty for a module's site."""
+    return site.partition(":")[0].partition("/")[2].partition("#")[0]
 
 
 def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -24,6 +24,7 @@ import msgspec
 from divergence.errors import RunWriteError
 from divergence.numerics.formats import format_of
 from divergence.numerics.summaries import summarize_many
+from divergence.run.call import Call
 from divergence.run.fingerprint import digest_tensor, plain_tensor
 from divergence.run.layout import (
     MANIFEST,
@@ -137,6 +138,7 @@ class RunWriter:
         site: str,
         order: int,
         positions: tuple[int, ...] | None = None,
+        call: Call | None = None,
     ) -> None:
         """Record ``item`` (which may have been put before) under these coordinates."""
         if self._failure is not None:
@@ -151,6 +153,7 @@ class RunWriter:
                     "site": site,
                     "order": order,
                     "positions": positions,
+                    "call": call,
                 },
             )
         )

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from divergence.run import manifest as manifest_types
+from divergence.run.call import Call, Operand
 from divergence.run.manifest import SCHEMA_VERSION, Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Place, Record, Summary
@@ -41,7 +42,7 @@ def test_the_schema_is_that_of_the_types(name):
 def documented_types():
     types = [getattr(manifest_types, name) for name in manifest_types.__all__]
     structs = [kind for kind in types if isinstance(kind, type)]
-    return [*structs, Record, Place, Summary]
+    return [*structs, Record, Place, Summary, Call, Operand]
 
 
 @pytest.mark.parametrize("kind", documented_types(), ids=lambda kind: kind.__name__)

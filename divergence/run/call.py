@@ -1,0 +1,74 @@
+"""A call: one operator, as it was run, with everything that running it again alone needs.
+
+A call stands on the record of the operator's first result, ``PATH/OPERATOR[#CALL]:out``;
+its other results are the records ``:out.1``, ``:out.2`` ... of the same operator. ``arguments``
+go by the names of the operator's schema. Each is plain JSON, but for objects of one key:
+
+    {"tensor": 2}            the operand of that number in ``operands``
+    {"dtype": "float32"}     also "device", "layout", "memory_format"
+    {"float": "-inf"}        a number that JSON has no word for: "nan", "inf", "-inf"
+    {"complex": [re, im]}
+
+An operand's value is a record of the same forward (``site``: a result of another operator, an
+input of the module, or a record of its own, ``PATH/OPERATOR[#CALL]:in.NAME``), or a weight of
+the model, by name and digest, which has a record only on request. ``origin`` and ``via`` tell
+where the value comes from: the site whose memory it lies in, and the views taken of that.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+__all__ = ["Call", "Operand", "operand_indices"]
+
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+class Operand(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One tensor argument. ``stride``: in elements, where the tensor was not contiguous: kernels
+    are chosen by layout. ``xxh3``: of the whole weight's bytes; the operand is that weight seen
+    with ``shape`` and ``stride`` from element ``offset`` on."""
+
+    site: str | None = None
+    weight: str | None = None
+    xxh3: _Digest | None = None
+    shape: tuple[_Size, ...]
+    dtype: str
+    stride: tuple[_Size, ...] | None = None
+    offset: _Size = 0
+    origin: str | None = None
+    via: tuple[str, ...] = ()
+
+
+class Call(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """``operator``: torch's name with its overload (``aten.mm.default``), or a suite's.
+    ``source``: file name, line and function of the Python code that called it.
+    ``note``: why running it again cannot give the same (``draws random numbers``)."""
+
+    operator: str
+    arguments: dict[str, Any]
+    operands: tuple[Operand, ...] = ()
+    source: str | None = None
+    note: str | None = None
+
+
+def operand_indices(call: Call, name: str) -> list[int]:
+    """Numbers of the operands in the argument ``name``, in order; empty for a scalar."""
+    found: list[int] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict) and set(value) == {"tensor"}:
+            found.append(value["tensor"])
+        elif isinstance(value, list):
+            for item in value:
+                walk(item)
+
+    walk(call.arguments.get(name))
+    return found

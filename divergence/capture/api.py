@@ -51,6 +51,7 @@ def capture(
     anchor: bool = True,
     escalate: bool = False,
     whole: bool = False,
+    weights: bool = False,
     plants: Sequence[str | Plant] = (),
     label: str | None = None,
     force: bool = False,
@@ -65,8 +66,9 @@ def capture(
     None everywhere means "as recorded" with ``like`` and the default without.
     Parameters are those of the command line; see ``divergence capture --help``.
     ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
-    decode steps. ``prepare`` is called with the loaded model before anything is run or digested, to
-    put another kernel or module in place.
+    decode steps. ``weights``: store the weights that recorded operators (``ops@PATH``) use, so that
+    ``replay`` needs no model. ``prepare`` is called with the loaded model before anything is run
+    or digested, to put another kernel or module in place.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
@@ -79,7 +81,8 @@ def capture(
         trust_remote_code=trust_remote_code, prompts=prompts, prompts_file=prompts_file,
         chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
         positions=positions, deterministic=deterministic, seed=seed, repeat=repeat,
-        anchor=anchor, escalate=escalate, whole=whole, plants=plants, label=label,
+        anchor=anchor, escalate=escalate, whole=whole, weights=weights, plants=plants,
+        label=label,
     )  # fmt: skip
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
@@ -94,6 +97,7 @@ def reference(
     device: str = "cpu",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    sites: Sequence[str] = (),
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -101,8 +105,8 @@ def reference(
 ) -> Run:
     """Repeat ``run`` in float64 and record the truth in the directory ``out``.
 
-    Its tokens are forced, its sites recorded, free and anchored to it. Weights are loaded
-    in the run's dtype (so rounded as there) and every operator, the float32 casts inside
+    Its tokens are forced, its sites (or ``sites``) recorded, free and anchored to it. Weights are
+    loaded in the run's dtype (so rounded as there) and every operator, the float32 casts inside
     models included, is computed in float64: see ``divergence.capture.widening``. Memory
     beside the model as loaded is about one operator's float64 weights plus activations.
     ``device``: any that has float64. Fused attention kernels have none: ``eager`` then.
@@ -126,7 +130,7 @@ def reference(
         dtype=None, device=device,
         device_map=None, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
-        batch=None, max_new_tokens=None, sites=(), steps=None, positions=None,
+        batch=None, max_new_tokens=None, sites=sites, steps=None, positions=None,
         deterministic=None, seed=None, repeat=1, anchor=True, plants=(),
         label=label or "float64 reference",
     )  # fmt: skip

@@ -27,6 +27,7 @@ from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.whole import why_not_whole
 from divergence.errors import ModelError
 from divergence.run.reader import Run
+from divergence.run.site import module_of
 from divergence.run.writer import Item
 
 __all__ = ["DryRun", "PlannedSite", "plan_capture"]
@@ -76,7 +77,7 @@ class _Counter:
 
 
 def plan_capture(
-    model: str | None = None, *, like: str | Path | Run | None = None, **options: Any
+    model: str | Path | None = None, *, like: str | Path | Run | None = None, **options: Any
 ) -> DryRun:
     """What ``capture`` with the same parameters would write (``out`` and ``force`` are ignored).
 
@@ -85,7 +86,8 @@ def plan_capture(
     """
     for name in ("out", "force", "command", "progress"):
         options.pop(name, None)
-    request = resolve_request(model, like=like, **{**_DEFAULTS, **options})
+    source = None if model is None else str(model)
+    request = resolve_request(source, like=like, **{**_DEFAULTS, **options})
     loaded = empty_model(
         request.model,
         task=request.task,
@@ -169,6 +171,8 @@ def _count(
         if loaded.task == "causal-lm"
         else frozenset(),
         copy=lambda tensor: tensor.detach(),
+        operators=selection.operators,
+        weights=request.weights,
     )
     batch, tokens = len(group), lengths[group[0]]
     recorder.begin(sample=group[0], batch=batch, num_tokens=tokens)
@@ -235,7 +239,7 @@ def _rows(
             for step in (0, 1)
             if (step, site) in counter.seen
         )
-        path = site.partition(":")[0].partition("#")[0]
+        path = module_of(site)
         rows.append(
             PlannedSite(
                 site=site,

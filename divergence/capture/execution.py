@@ -97,7 +97,8 @@ class Execution:
 
     def run(self, out: Path, *, force: bool, command: str | None) -> Run:
         """Write the run to ``out``, and open it."""
-        request, passes = self.request, self._passes()
+        request = self.request
+        passes = self._made = self._passes()
         manifest = self._manifest(self._plan(passes), command)
         with RunWriter(out, manifest, force=force) as writer:
             first = RememberingSink(writer) if request.repeat > 1 else writer
@@ -110,6 +111,10 @@ class Execution:
                 recorder = self._recorder(first if free else writer, one, anchor)
                 self._run_pass(recorder, one, writer if free else None)
                 self._check_pass(recorder, one, manifest)
+                if recorder.operators is not None:
+                    for reason, count in recorder.operators.skipped.items():
+                        skipped = manifest.plan.skipped_operators
+                        skipped[reason] = skipped.get(reason, 0) + count
             manifest.settings.nondeterministic_warnings = self.determinism.warnings
             if request.repeat > 1:
                 writer.drain()
@@ -283,9 +288,17 @@ class Execution:
             else frozenset(),
             plants=own_plants(request.plants, self.notes) if one.whole else request.plants,
             anchor=anchor,
+            operators=self.selection.operators if self._with_operators(one) else None,
+            weights=request.weights,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )
+
+    def _with_operators(self, one: Pass) -> bool:
+        """In the anchored passes, where there are any: there an error is where it is made."""
+        if one.whole or not self.selection.operators:
+            return False
+        return one.anchored or not any(other.anchored for other in self._made)
 
     def _widened(self, one: Pass) -> contextlib.AbstractContextManager:
         """The dtype that a pass computes in. Widened weights are kept if there is ample room."""

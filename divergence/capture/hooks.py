@@ -24,9 +24,11 @@ from divergence.capture.leaves import (
     map_output,
     output_leaves,
 )
+from divergence.capture.operators import OperatorRecorder
 from divergence.capture.plant import FORWARDS, Plant
 from divergence.capture.selection import select_positions, step_selected
 from divergence.errors import PlantError
+from divergence.run.call import Call
 from divergence.run.manifest import ModuleNote
 from divergence.run.record import PassName
 from divergence.run.site import ROOT, join_site
@@ -51,6 +53,7 @@ class Sink(Protocol):
         site: str,
         order: int,
         positions: tuple[int, ...] | None = None,
+        call: Call | None = None,
     ) -> None: ...
 
 
@@ -85,6 +88,8 @@ class Recorder:
         on_step: Callable[[int], None] | None = None,
         on_block: Callable[[str], None] | None = None,
         copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        operators: set[str] | None = None,
+        weights: bool = False,
     ) -> None:
         self._model = model
         self._notes = notes
@@ -103,6 +108,18 @@ class Recorder:
         self._anchor = anchor
         self._on_step, self._on_block = on_step, on_block
         self._copy = copy or _detached_copy
+        self.operators: OperatorRecorder | None = None
+        if operators:
+            self.operators = OperatorRecorder(
+                model,
+                operators,
+                emit=self._emit_operator,
+                call_of=lambda path: self._calls.get(path, ""),
+                active=lambda: self._selected and not self._anchor_broken,
+                copy=self._copy,
+                weights=weights,
+            )
+            self._hooked |= {path for path in notes if _inside(path, operators)}
         self.fired: set[str] = set()
         self.anchored = self.num_emitted = 0
         self._recent: dict[int, tuple[torch.Tensor, int, Item]] = {}
@@ -121,6 +138,8 @@ class Recorder:
         self._anchor_broken = False
         self._calls: dict[str, str] = {}
         self._num_calls: dict[str, int] = {}
+        if self.operators is not None:
+            self.operators.end_of_forward()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
@@ -139,7 +158,10 @@ class Recorder:
                 handles.append(
                     module.register_forward_hook(self._post_hook(path), with_kwargs=True)
                 )
-            yield self
+            # its hooks come after these: what an anchor puts in place is no operator, what a
+            # plant does is one
+            with contextlib.nullcontext() if self.operators is None else self.operators.installed():
+                yield self
         finally:
             for handle in handles:
                 handle.remove()
@@ -163,7 +185,8 @@ class Recorder:
                 def put_recorded(port: str, tensor: torch.Tensor) -> torch.Tensor:
                     return self._recorded_input(site_path, port, tensor, done)
 
-                changed = args, kwargs = map_inputs(args, kwargs, put_recorded, names)
+                with self._quiet():
+                    changed = args, kwargs = map_inputs(args, kwargs, put_recorded, names)
             if plants:
                 changed = args, kwargs = map_inputs(args, kwargs, self._planter(plants), names)
             for port, tensor in input_leaves(args, kwargs, names):
@@ -216,6 +239,8 @@ class Recorder:
         self._order = 0
         self._selected = step_selected(self._steps, self._step)
         self._calls.clear()
+        if self.operators is not None:
+            self.operators.end_of_forward()
         self._recent.clear()  # nothing of a forward is held beyond it
         self._num_calls.clear()
         if self._on_step is not None:
@@ -278,19 +303,31 @@ class Recorder:
         if call:
             site = join_site(path + call, port)
         positions = None
-        if self._step == 0:
-            tensor, positions = self._narrowed(path, port, tensor)
+        with self._quiet():
+            if self._step == 0:
+                tensor, positions = self._narrowed(path, port, tensor)
+            item = self._item(tensor) if positions is None else Item(self._copy(tensor))
+        self._put(site, item, positions=positions)
+
+    def _emit_operator(self, site: str, item: Item, call: Call | None = None) -> None:
+        self._put(site, item, call=call)
+
+    def _put(self, site: str, item: Item, **more: Any) -> None:
         self.sink.put(
-            self._item(tensor) if positions is None else Item(self._copy(tensor)),
+            item,
             pass_=self._pass,
             sample=self._sample,
             step=self._step,
             site=site,
             order=self._order,
-            positions=positions,
+            **more,
         )
         self._order += 1
         self.num_emitted += 1
+
+    def _quiet(self) -> contextlib.AbstractContextManager:
+        """What this recorder itself does is no operator of the model."""
+        return contextlib.nullcontext() if self.operators is None else self.operators.paused()
 
     def _narrowed(
         self, path: str, port: str, tensor: torch.Tensor
@@ -334,6 +371,10 @@ class Recorder:
                         hint="`divergence inspect RUN` lists the sites of a run "
                         "captured with --sites modules",
                     )
+
+
+def _inside(path: str, roots: set[str]) -> bool:
+    return any(path == root or root == ROOT or path.startswith(root + ".") for root in roots)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

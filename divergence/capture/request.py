@@ -49,6 +49,7 @@ class Request:
     anchor: bool
     escalate: bool = False
     whole: bool = False
+    weights: bool = False
     plants: list[Plant] = field(default_factory=list)
     label: str | None = None
     like: Run | None = None
@@ -82,6 +83,7 @@ def resolve_request(
     label: str | None,
     escalate: bool = False,
     whole: bool = False,
+    weights: bool = False,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -108,6 +110,7 @@ def resolve_request(
         "anchor": anchor,
         "escalate": escalate,
         "whole": whole,
+        "weights": weights,
         "plants": parsed,
         "label": label,
         "chat": chat,

@@ -5,6 +5,8 @@
              floating-point inputs and outputs; masks are left out (their size is
              tokens², and they are an input, not a result).
 ``modules``  every module's inputs and outputs.
+``ops@PATH``  every operator called inside the modules that PATH (a path or glob) names, and
+             those modules' own inputs and outputs.
 Anything else is a preset in configs/ (``attention`` → sites-attention.toml) or a
 pattern on site names.
 """
@@ -22,7 +24,10 @@ from divergence.run.site import ROOT, compile_patterns, join_site, near_names
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SiteSelection"]
+__all__ = ["OPERATORS", "SiteSelection"]
+
+OPERATORS = "ops@"
+"""Before a module's path: every operator inside it."""
 
 Wanted = Callable[[str, str, "torch.Tensor"], bool]
 
@@ -41,6 +46,9 @@ class SiteSelection:
         self._modules = "modules" in self.sites
         self._blocks = "blocks" in self.sites
         patterns = [site for site in self.sites if site not in BUILTIN_SITES]
+        inside = [site.removeprefix(OPERATORS) for site in patterns if site.startswith(OPERATORS)]
+        self.operators = _roots(inside, notes)
+        patterns = [site for site in patterns if not site.startswith(OPERATORS)]
         for pattern in patterns:
             _check(pattern, notes)
         self._match = compile_patterns(patterns)
@@ -50,7 +58,10 @@ class SiteSelection:
         self.hooked = {
             path
             for path, note in notes.items()
-            if everything or self._is_trunk(path, note) or heads(f"{path}:")
+            if everything
+            or self._is_trunk(path, note)
+            or path in self.operators
+            or heads(f"{path}:")
         }
 
     def wanted(self, path: str, port: str, tensor: torch.Tensor) -> bool:
@@ -64,6 +75,7 @@ class SiteSelection:
             known = (
                 self._modules
                 or (plain and self._is_trunk(path, note) and not _root_input(path, port))
+                or (plain and path in self.operators)
                 or self._match(join_site(path, port))
             )
             self._known[key] = known
@@ -71,6 +83,20 @@ class SiteSelection:
 
     def _is_trunk(self, path: str, note: ModuleNote) -> bool:
         return self._blocks and note.role in ("block", "trunk")
+
+
+def _roots(globs: Sequence[str], notes: Mapping[str, ModuleNote]) -> set[str]:
+    """The outermost modules that the globs name: what is called inside them is recorded."""
+    found: set[str] = set()
+    for glob in globs:
+        _check(glob.rstrip(":"), notes)
+        match = compile_patterns([glob.rstrip(":") + ":*"])
+        found |= {path for path in notes if match(f"{path}:")}
+    return {
+        path
+        for path in found
+        if not any(path != one and path.startswith(one + ".") for one in found)
+    }
 
 
 def _root_input(path: str, port: str) -> bool:

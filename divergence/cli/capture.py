@@ -29,6 +29,8 @@ Examples:
 
   divergence capture ./model -o a --whole                     # then: divergence compare a
 
+  divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
+
   divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
 """
 
@@ -168,7 +170,8 @@ def command(
         typer.Option(
             "--sites",
             metavar="SITES",
-            help="blocks, modules, a preset (attention, mlp, norms), a glob, re:REGEX; repeatable.",
+            help="blocks, modules, a preset (attention, mlp, norms), a glob, re:REGEX, or "
+            "ops@MODULE for every operator inside it; repeatable.",
             rich_help_panel=RECORDED,
         ),
     ] = None,
@@ -190,6 +193,15 @@ def command(
             rich_help_panel=RECORDED,
         ),
     ] = None,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights",
+            metavar="",
+            help="Store the weights that recorded operators use, so that replay needs no model.",
+            rich_help_panel=RECORDED,
+        ),
+    ] = False,
     whole: Annotated[
         bool,
         typer.Option(
@@ -335,6 +347,7 @@ def command(
         "anchor": False if no_anchor else None,
         "escalate": escalate or None,
         "whole": whole or None,
+        "weights": weights or None,
         "plants": plants or None,
         "label": label,
         "force": force or None,

@@ -40,6 +40,14 @@ def command(
         str | None,
         typer.Option("--model", metavar="PATH", help="Where this machine has the model."),
     ] = None,
+    sites: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sites",
+            metavar="SITES",
+            help="What is recorded, as in capture; repeatable. Default: what the run recorded.",
+        ),
+    ] = None,
     device: Annotated[
         str,
         typer.Option("--device", metavar="DEVICE", help="cpu, or a device that has float64."),
@@ -79,6 +87,7 @@ def command(
     arguments = ctx.meta.get(ARGUMENTS)
     values: dict[str, Any] = {"out": out, "model": model, "device": device, "label": label,
                               "attn_implementation": attn_implementation, "force": force,
+                              "sites": sites or (),
                               "trust_remote_code": trust_remote_code}  # fmt: skip
     if arguments:
         values["command"] = shlex.join(["divergence", *arguments])

@@ -144,7 +144,7 @@ def test_a_broken_manifest_is_named(small_run, text, said):
 def test_a_newer_run_asks_for_a_newer_tool(small_run):
     """Before anything else is complained about."""
     edit_manifest(small_run, lambda m: m.update(schema_version=3, later="key"))
-    refused(small_run, "schema version 3", "reads up to 1", "pip install -U")
+    refused(small_run, "schema version 3", "reads up to 2", "pip install -U")
 
 
 @pytest.mark.parametrize(

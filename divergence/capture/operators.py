@@ -1,0 +1,368 @@
+"""Operators: every ATen operator called inside chosen modules, with what running it again needs.
+
+A dispatch mode, on only while one of the chosen modules runs. It sits below autograd and
+composite functions, where what really computes is called: ``linear`` is seen as ``t`` and ``mm``.
+Results are recorded (``PATH/aten.mm#2:out``), and of the operands those whose value no other
+record of this forward holds; a value is recognised by the memory it lies in, and forgotten when
+an operator writes there. Operators that only look at memory otherwise (views) compute nothing:
+they are not recorded but told in the operand that is such a view (``via``), because a wrong one
+hands the right numbers on in the wrong order.
+
+What is not recorded is counted by reason: higher-order operators (compiled graphs) and
+operators that return no tensor. Nothing of this changes a bit of the result: operators run as
+they were called, and tensors are copied before they can be written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from divergence.capture.dataflow import Dataflow, storage_of, tensors_in
+from divergence.capture.leaves import argument_names, input_leaves
+from divergence.run.call import Call, Operand
+from divergence.run.fingerprint import digest_tensor
+from divergence.run.site import ROOT, join_site, operator_path
+from divergence.run.writer import Item
+
+__all__ = ["Emit", "OperatorRecorder"]
+
+_TORCH_HOME = os.path.dirname(torch.__file__)
+_OWN_HOME = os.path.dirname(os.path.dirname(__file__))
+_DRAWS = "draws random numbers"
+
+
+class Emit(Protocol):
+    """How a record of the forward under way is made: the recorder's own."""
+
+    def __call__(self, site: str, item: Item, call: Call | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A call about to be recorded: the counter's key, the operator's path, what it was given."""
+
+    key: tuple[str, str]
+    where: str
+    call: Call
+    pending: list[tuple[str, Item]]
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Records inside ``roots`` (module paths) of ``model``, through ``emit``.
+
+    ``call_of(path)`` is what a module's call adds to its path (``#2``). ``active()``: is this
+    forward to be recorded? ``weights``: record the weights' values as well. ``skipped`` counts
+    what was not recorded, by reason.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        roots: set[str],
+        *,
+        emit: Emit,
+        call_of: Callable[[str], str],
+        active: Callable[[], bool],
+        copy: Callable[[torch.Tensor], torch.Tensor],
+        weights: bool = False,
+    ) -> None:
+        super().__init__()
+        self._model, self._roots = model, roots
+        self._emit, self._call_of, self._active, self._copy = emit, call_of, active, copy
+        self._keep_weights = weights
+        self.skipped: Counter[str] = Counter()
+        self._stack: list[str] = []
+        self._paused = 0
+        self._entered = False
+        self._weights = _weights_by_storage(model)
+        self._weight_items: dict[str, Item] = {}
+        self._weight_digests: dict[str, str] = {}
+        self.end_of_forward()
+        self._flow = Dataflow()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Module hooks on; off again, and this mode too, on any exit."""
+        handles = []
+        try:
+            for name, module in self._model.named_modules():
+                path = name or ROOT
+                if self._root_of(path) is None:
+                    continue
+                push = self._push(path, argument_names(module))
+                handles.append(module.register_forward_pre_hook(push, with_kwargs=True))
+                handles.append(module.register_forward_hook(self._pop(path)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            if self._entered:
+                self._leave()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What the caller does meanwhile is none of the model's."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def _root_of(self, path: str) -> str | None:
+        for root in self._roots:
+            if path == root or root == ROOT or path.startswith(root + "."):
+                return root
+        return None
+
+    def _push(self, path: str, names: list[str]) -> Callable:
+        def push(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if not self._entered:
+                if path not in self._roots or not self._active():
+                    return
+                self._entered = True
+                called = path + self._call_of(path)
+                for port, tensor in input_leaves(args, kwargs, names):
+                    self._flow.enter(tensor, join_site(called, port))
+                self.__enter__()
+            self._stack.append(path)
+
+        return push
+
+    def _pop(self, path: str) -> Callable:
+        def pop(module: torch.nn.Module, args: tuple, output: Any) -> None:
+            if not self._entered:
+                return
+            self._stack.pop()
+            if not self._stack:
+                self._leave()
+
+        return pop
+
+    def _leave(self) -> None:
+        self.__exit__(None, None, None)
+        self._entered = False
+        self._stack.clear()
+        self._flow = Dataflow()  # nothing of a block is held beyond it
+
+    def end_of_forward(self) -> None:
+        """Calls are numbered anew."""
+        self._numbers: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        if self._paused or not self._stack:
+            return func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            self.skipped["a higher-order operator, which has no schema"] += 1
+            return func(*args, **kwargs)
+        named = _named(func, args, kwargs)
+        writes = _written(func)
+        if writes:  # its operands must be copied before
+            told = self._told(func, named)
+            result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+            results = tensors_in(result)
+            memories = {storage_of(tensor) for tensor in tensors_in(list(named.values()))}
+            if results and all(storage_of(tensor) in memories for tensor in results):
+                with self.paused():
+                    self._note_view(func, args, kwargs, results)
+                return result
+            told = self._told(func, named)
+        results = tensors_in(result)
+        if not results:  # foreach operators and the like give nothing back: what was written
+            results = [t for argument in writes for t in tensors_in(named.get(argument))]
+        if not results:
+            self.skipped["it returns no tensor"] += 1
+            return result
+        with self.paused():
+            self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
+        return result
+
+    def _told(self, func: Any, named: dict[str, Any]) -> _Told:
+        """The call as it is recorded, and the operands that no record holds yet."""
+        module = self._stack[-1]
+        key = (module + self._call_of(module), _name(func))
+        where = operator_path(*key, self._numbers[key] + 1)
+        operands: list[Operand] = []
+        pending: list[tuple[str, Item]] = []
+        with self.paused():
+            arguments = {
+                name: self._encode(value, f"{where}:in.{name}", operands, pending)
+                for name, value in named.items()
+            }
+        call = Call(
+            operator=str(func),
+            arguments=arguments,
+            operands=tuple(operands),
+            source=_source(),
+            note=_DRAWS if _draws(func, named) else None,
+        )
+        return _Told(key, where, call, pending)
+
+    def _record(
+        self, told: _Told, results: list[torch.Tensor], written: list[torch.Tensor]
+    ) -> None:
+        self._numbers[told.key] += 1
+        for site, item in told.pending:
+            self._emit(site, item)
+        for tensor in written:
+            self._flow.written_to(tensor)
+        for index, tensor in enumerate(results):
+            site = f"{told.where}:out" + (f".{index}" if index else "")
+            self._emit(site, Item(self._copy(tensor)), told.call if index == 0 else None)
+            self._flow.made(tensor, site)
+
+    def _encode(
+        self, value: Any, site: str, operands: list[Operand], pending: list[tuple[str, Item]]
+    ) -> Any:
+        """An argument as JSON; its tensors become operands."""
+        if isinstance(value, torch.Tensor):
+            operands.append(self._operand(value, site, pending))
+            return {"tensor": len(operands) - 1}
+        if isinstance(value, list | tuple):
+            return [
+                self._encode(item, f"{site}.{index}", operands, pending)
+                for index, item in enumerate(value)
+            ]
+        return _scalar(value)
+
+    def _operand(self, tensor: torch.Tensor, site: str, pending: list[tuple[str, Item]]) -> Operand:
+        common: dict[str, Any] = {
+            "shape": tuple(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "stride": None if tensor.is_contiguous() else tuple(tensor.stride()),
+            "via": self._flow.via(tensor),
+        }
+        weight = self._weights.get(storage_of(tensor))
+        if weight is not None:
+            name, parameter = weight
+            if name not in self._weight_digests:
+                real = parameter.device.type != "meta"  # of a dry run there are no bytes
+                digest = digest_tensor(self._copy(parameter)) if real else "0" * 32
+                self._weight_digests[name] = digest
+            return Operand(
+                site=self._weight_site(name, parameter) if self._keep_weights else None,
+                weight=name,
+                xxh3=self._weight_digests[name],
+                offset=tensor.storage_offset() - parameter.storage_offset(),
+                **common,
+            )
+        known = self._flow.site_of(tensor)
+        if known is None:
+            known = site
+            pending.append((site, Item(self._copy(tensor))))
+            self._flow.holds(tensor, site)
+        return Operand(site=known, origin=self._flow.origin_of(tensor), **common)
+
+    def _weight_site(self, name: str, parameter: torch.Tensor) -> str:
+        """The weight's record in this forward, made when it is first needed there."""
+        module, _, last = name.rpartition(".")
+        site = join_site(module, f"in.{last}")
+        if name not in self._weight_items:
+            self._weight_items[name] = Item(self._copy(parameter))
+        if self._flow.site_of(parameter) is None:
+            self._emit(site, self._weight_items[name])
+            self._flow.holds(parameter, site)
+        return site
+
+    def _note_view(self, func: Any, args: tuple, kwargs: dict, results: list) -> None:
+        source = next(iter(tensors_in(args)), None)
+        words = [_word(value) for value in args if not isinstance(value, torch.Tensor)]
+        words += [f"{name}={_word(value)}" for name, value in kwargs.items()]
+        step = f"{func.overloadpacket.__name__}({', '.join(words)})"
+        for index, tensor in enumerate(results):
+            part = f"[{index}]" if len(results) > 1 else ""
+            self._flow.looked_at(tensor, step + part, source)
+
+
+def _weights_by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.setdefault(storage_of(tensor), (name, tensor))
+    return found
+
+
+@functools.cache
+def _written(func: Any) -> tuple[str, ...]:
+    """Names of the arguments that the operator writes to."""
+    arguments = func._schema.arguments
+    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    """``aten.mm``: namespace and operator, without the overload."""
+    packet = func.overloadpacket
+    return f"{func.namespace}.{packet.__name__}"
+
+
+def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that were given, by the schema's names."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _draws(func: Any, named: dict[str, Any]) -> bool:
+    """Does this call draw random numbers? Attention kernels may, but for a dropout of 0 do not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for argument in func._schema.arguments:
+        if argument.name in ("dropout_p", "p") and argument.type.kind() == "FloatType":
+            return bool(named.get(argument.name, argument.default_value))
+    return True
+
+
+def _scalar(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        finite = value == value and abs(value) != float("inf")
+        return value if finite else {"float": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    for kind, word in (
+        (torch.device, "device"),
+        (torch.layout, "layout"),
+        (torch.memory_format, "memory_format"),
+    ):
+        if isinstance(value, kind):
+            return {word: str(value).removeprefix("torch.")}
+    return {"object": type(value).__name__}
+
+
+def _word(value: Any) -> str:
+    """For people: numbers and names; the end of a slice as such."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_word(item) for item in value) + "]"
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, int) and value == sys.maxsize:
+        return "end"
+    encoded = _scalar(value)
+    return str(next(iter(encoded.values())) if isinstance(encoded, dict) else encoded)
+
+
+def _source() -> str | None:
+    """The innermost line of Python that is neither torch's nor this tool's."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH_HOME, _OWN_HOME)):
+            return f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None

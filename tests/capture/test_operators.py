@@ -1,0 +1,238 @@
+"""Operators inside a module: what is recorded of a call, and what flows where."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from divergence.capture.api import capture, plan_capture, reference
+from divergence.capture.operators import OperatorRecorder
+from divergence.errors import UsageError
+from divergence.run.reader import Run
+
+BLOCK = "model.layers.1"
+
+
+class Seen:
+    """Records of a toy module, by site."""
+
+    def __init__(self, module, *inputs, weights=False):
+        self.tensors, self.calls = {}, {}
+        recorder = OperatorRecorder(
+            module, {"."}, emit=self._emit, call_of=lambda path: "", active=lambda: True,
+            copy=lambda t: t.detach().clone(memory_format=torch.contiguous_format),
+            weights=weights,
+        )  # fmt: skip
+        with torch.no_grad(), recorder.installed():
+            self.result = module(*inputs)
+        self.skipped = recorder.skipped
+
+    def _emit(self, site, item, call=None):
+        assert site not in self.tensors
+        self.tensors[site] = item.tensor
+        if call is not None:
+            self.calls[site] = call
+
+
+class Lambda(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+def seen(function, *inputs, **options):
+    return Seen(Lambda(function), *inputs, **options)
+
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def test_a_value_is_recorded_once_and_referred_to():
+    """The sum's operand is the product's record, not a copy of it."""
+    found = seen(lambda x: (x * 2) + 1, X)
+    assert list(found.tensors) == ["./aten.mul:in.self", "./aten.mul:out", "./aten.add:out"]
+    (operand,) = found.calls["./aten.add:out"].operands
+    assert (operand.site, operand.origin) == ("./aten.mul:out", "./aten.mul:out")
+    assert found.calls["./aten.mul:out"].arguments == {"self": {"tensor": 0}, "other": 2}
+    assert found.calls["./aten.mul:out"].operator == "aten.mul.Tensor"
+
+
+def test_views_are_told_in_the_operand_that_is_one():
+    """No record of their own: where the memory came from, and how it is looked at."""
+    found = seen(lambda x: (x * 2).t()[1:].exp(), X)
+    (operand,) = found.calls["./aten.exp:out"].operands
+    assert operand.origin == "./aten.mul:out"
+    assert operand.via == ("t()", "slice(0, 1, end)")
+    assert (operand.shape, operand.stride) == ((2, 2), (1, 3))
+    assert torch.equal(found.tensors["./aten.exp:in.self"], (X * 2).t()[1:])
+
+
+def test_another_shape_of_the_same_bytes_is_the_same_record():
+    """A reshape copies nothing, on disk either."""
+    found = seen(lambda x: (x * 2).view(3, 2).exp(), X)
+    (operand,) = found.calls["./aten.exp:out"].operands
+    assert (operand.site, operand.shape) == ("./aten.mul:out", (3, 2))
+
+
+def test_an_input_is_recorded_before_it_is_written_to():
+    """In place: the operand is what was there before, the result what is there now."""
+    found = seen(lambda x: x.add_(1).mul_(3), X.clone())
+    assert torch.equal(found.tensors["./aten.add_:in.self"], X)
+    assert torch.equal(found.tensors["./aten.add_:out"], X + 1)
+    (operand,) = found.calls["./aten.mul_:out"].operands
+    assert operand.site == "./aten.add_:out"
+
+
+def test_a_write_through_a_view_is_not_missed():
+    """The whole is recorded anew after a part of it was written."""
+
+    def function(x):
+        y = x * 1
+        y[0] = 7.0
+        return y.exp()
+
+    found = seen(function, X)
+    operand = found.calls["./aten.exp:out"].operands[0]
+    assert operand.origin is None  # in part the product, in part the constant
+    assert torch.equal(found.tensors[operand.site][0], torch.full((3,), 7.0))
+
+
+def test_calls_are_numbered_by_operator():
+    """The second product is #2, whatever ran in between."""
+    found = seen(lambda x: ((x * 2) + 1) * 3, X)
+    assert "./aten.mul#2:out" in found.tensors
+
+
+def test_several_results_and_scalars_are_kept():
+    """Top-k: values and indices, and every argument by its name."""
+    found = seen(lambda x: torch.topk(x, 2, dim=-1, largest=False), X)
+    call = found.calls["./aten.topk:out"]
+    assert call.arguments == {"self": {"tensor": 0}, "k": 2, "dim": -1, "largest": False}
+    assert found.tensors["./aten.topk:out.1"].dtype == torch.int64
+
+
+def test_what_json_has_no_word_for_is_spelled_out():
+    """Infinities, dtypes, lists of tensors with holes."""
+    found = seen(lambda x: x.masked_fill(x > 1, -float("inf")).to(torch.bfloat16), X)
+    assert found.calls["./aten.masked_fill:out"].arguments["value"] == {"float": "-inf"}
+    assert found.calls["./aten._to_copy:out"].arguments["dtype"] == {"dtype": "bfloat16"}
+    found = seen(lambda x: x[:, torch.tensor([0, 2])], X)
+    indices = found.calls["./aten.index:out"].arguments["indices"]
+    assert indices == [None, {"tensor": 1}]
+
+
+def test_random_numbers_are_noted():
+    """Running it again cannot give the same; attention without dropout can."""
+    found = seen(lambda x: torch.bernoulli(x.sigmoid()), X)
+    assert found.calls["./aten.bernoulli:out"].note == "draws random numbers"
+    q = torch.randn(1, 1, 4, 8)
+    found = seen(lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x), q)
+    assert {call.note for call in found.calls.values()} == {None}
+
+
+def test_shapes_that_depend_on_data_and_other_types_are_recorded():
+    """nonzero, integers, complex numbers: as they are."""
+    found = seen(lambda x: torch.nonzero(x > 3) + 1, X)
+    assert found.tensors["./aten.nonzero:out"].shape == (2, 2)
+    found = seen(lambda x: torch.view_as_complex(x).abs(), torch.randn(3, 2))
+    assert found.tensors["./aten.abs:in.self"].dtype == torch.complex64
+
+
+def test_a_custom_operator_is_recorded_under_its_own_name():
+    """Whatever is registered with torch is an operator."""
+
+    @torch.library.custom_op("divergence_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    found = seen(lambda x: twice(x), X)
+    assert found.calls["./divergence_tests.twice:out"].operator == "divergence_tests.twice.default"
+
+
+def test_weights_are_named_and_stored_on_request():
+    """By digest alone, or with a record of the whole weight."""
+    linear = torch.nn.Linear(3, 2)
+    found = Seen(linear, X)
+    (call,) = found.calls.values()
+    weight = call.operands[2]
+    assert (weight.weight, weight.site, weight.via) == ("weight", None, ("t()",))
+    assert len(weight.xxh3) == 32
+    found = Seen(linear, X, weights=True)
+    assert torch.equal(found.tensors[".:in.weight"], linear.weight)
+
+
+def test_the_result_is_not_changed_by_recording(llama, tmp_path):
+    """Not a bit, in a real model and every dtype."""
+    for dtype in ("float32", "bfloat16"):
+        a = capture(llama, out=tmp_path / f"a-{dtype}", prompts=["one two three"], dtype=dtype,
+                    max_new_tokens=2)  # fmt: skip
+        b = capture(like=a, out=tmp_path / f"b-{dtype}")
+        ops = capture(like=a, out=tmp_path / f"o-{dtype}", sites=["blocks", f"ops@{BLOCK}"])
+        for record in b.records:
+            assert ops.find(record.coordinates).xxh3 == record.xxh3
+
+
+@pytest.fixture(scope="module")
+def recorded(llama, tmp_path_factory) -> tuple[Run, Run, Run]:
+    """A run, its block's operators, and the truth of both."""
+    folder = tmp_path_factory.mktemp("operators")
+    a = capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2,
+                dtype="bfloat16")  # fmt: skip
+    ops = capture(like=a, out=folder / "ops", sites=[f"ops@{BLOCK}"], weights=True)
+    return a, ops, reference(a, out=folder / "truth", sites=[f"ops@{BLOCK}"])
+
+
+def test_operators_are_recorded_in_the_anchored_pass_of_one_block(recorded):
+    """Once, at the block named, with module, source line and the block's own input as origin."""
+    _, ops, _ = recorded
+    calls = [record for record in ops.records if record.call]
+    assert {record.pass_ for record in calls} == {"anchored"}
+    assert {record.step for record in calls} == {0, 1}
+    assert all(record.site.startswith(BLOCK) for record in calls)
+    (first,) = [r for r in calls if r.site == f"{BLOCK}.input_layernorm/aten._to_copy:out"
+                and r.step == 0]  # fmt: skip
+    assert first.call.operands[0].origin == f"{BLOCK}:in"
+    assert first.call.source.startswith("modeling_llama.py:")
+    assert ops.find(("anchored", 0, 0, f"{BLOCK}:out")) is not None
+
+
+def test_every_operand_is_a_record_of_the_same_forward(recorded):
+    """Or a weight that was stored: replaying needs nothing else."""
+    for run in recorded[1:]:
+        for record in run.records:
+            for operand in record.call.operands if record.call else ():
+                if operand.site is None:
+                    assert operand.weight is not None
+                    continue
+                held = run.find((record.pass_, record.sample, record.step, operand.site))
+                assert held is not None
+                if operand.weight is None:
+                    assert held.numel == torch.Size(operand.shape).numel()
+                    assert held.dtype == operand.dtype
+
+
+def test_the_truth_holds_the_same_operators_in_float64(recorded):
+    """All but the casts, of which there are none in float64."""
+    _, ops, truth = recorded
+    sites = {r.site for r in ops.records if r.call}
+    right = {r.site: r for r in truth.records if r.call}
+    assert {site for site in sites - set(right)} == {
+        f"{BLOCK}.{name}/aten._to_copy#2:out"
+        for name in ("input_layernorm", "self_attn", "post_attention_layernorm")
+    }
+    assert {r.dtype for r in right.values()} == {"float64"}
+
+
+def test_a_wrong_module_is_named(llama, tmp_path):
+    """With a near one."""
+    with pytest.raises(UsageError, match=r"no module of this model matches 'model.layer.1'"):
+        capture(llama, out=tmp_path / "x", sites=["ops@model.layer.1"])
+
+
+def test_a_dry_run_lists_operators(llama):
+    """Without a weight loaded."""
+    plan = plan_capture(llama, sites=[f"ops@{BLOCK}"], max_new_tokens=1)
+    assert f"{BLOCK}.mlp/aten.mul:out" in {row.site for row in plan.rows}

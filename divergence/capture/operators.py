@@ -39,6 +39,8 @@ __all__ = ["Emit", "OperatorRecorder"]
 _TORCH_HOME = os.path.dirname(torch.__file__)
 _OWN_HOME = os.path.dirname(os.path.dirname(__file__))
 _DRAWS = "draws random numbers"
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
+                            "new_empty_strided"})  # fmt: skip
 
 
 class Emit(Protocol):
@@ -164,6 +166,9 @@ class OperatorRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             self.skipped["a higher-order operator, which has no schema"] += 1
+            return func(*args, **kwargs)
+        if func.namespace == "aten" and func.overloadpacket.__name__ in _UNINITIALISED:
+            self.skipped["its result is uninitialised memory"] += 1
             return func(*args, **kwargs)
         named = _named(func, args, kwargs)
         writes = _written(func)

@@ -104,6 +104,14 @@ class Advice:
             )
         return [*commands, f"divergence compare {self._a} {deep} --reference {truth}"]
 
+    def operator(self, site: str, candidate_site: str, side: str | None) -> list[str]:
+        """The operator by itself, as a script for whoever made it."""
+        path, name = (self._a, site) if side == "reference" else (self._b, candidate_site)
+        return [
+            f"divergence repro {path} --site {shlex.quote(name + ':out')} "
+            f"-o {beside(path, '-repro')}   # a script that shows it without the model"
+        ]
+
     def look_at(self, site: str) -> list[str]:
         """The tensor itself, on both sides."""
         return [

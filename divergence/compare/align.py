@@ -15,8 +15,17 @@ from divergence.compare.result import Skipped
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
+from divergence.run.site import is_operator_site
 
-__all__ = ["Alignment", "Pair", "Piece", "align", "first_different_token"]
+__all__ = [
+    "Alignment",
+    "Pair",
+    "Piece",
+    "align",
+    "anchored_passes",
+    "first_different_token",
+    "renaming",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +74,10 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     """Pair the two runs' records."""
     a, b = reference.manifest, candidate.manifest
     split = a.tokens.groups != b.tokens.groups
-    rename, prefix = _renaming(reference, candidate, name_map)
+    rename, prefix = renaming(reference, candidate, name_map)
     notes: list[str] = []
     passes = [("free", "free", "free")]
-    anchored = _anchored_passes(a, b, notes)
+    anchored = anchored_passes(a, b, notes)
     if anchored is not None:
         passes.insert(0, ("anchored", *anchored))
     theirs = _indexed(candidate, split)
@@ -129,7 +138,7 @@ def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:
     return None
 
 
-def _anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
+def anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
     """(reference's pass, candidate's pass) in which blocks had equal inputs, if there is one."""
     if b.plan.anchored_to is not None and b.plan.anchored_to == a.id:
         return "free", "anchored"
@@ -142,7 +151,7 @@ def _anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, s
     return None
 
 
-def _renaming(
+def renaming(
     reference: Run, candidate: Run, name_map: NameMap | None
 ) -> tuple[NameMap, tuple[str, str] | None]:
     if name_map is not None:
@@ -170,6 +179,8 @@ def _rule(prefix: tuple[str, str] | None) -> str:
 def _indexed(run: Run, split: bool) -> dict[tuple[str, int, int, str], Piece]:
     pieces: dict[tuple[str, int, int, str], Piece] = {}
     for record in run.records:
+        if is_operator_site(record.site):
+            continue  # the order of calls may differ, see compare.match
         if record.pass_ == "whole":
             continue  # held against its own run's decode steps, see compare.within
         for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:

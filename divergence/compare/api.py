@@ -10,12 +10,16 @@ from pathlib import Path
 
 from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
-from divergence.compare.align import Alignment, Pair, align
+from divergence.compare.align import Alignment, Pair, align, anchored_passes, renaming
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Found, Measurer
 from divergence.compare.names import NameMap, load_name_map
+from divergence.compare.operator_judge import judge_operators
+from divergence.compare.operator_verdict import with_operators
+from divergence.compare.operators import measure_operators
+from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.preflight import preflight
 from divergence.compare.result import (
     Coverage,
@@ -78,12 +82,15 @@ def compare(
         progress=progress,
     )  # fmt: skip
     case, alignment = found.case, found.alignment
-    verdict = judge(case, thresholds=thresholds)
+    verdict = with_operators(
+        judge(case, thresholds=thresholds), found.operators, case.advice, alone=not case.sites
+    )
     return Report(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
         verdict=verdict,
+        operators=found.operators,
         preflight=lines,
         tokens=relate_to_onset(case.tokens, verdict.onset),
         coverage=_coverage(alignment),
@@ -102,6 +109,7 @@ class Measured:
     alignment: Alignment
     case: Case
     notes: list[str]
+    operators: OperatorsResult | None = None
 
 
 def measure_runs(
@@ -117,7 +125,8 @@ def measure_runs(
 ) -> Measured:
     """Align and measure. Parameters and errors are those of ``compare``; ``lines``: preflight."""
     alignment = align(a, b, name_map=names)
-    if not alignment.pairs:
+    operators = compare_operators(a, b, names, truth, thresholds)
+    if not alignment.pairs and operators is None:
         raise IncomparableError(
             "nothing was compared: the two runs have no tensor in common "
             f"({len(a.records)} and {len(b.records)} records)",
@@ -152,8 +161,31 @@ def measure_runs(
         runs = "a trusted run shows" if len(floor) == 1 else f"{len(floor)} trusted runs show"
         notes.append(f"limits are widened by what {runs}")
     return Measured(
-        reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes
-    )
+        reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
+        operators=operators,
+    )  # fmt: skip
+
+
+def compare_operators(
+    a: Run,
+    b: Run,
+    names: NameMap | None,
+    truth: str | Path | Run | None,
+    thresholds: Thresholds,
+) -> OperatorsResult | None:
+    """Operators that both runs recorded from equal inputs; None where there are none."""
+    passes = anchored_passes(a.manifest, b.manifest, [])
+    if passes is None:
+        return None
+    rename = names or renaming(a, b, None)[0]
+    right = None if truth is None else Truth(_opened(truth), a, b)
+    measured = measure_operators(
+        a, b, passes, truth=right.run if right is not None and right.anchors else None,
+        rename=rename,
+    )  # fmt: skip
+    if measured is None:
+        return None
+    return judge_operators(measured, notes=a.manifest.plan.modules, thresholds=thresholds)
 
 
 def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | None) -> Report:

@@ -11,6 +11,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from divergence.compare.operators_result import (
+    CausalCheck,
+    OperatorResult,
+    OperatorsResult,
+    UnmatchedOperator,
+)
 from divergence.compare.tokens_result import (
     Explanation,
     TokenChoice,
@@ -20,12 +26,15 @@ from divergence.compare.tokens_result import (
 
 __all__ = [
     "REPORT_SCHEMA_VERSION",
+    "CausalCheck",
     "Coverage",
     "Evidence",
     "Explanation",
     "LogitsDiff",
     "NonfiniteCount",
     "Onset",
+    "OperatorResult",
+    "OperatorsResult",
     "PreflightLine",
     "Report",
     "RunSummary",
@@ -35,6 +44,7 @@ __all__ = [
     "TokenDifference",
     "TokensResult",
     "TruthDiff",
+    "UnmatchedOperator",
     "Verdict",
     "VerdictKind",
     "json_safe",
@@ -267,7 +277,7 @@ class RunSummary(_Part, frozen=True, kw_only=True):
 
 
 class Report(_Part, kw_only=True):
-    """The answer of `compare`."""
+    """The answer of `compare`. ``operators``: None where not both sides recorded any."""
 
     schema_version: int = REPORT_SCHEMA_VERSION
     tool_version: str
@@ -279,6 +289,7 @@ class Report(_Part, kw_only=True):
     coverage: Coverage
     sites: list[SiteResult]
     notes: list[str] = []
+    operators: OperatorsResult | None = None
 
     def to_records(self) -> list[dict[str, Any]]:
         """One flat dict per compared site, ready for pandas.DataFrame or csv.DictWriter."""

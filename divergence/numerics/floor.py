@@ -85,6 +85,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     the sides over the floor's KL from the truth. KL is half the variance of the logits' error
     over the distribution, so it goes with the square: two independent errors give 1 + W², 2 for
     equal ones and 1 + 2.2² = 5.8 for the largest healthy W.
+
+    Operators: ``operator``: an operator's W, each side's error with the operator's own floor in
+    quadrature; PyTorch's own check of compiled kernels accepts 2 in float32 and 3 in 16 bits
+    (torch/_dynamo/utils.py, ``same``). ``operator_row``, ``operator_column``: one row's, one
+    column's error over the other side's there. ``operator_growth``: without a truth, the
+    difference over what came in.
     """
 
     typical: float = 6.0
@@ -109,6 +115,10 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     widen: float = 1.5
     flip: float = 6.6
     kl: float = 6.0
+    operator: float = 3.0
+    operator_row: float = 8.0
+    operator_column: float = 6.0
+    operator_growth: float = 8.0
 
 
 THRESHOLDS = Thresholds()

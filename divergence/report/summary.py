@@ -18,6 +18,7 @@ from divergence.compare.result import (
 )
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
+from divergence.report.operators import operator_lines
 from divergence.report.table import table_lines
 from divergence.report.tokens import logits_lines, token_lines
 
@@ -49,6 +50,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *token_lines(report.tokens),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
         *([] if same_bits else table_lines(report, all_sites=all_sites)),
+        *operator_lines(report, all_sites=all_sites),
         *logits_lines(report.sites),
         *_coverage_lines(report.coverage, all_sites=all_sites),
         *_note_lines(report.notes),

@@ -1,0 +1,296 @@
+"""Which operator, and whose: from measured operators to the first one that is to blame.
+
+For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added in
+quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
+``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
+may spread wider (numerics.chance). Two narrower questions see what a median cannot: one
+row's error over the other side's there, and one column's.
+
+Within a block errors are inherited: what feeds a wrong operator's result into others makes
+those look wrong too. So an operator is a *source* only if nothing that feeds it is beyond its
+limit (coremltools calls it the failure source), and where something that feeds it is already
+more than halfway there, the onset is moved back to that.
+
+Integers are codes: chosen indices may differ only where rounding explains it, that is where the
+values chosen between are nearer to each other than the two sides' inputs are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from divergence.compare.graph import Node
+from divergence.compare.operators import Measured, OperatorUnit
+from divergence.compare.operators_result import (
+    OperatorResult,
+    OperatorsResult,
+    UnmatchedOperator,
+)
+from divergence.numerics.chance import spread
+from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.run.manifest import ModuleNote
+from divergence.run.site import module_of
+
+__all__ = ["judge_operators"]
+
+_HALFWAY = 0.6  # of the limit, on a logarithmic scale
+_ENOUGH_ROWS = 16
+_ENOUGH_COLUMNS = 16
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """All forwards of a unit: per row (T,), each side's error with the floor in quadrature."""
+
+    reference: torch.Tensor
+    candidate: torch.Tensor
+    between: torch.Tensor
+    floor: torch.Tensor
+    raw: tuple[float, float]
+    columns: tuple[torch.Tensor, torch.Tensor] | None
+    num_values: int
+    num_columns: int
+    nonfinite: tuple[int, int]
+    over_1_ulp: tuple[float, float]
+
+
+def judge_operators(
+    measured: Measured,
+    *,
+    notes: dict[str, ModuleNote],
+    thresholds: Thresholds = THRESHOLDS,
+) -> OperatorsResult:
+    """Judge every unit; ``notes``: the reference's modules, for their class and block."""
+    blocks = [path for path, note in notes.items() if note.role == "block"]
+    results: list[OperatorResult] = []
+    by_path: dict[tuple[str, str], OperatorResult] = {}
+    for unit in measured.units:
+        result = _result(unit, notes, blocks)
+        feeds = [
+            by_path[path, unit.phase]
+            for path in unit.match.reference.feeds
+            if (path, unit.phase) in by_path
+        ]
+        pooled = _pool(unit)
+        if pooled is not None:
+            _fill(result, pooled)
+            if measured.with_truth:
+                _against_truth(result, pooled, thresholds, alone=measured.frame == "operator")
+            else:
+                _against_each_other(result, pooled, feeds, thresholds)
+        _codes(result, unit, measured.with_truth)
+        if feeds and measured.frame == "block":
+            entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
+            result.w_entering = math.exp(max(entering)) if entering else None
+        results.append(result)
+        by_path[result.site, unit.phase] = result
+    onset = _onset(measured, by_path)
+    return OperatorsResult(
+        frame="operator" if measured.frame == "operator" else "block",
+        judged="truth" if measured.with_truth else "difference",
+        num_matched=len(results),
+        num_value_matches=sum(result.match == "value" for result in results),
+        onset=None if onset is None else onset.site,
+        side=None
+        if onset is None or onset.verdict not in ("reference", "candidate", "both")
+        else onset.verdict,
+        results=results,
+        unmatched=[
+            UnmatchedOperator(
+                side=side, site=node.path, operator=node.call.operator, source=node.call.source
+            )
+            for side in ("reference", "candidate")
+            for node in measured.lone[side]
+        ],
+    )
+
+
+def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str]) -> OperatorResult:
+    one, two = unit.match.reference, unit.match.candidate
+    module = module_of(f"{one.path}:out")
+    note = notes.get(module)
+    inside = [b for b in blocks if module == b or module.startswith(b + ".")]
+    return OperatorResult(
+        site=one.path,
+        candidate_site=two.path,
+        match=unit.match.method,
+        operator=one.call.operator,
+        candidate_operator=two.call.operator,
+        kind=note.kind if note else None,
+        block=max(inside, key=len) if inside else None,
+        source=one.call.source,
+        phase=unit.phase,
+        order=one.order,
+        sample=unit.forwards[0][0][0],
+        step=unit.forwards[0][0][1],
+        shape=one.results[0].shape,
+        reference_dtype=one.results[0].dtype,
+        candidate_dtype=two.results[0].dtype,
+        identical=unit.num_equal == len(unit.forwards),
+    )
+
+
+def _pool(unit: OperatorUnit) -> _Pooled | None:
+    found = [errors for _, _, errors in unit.forwards if errors is not None]
+    if not found:
+        return None
+    reference, candidate, between, floor = (
+        torch.cat([getattr(errors, name) for errors in found])
+        for name in ("reference", "candidate", "between", "floor")
+    )
+    nonfinite = tuple(sum(errors.num_nonfinite[side] for errors in found) for side in (0, 1))
+    widths = {len(errors.column_floor) for errors in found if len(errors.reference)}
+    columns = None
+    if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
+        base = sum(errors.column_floor for errors in found)
+        columns = tuple(
+            (sum(getattr(errors, f"column_{side}") for errors in found) + base).sqrt()
+            for side in ("reference", "candidate")
+        )
+    weight = max(1, sum(len(errors.reference) for errors in found))
+    over = tuple(
+        sum(errors.over_1_ulp[side] * len(errors.reference) for errors in found) / weight
+        for side in (0, 1)
+    )
+    raw = tuple(float(rows.median()) if len(rows) else 0.0 for rows in (reference, candidate))
+    return _Pooled(
+        reference=torch.hypot(reference, floor),
+        candidate=torch.hypot(candidate, floor),
+        between=between,
+        floor=floor,
+        raw=raw,
+        columns=columns,
+        num_values=sum(len(e.reference) * len(e.column_floor) for e in found),
+        num_columns=min(widths, default=0),
+        nonfinite=nonfinite,
+        over_1_ulp=over,
+    )
+
+
+def _fill(result: OperatorResult, pooled: _Pooled) -> None:
+    if len(pooled.floor):
+        result.difference = float(pooled.between.square().mean().sqrt())
+        result.floor = float(pooled.floor.median())
+
+
+def _against_truth(
+    result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, *, alone: bool
+) -> None:
+    result.reference_error, result.candidate_error = pooled.raw
+    result.ulp_share_reference, result.ulp_share_candidate = pooled.over_1_ulp
+    if any(pooled.nonfinite):
+        side = "candidate" if pooled.nonfinite[1] > pooled.nonfinite[0] else "reference"
+        result.share, result.why, result.verdict = math.inf, "nonfinite", side
+        return
+    if not len(pooled.floor):
+        return
+    wider = spread(pooled.num_values)
+    a, b = (float(rows.median()) for rows in (pooled.reference, pooled.candidate))
+    result.w = b / a
+    asked: list[tuple[float, str, str]] = []  # (share of the limit, why, side)
+    limit = thresholds.operator * wider
+    asked.append((max(result.w, 1 / result.w) / limit, "typical", _side(b > a)))
+    result.peak = 1.0
+    if pooled.num_columns >= _ENOUGH_COLUMNS:  # the error of few numbers says little of a row
+        rows = _excess(pooled.reference, pooled.candidate)
+        asked += [(rows[s] / (thresholds.operator_row * wider), "row", s) for s in rows]
+        result.peak = max(rows.values())
+    if pooled.columns is not None:
+        columns = _excess(*pooled.columns)
+        peak = thresholds.operator_column * spread(len(pooled.floor))
+        asked += [(columns[s] / peak, "column", s) for s in columns]
+        result.peak = max(result.peak, *columns.values())
+    result.share, result.why, side = max(asked)
+    result.verdict = side if result.share > 1 else "fine"
+    if result.share <= 1:
+        result.why = None
+        far = thresholds.typical * wider * float(pooled.floor.median())
+        if alone and min(a, b) > far:
+            result.verdict, result.why = "both", "typical"
+            result.share = min(a, b) / far
+
+
+def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, float]:
+    """Each side's largest error over the other side's there (or its median, if larger)."""
+    return {
+        "candidate": float((candidate / reference.clamp_min(reference.median())).max()),
+        "reference": float((reference / candidate.clamp_min(candidate.median())).max()),
+    }
+
+
+def _side(candidate: bool) -> str:
+    return "candidate" if candidate else "reference"
+
+
+def _against_each_other(
+    result: OperatorResult, pooled: _Pooled, feeds: list[OperatorResult], thresholds: Thresholds
+) -> None:
+    """Without a truth: by how much the difference grows over what came in. No side is named."""
+    if any(pooled.nonfinite):
+        result.share, result.why, result.verdict = math.inf, "nonfinite", "differs"
+        return
+    if not len(pooled.floor):
+        return
+    entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
+    base = math.hypot(math.sqrt(2) * result.floor, entering)
+    limit = thresholds.operator_growth * spread(pooled.num_values)
+    result.share = result.difference / base / limit if base > 0 else 0.0
+    result.verdict = "differs" if result.share > 1 else "fine"
+    result.why = "typical" if result.share > 1 else None
+
+
+def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None:
+    if not unit.num_codes:
+        return
+    other = unit.codes
+    result.codes = other.differing / unit.num_codes
+    if result.verdict == "unjudged":
+        result.verdict = "fine"
+    if other.unexplained == 0 or result.share > 1:
+        return
+    result.share, result.why = math.inf, "codes"
+    if not with_truth or other.wrong[0] == other.wrong[1]:
+        result.verdict = "differs"
+    else:
+        result.verdict = _side(other.wrong[1] > other.wrong[0])
+
+
+def _onset(
+    measured: Measured, by_path: dict[tuple[str, str], OperatorResult]
+) -> OperatorResult | None:
+    """The first source in execution order; the prefill comes before the decode steps."""
+    nodes: dict[tuple[str, str], Node] = {
+        (unit.match.reference.path, unit.phase): unit.match.reference for unit in measured.units
+    }
+
+    def feeds(result: OperatorResult) -> list[OperatorResult]:
+        found = nodes[result.site, result.phase].feeds
+        return [by_path[p, result.phase] for p in found if (p, result.phase) in by_path]
+
+    flagged = [r for r in by_path.values() if r.share > 1 and r.verdict != "unjudged"]
+    if measured.frame == "operator":
+        return flagged[0] if flagged else None
+    sources = [r for r in flagged if not any(feed.share > 1 for feed in feeds(r))]
+    if not sources:
+        return flagged[0] if flagged else None
+    onset = min(sources, key=lambda r: (r.phase == "decode", r.order))
+    while measured.with_truth and onset.why == "typical":
+        same = [
+            feed
+            for feed in feeds(onset)
+            if feed.w and (feed.w > 1) == (onset.w > 1) and _height(feed.w, onset) > _HALFWAY
+        ]
+        if not same:
+            break
+        onset = max(same, key=lambda feed: _height(feed.w, onset))
+        onset.verdict = _side(onset.w > 1)
+    return onset
+
+
+def _height(w: float, onset: OperatorResult) -> float:
+    """How far ``w`` is on the way to the limit that the onset exceeded, logarithmically."""
+    limit = max(onset.w, 1 / onset.w) / onset.share
+    return abs(math.log(w)) / math.log(limit) if limit > 1 else 0.0

@@ -1,0 +1,171 @@
+"""From the block's verdict down to the operator's."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from divergence.compare.advice import Advice
+from divergence.compare.figures import figure
+from divergence.compare.operators_result import OperatorResult, OperatorsResult
+from divergence.compare.result import Evidence, Onset, Verdict
+
+__all__ = ["onset_result", "operator_evidence", "with_operators"]
+
+_QUIET = ("identical", "within_floor", "undetermined", "drift")
+
+
+def with_operators(
+    verdict: Verdict, operators: OperatorsResult | None, advice: Advice, *, alone: bool
+) -> Verdict:
+    """The verdict with what the operators say. ``alone``: nothing else was compared."""
+    if operators is None:
+        return verdict
+    first = onset_result(operators)
+    if first is None:
+        return _none_to_blame(verdict, operators, alone=alone)
+    found = operator_evidence(first, operators)
+    site = f"{first.site}:out"
+    side = operators.side
+    by = f", by the {side}" if side in ("reference", "candidate") else ""
+    by = ", equally wrong on both sides" if side == "both" else by
+    sure = "low" if operators.judged == "difference" else "high" if first.share > 2 else "medium"
+    onset = Onset(
+        site=site, block=first.block, sample=first.sample, step=first.step, position=None,
+        pass_="anchored",
+    )  # fmt: skip
+    seems = "is made at" if sure != "low" else "seems to be made at"
+    elsewhere = verdict.onset is not None and verdict.onset.block not in (None, first.block)
+    if verdict.kind == "systematic" or (elsewhere and verdict.kind == "localized"):
+        return msgspec.structs.replace(verdict, evidence=[*verdict.evidence, *found])
+    if not alone and verdict.kind in _QUIET:
+        found.append(
+            Evidence(
+                text="the blocks' own outputs are within the floor: seen in the operator alone"
+            )
+        )
+    return msgspec.structs.replace(
+        verdict,
+        kind="nonfinite" if first.why == "nonfinite" else "localized",
+        summary=f"the error {seems} {first.site}{by}",
+        onset=onset,
+        side=side if side is not None else verdict.side if verdict.kind not in _QUIET else None,
+        confidence=sure,
+        evidence=[*found, *(verdict.evidence if verdict.kind not in _QUIET else [])],
+        next=advice.operator(first.site, first.candidate_site, side),
+    )
+
+
+def _none_to_blame(verdict: Verdict, operators: OperatorsResult, *, alone: bool) -> Verdict:
+    judged = [r for r in operators.results if r.verdict != "unjudged"]
+    largest = max((r.share for r in judged), default=0.0)
+    said = Evidence(
+        text=f"none of {len(judged)} operators is beyond its limit; the largest uses "
+        f"{largest:.0%} of it",
+        values={"num_operators": len(judged), "largest_share": largest},
+    )
+    if not alone:
+        return msgspec.structs.replace(verdict, evidence=[*verdict.evidence, said])
+    equal = operators.results and all(r.identical for r in operators.results)
+    lone = len(operators.unmatched)
+    return msgspec.structs.replace(
+        verdict,
+        kind="identical" if equal else "within_floor",
+        summary=f"all {operators.num_matched} operators are equal bit for bit"
+        if equal
+        else f"every operator is as near to "
+        f"{'the truth' if operators.judged == 'truth' else 'the other side'} as rounding allows",
+        side="neither" if operators.judged == "truth" else None,
+        confidence="high" if not lone else "medium",
+        evidence=[said],
+        next=[],
+    )
+
+
+def onset_result(operators: OperatorsResult) -> OperatorResult | None:
+    """The result that the onset names: where it is used most."""
+    found = [r for r in operators.results if r.site == operators.onset]
+    return max(found, key=lambda r: r.share, default=None)
+
+
+def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
+    """Why this operator."""
+    called = f" ({first.source})" if first.source else ""
+    name = f"{first.site}{called}, {first.phase}"
+    values = {
+        key: value
+        for key in ("w", "reference_error", "candidate_error", "floor", "difference", "codes")
+        if (value := getattr(first, key)) is not None
+    }
+    found = [Evidence(text=f"{name}: {_reason(first)}", values=values)]
+    if first.reference_dtype != first.candidate_dtype:
+        found.append(
+            Evidence(
+                text=f"its result is {first.reference_dtype} in the reference and "
+                f"{first.candidate_dtype} in the candidate"
+            )
+        )
+    if first.w_entering is not None and operators.frame == "block" and first.why != "codes":
+        found.append(
+            Evidence(text=f"what feeds it is fine: W at most {figure(first.w_entering)} there")
+        )
+    elif operators.frame == "operator":
+        found.append(Evidence(text="both sides had the same inputs, bit for bit"))
+    before = [u for u in operators.unmatched if u.side == "candidate" and _near(u.site, first.site)]
+    if before:
+        names = ", ".join(dict.fromkeys(u.operator for u in before[:4]))
+        found.append(
+            Evidence(
+                text=f"the candidate calls other operators there: {names}"
+                + (f" and {len(before) - 4} more" if len(before) > 4 else "")
+            )
+        )
+    if operators.causal is not None:
+        check = operators.causal
+        found.append(
+            Evidence(
+                text=(
+                    "with the reference's result put in its place, everything after it is fine "
+                    f"(largest share of a limit {check.before:.2g} → {check.largest_share:.2g})"
+                    if check.holds
+                    else "with the reference's result put in its place, the rest is not fine yet: "
+                    f"{', '.join(check.still[:3])}"
+                ),
+                values={"before": check.before, "after": check.largest_share},
+            )
+        )
+    return found
+
+
+def _near(site: str, other: str) -> bool:
+    return site.partition("/")[0] == other.partition("/")[0]
+
+
+def _reason(first: OperatorResult) -> str:
+    if first.why == "codes":
+        return (
+            f"{first.codes:.2%} of its integers differ, and rounding of its inputs does not "
+            "explain it (exact ties, or values too far apart)"
+        )
+    if first.why == "nonfinite":
+        return f"the {first.verdict} has nan or inf where the other side has none"
+    if first.verdict == "both":
+        return (
+            f"both are far from the truth: {first.reference_error:.2e} and "
+            f"{first.candidate_error:.2e}, ideal {first.floor:.2e}"
+        )
+    if first.w is None:
+        return f"the sides differ by {first.difference:.2e}, more than what came in explains"
+    mine, other = ("candidate", "reference") if first.w >= 1 else ("reference", "candidate")
+    if first.verdict in ("reference", "candidate"):
+        mine = first.verdict
+        other = "reference" if mine == "candidate" else "candidate"
+    where = {"row": " in one row", "column": " in one column"}.get(first.why or "", "")
+    times = first.peak if where else max(first.w, 1 / first.w)
+    errors = {"reference": first.reference_error, "candidate": first.candidate_error}
+    shown = f"{times:.3g}" if math.isfinite(times) else "infinitely"
+    return (
+        f"the {mine} is {shown} × as far from the truth as the {other}{where}; typically off by "
+        f"{errors[mine]:.2e} and {errors[other]:.2e}, ideal {first.floor:.2e}"
+    )

@@ -1,0 +1,112 @@
+"""What compare says of operators: one result per operator and phase, and where it begins.
+
+Typed data, like the rest of the Report; rendering needs nothing but this.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["CausalCheck", "OperatorResult", "OperatorsResult", "UnmatchedOperator"]
+
+OperatorVerdict = Literal["fine", "candidate", "reference", "both", "differs", "unjudged"]
+
+
+class _Part(msgspec.Struct, kw_only=True):
+    """Shared options; no fields of its own."""
+
+
+class OperatorResult(_Part, kw_only=True):
+    """One operator of the reference and its partner, all forwards of a phase together.
+
+    ``site``: of the reference's first result, without the port. ``match``: ``exact`` (same module,
+    operator, number and shape), ``sequence`` (same place in the order of calls), ``value``
+    (different operators that come to the same value: a fused kernel's end). ``kind``: class
+    of the module that called it; ``source``: the Python line.
+
+    Errors are relative L2 norms, median over rows (the last axis):
+    ``reference_error`` err(a, R), ``candidate_error`` err(b, R); ``difference`` err(b, a), rms over
+    rows, as most of them may be equal;
+    ``floor``: the ideal store error ‖round(R) - R‖ / ‖R‖ and the rounding of the sum, together.
+    ``w``: err(b, R) / err(a, R), each with the floor added in quadrature; ``w_entering``: the
+    largest w among what feeds it. ``peak``: the largest row's or column's error of one side over
+    the other side's. ``ulp_share_reference``, ``ulp_share_candidate``: share of elements more than
+    one ulp of their dtype from R. ``codes``: for integers, the share of elements that differ.
+    ``share``: how much of the limit is used. None where there was no truth, or nothing to
+    measure.
+    """
+
+    site: str
+    candidate_site: str
+    match: Literal["exact", "sequence", "value"]
+    operator: str
+    candidate_operator: str
+    kind: str | None = None
+    block: str | None = None
+    source: str | None = None
+    phase: Literal["prefill", "decode"]
+    order: int
+    sample: int = 0
+    step: int = 0
+    shape: tuple[int, ...]
+    reference_dtype: str
+    candidate_dtype: str
+    identical: bool = False
+    difference: float | None = None
+    reference_error: float | None = None
+    candidate_error: float | None = None
+    floor: float | None = None
+    w: float | None = None
+    w_entering: float | None = None
+    peak: float | None = None
+    ulp_share_reference: float | None = None
+    ulp_share_candidate: float | None = None
+    codes: float | None = None
+    share: float = 0.0
+    why: Literal["typical", "row", "column", "codes", "nonfinite"] | None = None
+    verdict: OperatorVerdict = "unjudged"
+
+
+class UnmatchedOperator(_Part, frozen=True, kw_only=True):
+    """An operator that only one side called (in a fused kernel's place, or beyond the other's)."""
+
+    side: Literal["reference", "candidate"]
+    site: str
+    operator: str
+    source: str | None = None
+
+
+class CausalCheck(_Part, frozen=True, kw_only=True):
+    """The reference's result put in place of the candidate's at the onset: is the rest fine then?
+
+    ``largest_share``: of any operator after it, how much of its limit is still used;
+    ``before``: the same without the substitution. ``holds``: nothing after it is beyond its limit.
+    """
+
+    site: str
+    holds: bool
+    before: float
+    largest_share: float
+    still: list[str] = []
+
+
+class OperatorsResult(_Part, kw_only=True):
+    """All operators of the modules that were recorded.
+
+    ``frame``: ``block`` (each side ran the block on its own, from equal inputs: errors are
+    inherited within it) or ``operator`` (each operator alone on equal inputs). ``judged``: against
+    a truth, or by the difference alone. ``onset``: the site where it begins, ``side`` whose.
+    """
+
+    frame: Literal["block", "operator"]
+    judged: Literal["truth", "difference"]
+    num_matched: int
+    num_value_matches: int = 0
+    onset: str | None = None
+    side: Literal["reference", "candidate", "both"] | None = None
+    results: list[OperatorResult] = []
+    unmatched: list[UnmatchedOperator] = []
+    causal: CausalCheck | None = None
+    notes: list[str] = []

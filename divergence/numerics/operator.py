@@ -1,0 +1,114 @@
+"""One operator's result against what is right: errors per row and column, and its own floor.
+
+a = reference, b = candidate, R = truth. The floor of one operator is what a correct
+implementation of it must make: the ideal store error ‖round(R) - R‖, R rounded once to the
+dtype that the result is stored in, and the rounding of the additions. A sum of K terms of
+random sign makes 0.41 u32 √(K/2) relative to its result (numerics.floor); elementary functions
+are within 1 ulp of float32 (2 u32).
+
+Rows are the last axis. Masked scores are left out: elements that are beyond half of the largest
+finite number of their dtype on both sides, and infinities that both sides have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["OperatorErrors", "measure_operator", "sum_rounding"]
+
+_SINGLE = 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorErrors:
+    """Relative to the rows' ‖R‖: (T,) float64. ``floor``: of the coarser of both sides' dtypes that
+    the reference stores; ``column_*``: (D,) sums of squared relative errors; ``num_nonfinite``:
+    elements that are nan or inf on that side alone; ``over_1_ulp``: share of elements more
+    than one ulp from R, on each side."""
+
+    reference: torch.Tensor
+    candidate: torch.Tensor
+    between: torch.Tensor
+    floor: torch.Tensor
+    column_reference: torch.Tensor
+    column_candidate: torch.Tensor
+    column_floor: torch.Tensor
+    num_nonfinite: tuple[int, int]
+    over_1_ulp: tuple[float, float]
+
+
+def sum_rounding(num_terms: int) -> float:
+    """Relative rounding error of a sum of ``num_terms`` products in float32, or of one
+    elementary function where that is 1. Higham 2002, sections 2.8 and 4.5."""
+    if num_terms <= 1:
+        return 2 * _SINGLE
+    return 0.41 * _SINGLE * math.sqrt(num_terms / 2)
+
+
+def measure_operator(
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *, num_terms: int = 1
+) -> OperatorErrors | None:
+    """None where nothing finite is left. All have equally many numbers, in the same order.
+
+    Without a truth R = a: the reference's error is then 0, and the store error is not measured
+    but 0.41 u, that of a uniform rounding error (numerics.floor)."""
+    if a.numel() == 0:
+        return None
+    columns = a.shape[-1] if a.ndim else 1
+    right = a if truth is None else truth
+    x, y, r = (t.reshape(-1, columns).to(torch.float64) for t in (a, b, right))
+    limits = [_largest(t.dtype) for t in (a, b)]
+    masked = (x.abs() >= limits[0] / 2) & (y.abs() >= limits[1] / 2) & (x.sign() == y.sign())
+    masked |= ~r.isfinite() & (x.isfinite() == y.isfinite())
+    bad = [(~t.isfinite() & ~masked) for t in (x, y)]
+    counts = int((bad[0] & ~bad[1]).sum()), int((bad[1] & ~bad[0]).sum())
+    away = masked | bad[0] | bad[1] | ~r.isfinite()
+    x, y, r = (t.masked_fill(away, 0.0) for t in (x, y, r))
+    norm = r.norm(dim=1)
+    kept = (norm > 0) & ~away.all(1)
+    if not bool(kept.any()):
+        if not any(counts):
+            return None
+        none = torch.zeros(0, dtype=torch.float64)
+        return OperatorErrors(*[none] * 7, counts, (0.0, 0.0))
+    x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
+    rounding = sum_rounding(num_terms)
+    if truth is None:
+        rounding = math.hypot(rounding, 0.41 * torch.finfo(a.dtype).eps / 2)
+    own = (r.to(a.dtype).to(torch.float64) - r) / norm
+    floor = torch.hypot(own.norm(dim=1), torch.tensor(rounding, dtype=torch.float64))
+    da, db = (x - r) / norm, (y - r) / norm
+    return OperatorErrors(
+        reference=da.norm(dim=1),
+        candidate=db.norm(dim=1),
+        between=((x - y) / norm).norm(dim=1),
+        floor=floor,
+        column_reference=da.square().sum(0),
+        column_candidate=db.square().sum(0),
+        column_floor=own.square().sum(0) + len(r) * rounding**2 / r.shape[1],
+        num_nonfinite=counts,
+        over_1_ulp=(_over(x, r, a.dtype), _over(y, r, b.dtype)),
+    )
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+
+
+def _over(value: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> float:
+    """Share of the elements more than one ulp of ``dtype`` from the truth; those far below the
+    others, where cancellation makes millions of ulp of nothing, are left out."""
+    if not dtype.is_floating_point:
+        return 0.0
+    info = torch.finfo(dtype)
+    counted = truth.abs() > info.eps / 2 * truth.square().mean().sqrt()
+    if not bool(counted.any()):
+        return 0.0
+    exponent = torch.frexp(truth).exponent - 1
+    ulp = torch.ldexp(torch.ones_like(truth), exponent) * info.eps
+    ulp = ulp.clamp_min(info.smallest_normal * info.eps)
+    beyond = (value - truth).abs() > ulp
+    return float((beyond & counted).sum() / counted.sum())

@@ -1,0 +1,126 @@
+"""Operators of a report: where it begins, what feeds it, and the worst of the rest."""
+
+from __future__ import annotations
+
+from divergence.compare.result import OperatorResult, OperatorsResult, Report
+from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
+from divergence.report.numbers import count, decimal, share, times
+
+__all__ = ["operator_lines"]
+
+_AROUND, _WORST = 4, 6
+_WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}
+
+
+def operator_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
+    """The section, or nothing where no operator was recorded."""
+    operators = report.operators
+    if operators is None:
+        return []
+    modules = sorted(
+        {result.block or result.site.partition("/")[0] for result in operators.results}
+    )
+    frame = (
+        "each operator alone, on equal inputs"
+        if operators.frame == "operator"
+        else f"inside {modules[0] if len(modules) == 1 else count(len(modules), 'module')}, "
+        "from equal inputs"
+    )
+    lines = [heading("operators", frame)]
+    with_truth = operators.judged == "truth"
+    shown = operators.results if all_sites else _chosen(operators)
+    width = MAX_WIDTH - 4 - (9 + 9 + 8 + 8 + 7 + 11 + 10)
+    titles = ["W", "err ref", "err cand", "ideal", "ulp>1", "verdict"]
+    if not with_truth:
+        titles = ["share", "differ", "", "floor", "", "verdict"]
+    lines.append(line(("    " + "operator".ljust(width) + _cells(titles), "dim")))
+    last = None
+    for result in shown:
+        if last is not None and operators.results.index(result) > last + 1:
+            lines.append(line(("  …", "dim")))
+        last = operators.results.index(result)
+        lines.append(_row(result, operators, width, with_truth=with_truth))
+    lines.append(line((f"    {_footer(operators, with_truth=with_truth)}", "dim")))
+    lines += _lone(operators, all_sites=all_sites)
+    return [*lines, BLANK]
+
+
+def _cells(values: list[str]) -> str:
+    widths = (9, 10, 10, 9, 8)
+    cells = "".join(value.rjust(size) for value, size in zip(values[:-1], widths, strict=True))
+    return f"{cells}  {values[-1]}"
+
+
+def _chosen(operators: OperatorsResult) -> list[OperatorResult]:
+    """The onset and its surroundings, what is flagged, and where nothing is the worst few."""
+    results = operators.results
+    marked = [i for i, r in enumerate(results) if r.site == operators.onset]
+    kept: set[int] = set()
+    for i in marked[:1]:
+        kept.update(range(max(0, i - _AROUND), min(len(results), i + _AROUND + 1)))
+    worst = sorted(range(len(results)), key=lambda i: -results[i].share)[:_WORST]
+    kept.update(worst)
+    return [results[i] for i in sorted(kept)]
+
+
+def _row(
+    result: OperatorResult, operators: OperatorsResult, width: int, *, with_truth: bool
+) -> Line:
+    onset = result.site == operators.onset
+    flagged = result.share > 1
+    style = "bold red" if onset else "yellow" if flagged else ""
+    mark = (">" if onset else " ") + ("!" if flagged else " ")
+    name = _short(result, operators)
+    if result.match != "exact":
+        name += " ~" if result.match == "sequence" else " ="
+    over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
+    verdict = _WORDS.get(result.verdict, result.verdict)
+    if result.why in ("row", "column", "codes", "nonfinite") and verdict:
+        verdict += f" ({result.why})"
+    values = [
+        times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
+        decimal(result.reference_error),
+        decimal(result.candidate_error),
+        decimal(result.floor),
+        share(over) if result.w is not None else share(result.codes),
+        "equal" if result.identical and not verdict else verdict,
+    ]
+    if not with_truth:
+        values[:5] = [f"{result.share:.2f}", decimal(result.difference), "",
+                      decimal(result.floor), ""]  # fmt: skip
+    return line(f" {mark} ", (cut(name, width - 1).ljust(width), style), (_cells(values), style))
+
+
+def _short(result: OperatorResult, operators: OperatorsResult) -> str:
+    """Without the block's path, which the heading has; the phase where it is a decode step."""
+    name = result.site
+    if result.block:
+        name = name.removeprefix(result.block).removeprefix(".")
+    return name + (" (decode)" if result.phase == "decode" else "")
+
+
+def _footer(operators: OperatorsResult, *, with_truth: bool) -> str:
+    flagged = sum(result.share > 1 for result in operators.results)
+    equal = sum(result.identical for result in operators.results)
+    parts = [
+        f"{count(len(operators.results), 'operator')}: {flagged} beyond, {equal} bit-identical"
+    ]
+    if any(result.match == "sequence" for result in operators.results):
+        parts.append("~ by order")
+    if operators.num_value_matches:
+        parts.append("= by value")
+    if with_truth:
+        parts.append("W: err cand over err ref")
+    return "; ".join(parts)
+
+
+def _lone(operators: OperatorsResult, *, all_sites: bool) -> list[Line]:
+    lines: list[Line] = []
+    for side in ("reference", "candidate"):
+        found = [item for item in operators.unmatched if item.side == side]
+        if not found:
+            continue
+        names = [item.site for item in (found if all_sites else found[:5])]
+        more = f" and {len(found) - len(names)} more" if len(found) > len(names) else ""
+        lines.append(line(f"    only in the {side}: {', '.join(names)}{more}"))
+    return lines

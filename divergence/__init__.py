@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from divergence.compare.check import check
     from divergence.compare.result import Report
     from divergence.experiments.sensitivity import sensitivity
+    from divergence.ops.replay import replay
     from divergence.run.reader import Run
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "check",
     "compare",
     "reference",
+    "replay",
     "sensitivity",
 ]
 
@@ -48,6 +50,7 @@ _HOMES = {
     "__version__": "divergence._version",
     "check": "divergence.compare.check",
     "reference": "divergence.capture.api",
+    "replay": "divergence.ops.replay",
     "sensitivity": "divergence.experiments.sensitivity",
 }
 _VERBS = ("capture", "compare")

@@ -17,7 +17,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from divergence.cli import capture, check, compare, demo, env, inspect, reference, sensitivity
+from divergence.cli import (
+    capture,
+    check,
+    compare,
+    demo,
+    env,
+    inspect,
+    reference,
+    replay,
+    sensitivity,
+)
 from divergence.cli.options import ARGUMENTS, VERBOSE
 from divergence.errors import DivergenceError
 
@@ -132,7 +142,7 @@ def divergence(
     """
 
 
-for _command in (capture, reference, compare, check, sensitivity, inspect, env, demo):
+for _command in (capture, reference, replay, compare, check, sensitivity, inspect, env, demo):
     app.command(
         _command.__name__.rpartition(".")[2],
         epilog=_command.EPILOG,

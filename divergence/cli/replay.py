@@ -1,0 +1,114 @@
+"""`divergence replay`: the recorded operators of a run, each alone."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from divergence.cli.made import show_run
+from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose
+from divergence.cli.progress import progress_bars
+from divergence.errors import UsageError
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence replay a -o a2                       # on the other machine; the model is not needed
+
+  divergence replay a -o truth --reference        # each operator in float64: what is right
+
+  divergence compare a a2 --reference truth       # which operator is wrong here
+
+  divergence replay a -o a3 --site 'model.layers.3.mlp/*' --device cuda
+
+The run holds operators where it was captured with --sites ops@MODULE, and their weights with
+--weights. What cannot be run alone is left out, counted and said.
+"""
+
+
+def command(
+    ctx: typer.Context,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that holds operators.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="RUN2", help="Directory to write; needed."),
+    ] = None,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--site",
+            metavar="SITE",
+            help="An operator's site, a glob or re:REGEX; repeatable. Default: all.",
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="auto, cpu, cuda:0, npu:0, xpu, mps. auto is cpu with --reference.",
+        ),
+    ] = "auto",
+    reference: Annotated[
+        bool,
+        typer.Option("--reference", metavar="", help="Compute in float64: makes a truth."),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="Where this machine has the model, for weights that the run does not hold.",
+        ),
+    ] = None,
+    replayed_pass: Annotated[
+        str | None,
+        typer.Option(
+            "--pass",
+            metavar="PASS",
+            help="free, anchored or escalated. Default: anchored where it holds operators.",
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
+    ] = False,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            "--label",
+            metavar="TEXT",
+            help="What to call this machine.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run each recorded operator again, alone, on its recorded inputs.
+
+    Makes a run that compare reads like any other. No error is inherited from one operator to the
+    next, and no model is needed where the weights were stored.
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o RUN2")
+    arguments = ctx.meta.get(ARGUMENTS)
+    values: dict[str, Any] = {"out": out, "sites": site or (), "device": device, "model": model,
+                              "reference": reference, "replayed_pass": replayed_pass,
+                              "trust_remote_code": trust_remote_code, "label": label,
+                              "force": force}  # fmt: skip
+    if arguments:
+        values["command"] = shlex.join(["divergence", *arguments])
+
+    from divergence.ops.replay import replay as call
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = call(run, progress=progress, **values)
+    show_run(result, like=run, json=json, quiet=quiet)

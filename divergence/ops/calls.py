@@ -1,0 +1,176 @@
+"""Recorded calls of a run: where they stand, and the values that their operands had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from divergence.errors import UsageError
+from divergence.numerics.formats import format_named
+from divergence.ops.refusal import Refusal
+from divergence.ops.strided import span_of
+from divergence.run.call import Call, Operand
+from divergence.run.reader import Run
+from divergence.run.record import PassName, Record
+from divergence.run.site import compile_patterns, near_names
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.capture.engines.weights import Weights
+
+__all__ = ["RecordedCall", "operand_values", "recorded_calls", "replayable_pass"]
+
+_PASSES: tuple[PassName, ...] = ("anchored", "free")
+NO_WEIGHT = "its weight was not stored (capture --weights, or --model PATH)"
+OTHER_WEIGHT = "--model has another weight of that name"
+NO_VALUE = "the value of an operand was not recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One call: the record of its first result, and those of all its results by port."""
+
+    first: Record
+    results: dict[str, Record]
+
+    @property
+    def call(self) -> Call:
+        assert self.first.call is not None
+        return self.first.call
+
+    @property
+    def path(self) -> str:
+        """``model.layers.3.mlp/aten.mm#2``."""
+        return self.first.site.partition(":")[0]
+
+
+def replayable_pass(run: Run, wanted: str | None = None) -> PassName:
+    """The pass whose operators are run again: the anchored one if it holds any, else the free one.
+
+    Raises UsageError where the run holds none.
+    """
+    held = {record.pass_ for record in run.records if record.call is not None}
+    if run.manifest.plan.replayed_pass is not None:
+        raise UsageError(
+            f"{run.path} is a replay itself",
+            hint=f"give the run whose operators it ran again ({run.manifest.plan.anchored_to})",
+        )
+    if wanted is not None:
+        if wanted not in held:
+            raise UsageError(
+                f"{run.path} holds no operators of a pass {wanted!r}",
+                hint=f"it holds {', '.join(sorted(held))}" if held else _make(run),
+            )
+        return wanted
+    for name in _PASSES:
+        if name in held:
+            return name
+    raise UsageError(
+        f"{run.path} holds no operators"
+        + (f", only those of the {', '.join(sorted(held))} pass" if held else ""),
+        hint=_make(run),
+    )
+
+
+def _make(run: Run) -> str:
+    block = next(
+        (path for path, note in run.manifest.plan.modules.items() if note.role == "block"), "MODULE"
+    )
+    return f"divergence capture --like {run.path} -o RUN2 --sites ops@{block} --weights"
+
+
+def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[RecordedCall]:
+    """The calls of one pass in the order of capture; ``sites``: patterns of what is wanted.
+
+    Raises UsageError where the patterns match none.
+    """
+    results: dict[tuple, dict[str, Record]] = {}
+    firsts: dict[tuple, Record] = {}
+    for record in run.records:
+        path, _, port = record.site.partition(":")
+        if record.pass_ != pass_ or "/" not in path or not port.startswith("out"):
+            continue
+        key = (record.sample, record.step, path, record.rank)
+        results.setdefault(key, {})[port] = record
+        if record.call is not None:
+            firsts[key] = record
+    found = [RecordedCall(first, results[key]) for key, first in firsts.items()]
+    if sites:
+        matches = compile_patterns(sites)
+        kept = [
+            one
+            for one in found
+            if any(matches(record.site) for record in one.results.values()) or one.path in sites
+        ]
+        if not kept:
+            near = near_names(sites[0], {record.site for one in found for record in [one.first]})
+            raise UsageError(
+                f"no operator at {', '.join(sites)} in {run.path}",
+                hint=f"did you mean {' or '.join(near)}?"
+                if near
+                else f"`divergence inspect {run.path} -v` lists the sites",
+            )
+        found = kept
+    return found
+
+
+def operand_values(run: Run, one: RecordedCall, weights: Weights | None) -> list[torch.Tensor]:
+    """The values of the call's operands, each in its shape; their layout is not restored.
+
+    Raises Refusal where one is not there.
+    """
+    return [_value(run, one.first, operand, weights) for operand in one.call.operands]
+
+
+def _value(run: Run, at: Record, operand: Operand, weights: Weights | None) -> torch.Tensor:
+    if operand.site is not None:
+        record = run.find((at.pass_, at.sample, at.step, operand.site))
+        if record is None:
+            if operand.weight is None:
+                raise Refusal(NO_VALUE, detail=operand.site)
+        elif record.dtype != operand.dtype:
+            raise Refusal("an operand was recorded in another dtype", detail=operand.site)
+        elif operand.weight is not None and record.xxh3 == operand.xxh3:
+            return _part(run.read(record), operand)  # the whole weight was stored
+        elif record.numel != _numel(operand):
+            raise Refusal("an operand was recorded in another shape", detail=operand.site)
+        else:
+            return run.read(record).reshape(operand.shape)
+    if operand.weight is None:
+        raise Refusal(NO_VALUE)
+    if weights is None:
+        raise Refusal(NO_WEIGHT, detail=operand.weight)
+    found = weights.find(operand.weight, format_named(operand.dtype).torch_dtype, operand.xxh3)
+    if found is None:
+        raise Refusal(OTHER_WEIGHT, detail=operand.weight)
+    return _part(found, operand)
+
+
+def _part(weight: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """The operand as a view of its weight."""
+    stride: Any = operand.stride
+    if stride is None:
+        stride = _contiguous(operand.shape)
+    flat = weight.contiguous().reshape(-1)
+    if len(stride) != len(operand.shape) or (
+        operand.offset + span_of(operand.shape, stride) > flat.numel()
+    ):
+        raise Refusal("an operand lies outside its weight", detail=operand.weight)
+    return flat.as_strided(operand.shape, stride, operand.offset)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _numel(operand: Operand) -> int:
+    count = 1
+    for size in operand.shape:
+        count *= size
+    return count

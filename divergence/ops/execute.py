@@ -1,0 +1,172 @@
+"""One recorded operator, run again alone: on this machine, in its own dtype or in float64.
+
+Operands are laid out in fresh memory as the operator saw them (ops.strided), arguments are
+rebuilt by its schema (ops.arguments), and what it returns or writes comes back contiguous on the
+CPU. An operator that writes in place writes into its own copy.
+
+In float64 every floating-point operand is widened first and the operator runs under
+``capture.widening``, so that ``dtype=`` arguments and casts inside composite operators are
+widened too; ops.wide defines those that have no float64 kernel. Integer results (argmax, top-k
+indices) are then the float64 computation's as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from divergence.capture.leaves import output_leaves
+from divergence.capture.widening import Widening
+from divergence.ops import registry, wide
+from divergence.ops.arguments import decoded, fitted
+from divergence.ops.lookup import (
+    draws_random_numbers,
+    find_operator,
+    is_uninitialised,
+    short_name,
+)
+from divergence.ops.refusal import Refusal
+from divergence.ops.strided import laid_out
+from divergence.run.call import Call
+from divergence.run.fingerprint import plain_tensor
+
+__all__ = ["RANDOM", "UNINITIALISED", "execute", "execute_ports"]
+
+RANDOM = "draws random numbers"
+UNINITIALISED = "its result is uninitialised memory: nothing to compare"
+
+_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+
+
+def execute(
+    call: Call,
+    operands: Sequence[torch.Tensor],
+    *,
+    device: str | torch.device,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The results of ``call`` on ``operands``, in the order of their ports.
+
+    ``operands``: the values of ``call.operands``, in any layout; those that the call names are
+    restored. Raises Refusal with the reason where it cannot be run or would prove nothing.
+    """
+    found = execute_ports(call, operands, device=device, compute_dtype=compute_dtype)
+    return tuple(found.values())
+
+
+def execute_ports(
+    call: Call,
+    operands: Sequence[torch.Tensor],
+    *,
+    device: str | torch.device,
+    compute_dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """As ``execute``, by port: ``out``, then ``out.N`` with N the place among the results."""
+    if call.note is not None:
+        raise Refusal(call.note)
+    if is_uninitialised(call.operator):
+        raise Refusal(UNINITIALISED)
+    laid = [
+        _prepared(value, operand.stride, device, compute_dtype)
+        for value, operand in zip(operands, call.operands, strict=True)
+    ]
+    if call.operator.startswith("suite."):
+        return _suite(call, laid, device, compute_dtype)
+    operator = find_operator(call.operator)
+    args, kwargs = fitted(operator._schema, call.arguments, laid, device)
+    names = [argument.name for argument in operator._schema.arguments if not argument.kwarg_only]
+    bound = dict(zip(names, args, strict=True)) | kwargs
+    if draws_random_numbers(operator, bound):
+        raise Refusal(RANDOM)
+    results = _run(call, operator, args, kwargs, bound, device, compute_dtype)
+    return _by_port(results, _written(operator, bound), call.operator)
+
+
+def _prepared(
+    value: torch.Tensor,
+    stride: Sequence[int] | None,
+    device: str | torch.device,
+    compute_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    if compute_dtype is not None:
+        if value.is_floating_point() and value.itemsize >= 2:  # 8-bit codes stay what they are
+            value = value.to(compute_dtype)
+        elif value.is_complex():
+            value = value.to(_COMPLEX[compute_dtype])
+    return laid_out(value, stride, device=device)
+
+
+def _run(
+    call: Call,
+    operator: torch._ops.OpOverload,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    bound: dict[str, Any],
+    device: str | torch.device,
+    compute_dtype: torch.dtype | None,
+) -> Any:
+    try:
+        with torch.no_grad():
+            if compute_dtype is None:
+                return operator(*args, **kwargs)
+            with Widening(compute_dtype):
+                own = wide.definition(call.operator)
+                if own is not None:
+                    return own(bound, call.operands)
+                return operator(*args, **kwargs)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        if isinstance(error, torch.OutOfMemoryError):
+            raise Refusal("it does not fit into memory", detail=text) from error
+        name, where = short_name(call.operator), torch.device(device).type
+        if compute_dtype is not None:
+            dtype = str(compute_dtype).removeprefix("torch.")
+            raise Refusal(f"{name} has no {dtype} kernel on {where}", detail=text) from error
+        raise Refusal(f"{name} does not run on {where}", detail=text) from error
+
+
+def _suite(
+    call: Call,
+    tensors: list[torch.Tensor],
+    device: str | torch.device,
+    compute_dtype: torch.dtype | None,
+) -> dict[str, torch.Tensor]:
+    """An operator of a suite: its named implementation, or its float64 definition."""
+    function = registry.find(call.operator, truth=compute_dtype is not None)
+    values = {name: decoded(value, tensors, device) for name, value in call.arguments.items()}
+    try:
+        with torch.no_grad():
+            results = function(**values)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise Refusal(
+            f"{call.operator} does not run on {torch.device(device).type}", detail=text
+        ) from error
+    return _by_port(results, [], call.operator)
+
+
+def _written(operator: torch._ops.OpOverload, bound: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that the operator writes to, in the order of its arguments."""
+    found: list[torch.Tensor] = []
+    for argument in operator._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = bound.get(argument.name)
+            items = value if isinstance(value, list) else [value]
+            found += [item for item in items if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """Returned tensors by port, then those that were written to and not returned."""
+    leaves = list(output_leaves(results))
+    returned = {id(tensor) for _, tensor in leaves}
+    rest = [tensor for tensor in written if id(tensor) not in returned]
+    count = len(results) if isinstance(results, tuple | list) else len(leaves)
+    for tensor in rest:
+        leaves.append(("out" if not leaves else f"out.{count}", tensor))
+        count += 1
+    if not leaves:
+        raise Refusal(f"{short_name(name)} returns no tensor")
+    return {port: plain_tensor(tensor.detach()) for port, tensor in leaves}

@@ -1,0 +1,229 @@
+"""replay(): each recorded operator of a run, run again alone on its recorded inputs.
+
+No model is needed, and no error is inherited: whatever a replay's result differs by was made by
+that operator on this machine. With ``reference`` the same in float64: what is right, of each
+operator by itself. The result is a run of the pass ``replayed``, at the same sites, compared like
+any other; the inputs are not repeated in it.
+
+What cannot be run again alone (it draws random numbers, its weight was not stored, this machine
+has no such operator) is left out, counted by reason in ``plan.skipped_operators`` and said.
+
+On the same machine under the same settings a replay gives the recorded bits: that is how the
+recording is known to be complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from divergence._version import __version__
+from divergence.capture.determinism import Determinism, deterministic_settings
+from divergence.capture.engines.identity import without_home
+from divergence.capture.engines.weights import Weights
+from divergence.capture.environment import collect_environment, resolve_device
+from divergence.capture.execution import Progress
+from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
+from divergence.ops.execute import execute_ports
+from divergence.ops.refusal import Refusal
+from divergence.run.layout import expanded
+from divergence.run.manifest import Manifest, Plan
+from divergence.run.reader import Run
+from divergence.run.target import check_target
+from divergence.run.writer import Item, RunWriter, new_run_id
+
+__all__ = ["replay"]
+
+_SHOWN = 3  # particulars named behind a reason
+
+
+def replay(
+    run: str | Path | Run,
+    *,
+    out: str | Path,
+    sites: Sequence[str] = (),
+    device: str = "auto",
+    model: str | Path | None = None,
+    reference: bool = False,
+    replayed_pass: str | None = None,
+    trust_remote_code: bool = False,
+    label: str | None = None,
+    force: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run the recorded operators of ``run`` again and record them in the directory ``out``.
+
+    ``sites``: patterns of operator sites; all without. ``model``: where this machine has the
+    model, for weights that were recorded by digest alone. ``reference``: in float64, on the CPU
+    unless a device is named. ``replayed_pass``: the pass whose operators are run; the anchored one
+    where it holds any, else the free one.
+
+    Raises UsageError for a run without operators and for sites that it does not hold,
+    RunFormatError, ModelError (of ``model``), RunExistsError and RunWriteError. Whatever
+    interrupts it, a readable run is left behind.
+    """
+    source = run if isinstance(run, Run) else Run.open(run)
+    if reference and source.manifest.settings.compute_dtype is not None:
+        raise UsageError(
+            f"{source.path} was computed in {source.manifest.settings.compute_dtype} itself",
+            hint="give the run that was captured in the model's own dtype",
+        )
+    pass_ = replayable_pass(source, replayed_pass)
+    calls = recorded_calls(source, pass_, sites)
+    device = resolve_device("cpu" if reference and device == "auto" else device)
+    out = expanded(out)
+    _check_output(out, force=force, source=source)
+    weights = None
+    if model is not None:
+        weights = Weights(str(model), source.manifest.model, trust_remote_code=trust_remote_code)
+    settings = source.manifest.settings
+    tell: Progress = progress or (lambda event, done, total, detail: None)
+    with deterministic_settings(
+        device.partition(":")[0], seed=settings.seed, enabled=settings.deterministic
+    ) as determinism:
+        manifest = _manifest(
+            source, pass_, sites, device, determinism,
+            reference=reference, label=label, command=command,
+        )  # fmt: skip
+        with RunWriter(out, manifest, force=force) as writer:
+            skipped = _Skipped(manifest)
+            for number, one in enumerate(calls):
+                tell("replay", number, len(calls), one.path)
+                try:
+                    _run_one(source, one, weights, writer, device, reference=reference)
+                except Refusal as refusal:
+                    skipped.add(refusal)
+            manifest.settings.nondeterministic_warnings = determinism.warnings
+            for text in skipped.lines():
+                tell("note", 0, None, text)
+            if skipped.num == len(calls):
+                raise UsageError(
+                    f"none of the {len(calls)} operators could be run again",
+                    where=skipped.lines()[0],
+                    hint="give --model PATH, or another --device",
+                )
+            tell("replay", len(calls), len(calls), "")
+    return Run.open(out)
+
+
+class _Skipped:
+    """What was left out, by reason, kept in the manifest as it grows."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._counts = manifest.plan.skipped_operators
+        self._details: dict[str, Counter[str]] = {}
+        self.num = 0
+
+    def add(self, refusal: Refusal) -> None:
+        self.num += 1
+        self._counts[refusal.reason] = self._counts.get(refusal.reason, 0) + 1
+        if refusal.detail is not None:
+            self._details.setdefault(refusal.reason, Counter())[refusal.detail] += 1
+
+    def lines(self) -> list[str]:
+        """One line a reason, with the first few particulars."""
+        lines = []
+        for reason, num in self._counts.items():
+            named = list(self._details.get(reason, ()))
+            text = f": {', '.join(named[:_SHOWN])}" if named else ""
+            if len(named) > _SHOWN:
+                text += f" and {len(named) - _SHOWN} more"
+            calls = "operator call was" if num == 1 else "operator calls were"
+            lines.append(f"{num} {calls} not run again: {reason}{text}")
+        return lines
+
+
+def _run_one(
+    source: Run,
+    one: RecordedCall,
+    weights: Weights | None,
+    writer: RunWriter,
+    device: str,
+    *,
+    reference: bool,
+) -> None:
+    """One operator: its results go to the writer, and nothing of it is kept."""
+    found = execute_ports(
+        one.call,
+        operand_values(source, one, weights),
+        device=device,
+        compute_dtype=torch.float64 if reference else None,
+    )
+    missing = sorted(set(one.results) - set(found))
+    if missing:
+        raise Refusal("it returned other results than were recorded", detail=one.path)
+    for port, record in one.results.items():
+        writer.put(
+            Item(found[port]),
+            pass_="replayed",
+            sample=record.sample,
+            step=record.step,
+            site=record.site,
+            order=record.order,
+            positions=record.positions,
+            call=record.call,
+        )
+
+
+def _manifest(
+    source: Run,
+    pass_: str,
+    sites: Sequence[str],
+    device: str,
+    determinism: Determinism,
+    *,
+    reference: bool,
+    label: str | None,
+    command: str | None,
+) -> Manifest:
+    """The source's model and tokens; this machine's environment and switches."""
+    theirs = source.manifest
+    settings: dict[str, Any] = {
+        "device": device,
+        "device_map": None,
+        "switches": determinism.switches,
+        "nondeterministic_warnings": [],
+        "compute_dtype": "float64" if reference else None,
+    }
+    return Manifest(
+        id=new_run_id(),
+        tool_version=__version__,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=None if command is None else without_home(command),
+        like=theirs.id,
+        model=theirs.model,
+        tokens=theirs.tokens,
+        settings=msgspec.structs.replace(theirs.settings, **settings),
+        environment=collect_environment(
+            device, label=label or ("float64 reference" if reference else None)
+        ),
+        plan=Plan(
+            passes=["replayed"],
+            sites=list(sites) or theirs.plan.sites,
+            steps=theirs.plan.steps,
+            positions=theirs.plan.positions,
+            anchored_to=theirs.id,
+            replayed_pass=pass_,
+            modules=theirs.plan.modules,
+        ),
+    )
+
+
+def _check_output(out: Path, *, force: bool, source: Run) -> None:
+    """Refuse at once what the writer would refuse, and to replace what is being read."""
+    with contextlib.suppress(OSError):
+        if out.exists() and out.resolve() == source.path.resolve():
+            raise RunExistsError(f"{out} is the run to be replayed", hint="choose another -o")
+    try:
+        check_target(out, force=force)
+    except OSError as error:
+        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error

@@ -1,0 +1,164 @@
+"""Runs of operators written by hand: what a capture records, without a capture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from divergence.capture.leaves import output_leaves
+from divergence.run.call import Call, Operand
+from divergence.run.fingerprint import digest_tensor
+from divergence.run.manifest import (
+    Environment,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    Plan,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+from divergence.run.reader import Run
+from divergence.run.site import operator_path
+from divergence.run.writer import Item, RunWriter
+
+
+def manifest(**changes: Any) -> Manifest:
+    values = {
+        "id": "a" * 32,
+        "tool_version": "0.0.0",
+        "created": "2026-01-01T00:00:00+00:00",
+        "model": ModelIdentity(
+            source="by-hand", model_class="Toy", task="causal-lm", config_digest="c",
+            dtype="float32", num_parameters=1, digest="d",
+        ),
+        "tokens": Tokens(samples=[SampleTokens(prompt_ids=[1, 2])], groups=[[0]]),
+        "settings": Settings(
+            deterministic=True, seed=0, device="cpu", max_new_tokens=1, batch=False
+        ),
+        "environment": Environment(
+            label="here", platform="Linux", python="3.11", device_type="cpu", device_name="cpu",
+            cpu="cpu", cpu_capability="DEFAULT", num_threads=1, versions={"torch": "2.13.0"},
+        ),
+        "plan": Plan(
+            passes=["free"],
+            sites=["ops@block"],
+            modules={"block": ModuleNote(kind="Block", role="block")},
+        ),
+    }  # fmt: skip
+    return Manifest(**{**values, **changes})
+
+
+def encoded(value: Any, operands: list[torch.Tensor]) -> Any:
+    """An argument as the JSON of a call."""
+    if isinstance(value, torch.Tensor):
+        for number, known in enumerate(operands):
+            if known is value:
+                return {"tensor": number}
+        operands.append(value)
+        return {"tensor": len(operands) - 1}
+    if isinstance(value, list | tuple):
+        return [encoded(item, operands) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    for kind in ("dtype", "layout", "memory_format"):
+        if isinstance(value, getattr(torch, kind)):
+            return {kind: str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    return None if isinstance(value, torch.Generator) else value
+
+
+class _Recorder(TorchDispatchMode):
+    """Every operator that is no view: its operands each as a record of its own."""
+
+    def __init__(self, writer: RunWriter, weights: dict[str, torch.Tensor], step: int) -> None:
+        super().__init__()
+        self._writer, self._weights, self._step = writer, weights, step
+        self._counts: dict[str, int] = {}
+        self._order = 0
+
+    def _put(self, site: str, tensor: torch.Tensor, call: Call | None = None) -> None:
+        self._order += 1
+        self._writer.put(
+            Item(tensor.detach().clone().contiguous()), pass_="free", sample=0, step=self._step,
+            site=site, order=self._order, call=call,
+        )  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        alias = [result.alias_info for result in func._schema.returns]
+        if any(one is not None and not one.is_write for one in alias):
+            return func(*args, **kwargs)
+        name = func.name().replace("::", ".").split(".")
+        short = ".".join(name[:2])
+        self._counts[short] = self._counts.get(short, 0) + 1
+        path = operator_path("block", short, self._counts[short])
+        tensors: list[torch.Tensor] = []
+        names = [argument.name for argument in func._schema.arguments]
+        values = dict(zip(names, args, strict=False)) | kwargs
+        arguments = {key: encoded(value, tensors) for key, value in values.items()}
+        operands = [self._operand(path, number, one) for number, one in enumerate(tensors)]
+        result = func(*args, **kwargs)
+        call = Call(
+            operator=f"{short}.{func._overloadname}", arguments=arguments, operands=tuple(operands)
+        )
+        leaves = list(output_leaves(result))
+        if not leaves:
+            leaves = [("out", tensors[0])]
+        for port, tensor in leaves:
+            self._put(f"{path}:{port}", tensor, call if port == leaves[0][0] else None)
+        return result
+
+    def _operand(self, path: str, number: int, tensor: torch.Tensor) -> Operand:
+        layout = {
+            "shape": tuple(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "stride": None if tensor.is_contiguous() else tensor.stride(),
+        }
+        for name, weight in self._weights.items():
+            if tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
+                return Operand(
+                    weight=name, xxh3=digest_tensor(weight), offset=tensor.storage_offset(),
+                    **layout,
+                )  # fmt: skip
+        site = f"{path}:in.{number}"
+        self._put(site, tensor)
+        return Operand(site=site, **layout)
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Callable[..., Run]:
+    """``record(function, weights={}, path=..., **manifest changes)`` → a run of its operators."""
+
+    def make(
+        function: Callable[[], Any],
+        *,
+        weights: dict[str, torch.Tensor] | None = None,
+        path: Path | None = None,
+        **changes: Any,
+    ) -> Run:
+        out = path or tmp_path / "recorded"
+        writer = RunWriter(out, manifest(**changes))
+        with writer, torch.no_grad(), _Recorder(writer, weights or {}, 0):
+            function()
+        return Run.open(out)
+
+    return make
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and digest_tensor(a) == digest_tensor(b)
+
+
+def results(run: Run) -> dict[str, torch.Tensor]:
+    """Every operator's results by site."""
+    return {r.site: run.read(r) for r in run.records if ":out" in r.site}

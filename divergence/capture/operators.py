@@ -247,6 +247,7 @@ class OperatorRecorder(TorchDispatchMode):
             "shape": tuple(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "stride": None if tensor.is_contiguous() else tuple(tensor.stride()),
+            "misalignment_bytes": _misalignment_bytes(tensor),
             "via": self._flow.via(tensor),
         }
         weight = self._weights.get(storage_of(tensor))
@@ -296,6 +297,14 @@ def _weights_by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Te
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.setdefault(storage_of(tensor), (name, tensor))
     return found
+
+
+def _misalignment_bytes(tensor: torch.Tensor) -> int:
+    """How far its memory begins beyond a multiple of 64 bytes; 0 where it has no address."""
+    try:
+        return tensor.data_ptr() % 64
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.ops.refusal import Refusal
-from divergence.ops.strided import span_of
+from divergence.ops.strided import contiguous_stride, span_of
 from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
 from divergence.run.record import PassName, Record
@@ -152,21 +152,13 @@ def _part(weight: torch.Tensor, operand: Operand) -> torch.Tensor:
     """The operand as a view of its weight."""
     stride: Any = operand.stride
     if stride is None:
-        stride = _contiguous(operand.shape)
+        stride = contiguous_stride(operand.shape)
     flat = weight.contiguous().reshape(-1)
     if len(stride) != len(operand.shape) or (
         operand.offset + span_of(operand.shape, stride) > flat.numel()
     ):
         raise Refusal("an operand lies outside its weight", detail=operand.weight)
     return flat.as_strided(operand.shape, stride, operand.offset)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def _numel(operand: Operand) -> int:

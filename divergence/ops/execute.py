@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from divergence.capture.leaves import output_leaves
+from divergence.capture.dataflow import tensors_in
 from divergence.capture.widening import Widening
 from divergence.ops import registry, wide
 from divergence.ops.arguments import decoded, fitted
@@ -29,7 +29,7 @@ from divergence.ops.lookup import (
 )
 from divergence.ops.refusal import Refusal
 from divergence.ops.strided import laid_out
-from divergence.run.call import Call
+from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import plain_tensor
 
 __all__ = ["RANDOM", "UNINITIALISED", "execute", "execute_ports"]
@@ -63,13 +63,13 @@ def execute_ports(
     device: str | torch.device,
     compute_dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """As ``execute``, by port: ``out``, then ``out.N`` with N the place among the results."""
+    """As ``execute``, by port: ``out``, then ``out.N`` with N the number among the tensors."""
     if call.note is not None:
         raise Refusal(call.note)
     if is_uninitialised(call.operator):
         raise Refusal(UNINITIALISED)
     laid = [
-        _prepared(value, operand.stride, device, compute_dtype)
+        _prepared(value, operand, device, compute_dtype)
         for value, operand in zip(operands, call.operands, strict=True)
     ]
     if call.operator.startswith("suite."):
@@ -86,7 +86,7 @@ def execute_ports(
 
 def _prepared(
     value: torch.Tensor,
-    stride: Sequence[int] | None,
+    operand: Operand,
     device: str | torch.device,
     compute_dtype: torch.dtype | None,
 ) -> torch.Tensor:
@@ -95,7 +95,12 @@ def _prepared(
             value = value.to(compute_dtype)
         elif value.is_complex():
             value = value.to(_COMPLEX[compute_dtype])
-    return laid_out(value, stride, device=device)
+    return laid_out(
+        value,
+        operand.stride,
+        device=device,
+        misalignment_bytes=operand.misalignment_bytes if compute_dtype is None else 0,
+    )
 
 
 def _run(
@@ -159,14 +164,9 @@ def _written(operator: torch._ops.OpOverload, bound: dict[str, Any]) -> list[tor
 
 
 def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """Returned tensors by port, then those that were written to and not returned."""
-    leaves = list(output_leaves(results))
-    returned = {id(tensor) for _, tensor in leaves}
-    rest = [tensor for tensor in written if id(tensor) not in returned]
-    count = len(results) if isinstance(results, tuple | list) else len(leaves)
-    for tensor in rest:
-        leaves.append(("out" if not leaves else f"out.{count}", tensor))
-        count += 1
-    if not leaves:
+    """The tensors of the results as capture numbers them; what was written where none is given."""
+    tensors = tensors_in(results) or written
+    if not tensors:
         raise Refusal(f"{short_name(name)} returns no tensor")
-    return {port: plain_tensor(tensor.detach()) for port, tensor in leaves}
+    ports = ["out", *(f"out.{number}" for number in range(1, len(tensors)))]
+    return {port: plain_tensor(one.detach()) for port, one in zip(ports, tensors, strict=True)}

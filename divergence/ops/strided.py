@@ -5,8 +5,10 @@ a transposed operand is another kernel than with a contiguous one. So recorded v
 contiguous on disk, are put back under the strides that the operator saw. Axes that share memory
 (an expanded one has stride 0) share it again.
 
-Always fresh memory, as torch's allocator aligns it: a memory map is aligned to 8 bytes, and
-vector kernels look at that too. What is not restored: where in its storage a view began.
+So is the address: vector kernels handle what lies before the first aligned element apart, so
+where memory begins modulo 64 bytes changes the order of additions too (a matrix-vector product of
+MKL in float32 gives four results by the weight's address modulo 16; weights that are mapped from
+a safetensors file lie at 8). Always fresh memory, so that an operator may write to it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import torch
 
 from divergence.ops.refusal import Refusal
 
-__all__ = ["laid_out", "span_of"]
+__all__ = ["contiguous_stride", "laid_out", "span_of"]
 
+ALIGNED_BYTES = 64
+"""A cache line: what torch's CPU allocator aligns to (others to more)."""
 SPAN_BYTES = 1 << 30
 """A layout may span this much memory, or ``SPAN_RATIO`` times what the values take."""
 SPAN_RATIO = 64
@@ -32,32 +36,46 @@ def span_of(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def laid_out(
-    values: torch.Tensor, stride: Sequence[int] | None, *, device: str | torch.device = "cpu"
+    values: torch.Tensor,
+    stride: Sequence[int] | None,
+    *,
+    device: str | torch.device = "cpu",
+    misalignment_bytes: int = 0,
 ) -> torch.Tensor:
     """A fresh copy of ``values`` on ``device`` under ``stride`` (None: contiguous)."""
     shape = tuple(values.shape)
     if stride is None or 0 in shape:
-        fresh = torch.empty(shape, dtype=values.dtype, device=device)
-        fresh.copy_(values)
-        return fresh
+        stride = contiguous_stride(shape)
     if len(stride) != len(shape):
         raise Refusal("its operands' layout is damaged", detail=f"{stride} for shape {shape}")
     span = span_of(shape, stride)
     if span * values.itemsize > max(SPAN_BYTES, SPAN_RATIO * values.nbytes):
         raise Refusal("its operands' layout spans too much memory", detail=f"{span} elements")
-    memory = torch.zeros(span, dtype=values.dtype, device=device)
+    room = ALIGNED_BYTES // values.itemsize
+    memory = torch.zeros(span + room, dtype=values.dtype, device=device)
+    # torch aligns what it allocates; an address between two elements cannot be had
+    start = (misalignment_bytes - memory.data_ptr()) % ALIGNED_BYTES // values.itemsize
+    fresh = memory.as_strided(shape, stride, start)
     if not _overlaps(shape, stride):
-        memory.as_strided(shape, stride).copy_(values)
-        return memory.as_strided(shape, stride)
+        fresh.copy_(values)
+        return fresh
     # Elements that share memory: all of them hold the same value, so any may be the last written.
-    places = torch.zeros(shape, dtype=torch.int64)
+    places = torch.full(shape, start, dtype=torch.int64)
     for axis, (size, step) in enumerate(zip(shape, stride, strict=True)):
         view = [1] * len(shape)
         view[axis] = size
         places += (torch.arange(size) * step).reshape(view)
-    places = places.reshape(-1).to(device)
-    memory[places] = values.reshape(-1).to(device)
-    return memory.as_strided(shape, stride)
+    memory[places.reshape(-1).to(device)] = values.reshape(-1).to(device)
+    return fresh
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major: ``(2, 3, 4)`` → ``(12, 4, 1)``."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:

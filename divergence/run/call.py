@@ -31,8 +31,12 @@ class Operand(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """One tensor argument. ``stride``: in elements, where the tensor was not contiguous: kernels
-    are chosen by layout. ``xxh3``: of the whole weight's bytes; the operand is that weight seen
-    with ``shape`` and ``stride`` from element ``offset`` on."""
+    are chosen by layout. ``misalignment_bytes``: how far beyond a multiple of 64 bytes its first
+    element lay: vector kernels begin there, so the order of their additions hangs on it (measured:
+    a float32 matrix-vector product of MKL gives four results by the weight's address modulo 16,
+    and weights that are mapped from a safetensors file lie at 8). ``xxh3``: of the whole weight's
+    bytes; the operand is that weight seen with ``shape`` and ``stride`` from element ``offset``
+    on."""
 
     site: str | None = None
     weight: str | None = None
@@ -40,6 +44,7 @@ class Operand(
     shape: tuple[_Size, ...]
     dtype: str
     stride: tuple[_Size, ...] | None = None
+    misalignment_bytes: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
     offset: _Size = 0
     origin: str | None = None
     via: tuple[str, ...] = ()

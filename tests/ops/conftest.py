@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from divergence.capture.leaves import output_leaves
+from divergence.capture.dataflow import tensors_in
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.manifest import (
@@ -111,11 +111,9 @@ class _Recorder(TorchDispatchMode):
         call = Call(
             operator=f"{short}.{func._overloadname}", arguments=arguments, operands=tuple(operands)
         )
-        leaves = list(output_leaves(result))
-        if not leaves:
-            leaves = [("out", tensors[0])]
-        for port, tensor in leaves:
-            self._put(f"{path}:{port}", tensor, call if port == leaves[0][0] else None)
+        for index, tensor in enumerate(tensors_in(result) or tensors[:1]):
+            port = f"out.{index}" if index else "out"
+            self._put(f"{path}:{port}", tensor, None if index else call)
         return result
 
     def _operand(self, path: str, number: int, tensor: torch.Tensor) -> Operand:
@@ -123,6 +121,7 @@ class _Recorder(TorchDispatchMode):
             "shape": tuple(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "stride": None if tensor.is_contiguous() else tensor.stride(),
+            "misalignment_bytes": tensor.data_ptr() % 64,
         }
         for name, weight in self._weights.items():
             if tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():

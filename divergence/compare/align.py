@@ -3,6 +3,9 @@
 By (pass, sample, step, site). What has no partner is listed with its reason and is
 never a pass. A batch is split into its samples where the other run formed other
 batches, so that a batched run can be compared with a run of single prompts.
+
+Operators are matched elsewhere (compare.match). A replay holds nothing else: its operators each
+got the inputs that its source recorded, so the source and other replays of it are its partners.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ __all__ = [
     "anchored_passes",
     "first_different_token",
     "renaming",
+    "replayed_from",
 ]
+
+REPLAYED = "replayed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +84,11 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     notes: list[str] = []
     passes = [("free", "free", "free")]
     anchored = anchored_passes(a, b, notes)
+    replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
     if anchored is not None:
         passes.insert(0, ("anchored", *anchored))
-    theirs = _indexed(candidate, split)
-    ours = _indexed(reference, split)
+    theirs = {} if replays else _indexed(candidate, split)
+    ours = {} if replays else _indexed(reference, split)
     pairs: list[Pair] = []
     only_reference: list[Skipped] = []
     skipped: list[Skipped] = []
@@ -139,7 +146,10 @@ def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:
 
 
 def anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
-    """(reference's pass, candidate's pass) in which blocks had equal inputs, if there is one."""
+    """(reference's pass, candidate's pass) in which blocks had equal inputs, or where one side is a
+    replay each operator had; if there is one."""
+    if a.plan.replayed_pass is not None or b.plan.replayed_pass is not None:
+        return _replayed_passes(a, b, notes)
     if b.plan.anchored_to is not None and b.plan.anchored_to == a.id:
         return "free", "anchored"
     if a.plan.anchored_to is not None and a.plan.anchored_to == b.id:
@@ -149,6 +159,33 @@ def anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, st
     if a.plan.anchored_to or b.plan.anchored_to:
         notes.append("an anchored pass was recorded, but to another run's inputs: not used")
     return None
+
+
+def replayed_from(a: Manifest, b: Manifest) -> tuple[str, str] | None:
+    """(id of the run, its pass) whose operators both sides ran on the same inputs: one is a replay
+    of the other, or both are replays of one run. None where that is not so."""
+    ours, theirs = a.plan, b.plan
+    if theirs.replayed_pass is not None and theirs.anchored_to == a.id:
+        return a.id, theirs.replayed_pass
+    if ours.replayed_pass is not None and ours.anchored_to == b.id:
+        return b.id, ours.replayed_pass
+    if ours.replayed_pass is not None and ours.anchored_to is not None:
+        one = ours.anchored_to, ours.replayed_pass
+        return one if one == (theirs.anchored_to, theirs.replayed_pass) else None
+    return None
+
+
+def _replayed_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
+    """(reference's pass, candidate's pass) whose operators had equal inputs, each by itself."""
+    found = replayed_from(a, b)
+    if found is None:
+        notes.append(
+            "a replay is compared with the run whose operators it ran again, or with another "
+            "replay of the same pass of that run"
+        )
+        return None
+    one, two = (REPLAYED if m.plan.replayed_pass is not None else found[1] for m in (a, b))
+    return one, two
 
 
 def renaming(

@@ -148,7 +148,11 @@ def measure_runs(
         )
     elif right is not None and not right.anchors:
         notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
-    tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
+    # a replay chose none: its tokens are its source's
+    replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
+    tokens = None
+    if not replays:
+        tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
     case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
     case = replace(
         case,
@@ -181,7 +185,7 @@ def compare_operators(
     right = None if truth is None else Truth(_opened(truth), a, b)
     measured = measure_operators(
         a, b, passes, truth=right.run if right is not None and right.anchors else None,
-        rename=rename,
+        truth_pass="anchored" if right is None else right.anchored_pass, rename=rename,
     )  # fmt: skip
     if measured is None:
         return None
@@ -365,6 +369,8 @@ def _notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
 
 
 def _why_nothing(alignment: Alignment) -> str:
+    if alignment.notes and not (alignment.only_reference or alignment.only_candidate):
+        return alignment.notes[0]
     if alignment.skipped:
         return f"{len(alignment.skipped)} were skipped, the first because: " + (
             alignment.skipped[0].reason

@@ -1,8 +1,9 @@
 """The truth: a float64 run that tells which side of a comparison is farther from what is right.
 
 It must repeat the run whose inputs anchor the comparison: only then did every block of
-all three runs get the same input. The tallies gather, site by site and phase by phase,
-how far each side is from it: compare.blame judges them.
+all three runs get the same input. Operators that were replayed are judged by a replay in
+float64 of the same run and pass, and by nothing else. The tallies gather, site by site and phase
+by phase, how far each side is from it: compare.blame judges them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from divergence.compare.align import Pair
+from divergence.compare.align import Pair, replayed_from
 from divergence.compare.result import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.against import AgainstTruth
@@ -33,11 +34,17 @@ class Truth:
     def __init__(self, run: Run, reference: Run, candidate: Run) -> None:
         self.run = run
         manifest, a, b = run.manifest, reference.manifest, candidate.manifest
+        replayed = replayed_from(a, b)
+        make = f"divergence reference {reference.path} -o TRUTH"
+        if replayed is not None:
+            source = next((one.path for one in (reference, candidate)
+                           if one.manifest.id == replayed[0]), "RUN")  # fmt: skip
+            make = f"divergence replay {source} -o TRUTH --reference"
         if manifest.settings.compute_dtype != "float64":
             raise UsageError(
                 f"{run.path} is no truth: it was computed in "
                 f"{manifest.settings.compute_dtype or manifest.model.dtype}",
-                hint=f"divergence reference {reference.path} -o TRUTH",
+                hint=make,
             )
         if manifest.id in (a.id, b.id):
             raise UsageError(
@@ -47,7 +54,7 @@ class Truth:
         if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
             raise UsageError(
                 f"{run.path} is the truth of another run ({manifest.like})",
-                hint=f"divergence reference {reference.path} -o TRUTH",
+                hint=make,
             )
         repeated = a if manifest.like != b.id else b
         if repeated.model.dtype == manifest.model.dtype and (
@@ -60,13 +67,25 @@ class Truth:
                 hint="divergence reference RUN -o TRUTH --model PATH, with the run's own weights",
             )
         self._named_by_candidate = manifest.like == b.id
+        self.anchored_pass = "anchored"
         inputs = _anchored_to(reference, candidate)
         self.anchors = inputs is not None and inputs == manifest.plan.anchored_to
+        own = (manifest.plan.anchored_to, manifest.plan.replayed_pass)
+        if manifest.plan.replayed_pass is not None or replayed is not None:
+            self.anchored_pass, self.anchors = "replayed", own == replayed
+        if replayed is not None and not self.anchors:
+            raise UsageError(
+                f"{run.path} is no truth of replayed operators: it did not run each by itself"
+                if manifest.plan.replayed_pass is None
+                else f"{run.path} holds the operators of the {own[1]} pass, not of the "
+                f"{replayed[1]} pass",
+                hint=make,
+            )
 
     def record(self, pair: Pair) -> Record | None:
         """What is right at a pair's place; None where the truth does not hold it."""
-        pass_ = "free" if pair.pass_ == "free" else "anchored"
-        if pass_ == "anchored" and not self.anchors:
+        pass_ = "free" if pair.pass_ == "free" else self.anchored_pass
+        if pass_ != "free" and not self.anchors:
             return None
         own = pair.candidate.record if self._named_by_candidate else pair.reference.record
         found = self.run.find((pass_, own.sample, own.step, own.site))

@@ -159,6 +159,7 @@ class OperatorRecorder(TorchDispatchMode):
     def end_of_forward(self) -> None:
         """Calls are numbered anew."""
         self._numbers: Counter[tuple[str, str]] = Counter()
+        self._weight_sites: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}
@@ -223,6 +224,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._emit(site, item)
         for tensor in written:
             self._flow.written_to(tensor)
+            self._weights.pop(storage_of(tensor), None)  # a state from now on, not a weight
         for index, tensor in enumerate(results):
             site = f"{told.where}:out" + (f".{index}" if index else "")
             self._emit(site, Item(self._copy(tensor)), told.call if index == 0 else None)
@@ -277,9 +279,9 @@ class OperatorRecorder(TorchDispatchMode):
         site = join_site(module, f"in.{last}")
         if name not in self._weight_items:
             self._weight_items[name] = Item(self._copy(parameter))
-        if self._flow.site_of(parameter) is None:
+        if site not in self._weight_sites:  # a block's dataflow is forgotten, its records are not
             self._emit(site, self._weight_items[name])
-            self._flow.holds(parameter, site)
+            self._weight_sites.add(site)
         return site
 
     def _note_view(self, func: Any, args: tuple, kwargs: dict, results: list) -> None:

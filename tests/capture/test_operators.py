@@ -236,3 +236,34 @@ def test_a_dry_run_lists_operators(llama):
     """Without a weight loaded."""
     plan = plan_capture(llama, sites=[f"ops@{BLOCK}"], max_new_tokens=1)
     assert f"{BLOCK}.mlp/aten.mul:out" in {row.site for row in plan.rows}
+
+
+def test_a_weight_that_several_modules_use_is_recorded_once_a_forward(tiny_model, tmp_path):
+    """T5's embedding is read by the encoder and by the decoder: one record, two calls."""
+    run = capture(
+        str(tiny_model("t5")), out=tmp_path / "run", prompts=["a b"], max_new_tokens=1,
+        sites=["ops@encoder.embed_tokens", "ops@decoder.embed_tokens"], weights=True,
+    )  # fmt: skip
+    weights = [record for record in run.records if record.site.endswith("in.weight")]
+    calls = [record.call for record in run.records if record.call is not None]
+    (weight,) = weights
+    assert len(calls) == 2
+    assert {call.operands[0].site for call in calls} == {weight.site}
+
+
+def test_a_buffer_that_is_written_to_is_no_weight():
+    """Its value changes: it is recorded where it is used, not once."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(3))
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x * self.count
+
+    found = Seen(Counting(), torch.ones(3), weights=True)
+    (_, count) = found.calls["./aten.mul:out"].operands
+    assert count.weight is None
+    assert torch.equal(found.tensors[count.site], torch.ones(3))

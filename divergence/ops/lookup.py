@@ -52,6 +52,9 @@ def find_operator(name: str) -> torch._ops.OpOverload:
     schema = found._schema
     if any(argument.name in _OUTSIDE for argument in schema.arguments):
         raise Refusal(f"{short_name(name)} reads or writes files")
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    if not writes and not any("Tensor" in str(result.type) for result in schema.returns):
+        raise Refusal(f"{short_name(name)} returns no tensor")
     return found
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from divergence.compare.result import Report
     from divergence.experiments.sensitivity import sensitivity
     from divergence.ops.replay import replay
+    from divergence.ops.repro import repro
     from divergence.run.reader import Run
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "compare",
     "reference",
     "replay",
+    "repro",
     "sensitivity",
 ]
 
@@ -51,6 +53,7 @@ _HOMES = {
     "check": "divergence.compare.check",
     "reference": "divergence.capture.api",
     "replay": "divergence.ops.replay",
+    "repro": "divergence.ops.repro",
     "sensitivity": "divergence.experiments.sensitivity",
 }
 _VERBS = ("capture", "compare")

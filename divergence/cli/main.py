@@ -26,6 +26,7 @@ from divergence.cli import (
     inspect,
     reference,
     replay,
+    repro,
     sensitivity,
 )
 from divergence.cli.options import ARGUMENTS, VERBOSE
@@ -142,7 +143,18 @@ def divergence(
     """
 
 
-for _command in (capture, reference, replay, compare, check, sensitivity, inspect, env, demo):
+for _command in (
+    capture,
+    reference,
+    replay,
+    compare,
+    check,
+    sensitivity,
+    repro,
+    inspect,
+    env,
+    demo,
+):
     app.command(
         _command.__name__.rpartition(".")[2],
         epilog=_command.EPILOG,

@@ -1,18 +1,14 @@
-"""Operators of a suite, ``suite.NAME``: what they do here, and what is right, in float64.
+"""Operators of a suite by name, ``suite.NAME``: what they do here, and what is right, in float64.
 
-A suite's operator is a plain function of tensors and scalars by name. ``run`` does it with torch;
-``implementations`` are others that this machine has (a vendor's kernels), called as
-``suite.NAME.IMPLEMENTATION``; ``truth`` is its definition, written in float64.
+A suite's operator is a plain function of tensors and scalars by name. Nothing is registered: the
+suite's own catalog is asked, when a run holds such an operator.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from divergence.ops.refusal import Refusal
 from divergence.run.site import near_names
@@ -20,46 +16,33 @@ from divergence.run.site import near_names
 __all__ = ["PREFIX", "Definition", "definitions", "find"]
 
 PREFIX = "suite."
-_HOMES: tuple[str, ...] = ()
-"""Modules whose ``DEFINITIONS`` are the suite's."""
-
-Function = Callable[..., Any]
+_CATALOG = "divergence.ops.suite.catalog"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Definition:
-    """One operator. The three take the same arguments, by name."""
+class Definition(Protocol):
+    """What is needed of one operator: both take the recorded arguments by name."""
 
-    name: str
-    run: Function
-    truth: Function
-    implementations: Mapping[str, Function] = field(default_factory=lambda: MappingProxyType({}))
+    run: Callable[..., Any]
+    truth: Callable[..., Any]
 
 
-@functools.cache
 def definitions() -> Mapping[str, Definition]:
-    """All operators by name, without ``suite.``."""
-    found: dict[str, Definition] = {}
-    for home in _HOMES:
-        for one in importlib.import_module(home).DEFINITIONS:
-            found[one.name] = one
-    return MappingProxyType(found)
+    """All operators by full name; none where this installation has no suite."""
+    try:
+        return importlib.import_module(_CATALOG).OPERATORS
+    except ModuleNotFoundError as error:
+        if error.name is None or not _CATALOG.startswith(error.name):
+            raise  # of the suite itself something is missing
+        return {}
 
 
-def find(operator: str, *, truth: bool = False) -> Function:
-    """What ``suite.NAME`` or ``suite.NAME.IMPLEMENTATION`` stands for. Raises Refusal."""
-    name, _, implementation = operator.removeprefix(PREFIX).partition(".")
-    one = definitions().get(name)
+def find(operator: str, *, truth: bool = False) -> Callable[..., Any]:
+    """The function that ``suite.NAME`` stands for, or its definition. Raises Refusal."""
+    one = definitions().get(operator)
     if one is None:
-        near = near_names(name, definitions())
+        near = near_names(operator, definitions())
         raise Refusal(
             f"this divergence has no operator {operator}",
             detail=f"near: {', '.join(near)}" if near else None,
         )
-    if truth:
-        return one.truth
-    if implementation in ("", "default", "torch"):
-        return one.run
-    if implementation not in one.implementations:
-        raise Refusal(f"this machine has no {implementation} for suite.{name}")
-    return one.implementations[implementation]
+    return one.truth if truth else one.run

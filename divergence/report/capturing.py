@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.report.environment import repeat_lines, switch_lines
-from divergence.report.inspection import model_lines, shape_text, stored
+from divergence.report.inspection import model_lines, shape_text, skipped_lines, stored
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, size
 from divergence.run.manifest import Manifest, SampleTokens
@@ -25,8 +25,9 @@ def captured_lines(
     like: str | os.PathLike[str] | None = None,
 ) -> list[Line]:
     """What `capture` says when it is done: briefly what was made, and what to do with it."""
-    settings = manifest.settings
-    state = ("captured", "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
+    settings, plan = manifest.settings, manifest.plan
+    made = "captured" if plan.replayed_pass is None else "replayed"
+    state = (made, "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
     lines = [line(state, f" {path}: {count(len(records), 'record')}, {stored(manifest)}")]
     lines += model_lines(manifest)[:1]
     wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
@@ -42,7 +43,10 @@ def captured_lines(
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += repeat_lines(manifest.repeatability)
     lines += switch_lines(settings.switches)
-    for number, sample in enumerate(manifest.tokens.samples[:8]):
+    lines += skipped_lines(manifest)
+    for number, sample in enumerate(
+        manifest.tokens.samples[:8] if plan.replayed_pass is None else ()
+    ):
         lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
     run = shlex.quote(path)
     lines += [BLANK, heading("next")]

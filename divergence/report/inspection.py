@@ -24,6 +24,7 @@ __all__ = [
     "select_records",
     "shape_text",
     "site_lines",
+    "skipped_lines",
     "stored",
 ]
 
@@ -67,6 +68,11 @@ def run_lines(
         )
     )
     lines += repeat_lines(manifest.repeatability)
+    if plan.replayed_pass is not None:
+        lines.append(
+            prose("  replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}", width=14)
+        )
+    lines += skipped_lines(manifest)
     for warning in settings.nondeterministic_warnings:
         lines.append(prose("  warned", warning, width=14))
     lines += [*switch_lines(settings.switches, verbose=verbose), BLANK]
@@ -89,6 +95,14 @@ def run_lines(
     if records:
         lines.append(line(f"  divergence inspect {run} --site {shlex.quote(records[0].site)}"))
     return lines
+
+
+def skipped_lines(manifest: Manifest) -> list[Line]:
+    """Operator calls that were left out, by reason."""
+    return [
+        prose("  left out", f"{count(number, 'operator call')}: {reason}", width=14)
+        for reason, number in manifest.plan.skipped_operators.items()
+    ]
 
 
 def stored(manifest: Manifest) -> str:

@@ -1,0 +1,120 @@
+"""`divergence repro`: one operator as a folder for a bug tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divergence.cli.options import Json, Quiet, Verbose, show
+from divergence.cli.progress import progress_bars
+from divergence.errors import UsageError
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out -o bug
+
+  divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out --against a2 -o bug
+
+  python bug/repro.py                             # anywhere: torch and safetensors alone
+
+The folder holds repro.py, the inputs, the recorded output and the float64 truth as
+safetensors, and report.md: a bug report that is ready to be sent.
+"""
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that holds operators.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Directory to write; needed."),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option("--site", metavar="SITE", help="The operator's site; needed."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="RUN2",
+            help="The other machine's run, best a replay of RUN: its figures stand beside.",
+        ),
+    ] = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option(
+            "--reference",
+            metavar="TRUTH",
+            help="A float64 replay of RUN. Default: computed here.",
+        ),
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option("--sample", metavar="N", min=0, help="Which prompt's call."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            metavar="N",
+            min=0,
+            help="Which forward's call. Default: where RUN2 differs most, else the first.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PATH",
+            help="Where this machine has the model, for weights that the run does not hold.",
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", metavar="", help="Replace an existing reproducer.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write one operator as a script that runs anywhere, with its data and a bug report.
+
+    The script needs torch and safetensors alone, neither the model nor this tool.
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o DIR")
+    if site is None:
+        raise UsageError(
+            "no operator is named",
+            hint=f"--site SITE; `divergence inspect {run} -v` lists the sites",
+        )
+
+    import msgspec
+
+    from divergence.ops.repro import repro as call
+    from divergence.report.machine import strict_json
+    from divergence.report.reproducing import reproducer_lines
+    from divergence.report.terminal import print_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        made = call(
+            run, site=site, out=out, truth=truth, against=against, sample=sample, step=step,
+            model=model, trust_remote_code=trust_remote_code, force=force, progress=progress,
+        )  # fmt: skip
+        for note in made.notes:
+            progress("note", 0, None, note)
+    if json:
+        built = msgspec.to_builtins(made) | {"path": str(made.path)}
+        show(strict_json({"schema_version": 1, **built}))
+    elif quiet:
+        show(str(made.path))
+    else:
+        print_lines(reproducer_lines(str(made.path), made.title, made.files))

@@ -1,0 +1,201 @@
+"""report.md: a bug report that is ready to be sent: what was run, where, and how far it is off."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from divergence.ops.differences import Difference
+from divergence.ops.script import operand_names
+from divergence.run.call import Call
+from divergence.run.manifest import Environment, Manifest
+
+__all__ = ["Side", "report_text", "title_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One machine's results by port: how far from the truth, and from the first side's."""
+
+    label: str
+    manifest: Manifest
+    from_truth: Mapping[str, Difference | None]
+    from_first: Mapping[str, Difference | None]
+    note: str | None = None
+
+
+def title_of(call: Call, sides: Sequence[Side]) -> str:
+    """One line: the operator, its dtypes and shapes, and what is said of it."""
+    what = f"{call.operator} ({_signature(call)})"
+    if len(sides) < 2:
+        found = sides[0].from_truth.get("out")
+        return f"{what}: result and float64 truth" + (
+            "" if found is None else f" differ by rel L2 {found.rel_l2:.3g}"
+        )
+    apart = sides[1].from_first.get("out")
+    if apart is None:
+        return f"{what}: {sides[1].label} gives another shape than {sides[0].label}"
+    if apart.num_different == 0:
+        return f"{what}: {sides[1].label} and {sides[0].label} give the same bits"
+    ulp = "" if apart.max_ulp is None else f", {apart.max_ulp:,} ulp"
+    return (
+        f"{what}: {sides[1].label} differs from {sides[0].label} by rel L2 {apart.rel_l2:.3g}{ulp}"
+    )
+
+
+def report_text(
+    call: Call,
+    sides: Sequence[Side],
+    stores: Mapping[str, float | None],
+    *,
+    site: str,
+    where: str,
+    truth: str | None,
+) -> str:
+    """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
+    computed it, or None where there is none."""
+    lines = [f"# {_plain(title_of(call, sides))}", "", *_summary(call, sides, truth), ""]
+    called = "" if call.source is None else f", called from `{_plain(call.source)}`"
+    lines += [
+        "## Operator",
+        "",
+        f"`{_plain(call.operator)}`, recorded at `{_plain(site)}`, {where}{called}.",
+        "",
+    ]
+    lines += ["| input | dtype | shape | strides | address mod 64 |", "|---|---|---|---|---|"]
+    for name, operand in zip(operand_names(call), call.operands, strict=True):
+        strides = "contiguous" if operand.stride is None else _tuple(operand.stride)
+        lines.append(
+            f"| `{_plain(name)}` | {operand.dtype} | {_tuple(operand.shape)} | {strides} | "
+            f"{operand.misalignment_bytes} |"
+        )
+    scalars = {n: v for n, v in call.arguments.items() if not _has_tensor(v)}
+    if scalars:
+        text = ", ".join(
+            f"`{_plain(name)}` = `{_scalar(value)}`" for name, value in scalars.items()
+        )
+        lines += ["", f"Other arguments: {text}."]
+    lines += ["", "## Measured", "", *_table(sides, stores)]
+    lines += [f"\n{_plain(side.label)}: {_plain(side.note)}." for side in sides if side.note]
+    lines += ["", "## Environment", "", *_environments(sides)]
+    facts = _facts(sides)
+    if facts:
+        lines += ["", "## Arithmetic of these machines, as probed", "", *facts]
+    lines += ["", "## How to run", "", "```", "pip install torch safetensors",
+              "python repro.py         # or: python repro.py cuda", "```", ""]  # fmt: skip
+    lines.append(
+        "`inputs.safetensors` holds the inputs bit by bit, `expected.safetensors` what "
+        f"{_plain(sides[0].label)} gave"
+        + (", `truth.safetensors` the same operator in float64." if truth is not None else ".")
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _summary(call: Call, sides: Sequence[Side], truth: str | None) -> list[str]:
+    lines = []
+    if truth is None:
+        lines.append("There is no float64 result to hold it against: the operator has none here.")
+        return lines
+    for side in sides:
+        found = side.from_truth.get("out")
+        if found is not None:
+            lines.append(
+                f"{_plain(side.label)} is off from float64 by rel L2 {found.rel_l2:.3g} "
+                f"(max abs {found.max_abs:.3g}"
+                + ("" if found.max_ulp is None else f", max {found.max_ulp:,} ulp")
+                + ")."
+            )
+    return [" ".join(lines), "", f"The float64 truth was {truth}."]
+
+
+def _table(sides: Sequence[Side], stores: Mapping[str, float | None]) -> list[str]:
+    lines = [
+        "| result | side | held against | rel L2 | max abs | max ulp | elements that differ |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for port in sides[0].from_truth:
+        for number, side in enumerate(sides):
+            rows = [("float64", side.from_truth.get(port))]
+            if number:
+                rows.append((sides[0].label, side.from_first.get(port)))
+            for against, found in rows:
+                if found is not None:
+                    ulp = "-" if found.max_ulp is None else f"{found.max_ulp:,}"
+                    lines.append(
+                        f"| `{port}` | {_plain(side.label)} | {_plain(against)} | "
+                        f"{found.rel_l2:.4g} | {found.max_abs:.4g} | {ulp} | "
+                        f"{found.num_different:,} of {found.numel:,} |"
+                    )
+        if stores.get(port) is not None:
+            lines.append(
+                f"| `{port}` | float64, rounded once to the result's dtype | float64 | "
+                f"{stores[port]:.4g} | | | |"
+            )
+    return lines
+
+
+def _environments(sides: Sequence[Side]) -> list[str]:
+    rows: list[tuple[str, list[str]]] = []
+    labels = [_plain(side.label) for side in sides]
+    found = [_environment(side.manifest.environment, side.manifest) for side in sides]
+    for name in dict.fromkeys(name for one in found for name in one):
+        rows.append((name, [one.get(name, "-") for one in found]))
+    lines = ["| | " + " | ".join(labels) + " |", "|---|" + "---|" * len(sides)]
+    return lines + [f"| {name} | " + " | ".join(values) + " |" for name, values in rows]
+
+
+def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]:
+    rows = {
+        "device": f"{environment.device_type}: {environment.device_name}",
+        "driver": environment.driver or "-",
+        "runtime": environment.runtime or "-",
+        "CPU": f"{environment.cpu} ({environment.cpu_capability})",
+        "threads": str(environment.num_threads),
+        "platform": f"{environment.platform}, Python {environment.python}",
+        **{name: environment.versions[name] for name in sorted(environment.versions)},
+        **{name: environment.variables[name] for name in sorted(environment.variables)},
+        "deterministic": "yes" if manifest.settings.deterministic else "no",
+    }
+    return {_plain(name): _plain(value) for name, value in rows.items()}
+
+
+def _facts(sides: Sequence[Side]) -> list[str]:
+    """What the probes of each machine proved, where its run holds any."""
+    lines = []
+    for side in sides:
+        for fact in getattr(side.manifest, "arithmetic", []):
+            if getattr(fact, "verified", True):
+                lines.append(
+                    f"- {_plain(side.label)}: {_plain(str(getattr(fact, 'name', 'fact')))}: "
+                    f"{_plain(str(getattr(fact, 'value', fact)))}"
+                )
+    return lines
+
+
+def _signature(call: Call) -> str:
+    """``bfloat16 14x64, 64x64``."""
+    shapes = [f"{one.dtype} {'x'.join(map(str, one.shape)) or 'scalar'}" for one in call.operands]
+    return ", ".join(shapes[:3]) + (f" and {len(shapes) - 3} more" if len(shapes) > 3 else "")
+
+
+def _tuple(values: Sequence[int]) -> str:
+    return "(" + ", ".join(map(str, values)) + ")"
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_has_tensor(item) for item in value)
+    return isinstance(value, dict) and "tensor" in value
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, dict):
+        return _plain(str(next(iter(value.values()))))
+    return _plain(str(value))
+
+
+def _plain(text: str) -> str:
+    """One line that ends no table cell and opens no markup."""
+    return re.sub(r"[\x00-\x1f\x7f`|<>]", " ", text)

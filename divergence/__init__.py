@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from divergence.compare.api import compare
     from divergence.compare.check import check
     from divergence.compare.result import Report
+    from divergence.experiments.localize import localize
     from divergence.experiments.sensitivity import sensitivity
     from divergence.ops.replay import replay
     from divergence.ops.repro import repro
@@ -40,6 +41,7 @@ __all__ = [
     "capture",
     "check",
     "compare",
+    "localize",
     "reference",
     "replay",
     "repro",
@@ -51,6 +53,7 @@ _HOMES = {
     "Run": "divergence.run.reader",
     "__version__": "divergence._version",
     "check": "divergence.compare.check",
+    "localize": "divergence.experiments.localize",
     "reference": "divergence.capture.api",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.repro",

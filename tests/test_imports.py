@@ -47,6 +47,7 @@ APART = {("capture", "compare"), ("compare", "capture")}
 
 REPORT_READS = (
     "divergence.compare.result",
+    "divergence.experiments.localization",
     "divergence.experiments.sensitivity_result",
     "divergence.run.site",
     "divergence.run.record",

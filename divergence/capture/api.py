@@ -3,7 +3,7 @@ reference(): repeats one in float64, which tells what is right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Execution, Progress
 from divergence.capture.plant import Plant
 from divergence.capture.request import Request, resolve_request
+from divergence.capture.substitute import Substitute
 from divergence.errors import ModelError, RunExistsError, RunWriteError, UsageError
 from divergence.run.layout import expanded
 from divergence.run.reader import Run
@@ -52,6 +53,7 @@ def capture(
     escalate: bool = False,
     whole: bool = False,
     weights: bool = False,
+    substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
     plants: Sequence[str | Plant] = (),
     label: str | None = None,
     force: bool = False,
@@ -67,8 +69,9 @@ def capture(
     Parameters are those of the command line; see ``divergence capture --help``.
     ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
     decode steps. ``weights``: store the weights that recorded operators (``ops@PATH``) use, so that
-    ``replay`` needs no model. ``prepare`` is called with the loaded model before anything is run
-    or digested, to put another kernel or module in place.
+    ``replay`` needs no model. ``substitutes``: by operator site, the run whose recorded result is
+    put in its place: what then is fine was made wrong there. ``prepare`` is called with the loaded
+    model before anything is run or digested, to put another kernel or module in place.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
@@ -81,8 +84,8 @@ def capture(
         trust_remote_code=trust_remote_code, prompts=prompts, prompts_file=prompts_file,
         chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
         positions=positions, deterministic=deterministic, seed=seed, repeat=repeat,
-        anchor=anchor, escalate=escalate, whole=whole, weights=weights, plants=plants,
-        label=label,
+        anchor=anchor, escalate=escalate, whole=whole, weights=weights, substitutes=substitutes,
+        plants=plants, label=label,
     )  # fmt: skip
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
@@ -98,6 +101,7 @@ def reference(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     sites: Sequence[str] = (),
+    max_new_tokens: int | None = None,
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -130,7 +134,7 @@ def reference(
         dtype=None, device=device,
         device_map=None, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
-        batch=None, max_new_tokens=None, sites=sites, steps=None, positions=None,
+        batch=None, max_new_tokens=max_new_tokens, sites=sites, steps=None, positions=None,
         deterministic=None, seed=None, repeat=1, anchor=True, plants=(),
         label=label or "float64 reference",
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Dataflow", "storage_of", "tensors_in", "view_of"]
+__all__ = ["Dataflow", "misalignment_bytes", "storage_of", "tensors_in", "view_of"]
 
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage, offset, shape, stride, dtype: one way of looking at one piece of memory."""
@@ -100,3 +100,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
+
+
+def misalignment_bytes(tensor: torch.Tensor) -> int:
+    """How far its memory begins beyond a multiple of 64 bytes; 0 where it has no address."""
+    try:
+        return tensor.data_ptr() % 64
+    except (RuntimeError, NotImplementedError):
+        return 0

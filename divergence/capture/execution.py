@@ -36,6 +36,7 @@ from divergence.capture.passes import (
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
 from divergence.capture.structure import describe_modules, output_paths
+from divergence.capture.substitute import substitute_from
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
 from divergence.errors import PlantError, UsageError
@@ -112,6 +113,8 @@ class Execution:
                 self._run_pass(recorder, one, writer if free else None)
                 self._check_pass(recorder, one, manifest)
                 if recorder.operators is not None:
+                    if request.substitutes and not recorder.operators.num_substituted:
+                        self._note("no operator was met whose result was to be replaced")
                     for reason, count in recorder.operators.skipped.items():
                         skipped = manifest.plan.skipped_operators
                         skipped[reason] = skipped.get(reason, 0) + count
@@ -208,6 +211,7 @@ class Execution:
             positions=request.positions,
             anchored_to=request.like.manifest.id if anchored else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
+            substitutes=[str(one) for one in request.substitutes.values()],
             logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
             modules={
                 path: self.notes[path] for path in self.notes if path in self.selection.hooked
@@ -290,6 +294,7 @@ class Execution:
             anchor=anchor,
             operators=self.selection.operators if self._with_operators(one) else None,
             weights=request.weights,
+            substitute=substitute_from(request.substitutes) if request.substitutes else None,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )

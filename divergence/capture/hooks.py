@@ -90,6 +90,7 @@ class Recorder:
         copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
         operators: set[str] | None = None,
         weights: bool = False,
+        substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
     ) -> None:
         self._model = model
         self._notes = notes
@@ -118,6 +119,9 @@ class Recorder:
                 active=lambda: self._selected and not self._anchor_broken,
                 copy=self._copy,
                 weights=weights,
+                substitute=None
+                if substitute is None
+                else lambda site: substitute(self._pass, self._sample, self._step, site),
             )
             self._hooked |= {path for path in notes if _inside(path, operators)}
         self.fired: set[str] = set()

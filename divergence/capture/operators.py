@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from divergence.capture.dataflow import Dataflow, storage_of, tensors_in
+from divergence.capture.dataflow import Dataflow, misalignment_bytes, storage_of, tensors_in
 from divergence.capture.leaves import argument_names, input_leaves
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
@@ -59,11 +59,16 @@ class _Told:
     pending: list[tuple[str, Item]]
 
 
+Substitution = Callable[[str], "torch.Tensor | None"]
+"""By site: what is put in place of an operator's result in this forward, or None."""
+
+
 class OperatorRecorder(TorchDispatchMode):
     """Records inside ``roots`` (module paths) of ``model``, through ``emit``.
 
     ``call_of(path)`` is what a module's call adds to its path (``#2``). ``active()``: is this
-    forward to be recorded? ``weights``: record the weights' values as well. ``skipped`` counts
+    forward to be recorded? ``weights``: record the weights' values as well. ``substitute``: another
+    run's results, put in place of this one's before anything uses them. ``skipped`` counts
     what was not recorded, by reason.
     """
 
@@ -77,11 +82,13 @@ class OperatorRecorder(TorchDispatchMode):
         active: Callable[[], bool],
         copy: Callable[[torch.Tensor], torch.Tensor],
         weights: bool = False,
+        substitute: Substitution | None = None,
     ) -> None:
         super().__init__()
         self._model, self._roots = model, roots
         self._emit, self._call_of, self._active, self._copy = emit, call_of, active, copy
         self._keep_weights = weights
+        self._substitute, self.num_substituted = substitute, 0
         self.skipped: Counter[str] = Counter()
         self._stack: list[str] = []
         self._paused = 0
@@ -191,9 +198,19 @@ class OperatorRecorder(TorchDispatchMode):
         if not results:
             self.skipped["it returns no tensor"] += 1
             return result
+        if self._substitute is not None:
+            self._put_in_place(told.where, results)
         with self.paused():
             self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
         return result
+
+    def _put_in_place(self, where: str, results: list[torch.Tensor]) -> None:
+        """Another run's results, in the memory of these."""
+        for index, tensor in enumerate(results):
+            new = self._substitute(f"{where}:out" + (f".{index}" if index else ""))
+            if new is not None:
+                tensor.copy_(new.reshape(tensor.shape))
+                self.num_substituted += 1
 
     def _told(self, func: Any, named: dict[str, Any]) -> _Told:
         """The call as it is recorded, and the operands that no record holds yet."""
@@ -249,7 +266,7 @@ class OperatorRecorder(TorchDispatchMode):
             "shape": tuple(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "stride": None if tensor.is_contiguous() else tuple(tensor.stride()),
-            "misalignment_bytes": _misalignment_bytes(tensor),
+            "misalignment_bytes": misalignment_bytes(tensor),
             "via": self._flow.via(tensor),
         }
         weight = self._weights.get(storage_of(tensor))
@@ -299,14 +316,6 @@ def _weights_by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Te
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.setdefault(storage_of(tensor), (name, tensor))
     return found
-
-
-def _misalignment_bytes(tensor: torch.Tensor) -> int:
-    """How far its memory begins beyond a multiple of 64 bytes; 0 where it has no address."""
-    try:
-        return tensor.data_ptr() % 64
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 @functools.cache

@@ -6,13 +6,14 @@ otherwise, and every such override is noted, because a comparison must know it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from divergence.capture.plant import Plant, parse_plant
 from divergence.capture.prompts import Prompt, collect_prompts
 from divergence.capture.selection import select_positions, step_selected
+from divergence.capture.substitute import Substitute, parse_substitutes
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.layout import MANIFEST, expanded
@@ -50,6 +51,7 @@ class Request:
     escalate: bool = False
     whole: bool = False
     weights: bool = False
+    substitutes: dict[str, Substitute] = field(default_factory=dict)
     plants: list[Plant] = field(default_factory=list)
     label: str | None = None
     like: Run | None = None
@@ -84,6 +86,7 @@ def resolve_request(
     escalate: bool = False,
     whole: bool = False,
     weights: bool = False,
+    substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -111,6 +114,7 @@ def resolve_request(
         "escalate": escalate,
         "whole": whole,
         "weights": weights,
+        "substitutes": parse_substitutes(substitutes or {}),
         "plants": parsed,
         "label": label,
         "chat": chat,

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from divergence.cli.chosen import capture_defaults, chosen_substitutes, only_with_like
 from divergence.cli.made import show_plan, show_run
-from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose, settings
+from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -202,6 +203,15 @@ def command(
             rich_help_panel=RECORDED,
         ),
     ] = False,
+    substitutes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--substitute",
+            metavar="SITE=RUN",
+            help="Put RUN's recorded result in the place of this operator's; repeatable.",
+            rich_help_panel=REPEATING,
+        ),
+    ] = None,
     whole: Annotated[
         bool,
         typer.Option(
@@ -321,7 +331,7 @@ def command(
             hint=f"if this machine has it elsewhere: --model {shlex.quote(model)}",
         )
     if like is None:
-        _only_with_like({"--model": model_copy, "--no-anchor": no_anchor, "--escalate": escalate})
+        only_with_like({"--model": model_copy, "--no-anchor": no_anchor, "--escalate": escalate})
     if out is None and not dry_run:
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
@@ -348,13 +358,14 @@ def command(
         "escalate": escalate or None,
         "whole": whole or None,
         "weights": weights or None,
+        "substitutes": chosen_substitutes(substitutes or []) or None,
         "plants": plants or None,
         "label": label,
         "force": force or None,
     }
     # what is not given is left to the function's own default
     values = {name: value for name, value in chosen.items() if value is not None}
-    values = {**_defaults(like is not None), **values}
+    values = {**capture_defaults(like is not None), **values}
     values["out"] = out
     values["like"] = like
     arguments = ctx.meta.get(ARGUMENTS)
@@ -372,27 +383,3 @@ def command(
         show_plan(result, json=json)
     else:
         show_run(result, like=like, json=json, quiet=quiet)
-
-
-def _only_with_like(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if value:
-            raise UsageError(
-                f"{name} needs --like",
-                hint="name the model as the argument"
-                if name == "--model"
-                else "divergence capture --like RUN -o OTHER",
-            )
-
-
-def _defaults(like: bool) -> dict[str, Any]:
-    """Settings from the environment and the file; with --like only those of the machine."""
-    import msgspec
-
-    known = msgspec.structs.asdict(settings("capture"))
-    of_machine = ("device", "device_map", "label")
-    return {
-        name: value
-        for name, value in known.items()
-        if value is not None and (not like or name in of_machine)
-    }

@@ -66,10 +66,14 @@ class Advice:
     def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
         """Everything inside a block, on both machines; ``hidden``: it shows in the escalated
         pass alone, against a truth."""
+        down = f"divergence localize {self._a} {self._b} -o {beside(self._b, '-localized')}"
+        down += f" --reference {self._truth}" if self._truth else ""
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
-        sites = f"--sites blocks --sites {shlex.quote(block + '.*')}"
+        inside = (block + ".*", f"ops@{block}")
+        sites = " ".join(["--sites blocks", *(f"--sites {shlex.quote(one)}" for one in inside)])
         escalate, right = (" --escalate", beside(one, "-truth")) if hidden else ("", None)
         return [
+            f"{down}   # on a machine with the model; or by hand:",
             f"divergence capture --like {self._a} -o {one} {sites}"
             f"{_options(self._reference, self._reference)}   # on the reference's machine",
             f"divergence capture --like {one} -o {two}{escalate}"

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
-from divergence.compare.align import Alignment, Pair, align, anchored_passes, renaming
+from divergence.compare.align import Alignment, Pair, align, renaming
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Found, Measurer
 from divergence.compare.names import NameMap, load_name_map
-from divergence.compare.operator_judge import judge_operators
+from divergence.compare.operator_runs import compare_operators
 from divergence.compare.operator_verdict import with_operators
-from divergence.compare.operators import measure_operators
 from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.preflight import preflight
 from divergence.compare.result import (
@@ -125,7 +124,9 @@ def measure_runs(
 ) -> Measured:
     """Align and measure. Parameters and errors are those of ``compare``; ``lines``: preflight."""
     alignment = align(a, b, name_map=names)
-    operators = compare_operators(a, b, names, truth, thresholds)
+    right = None if truth is None else Truth(_opened(truth), a, b)
+    rename = names or renaming(a, b, None)[0]
+    operators = compare_operators(a, b, right, rename=rename, thresholds=thresholds)
     if not alignment.pairs and operators is None:
         raise IncomparableError(
             "nothing was compared: the two runs have no tensor in common "
@@ -133,7 +134,6 @@ def measure_runs(
             where=f"{a.path} and {b.path}",
             hint=_why_nothing(alignment),
         )
-    right = None if truth is None else Truth(_opened(truth), a, b)
     measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
     sites = _measure_all(measurer, alignment.pairs, progress)
     escalated = compare_escalated(a, b, right, thresholds, _measure_all, progress)
@@ -168,28 +168,6 @@ def measure_runs(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
         operators=operators,
     )  # fmt: skip
-
-
-def compare_operators(
-    a: Run,
-    b: Run,
-    names: NameMap | None,
-    truth: str | Path | Run | None,
-    thresholds: Thresholds,
-) -> OperatorsResult | None:
-    """Operators that both runs recorded from equal inputs; None where there are none."""
-    passes = anchored_passes(a.manifest, b.manifest, [])
-    if passes is None:
-        return None
-    rename = names or renaming(a, b, None)[0]
-    right = None if truth is None else Truth(_opened(truth), a, b)
-    measured = measure_operators(
-        a, b, passes, truth=right.run if right is not None and right.anchors else None,
-        truth_pass="anchored" if right is None else right.anchored_pass, rename=rename,
-    )  # fmt: skip
-    if measured is None:
-        return None
-    return judge_operators(measured, notes=a.manifest.plan.modules, thresholds=thresholds)
 
 
 def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | None) -> Report:

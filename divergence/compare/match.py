@@ -16,7 +16,7 @@ from typing import Literal
 
 from divergence.compare.graph import Node
 
-__all__ = ["Match", "match_calls"]
+__all__ = ["Match", "match_calls", "match_paths"]
 
 SameValue = Callable[[Node, Node], bool]
 
@@ -28,6 +28,20 @@ class Match:
     reference: Node
     candidate: Node
     method: Literal["exact", "sequence", "value"]
+
+
+def match_paths(
+    reference: Sequence[Node], candidate: Sequence[Node]
+) -> tuple[list[Match], list[Node], list[Node]]:
+    """The same for two recordings of the very same calls, as a replay is one: by their names."""
+    theirs = {node.path: node for node in candidate}
+    found = [Match(one, theirs[one.path], "exact") for one in reference if one.path in theirs]
+    matched = {match.reference.path for match in found}
+    return (
+        found,
+        [node for node in reference if node.path not in matched],
+        [node for node in candidate if node.path not in matched],
+    )
 
 
 def match_calls(

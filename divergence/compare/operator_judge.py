@@ -65,6 +65,7 @@ def judge_operators(
 ) -> OperatorsResult:
     """Judge every unit; ``notes``: the reference's modules, for their class and block."""
     blocks = [path for path, note in notes.items() if note.role == "block"]
+    extra = {node.path: node for node in measured.lone["candidate"]}
     results: list[OperatorResult] = []
     by_path: dict[tuple[str, str], OperatorResult] = {}
     for unit in measured.units:
@@ -85,6 +86,7 @@ def judge_operators(
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result.w_entering = math.exp(max(entering)) if entering else None
+        result.fed_by = _only_there(unit.match.candidate, extra)
         results.append(result)
         by_path[result.site, unit.phase] = result
     onset = _onset(measured, by_path)
@@ -106,6 +108,18 @@ def judge_operators(
             for node in measured.lone[side]
         ],
     )
+
+
+def _only_there(node: Node, extra: dict[str, Node]) -> list[str]:
+    """Calls without a partner that feed ``node``, also through one another, in order."""
+    found: dict[str, Node] = {}
+    waiting = [path for path in node.feeds if path in extra]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path] = extra[path]
+            waiting += [feed for feed in extra[path].feeds if feed in extra]
+    return sorted(found, key=lambda path: found[path].order)
 
 
 def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str]) -> OperatorResult:

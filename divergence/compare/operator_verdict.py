@@ -33,7 +33,7 @@ def with_operators(
     sure = "low" if operators.judged == "difference" else "high" if first.share > 2 else "medium"
     onset = Onset(
         site=site, block=first.block, sample=first.sample, step=first.step, position=None,
-        pass_="anchored",
+        pass_=operators.pass_,
     )  # fmt: skip
     seems = "is made at" if sure != "low" else "seems to be made at"
     elsewhere = verdict.onset is not None and verdict.onset.block not in (None, first.block)
@@ -48,7 +48,10 @@ def with_operators(
     return msgspec.structs.replace(
         verdict,
         kind="nonfinite" if first.why == "nonfinite" else "localized",
-        summary=f"the error {seems} {first.site}{by}",
+        summary=f"the error {seems} {first.site}{by}"
+        if not first.fed_by
+        else f"the error comes into {first.site} from operators that only the candidate calls: "
+        f"{', '.join(first.fed_by[:3])}{by}",
         onset=onset,
         side=side if side is not None else verdict.side if verdict.kind not in _QUIET else None,
         confidence=sure,
@@ -112,15 +115,10 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         )
     elif operators.frame == "operator":
         found.append(Evidence(text="both sides had the same inputs, bit for bit"))
-    before = [u for u in operators.unmatched if u.side == "candidate" and _near(u.site, first.site)]
+    before = [u for u in operators.unmatched if u.site in first.fed_by]
     if before:
-        names = ", ".join(dict.fromkeys(u.operator for u in before[:4]))
-        found.append(
-            Evidence(
-                text=f"the candidate calls other operators there: {names}"
-                + (f" and {len(before) - 4} more" if len(before) > 4 else "")
-            )
-        )
+        names = ", ".join(f"{u.site} ({u.source})" if u.source else u.site for u in before[:3])
+        found.append(Evidence(text=f"what feeds it has no partner in the reference: {names}"))
     if operators.causal is not None:
         check = operators.causal
         found.append(
@@ -136,10 +134,6 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
             )
         )
     return found
-
-
-def _near(site: str, other: str) -> bool:
-    return site.partition("/")[0] == other.partition("/")[0]
 
 
 def _reason(first: OperatorResult) -> str:

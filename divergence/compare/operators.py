@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from divergence.compare.graph import Forward, Node, forwards_of, operator_passes
-from divergence.compare.match import Match, match_calls
+from divergence.compare.match import Match, match_calls, match_paths
 from divergence.numerics.formats import format_named
 from divergence.numerics.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
@@ -74,6 +74,7 @@ def measure_operators(
     ours, theirs = forwards_of(a, passes[0]), forwards_of(b, passes[1])
     right = {} if truth is None else forwards_of(truth, truth_pass)
     exact = a.manifest.settings.compute_dtype == "float64"
+    replays = "replayed" in passes
     units: dict[tuple[str, str, str], OperatorUnit] = {}
     lone: dict[str, list[Node]] = {"reference": [], "candidate": []}
     for forward in sorted(set(ours) & set(theirs)):
@@ -82,9 +83,12 @@ def measure_operators(
         def same(one: Node, two: Node) -> bool:
             return _same_value(a.read(one.results[0]), b.read(two.results[0]))
 
-        matches, only_a, only_b = match_calls(
-            ours[forward], theirs[forward], same_value=same, rename=rename
-        )
+        if replays:
+            matches, only_a, only_b = match_paths(ours[forward], theirs[forward])
+        else:
+            matches, only_a, only_b = match_calls(
+                ours[forward], theirs[forward], same_value=same, rename=rename
+            )
         rights = _Rights(truth, ours[forward], right.get(forward, []), exact=exact, run=a)
         for match in matches:
             key = (match.reference.path, match.candidate.path, phase)
@@ -97,7 +101,7 @@ def measure_operators(
     return Measured(
         units=in_order,
         lone=lone,
-        frame="operator" if "replayed" in passes else "block",
+        frame="operator" if replays else "block",
         with_truth=exact or truth is not None,
         skipped={},
     )

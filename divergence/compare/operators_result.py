@@ -34,8 +34,8 @@ class OperatorResult(_Part, kw_only=True):
     largest w among what feeds it. ``peak``: the largest row's or column's error of one side over
     the other side's. ``ulp_share_reference``, ``ulp_share_candidate``: share of elements more than
     one ulp of their dtype from R. ``codes``: for integers, the share of elements that differ.
-    ``share``: how much of the limit is used. None where there was no truth, or nothing to
-    measure.
+    ``fed_by``: what feeds it that only the candidate calls, in order. ``share``: how much of the
+    limit is used. None where there was no truth, or nothing to measure.
     """
 
     site: str
@@ -65,6 +65,7 @@ class OperatorResult(_Part, kw_only=True):
     ulp_share_candidate: float | None = None
     codes: float | None = None
     share: float = 0.0
+    fed_by: list[str] = []
     why: Literal["typical", "row", "column", "codes", "nonfinite"] | None = None
     verdict: OperatorVerdict = "unjudged"
 
@@ -96,11 +97,13 @@ class OperatorsResult(_Part, kw_only=True):
     """All operators of the modules that were recorded.
 
     ``frame``: ``block`` (each side ran the block on its own, from equal inputs: errors are
-    inherited within it) or ``operator`` (each operator alone on equal inputs). ``judged``: against
+    inherited within it) or ``operator`` (each operator alone on equal inputs). ``pass``:
+    ``escalated`` where it was found in float32 alone. ``judged``: against
     a truth, or by the difference alone. ``onset``: the site where it begins, ``side`` whose.
     """
 
     frame: Literal["block", "operator"]
+    pass_: str = msgspec.field(name="pass", default="anchored")
     judged: Literal["truth", "difference"]
     num_matched: int
     num_value_matches: int = 0

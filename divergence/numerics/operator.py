@@ -78,7 +78,8 @@ def measure_operator(
     rounding = sum_rounding(num_terms)
     if truth is None:
         rounding = math.hypot(rounding, 0.41 * torch.finfo(a.dtype).eps / 2)
-    own = (r.to(a.dtype).to(torch.float64) - r) / norm
+    kept_in = b.dtype if a.dtype == torch.float64 else a.dtype  # a truth is stored exactly
+    own = (r.to(kept_in).to(torch.float64) - r) / norm
     floor = torch.hypot(own.norm(dim=1), torch.tensor(rounding, dtype=torch.float64))
     da, db = (x - r) / norm, (y - r) / norm
     return OperatorErrors(

@@ -166,6 +166,7 @@ class ModuleNote(_Strict, kw_only=True):
 class Plan(_Strict, kw_only=True):
     """What was to be recorded. ``modules``: every hooked module, by path.
 
+    ``substitutes``: operators whose results were replaced by another run's.
     ``replayed_pass``: in a replay, the pass of the run in ``anchored_to`` whose operators were run
     again. ``skipped_operators``: calls that were not recorded or not run again, by reason.
     """
@@ -179,6 +180,7 @@ class Plan(_Strict, kw_only=True):
     plants: list[str] = []
     logits_site: str | None = None
     replayed_pass: str | None = None
+    substitutes: list[str] = []
     skipped_operators: dict[str, Count] = {}
     modules: dict[str, ModuleNote] = {}
 

@@ -1,0 +1,109 @@
+"""`divergence localize`: from the bad block to the bad operator."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divergence.cli.options import Json, Quiet, Truth, Verbose, show
+from divergence.cli.progress import progress_bars
+from divergence.errors import UsageError
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence localize a b --reference truth -o a-b    # on a machine that has the model
+
+  divergence localize a b -o a-b --model /data/llama  # makes the truth, too
+
+  divergence localize a b -o a-b --block model.layers.17
+
+What another machine must capture is printed as a command; copy the directory there and
+back, and the same localize goes on where it stopped.
+"""
+
+
+class Here(enum.StrEnum):
+    """Whose machine this is."""
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    CANDIDATE = "candidate"
+    BOTH = "both"
+    NONE = "none"
+
+
+def command(
+    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference run.")],
+    candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate run.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Directory for the runs that are made; needed."
+        ),
+    ] = None,
+    truth: Truth = None,
+    block: Annotated[
+        str | None,
+        typer.Option(
+            "--block", metavar="PATH", help="Go into this block, whatever the comparison says."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="PATH", help="Where this machine has the model."),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
+    ] = "auto",
+    here: Annotated[
+        Here,
+        typer.Option(
+            "--here",
+            metavar="SIDE",
+            help="Whose machine this is: reference, candidate, both, none; auto asks the runs.",
+        ),
+    ] = Here.AUTO,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Descend from block to module to operator, and prove it: captures what is missing.
+
+    Compares the runs, captures the block's operators on both sides from equal inputs and in
+    float64, names the first operator that is to blame, puts the healthy side's result in its
+    place to see that the rest is fine then, and writes a reproducer.
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o DIR")
+    from divergence.experiments.localize import localize
+    from divergence.report.localization import localization_lines
+    from divergence.report.terminal import print_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = localize(
+            reference,
+            candidate,
+            out=out,
+            truth=truth,
+            block=block,
+            model=model,
+            device=device,
+            here=here.value,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    if json:
+        show(result.to_json(indent=2))
+    else:
+        print_lines(localization_lines(result, answer_only=quiet, verbose=verbose))

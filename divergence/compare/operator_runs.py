@@ -1,0 +1,60 @@
+"""Operators of two runs, in the passes where both sides' blocks had equal inputs.
+
+The anchored pass, or where nothing is found there the escalated one, which in float32 sees a
+wrong formula far below the floor of a 16-bit dtype. Both sides must have recorded operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from divergence.compare.align import anchored_passes
+from divergence.compare.operator_judge import judge_operators
+from divergence.compare.operators import measure_operators
+from divergence.compare.operators_result import OperatorsResult
+from divergence.compare.truth import Truth
+from divergence.numerics.floor import Thresholds
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+
+__all__ = ["compare_operators"]
+
+_ESCALATED = "escalated"
+
+
+def compare_operators(
+    a: Run,
+    b: Run,
+    truth: Truth | None,
+    *,
+    rename: Callable[[str], str],
+    thresholds: Thresholds,
+) -> OperatorsResult | None:
+    """None where not both sides recorded operators from equal inputs."""
+    right = truth if truth is not None and truth.anchors else None
+    first: OperatorsResult | None = None
+    for passes in _passes(a.manifest, b.manifest):
+        measured = measure_operators(
+            a, b, passes, truth=None if right is None else right.run,
+            truth_pass="anchored" if right is None else right.anchored_pass, rename=rename,
+        )  # fmt: skip
+        if measured is None:
+            continue
+        found = judge_operators(measured, notes=a.manifest.plan.modules, thresholds=thresholds)
+        if passes[1] == _ESCALATED:
+            found.pass_ = _ESCALATED
+        if found.onset is not None:
+            return found
+        first = first or found
+    return first
+
+
+def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
+    """(the reference's, the candidate's), the anchored ones first."""
+    found = anchored_passes(a, b, [])
+    passes = [] if found is None else [found]
+    plans = (a.plan, b.plan)
+    same = a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to
+    if same and all(_ESCALATED in plan.passes for plan in plans):
+        passes.append((_ESCALATED, _ESCALATED))
+    return passes

@@ -1,0 +1,112 @@
+"""What localize() found: one level after another, and whether the answer was proven."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from divergence.compare.result import CausalCheck, OperatorResult, Report, SiteResult, json_safe
+
+__all__ = ["Level", "Localization", "OwnError"]
+
+LOCALIZATION_SCHEMA_VERSION = 1
+
+Side = Literal["reference", "candidate", "both", "neither"]
+
+
+class Level(msgspec.Struct, kw_only=True, frozen=True):
+    """One step of the descent. ``site``: where it begins at this level, None where nothing stands
+    out; ``why``: the first piece of evidence."""
+
+    level: Literal["block", "module", "operator"]
+    verdict: str
+    site: str | None
+    side: Side | None = None
+    why: str = ""
+
+    @classmethod
+    def of_report(cls, level: Literal["block", "operator"], report: Report) -> Level:
+        """From a whole report."""
+        verdict = report.verdict
+        return cls(
+            level=level,
+            verdict=verdict.kind,
+            site=None if verdict.onset is None else verdict.onset.site,
+            side=verdict.side,
+            why=verdict.evidence[0].text if verdict.evidence else verdict.summary,
+        )
+
+    @classmethod
+    def of_modules(cls, report: Report, block: str) -> Level | None:
+        """The first module inside ``block`` whose output is flagged; None where none was
+        recorded."""
+        inside = [
+            site
+            for site in report.sites
+            if site.site.startswith(block + ".") and ":out" in site.site
+            and site.pass_ in ("anchored", "escalated")
+        ]  # fmt: skip
+        if not inside:
+            return None
+        flagged = [site for site in inside if site.flagged]
+        if not flagged:
+            return cls(level="module", verdict="within_floor", site=None)
+        first = min(flagged, key=lambda s: (s.step, s.sample, s.order))
+        return cls(level="module", verdict="localized", site=first.site, why=_module_text(first))
+
+    @classmethod
+    def of_operators(cls, report: Report) -> Level | None:
+        """From the operators of a report; None where none were compared."""
+        found = report.operators
+        if found is None:
+            return None
+        if found.onset is None:
+            return cls(level="operator", verdict="within_floor", site=None)
+        return cls.of_report("operator", report)
+
+
+def _module_text(site: SiteResult) -> str:
+    if site.truth is None:
+        return f"rel L2 {site.rel_l2:.2e}"
+    return (
+        f"err reference {site.truth.reference_error:.2e}, err candidate "
+        f"{site.truth.candidate_error:.2e}"
+    )
+
+
+class OwnError(msgspec.Struct, kw_only=True, frozen=True):
+    """A side's operator on its own recorded inputs against float64: relative error, median row;
+    ``ideal``: what a correct one makes; ``times``: the one over the other, in quadrature."""
+
+    side: Literal["reference", "candidate"]
+    error: float
+    ideal: float
+    times: float
+
+
+class Localization(msgspec.Struct, kw_only=True):
+    """The answer of `localize`. ``stopped``: why it went no deeper; ``commands``: what another
+    machine must make first. ``alone``: empty where the operator could not be run by itself.
+    ``repro``: directory of the reproducer."""
+
+    schema_version: int = LOCALIZATION_SCHEMA_VERSION
+    reference: str
+    candidate: str
+    truth: str
+    out: str
+    levels: list[Level] = []
+    operator: OperatorResult | None = None
+    side: Literal["reference", "candidate"] | None = None
+    causal: CausalCheck | None = None
+    alone: list[OwnError] = []
+    repro: str | None = None
+    stopped: str | None = None
+    commands: list[str] = []
+    report: Report | None = None
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Strict JSON; nan and inf become strings. ``report`` holds the last comparison."""
+        built: Any = msgspec.to_builtins(self)
+        text = msgspec.json.encode(json_safe(built))
+        return (msgspec.json.format(text, indent=indent) if indent else text).decode()

@@ -1,0 +1,193 @@
+"""Whose machine is this? And a run of either side, made here if it is that side's.
+
+A run tells its device, CPU, versions and the environment variables that change arithmetic. If
+all but the variables are this machine's, the run can be repeated here: in this process if they
+are the same, else in one of its own in which they are set.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from divergence.capture.api import capture, reference
+from divergence.capture.environment import VARIABLES, collect_environment, resolve_device
+from divergence.capture.substitute import Substitute
+from divergence.errors import ModelError, UsageError
+from divergence.run.reader import Run
+
+__all__ = ["HERE", "Maker"]
+
+HERE = ("auto", "reference", "candidate", "both", "none")
+_PACKAGES = ("torch", "transformers")
+
+
+class Maker:
+    """Makes what ``localize`` lacks, in ``folder``; ``commands``: what other machines must make."""
+
+    def __init__(
+        self,
+        a: Run,
+        b: Run,
+        folder: Path,
+        *,
+        model: str | None,
+        device: str,
+        here: str,
+        trust_remote_code: bool,
+        prepare: Mapping[str, Callable[[Any], None] | None],
+        progress: Callable[..., None],
+    ) -> None:
+        if here not in HERE:
+            raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")
+        self._runs = {"reference": a, "candidate": b}
+        self._folder, self._model, self._device = folder, model, device
+        self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
+        self._here = here
+        self.commands: list[str] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def truth(self, name: str, *, sites: list[str] | None = None, step: int | None = None) -> Run:
+        """The float64 run of the reference, with these sites."""
+        out, source = self._folder / name, self._runs["reference"]
+        known = self._known(out, source, sites)
+        if known is not None:
+            return known
+        return reference(
+            source, out=out, model=self._model, sites=sites or (), force=True,
+            trust_remote_code=self._trust, progress=self._tell,
+            max_new_tokens=None if step is None else step + 1,
+        )  # fmt: skip
+
+    def operators(
+        self,
+        side: str,
+        *,
+        sites: list[str],
+        escalate: bool,
+        step: int | None,
+        name: str | None = None,
+        substitute: tuple[str, Run, str] | None = None,
+    ) -> Run | None:
+        """That side's operators, anchored to the reference; None where this is not its machine,
+        with the command for there in ``commands``."""
+        out, source = self._folder / (name or f"{side}-operators"), self._runs["reference"]
+        known = None if substitute is not None else self._known(out, source, sites)
+        if known is not None:
+            return known
+        own = self._runs[side].manifest
+        values: dict[str, Any] = {"sites": sites, "weights": True, "escalate": escalate}
+        if step is not None:
+            values["max_new_tokens"] = step + 1
+        if own.model.dtype != source.manifest.model.dtype:
+            values["dtype"] = own.model.dtype
+        if own.model.attn_implementation != source.manifest.model.attn_implementation:
+            values["attn_implementation"] = own.model.attn_implementation
+        if not own.settings.deterministic and source.manifest.settings.deterministic:
+            values["deterministic"] = False
+        if own.plan.plants:
+            values["plants"] = own.plan.plants
+        values["label"] = own.environment.label
+        if not self._is_here(side):
+            self.commands.append(self._command(side, out, values))
+            return None
+        model = self._model
+        if model is None and own.model.source != source.manifest.model.source:
+            model = own.model.source
+        variables = _variables(own.environment.variables)
+        if self._prepare.get(side) is not None or not variables:
+            if substitute is not None:
+                site, run, other = substitute
+                values["substitutes"] = {site: Substitute(run, other)}
+            return capture(
+                model, like=source, out=out, force=True, device=self._device,
+                trust_remote_code=self._trust, progress=self._tell,
+                prepare=self._prepare.get(side), **values,
+            )  # fmt: skip
+        words = ["--like", str(source.path), "-o", str(out), "--force", "--device", self._device]
+        words += ["--model", model] if model is not None else []
+        words += ["--trust-remote-code"] if self._trust else []
+        words += _words(values)
+        if substitute is not None:
+            site, run, other = substitute
+            words += ["--substitute", f"{site}={run.path}" + (f"={other}" if other != site else "")]
+        return _elsewhere(words, out, variables)
+
+    def _known(self, out: Path, source: Run, sites: list[str] | None) -> Run | None:
+        """A finished run that lies there already and is what would be made."""
+        try:
+            run = Run.open(out)
+        except Exception:  # nothing there, or damaged: it is made anew
+            return None
+        plan = run.manifest.plan
+        same = run.manifest.like == source.manifest.id and run.manifest.complete
+        return run if same and (sites is None or plan.sites == sites) else None
+
+    def _is_here(self, side: str) -> bool:
+        if self._here != "auto":
+            return self._here in (side, "both")
+        if self._prepare.get(side) is not None:
+            return True
+        recorded = self._runs[side].manifest.environment
+        try:
+            mine = collect_environment(resolve_device(self._device))
+        except UsageError:
+            return False
+        names = ("device_type", "device_name", "cpu", "platform")
+        if any(getattr(recorded, name) != getattr(mine, name) for name in names):
+            return False
+        return all(recorded.versions.get(p) == mine.versions.get(p) for p in _PACKAGES)
+
+    def _command(self, side: str, out: Path, values: dict[str, Any]) -> str:
+        source = self._runs["reference"]
+        words = ["divergence", "capture", "--like", str(source.path), "-o", str(out)]
+        return f"{shlex.join(words + _words(values))}   # on the {side}'s machine"
+
+
+def _words(values: Mapping[str, Any]) -> list[str]:
+    """Parameters of capture as options of the command."""
+    words: list[str] = []
+    for site in values.get("sites", ()):
+        words += ["--sites", site]
+    for name in ("weights", "escalate"):
+        words += [f"--{name}"] if values.get(name) else []
+    for name in ("max_new_tokens", "dtype", "attn_implementation", "label"):
+        if values.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(values[name])]
+    if values.get("deterministic") is False:
+        words.append("--no-deterministic")
+    for plant in values.get("plants", ()):
+        words += ["--plant", plant]
+    return words
+
+
+def _variables(recorded: Mapping[str, str]) -> dict[str, str | None]:
+    """What must be set, or taken away (None), to have the recorded variables."""
+    return {
+        name: recorded.get(name) for name in VARIABLES if os.environ.get(name) != recorded.get(name)
+    }
+
+
+def _elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
+    """`divergence capture` in a process with these variables."""
+    environment = {k: v for k, v in os.environ.items() if k not in variables}
+    environment |= {k: v for k, v in variables.items() if v is not None}
+    home = str(Path(__file__).parents[2])
+    paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    done = subprocess.run(
+        [sys.executable, "-m", "divergence", "capture", *words, "--quiet"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise ModelError(
+            f"the capture with the recorded environment variables failed (exit {done.returncode})",
+            where=str(out),
+            hint=(done.stderr.strip().splitlines() or ["no message"])[-1],
+        )
+    return Run.open(out)

@@ -1,0 +1,128 @@
+"""What `localize` says: one page, the operator first, then how it was found and proven."""
+
+from __future__ import annotations
+
+from divergence.experiments.localization import Level, Localization
+from divergence.report.lines import BLANK, Line, heading, line, prose
+from divergence.report.numbers import times
+from divergence.report.operators import operator_lines
+
+__all__ = ["localization_lines"]
+
+
+def localization_lines(
+    result: Localization, *, answer_only: bool = False, verbose: bool = False
+) -> list[Line]:
+    """``answer_only``: without the descent and the table."""
+    lines = _answer(result)
+    if answer_only:
+        return lines
+    lines += [BLANK, heading("descent")]
+    lines += [_level(level) for level in result.levels]
+    lines += _proof(result)
+    lines.append(BLANK)
+    if result.report is not None:
+        evidence = result.report.verdict.evidence
+        told = {level.why for level in result.levels}
+        shown = [fact for fact in evidence if fact.text not in told]
+        if shown:
+            lines.append(heading("why"))
+            lines += [prose("  -", fact.text, width=4) for fact in shown]
+            lines.append(BLANK)
+        lines += operator_lines(result.report, all_sites=verbose)
+    lines += [
+        prose("reference", result.reference),
+        prose("candidate", result.candidate),
+        prose("truth", result.truth),
+        prose("runs in", result.out),
+    ]
+    return lines + _next(result)
+
+
+def _answer(result: Localization) -> list[Line]:
+    operator = result.operator
+    if operator is None:
+        deepest = next((v for v in reversed(result.levels) if v.site is not None), None)
+        word = "STOPPED" if deepest is None or result.commands else "LOCALIZED"
+        where = "" if deepest is None else f"at {deepest.level} {deepest.site}: "
+        style = "bold yellow" if word == "STOPPED" else "bold red"
+        return [line((f"{word}: ", style), f"{where}{result.stopped}")]
+    by = f", by the {result.side}" if result.side else ""
+    assert result.report is not None
+    summary = result.report.verdict.summary
+    if operator.site not in summary:  # of a whole family of blocks, this one was gone into
+        summary = f"the error is made at {operator.site}{by}"
+    lines = [line(("LOCALIZED: ", "bold red"), summary)]
+    if operator.source:
+        lines.append(prose("called at", operator.source))
+    lines.append(prose("operator", _called(result)))
+    if result.causal is not None:
+        lines.append(
+            prose(
+                "proven",
+                "yes: with the other side's result in its place, everything after it is fine"
+                if result.causal.holds
+                else "no: with the other side's result in its place, "
+                f"{', '.join(result.causal.still[:3])} still {_are(result.causal.still)} off",
+            )
+        )
+    return lines
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _called(result: Localization) -> str:
+    operator = result.operator
+    assert operator is not None
+    shape = "x".join(map(str, operator.shape)) or "scalar"
+    dtypes = dict.fromkeys((operator.reference_dtype, operator.candidate_dtype))
+    names = dict.fromkeys((operator.operator, operator.candidate_operator))
+    return f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"
+
+
+def _level(level: Level) -> Line:
+    if level.site is None:
+        return prose(f"  {level.level}", f"nothing stands out ({level.verdict})", width=12)
+    by = f", by the {level.side}" if level.side in ("reference", "candidate") else ""
+    why = level.why
+    if why.startswith(level.site.partition(":")[0]):  # the site stands before it already
+        why = why.partition(": ")[2]
+    return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
+
+
+def _proof(result: Localization) -> list[Line]:
+    lines: list[Line] = []
+    if result.causal is not None:
+        lines.append(
+            prose(
+                "  cause",
+                "after the substitution, the largest share of a limit behind it is "
+                f"{result.causal.largest_share:.2g} (before {result.causal.before:.2g})",
+                width=12,
+            )
+        )
+    if result.alone:
+        parts = [f"{own.side} {times(own.times)} of an ideal one's error" for own in result.alone]
+        text = f"on its own inputs, against float64: {', '.join(parts)}"
+        if all(own.times < 3 for own in result.alone) and result.operator is not None:
+            text += "; so it is right on both sides, and what it is given differs"
+        lines.append(prose("  alone", text, width=12))
+    if result.repro is not None:
+        lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
+    return lines
+
+
+def _next(result: Localization) -> list[Line]:
+    if not result.commands:
+        return []
+    return [
+        BLANK,
+        heading("next"),
+        *(line(f"  {command}") for command in result.commands),
+        line(
+            f"  divergence localize {result.reference} {result.candidate} "
+            f"--reference {result.truth} -o {result.out}   # goes on from there"
+        ),
+    ]

@@ -1,0 +1,24 @@
+"""`divergence localize` on the command line."""
+
+from __future__ import annotations
+
+import json
+
+
+def test_answers_and_refuses(invoke, tiny_model):
+    """A page, the answer alone, JSON; without a directory, or for no run, exit code 2."""
+    model = tiny_model("llama")
+    plant = "model.layers.1.mlp.act_fn:out=scale:1.05"
+    assert invoke("capture", model, "-o", "a", "--max-new-tokens", 1, "--dtype", "float32")[0] == 0
+    assert invoke("capture", "--like", "a", "-o", "b", "--plant", plant)[0] == 0
+    code, out, _ = invoke("localize", "a", "b", "-o", "work", "-q")
+    assert code == 0
+    assert out.startswith("LOCALIZED: the error comes into model.layers.1.mlp/aten.mul")
+    code, out, _ = invoke("localize", "a", "b", "-o", "work", "--json")
+    assert json.loads(out)["side"] == "candidate"
+    code, _, err = invoke("localize", "a", "b")
+    assert code == 2
+    assert "-o DIR" in err
+    code, _, err = invoke("localize", "a", "missing", "-o", "work")
+    assert code == 2
+    assert "does not exist" in err

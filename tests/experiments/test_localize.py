@@ -1,0 +1,128 @@
+"""The descent in one command: block, module, operator, cause, reproducer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from divergence.capture.api import capture, reference
+from divergence.errors import UsageError
+from divergence.experiments.localize import localize
+from divergence.report.localization import localization_lines
+from divergence.run.reader import Run
+
+BLOCK = "model.layers.1"
+
+
+def truncated_down_proj(model):
+    """A product that keeps 7 bits of its inputs: a wrong kernel in place of the right one."""
+    linear = model.get_submodule(f"{BLOCK}.mlp.down_proj")
+    healthy = linear.forward
+
+    def forward(x):
+        bits = x.view(torch.int32) & ~0xFFFF
+        return healthy(bits.view(torch.float32))
+
+    linear.forward = forward
+
+
+@pytest.fixture(scope="module")
+def runs(llama, tmp_path_factory):
+    """a, its healthy repeat, a repeat with a planted fault, a repeat with a wrong kernel, truth."""
+    folder = tmp_path_factory.mktemp("localize")
+    a = capture(llama, out=folder / "a", prompts=["one two three four"], dtype="float32",
+                max_new_tokens=2)  # fmt: skip
+    capture(like=a, out=folder / "healthy")
+    capture(like=a, out=folder / "planted", plants=[f"{BLOCK}.mlp.act_fn:out=scale:1.02"])
+    capture(like=a, out=folder / "kernel", prepare=truncated_down_proj)
+    reference(a, out=folder / "truth")
+    return folder
+
+
+def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(runs, tmp_path):
+    """Block, module and operator in one call, proven by substitution, with a reproducer."""
+    result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
+    assert [level.level for level in result.levels] == ["block", "module", "operator"]
+    assert [level.site for level in result.levels] == [
+        f"{BLOCK}:out", f"{BLOCK}.mlp.act_fn:out", f"{BLOCK}.mlp/aten.mul:out"
+    ]  # fmt: skip
+    assert result.side == "candidate"
+    assert f"{BLOCK}.mlp.act_fn/aten.mul" in result.operator.fed_by
+    assert result.causal.holds
+    assert result.causal.before > 1 > result.causal.largest_share
+    assert max(own.times for own in result.alone) < 3  # the product itself is right on both sides
+    assert (tmp_path / "work/repro/repro.py").is_file()
+    assert result.commands == []
+
+
+def test_a_wrong_side_may_be_the_reference(runs, tmp_path):
+    """The healthy side's result is then put in the reference's place."""
+    planted, healthy = Run.open(runs / "planted"), runs / "healthy"
+    again = capture(like=planted, out=tmp_path / "again", plants=[])
+    assert again.manifest.plan.plants == []
+    del healthy
+    result = localize(planted, again, out=tmp_path / "work")
+    assert result.side == "reference"
+    assert result.operator.site == f"{BLOCK}.mlp/aten.mul"
+    assert result.causal.holds
+
+
+def test_a_wrong_kernel_is_named_by_what_it_is_given(runs, tmp_path):
+    """What was prepared for the capture is prepared again for the descent."""
+    result = localize(
+        runs / "a", runs / "kernel", truth=runs / "truth", out=tmp_path / "work",
+        prepare_candidate=truncated_down_proj,
+    )  # fmt: skip
+    assert result.side == "candidate"
+    assert result.operator.site == f"{BLOCK}.mlp.down_proj/aten.mm"
+    assert result.causal.holds
+
+
+def test_a_healthy_pair_is_not_gone_into(runs, tmp_path):
+    """Nothing is captured, and it says why."""
+    result = localize(runs / "a", runs / "healthy", truth=runs / "truth", out=tmp_path / "work")
+    assert (result.operator, result.commands) == (None, [])
+    assert "nothing" in result.stopped
+    assert not any((tmp_path / "work").iterdir())
+
+
+def test_a_block_can_be_asked_for(runs, tmp_path):
+    """And a healthy one is found healthy."""
+    result = localize(
+        runs / "a", runs / "healthy", truth=runs / "truth", out=tmp_path / "w", block=BLOCK
+    )
+    assert result.stopped == f"no operator of {BLOCK} is beyond its limit"
+    with pytest.raises(UsageError, match=r"no block 'model\.layers\.9'"):
+        localize(runs / "a", runs / "healthy", truth=runs / "truth", out=tmp_path / "w",
+                 block="model.layers.9")  # fmt: skip
+
+
+def test_what_another_machine_must_make_is_a_command(runs, tmp_path):
+    """And what lies there already is not made again."""
+    work = tmp_path / "work"
+    first = localize(runs / "a", runs / "planted", truth=runs / "truth", out=work, here="reference")
+    assert first.operator is None
+    assert "candidate" in first.stopped
+    (command,) = first.commands
+    assert command.startswith("divergence capture --like")
+    assert "--plant" in command
+    made = (work / "reference-operators/manifest.json").stat().st_mtime_ns
+    second = localize(
+        runs / "a", runs / "planted", truth=runs / "truth", out=work, here="candidate"
+    )
+    assert second.operator.site == f"{BLOCK}.mlp/aten.mul"
+    assert (work / "reference-operators/manifest.json").stat().st_mtime_ns == made
+
+
+def test_the_page_and_the_json_say_the_same(runs, tmp_path):
+    """The operator first; the answer alone is its first lines; JSON holds the same facts."""
+    result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
+    lines = [line.text for line in localization_lines(result)]
+    assert lines[0].startswith("LOCALIZED: the error comes into")
+    assert len(lines) < 60
+    assert [one.text for one in localization_lines(result, answer_only=True)] == lines[:4]
+    answer = json.loads(result.to_json())
+    assert (answer["schema_version"], answer["side"]) == (1, "candidate")
+    assert answer["causal"]["holds"] is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
 from divergence.capture.api import capture
 from divergence.errors import UsageError
@@ -32,6 +33,30 @@ def test_a_block_gives_the_recorded_bits(tiny_model, tmp_path, dtype, attention)
         weights=True, attn_implementation=attention, **OPTIONS,
     )  # fmt: skip
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu"))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_the_truth_is_what_the_operators_round(tiny_model, tmp_path, architecture, attention):
+    """Every float32 result lies within a few roundings of the same operator in float64, and every
+    index and mask is the same: no definition in float64 is of another operator."""
+    run = capture(
+        str(tiny_model(architecture, dtype="float32")), out=tmp_path / "run", sites=["ops@*"],
+        weights=True, attn_implementation=attention, **OPTIONS,
+    )  # fmt: skip
+    truth = replay(run, out=tmp_path / "truth", reference=True)
+    assert not truth.manifest.plan.skipped_operators
+    for record in truth.records:
+        own = run.find(("free", record.sample, record.step, record.site))
+        found, right = run.read(own), truth.read(record)
+        if not found.is_floating_point():
+            assert torch.equal(found, right), record.site
+            continue
+        finite = torch.isfinite(right)
+        error = (found.double() - right)[finite].norm()
+        # statistics of a norm may cancel; a mean of 64 numbers of both signs is far below them
+        terms = 64 if "norm" in record.site else 8
+        assert error <= terms * 2**-24 * right[finite].norm(), record.site
 
 
 def test_experts_that_transformers_runs_itself(tiny_model, tmp_path):

@@ -151,6 +151,12 @@ def resolve_request(
             hint="leave out --prompt, --prompts, --chat and --batch, or capture without --like",
         )
     run = like if isinstance(like, Run) else Run.open(like)
+    if run.manifest.plan.replayed_pass is not None:
+        raise UsageError(
+            f"{run.path} is a replay of single operators: no model ran in it",
+            hint="give the run whose operators it ran again "
+            f"({run.manifest.plan.anchored_to}), or divergence replay that run",
+        )
     return _like(
         run,
         model=model,

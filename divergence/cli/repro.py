@@ -112,7 +112,7 @@ def command(
         for note in made.notes:
             progress("note", 0, None, note)
     if json:
-        built = msgspec.to_builtins(made) | {"path": str(made.path)}
+        built = msgspec.to_builtins(made, enc_hook=str)  # paths as text
         show(strict_json({"schema_version": 1, **built}))
     elif quiet:
         show(str(made.path))

@@ -34,6 +34,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> Difference | None:
         return None
     import torch
 
+    a, b = a.reshape(-1), b.reshape(-1)
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     one, two = a.to(wide), b.to(wide)
     gap = torch.where(one == two, 0.0, (one - two).abs())  # equal infinities differ by nothing

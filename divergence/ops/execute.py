@@ -46,13 +46,17 @@ def execute(
     *,
     device: str | torch.device,
     compute_dtype: torch.dtype | None = None,
+    aligned: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """The results of ``call`` on ``operands``, in the order of their ports.
 
     ``operands``: the values of ``call.operands``, in any layout; those that the call names are
-    restored. Raises Refusal with the reason where it cannot be run or would prove nothing.
+    restored. ``aligned``: not their addresses (another kind of device has its own). Raises
+    Refusal with the reason where it cannot be run or would prove nothing.
     """
-    found = execute_ports(call, operands, device=device, compute_dtype=compute_dtype)
+    found = execute_ports(
+        call, operands, device=device, compute_dtype=compute_dtype, aligned=aligned
+    )
     return tuple(found.values())
 
 
@@ -62,6 +66,7 @@ def execute_ports(
     *,
     device: str | torch.device,
     compute_dtype: torch.dtype | None = None,
+    aligned: bool = False,
 ) -> dict[str, torch.Tensor]:
     """As ``execute``, by port: ``out``, then ``out.N`` with N the number among the tensors."""
     if call.note is not None:
@@ -69,7 +74,7 @@ def execute_ports(
     if is_uninitialised(call.operator):
         raise Refusal(UNINITIALISED)
     laid = [
-        _prepared(value, operand, device, compute_dtype)
+        _prepared(value, operand, device, compute_dtype, aligned=aligned)
         for value, operand in zip(operands, call.operands, strict=True)
     ]
     if call.operator.startswith("suite."):
@@ -89,8 +94,11 @@ def _prepared(
     operand: Operand,
     device: str | torch.device,
     compute_dtype: torch.dtype | None,
+    *,
+    aligned: bool,
 ) -> torch.Tensor:
     if compute_dtype is not None:
+        aligned = True
         if value.is_floating_point() and value.itemsize >= 2:  # 8-bit codes stay what they are
             value = value.to(compute_dtype)
         elif value.is_complex():
@@ -99,7 +107,7 @@ def _prepared(
         value,
         operand.stride,
         device=device,
-        misalignment_bytes=operand.misalignment_bytes if compute_dtype is None else 0,
+        misalignment_bytes=0 if aligned else operand.misalignment_bytes,
     )
 
 

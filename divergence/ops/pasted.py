@@ -37,13 +37,21 @@ def pasted_source(operator: str) -> tuple[str, str, str]:
 def _collect(
     function: Callable[..., Any], operator: str, imports: dict[str, str], parts: dict[str, str]
 ) -> None:
-    """Into ``parts`` what ``function`` names, then itself."""
+    """Into ``parts`` the functions that ``function`` names, of its module or this package, then
+    itself; into ``imports`` the rest."""
     if not inspect.isfunction(function) or function.__closure__:
         raise _not_alone(operator, getattr(function, "__name__", repr(function)))
     for name in sorted(_names(function.__code__)):
         known = name in imports or name in parts or name == function.__name__
         if not known and name in function.__globals__:  # else an attribute's name, or a builtin
-            _name(name, function.__globals__[name], operator, imports, parts)
+            value = function.__globals__[name]
+            own = getattr(value, "__module__", None)
+            if inspect.isfunction(value) and (own == function.__module__ or own.startswith(_OWN)):
+                if value.__name__ != name:
+                    raise _not_alone(operator, name)
+                _collect(value, operator, imports, parts)
+            else:
+                _name(name, value, operator, imports, parts)
     parts[function.__name__] = _plain(inspect.getsource(function))
 
 
@@ -56,10 +64,6 @@ def _name(
             raise _not_alone(operator, home)
         if name not in ("torch", "sys", "platform"):  # those the script has
             imports[name] = f"import {home} as {name}\n" if name != home else f"import {home}\n"
-    elif inspect.isfunction(value) and value.__module__.startswith(_OWN):
-        if value.__name__ != name:
-            raise _not_alone(operator, name)
-        _collect(value, operator, imports, parts)
     elif _is_literal(value):
         parts[name] = f"{name} = {value!r}"
     else:

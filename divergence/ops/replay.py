@@ -152,11 +152,14 @@ def _run_one(
     reference: bool,
 ) -> None:
     """One operator: its results go to the writer, and nothing of it is kept."""
+    if one.first.rank:
+        raise Refusal("it was recorded by another process of a distributed run")
     found = execute_ports(
         one.call,
         operand_values(source, one, weights),
         device=device,
         compute_dtype=torch.float64 if reference else None,
+        aligned=source.manifest.environment.device_type != device.partition(":")[0],
     )
     missing = sorted(set(one.results) - set(found))
     if missing:

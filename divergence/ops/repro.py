@@ -24,7 +24,7 @@ from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.bug_report import Side, report_text, title_of
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.differences import Difference, difference, store_error
-from divergence.ops.execute import execute_ports
+from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.refusal import Refusal
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
 from divergence.run.fingerprint import digest_tensor
@@ -234,6 +234,8 @@ def _truth(
     try:
         results = execute_ports(one.call, operands, device="cpu", compute_dtype=torch.float64)
     except Refusal as refusal:
+        if refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
+            raise  # no machine's result would be the right one
         notes.append(f"no truth: {refusal.reason}")
         return {}, None
     kept = {port: results[port] for port in one.results if port in results}

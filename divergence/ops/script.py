@@ -94,7 +94,8 @@ def script_text(
         title=_comment(title),
         imports=imports,
         site=_comment(site),
-        device=re.sub(r"[^a-z]", "", device) or "cpu",
+        device=_kind(device),
+        recorded_on=_kind(manifest.environment.device_type),
         switches=_switches(manifest.settings.switches),
         deterministic=manifest.settings.deterministic,
         threads=manifest.environment.num_threads,
@@ -110,6 +111,11 @@ def script_text(
 def _comment(text: str) -> str:
     """One line that cannot end a comment or a string."""
     return re.sub(r"[^\x20-\x7e]", "?", text).replace('"', "'").replace("\\", "/")
+
+
+def _kind(device: str) -> str:
+    """A type of device: letters alone."""
+    return re.sub(r"[^a-z]", "", device) or "cpu"
 
 
 def _switches(switches: Sequence[Switch]) -> str:
@@ -189,6 +195,7 @@ from safetensors.torch import load_file
 {imports}
 HERE = Path(__file__).resolve().parent
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "{device}"
+RECORDED_ON = "{recorded_on}"
 
 # name: dtype, shape, strides in elements, address modulo 64 bytes. Kernels are chosen by layout.
 INPUTS = {{
@@ -228,6 +235,7 @@ def load_inputs():
         values = typed(stored, dtype, shape)
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if values.numel() else 0
         memory = torch.zeros(span + 64, dtype=dtype, device=DEVICE)
+        address = address if torch.device(DEVICE).type == RECORDED_ON else 0
         start = (address - memory.data_ptr()) % 64 // values.element_size()
         places = start + torch.zeros(shape, dtype=torch.int64)
         for axis, (n, s) in enumerate(zip(shape, stride)):

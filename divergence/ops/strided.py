@@ -6,9 +6,10 @@ contiguous on disk, are put back under the strides that the operator saw. Axes t
 (an expanded one has stride 0) share it again.
 
 So is the address: vector kernels handle what lies before the first aligned element apart, so
-where memory begins modulo 64 bytes changes the order of additions too (a matrix-vector product of
-MKL in float32 gives four results by the weight's address modulo 16; weights that are mapped from
-a safetensors file lie at 8). Always fresh memory, so that an operator may write to it.
+where memory begins modulo 64 bytes changes the order of additions too (a float32 matrix-vector
+product gives four results by the weight's address: benchmarks/alignment.py; weights that are
+mapped from a safetensors file are not aligned). Always fresh memory, so that an operator may
+write to it.
 """
 
 from __future__ import annotations

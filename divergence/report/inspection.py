@@ -83,18 +83,23 @@ def run_lines(
     lines += [
         BLANK,
         heading("next"),
-        *(
-            [line(f"  divergence compare A B --reference {run}    # A: the run that it repeats")]
-            if settings.compute_dtype
-            else [
-                line(f"  divergence capture --like {run} -o OTHER    # on the other machine"),
-                line(f"  divergence compare {run} OTHER"),
-            ]
-        ),
+        *[line(f"  {text}") for text in _next(run, manifest)],
     ]
     if records:
         lines.append(line(f"  divergence inspect {run} --site {shlex.quote(records[0].site)}"))
     return lines
+
+
+def _next(run: str, manifest: Manifest) -> list[str]:
+    """What one does with such a run."""
+    if manifest.settings.compute_dtype:
+        return [f"divergence compare A B --reference {run}    # A: the run that it repeats"]
+    if manifest.plan.replayed_pass is not None:
+        return [f"divergence compare A {run}    # A: the run whose operators it ran again"]
+    return [
+        f"divergence capture --like {run} -o OTHER    # on the other machine",
+        f"divergence compare {run} OTHER",
+    ]
 
 
 def skipped_lines(manifest: Manifest) -> list[Line]:

@@ -32,11 +32,11 @@ class Operand(
 ):
     """One tensor argument. ``stride``: in elements, where the tensor was not contiguous: kernels
     are chosen by layout. ``misalignment_bytes``: how far beyond a multiple of 64 bytes its first
-    element lay: vector kernels begin there, so the order of their additions hangs on it (measured:
-    a float32 matrix-vector product of MKL gives four results by the weight's address modulo 16,
-    and weights that are mapped from a safetensors file lie at 8). ``xxh3``: of the whole weight's
-    bytes; the operand is that weight seen with ``shape`` and ``stride`` from element ``offset``
-    on."""
+    element lay: vector kernels begin there, so the order of their additions hangs on it (a float32
+    matrix-vector product gives four results by the weight's address: benchmarks/alignment.py;
+    weights that are mapped from a safetensors file are not aligned). ``xxh3``: of the whole
+    weight's bytes; the operand is that weight seen with ``shape`` and ``stride`` from element
+    ``offset`` on."""
 
     site: str | None = None
     weight: str | None = None

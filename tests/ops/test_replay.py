@@ -117,3 +117,32 @@ def test_interrupted(record, tmp_path):
     assert not left.manifest.complete
     assert left.manifest.stopped_by == "interrupted"
     assert [record.site for record in left.records] == ["block/aten.relu:out"]
+
+
+def test_another_kind_of_device_has_its_own_addresses(record, tmp_path, monkeypatch):
+    """Where memory began on a CPU says nothing of an accelerator; there it is aligned."""
+    import divergence.ops.execute as execute
+
+    seen = []
+    laid_out = execute.laid_out
+
+    def watch(values, stride, *, device, misalignment_bytes):
+        seen.append(misalignment_bytes)
+        return laid_out(values, stride, device=device, misalignment_bytes=misalignment_bytes)
+
+    monkeypatch.setattr(execute, "laid_out", watch)
+    x = torch.arange(8.0)[1:]
+    run = record(lambda: torch.relu(x))
+    replay(run, out=tmp_path / "here", device="cpu")
+    run.manifest.environment.device_type = "cuda"
+    replay(run, out=tmp_path / "there", device="cpu")
+    assert seen == [4, 0]
+
+
+def test_a_replay_is_not_repeated_as_a_model(record, tmp_path):
+    """No model ran in it; the error says what to give."""
+    from divergence.capture.api import capture
+
+    again = replay(record(lambda: torch.relu(torch.ones(2))), out=tmp_path / "again", device="cpu")
+    with pytest.raises(UsageError, match="is a replay of single operators"):
+        capture(like=again, out=tmp_path / "like")

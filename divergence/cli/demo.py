@@ -3,7 +3,8 @@
 Three captures of one small random model: on this CPU's own kernels, on genuinely
 other kernels of the same CPU (a second process under other instruction sets), and
 there again with a planted fault; and the first of them in float64, which is the truth.
-The first pair must not alarm, the second must name the planted block and the guilty side.
+The first pair must not alarm, the second must name the planted block and the guilty side, and
+the descent from there the operator that the fault comes in at.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ OTHER_KERNELS = {
 }
 FAULT = "model.layers.6.mlp.down_proj:out=scale:1.10"
 BLOCK = "model.layers.6"
+MODULE = "model.layers.6.mlp.down_proj"
 PROMPT = "The quick brown fox jumps over the lazy dog. Rounding error is the difference between"
 
 
@@ -52,7 +54,7 @@ def command(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show the whole job offline: capture, replay elsewhere, compare, find a planted fault."""
+    """Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault."""
     root = _folder(workdir)
     model = root / "model"
     if not (model / "config.json").is_file():
@@ -74,6 +76,9 @@ def command(
     faulty = _compare(a, c, truth, "6. a faulty one: this must name block 6 and the side",
                       quiet=quiet)  # fmt: skip
     _check(healthy, faulty)
+    found = _localize(a, c, truth, root / "localized",
+                      "7. from the block to the operator, and the proof", quiet=quiet)  # fmt: skip
+    _check_operator(found)
     _say("\nNow with a model of your own, on two machines:\n"
          "  divergence capture MODEL -o a\n"
          "  divergence capture --like a -o b\n"
@@ -135,6 +140,30 @@ def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool):
     report = compare(a, b, truth=truth)
     show_report(report, quiet=quiet, verbose=False)
     return report
+
+
+def _localize(a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bool):
+    from divergence.experiments.localize import localize
+    from divergence.report.localization import localization_lines
+    from divergence.report.terminal import print_lines
+
+    words = ["divergence", "localize", str(a), str(b), "--reference", str(truth), "-o", str(out)]
+    _say(f"\n{title}\n   $ {shlex.join(words)}\n")
+    result = localize(a, b, truth=truth, out=out, device="cpu")
+    print_lines(localization_lines(result, answer_only=quiet))
+    return result
+
+
+def _check_operator(result) -> None:
+    """The fault is an operator more than the reference has, behind the planted module."""
+    fed = [] if result.operator is None else result.operator.fed_by
+    proven = result.causal is not None and result.causal.holds
+    if not proven or not any(site.startswith(f"{MODULE}/") for site in fed):
+        raise FaultError(
+            f"the fault in {MODULE} was followed to {result.operator and result.operator.site}, "
+            f"fed by {fed}, proven: {proven}",
+            hint="please report this with the output of `divergence env`",
+        )
 
 
 def _check(healthy, faulty) -> None:

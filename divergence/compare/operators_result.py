@@ -82,12 +82,14 @@ class UnmatchedOperator(_Part, frozen=True, kw_only=True):
 class CausalCheck(_Part, frozen=True, kw_only=True):
     """The reference's result put in place of the candidate's at the onset: is the rest fine then?
 
-    ``largest_share``: of any operator after it, how much of its limit is still used;
-    ``before``: the same without the substitution. ``holds``: nothing after it is beyond its limit.
+    ``largest_share``: of any of the ``num_after`` operators after it, how much of its limit is
+    still used; ``before``: the same without the substitution. ``holds``: neither one of these nor
+    the block's output is beyond its limit; ``still``: what is.
     """
 
     site: str
     holds: bool
+    num_after: int = 0
     before: float
     largest_share: float
     still: list[str] = []

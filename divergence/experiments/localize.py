@@ -180,13 +180,16 @@ def _causal(
         [r for r in o.results if (r.phase == "decode", r.order) > place and r.site != first.site]
         for o in (deep.operators, again.operators)
     )
-    still = [r for r in after if r.share > 1]
+    still = [r.site for r in after if r.share > 1]
+    still += [s.site for s in again.sites if s.flagged and s.site == f"{s.block}:out"
+              and s.pass_ != "free" and s.block == first.block]  # fmt: skip
     return CausalCheck(
         site=first.site,
         holds=not still,
+        num_after=len(after),
         before=max((r.share for r in before), default=0.0),
         largest_share=max((r.share for r in after), default=0.0),
-        still=list(dict.fromkeys(r.site for r in still)),
+        still=list(dict.fromkeys(still)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from divergence.compare.result import CausalCheck
 from divergence.experiments.localization import Level, Localization
 from divergence.report.lines import BLANK, Line, heading, line, prose
 from divergence.report.numbers import times
@@ -60,13 +61,17 @@ def _answer(result: Localization) -> list[Line]:
         lines.append(
             prose(
                 "proven",
-                "yes: with the other side's result in its place, everything after it is fine"
+                f"yes: with the other side's result in its place, {_rest(result.causal)} fine"
                 if result.causal.holds
                 else "no: with the other side's result in its place, "
                 f"{', '.join(result.causal.still[:3])} still {_are(result.causal.still)} off",
             )
         )
     return lines
+
+
+def _rest(check: CausalCheck) -> str:
+    return "everything after it is" if check.num_after else "the block's output is"
 
 
 def _are(names: list[str]) -> str:
@@ -94,7 +99,7 @@ def _level(level: Level) -> Line:
 
 def _proof(result: Localization) -> list[Line]:
     lines: list[Line] = []
-    if result.causal is not None:
+    if result.causal is not None and result.causal.num_after:
         lines.append(
             prose(
                 "  cause",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 
 from divergence.compare.result import (
-    Coverage,
     PreflightLine,
     Report,
     RunSummary,
@@ -52,7 +51,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *([] if same_bits else table_lines(report, all_sites=all_sites)),
         *operator_lines(report, all_sites=all_sites),
         *logits_lines(report.sites),
-        *_coverage_lines(report.coverage, all_sites=all_sites),
+        *_coverage_lines(report, all_sites=all_sites),
         *_note_lines(report.notes),
         *_next_lines(report.verdict.next),
     ]
@@ -182,7 +181,10 @@ def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
     return [*lines, BLANK]
 
 
-def _coverage_lines(coverage: Coverage, *, all_sites: bool) -> list[Line]:
+def _coverage_lines(report: Report, *, all_sites: bool) -> list[Line]:
+    coverage = report.coverage
+    if report.operators is not None and not report.sites and not coverage.unmatched:
+        return []  # operators have a count of their own
     lines = [
         heading(
             "coverage",

@@ -34,6 +34,8 @@ _PASSES = {
 
 def table_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
     """Both phases' tables, each under its heading."""
+    if not report.sites and report.operators is not None:
+        return []  # operators alone were compared
     if not report.sites:
         return [heading("sites", "none were compared"), BLANK]
     lines: list[Line] = []

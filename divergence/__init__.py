@@ -9,7 +9,7 @@
 Importing this package imports nothing else: torch and transformers come with the
 first call that needs them.
 
-``capture`` and ``compare`` name a function here and a package below. Both are
+``capture``, ``compare`` and ``probe`` name a function here and a package below. Both are
 true: the packages are made callable when they are loaded, so that
 ``divergence.compare(a, b)`` and ``import divergence.compare.result`` work in any
 order.
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from divergence.experiments.sensitivity import sensitivity
     from divergence.ops.replay import replay
     from divergence.ops.repro import repro
+    from divergence.probe.api import probe
     from divergence.run.reader import Run
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "check",
     "compare",
     "localize",
+    "probe",
     "reference",
     "replay",
     "repro",
@@ -59,7 +61,7 @@ _HOMES = {
     "repro": "divergence.ops.repro",
     "sensitivity": "divergence.experiments.sensitivity",
 }
-_VERBS = ("capture", "compare")
+_VERBS = ("capture", "compare", "probe")
 """Packages that are called like functions: ``divergence.NAME.api.NAME``."""
 
 

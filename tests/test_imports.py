@@ -50,6 +50,7 @@ REPORT_READS = (
     "divergence.experiments.localization",
     "divergence.experiments.sensitivity_result",
     "divergence.run.site",
+    "divergence.run.arithmetic",
     "divergence.run.record",
     "divergence.run.manifest",
 )

@@ -54,6 +54,7 @@ def capture(
     whole: bool = False,
     weights: bool = False,
     substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
+    probe: bool = True,
     plants: Sequence[str | Plant] = (),
     label: str | None = None,
     force: bool = False,
@@ -70,8 +71,10 @@ def capture(
     ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
     decode steps. ``weights``: store the weights that recorded operators (``ops@PATH``) use, so that
     ``replay`` needs no model. ``substitutes``: by operator site, the run whose recorded result is
-    put in its place: what then is fine was made wrong there. ``prepare`` is called with the loaded
-    model before anything is run or digested, to put another kernel or module in place.
+    put in its place: what then is fine was made wrong there. ``probe``: note what this machine's
+    arithmetic does (divergence.probe.quick), under the run's own settings, before the first pass.
+    ``prepare`` is called with the loaded model before anything is run or digested, to put another
+    kernel or module in place.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
@@ -85,6 +88,7 @@ def capture(
         chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
         positions=positions, deterministic=deterministic, seed=seed, repeat=repeat,
         anchor=anchor, escalate=escalate, whole=whole, weights=weights, substitutes=substitutes,
+        probe=probe,
         plants=plants, label=label,
     )  # fmt: skip
     return _execute(

@@ -79,12 +79,13 @@ class _Counter:
 def plan_capture(
     model: str | Path | None = None, *, like: str | Path | Run | None = None, **options: Any
 ) -> DryRun:
-    """What ``capture`` with the same parameters would write (``out`` and ``force`` are ignored).
+    """What ``capture`` with the same parameters would write (``out``, ``force``
+    and ``probe`` are ignored).
 
     Raises what capture raises before it loads weights, and ModelError where the
     architecture cannot be run without values (a data-dependent forward).
     """
-    for name in ("out", "force", "command", "progress"):
+    for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
     source = None if model is None else str(model)
     request = resolve_request(source, like=like, **{**_DEFAULTS, **options})

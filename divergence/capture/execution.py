@@ -40,6 +40,7 @@ from divergence.capture.substitute import substitute_from
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
 from divergence.errors import PlantError, UsageError
+from divergence.run.arithmetic import ArithmeticFact
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
 from divergence.run.record import PassName
@@ -50,7 +51,7 @@ __all__ = ["Execution", "Pass", "Progress"]
 
 
 class Progress(Protocol):
-    """Called as work goes on. ``event``: ``load``, ``digest``, ``free``, ``repeat``,
+    """Called as work goes on. ``event``: ``load``, ``digest``, ``probe``, ``free``, ``repeat``,
     ``anchored``, ``escalated``, ``whole``, or ``note`` for a warning in ``detail``."""
 
     def __call__(self, event: str, done: int, total: int | None, detail: str) -> None: ...
@@ -258,9 +259,18 @@ class Execution:
                 else str(self.compute_dtype).removeprefix("torch."),
             ),
             environment=collect_environment(self.device, label=request.label),
+            arithmetic=self._arithmetic(),
             plan=plan,
             overrides=request.overrides,
         )
+
+    def _arithmetic(self) -> list[ArithmeticFact]:
+        if not self.request.probe:
+            return []
+        from divergence.probe.quick import quick_facts
+
+        self.tell("probe", 0, None, "")
+        return quick_facts(self.device)
 
     def _recorder(self, sink: Any, one: Pass, anchor: Anchor | None = None) -> Recorder:
         request, task = self.request, self.loaded.task

@@ -52,6 +52,7 @@ class Request:
     whole: bool = False
     weights: bool = False
     substitutes: dict[str, Substitute] = field(default_factory=dict)
+    probe: bool = False
     plants: list[Plant] = field(default_factory=list)
     label: str | None = None
     like: Run | None = None
@@ -87,6 +88,7 @@ def resolve_request(
     whole: bool = False,
     weights: bool = False,
     substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
+    probe: bool = False,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -115,6 +117,7 @@ def resolve_request(
         "whole": whole,
         "weights": weights,
         "substitutes": parse_substitutes(substitutes or {}),
+        "probe": probe,
         "plants": parsed,
         "label": label,
         "chat": chat,

@@ -11,7 +11,7 @@ import typer
 
 from divergence.cli.chosen import capture_defaults, chosen_substitutes, only_with_like
 from divergence.cli.made import show_plan, show_run
-from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose
+from divergence.cli.options import ARGUMENTS, Force, Json, NoProbe, Quiet, Verbose
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -311,6 +311,7 @@ def command(
             "--label", metavar="TEXT", help="What to call this machine.", rich_help_panel=OUTPUT
         ),
     ] = None,
+    no_probe: NoProbe = False,
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -359,6 +360,7 @@ def command(
         "whole": whole or None,
         "weights": weights or None,
         "substitutes": chosen_substitutes(substitutes or []) or None,
+        "probe": False if no_probe else None,
         "plants": plants or None,
         "label": label,
         "force": force or None,

@@ -14,6 +14,7 @@ __all__ = [
     "Force",
     "Json",
     "NameMap",
+    "NoProbe",
     "Quiet",
     "Truth",
     "Verbose",
@@ -65,6 +66,14 @@ Verbose = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", metavar="", help="Replace an existing run.")]
+NoProbe = Annotated[
+    bool,
+    typer.Option(
+        "--no-probe",
+        metavar="",
+        help="Leave out the probe of this machine's arithmetic (a second).",
+    ),
+]
 NameMap = Annotated[
     Path | None,
     typer.Option(

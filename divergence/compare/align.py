@@ -309,3 +309,19 @@ def _last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
 
 def _skip(pass_: str, sample: int, step: int, site: str, reason: str, side) -> Skipped:
     return Skipped(pass_=pass_, sample=sample, step=step, site=site, reason=reason, side=side)
+
+
+def why_nothing(alignment: Alignment) -> str:
+    """What to say where no tensor has a partner."""
+    if alignment.notes and not (alignment.only_reference or alignment.only_candidate):
+        return alignment.notes[0]
+    if alignment.skipped:
+        return f"{len(alignment.skipped)} were skipped, the first because: " + (
+            alignment.skipped[0].reason
+        )
+    if alignment.only_reference and alignment.only_candidate:
+        return (
+            f"the first sites are {alignment.only_reference[0].site} and "
+            f"{alignment.only_candidate[0].site}; if they mean the same, give --map FILE"
+        )
+    return "one of the runs is empty"

@@ -10,16 +10,19 @@ from pathlib import Path
 
 from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
-from divergence.compare.align import Alignment, Pair, align, renaming
+from divergence.compare.align import Alignment, Pair, align, renaming, why_nothing
+from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Found, Measurer
 from divergence.compare.names import NameMap, load_name_map
+from divergence.compare.operator_arithmetic import with_arithmetic
 from divergence.compare.operator_runs import compare_operators
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.preflight import preflight
+from divergence.compare.probes import judge_probes
 from divergence.compare.result import (
     Coverage,
     Evidence,
@@ -72,7 +75,8 @@ def compare(
         return _within(a, thresholds, progress)
     b = _opened(candidate)
     names = None if name_map is None else load_name_map(name_map)
-    lines = preflight(a, b)
+    arithmetic = explain_arithmetic(a.manifest, b.manifest)
+    lines = [*preflight(a, b), *arithmetic.lines]
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
@@ -80,9 +84,13 @@ def compare(
         a, b, lines, names=names, truth=truth, floor=floor, thresholds=thresholds,
         progress=progress,
     )  # fmt: skip
-    case, alignment = found.case, found.alignment
-    verdict = with_operators(
-        judge(case, thresholds=thresholds), found.operators, case.advice, alone=not case.sites
+    case, alignment = replace(found.case, arithmetic=arithmetic.brief()), found.alignment
+    verdict = judge_probes(a.manifest, b.manifest, arithmetic, case) or with_arithmetic(
+        with_operators(
+            judge(case, thresholds=thresholds), found.operators, case.advice, alone=not case.sites
+        ),
+        found.operators,
+        arithmetic,
     )
     return Report(
         tool_version=__version__,
@@ -132,7 +140,7 @@ def measure_runs(
             "nothing was compared: the two runs have no tensor in common "
             f"({len(a.records)} and {len(b.records)} records)",
             where=f"{a.path} and {b.path}",
-            hint=_why_nothing(alignment),
+            hint=why_nothing(alignment),
         )
     measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
     sites = _measure_all(measurer, alignment.pairs, progress)
@@ -177,7 +185,7 @@ def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | No
         raise IncomparableError(
             "nothing was compared: the decode steps and the whole pass share no rows of tokens",
             where=str(run.path),
-            hint=_why_nothing(alignment),
+            hint=why_nothing(alignment),
         )
     measurer = Measurer(run, run, ModelFloor(thresholds), inputs=run)
     sites = _measure_all(measurer, alignment.pairs, progress)
@@ -300,7 +308,11 @@ def _incomparable(
             + " and ".join(f"other {line.check}" for line in blocking),
             confidence="high",
             evidence=[
-                Evidence(text=f"{line.check}: {line.detail or _against(line)}") for line in blocking
+                Evidence(
+                    text=f"{line.check}: "
+                    + (line.detail or f"{line.reference} against {line.candidate}")
+                )
+                for line in blocking
             ],
             next=Advice(a, b).force(),
         ),
@@ -311,10 +323,6 @@ def _incomparable(
         ),
         sites=[],
     )
-
-
-def _against(line: PreflightLine) -> str:
-    return f"{line.reference} against {line.candidate}"
 
 
 def _coverage(alignment: Alignment) -> Coverage:
@@ -344,21 +352,6 @@ def _notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
                 f"instead of {override.reference}"
             )
     return notes
-
-
-def _why_nothing(alignment: Alignment) -> str:
-    if alignment.notes and not (alignment.only_reference or alignment.only_candidate):
-        return alignment.notes[0]
-    if alignment.skipped:
-        return f"{len(alignment.skipped)} were skipped, the first because: " + (
-            alignment.skipped[0].reason
-        )
-    if alignment.only_reference and alignment.only_candidate:
-        return (
-            f"the first sites are {alignment.only_reference[0].site} and "
-            f"{alignment.only_candidate[0].site}; if they mean the same, give --map FILE"
-        )
-    return "one of the runs is empty"
 
 
 def summary_of(run: Run) -> RunSummary:

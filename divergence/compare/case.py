@@ -22,7 +22,7 @@ class Case:
     ``missing``: records without a partner or skipped; ``tallies``: both sides against the
     truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
     computes in a dtype whose floor hides what an escalated pass would see; ``partial``: the
-    truth was cut off."""
+    truth was cut off; ``arithmetic``: what the probed machines' arithmetic explains."""
 
     sites: Sequence[SiteResult]
     preflight: Sequence[PreflightLine]
@@ -36,10 +36,11 @@ class Case:
     shown: Shown | None = None
     narrow: bool = False
     partial: bool = False
+    arithmetic: Sequence[Evidence] = ()
 
     def context(self) -> list[Evidence]:
         """What the reader must know beside the numbers."""
-        return context(self.notes, self.preflight, self.tokens)
+        return [*context(self.notes, self.preflight, self.tokens), *self.arithmetic]
 
     def next_commands(self, unit: Unit | None, *, escalated: bool) -> list[str]:
         """The commands that give certainty, or go deeper."""

@@ -34,6 +34,7 @@ from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
+from divergence.probe.quick import quick_facts
 from divergence.run.layout import expanded
 from divergence.run.manifest import Manifest, Plan
 from divergence.run.reader import Run
@@ -209,6 +210,7 @@ def _manifest(
         environment=collect_environment(
             device, label=label or ("float64 reference" if reference else None)
         ),
+        arithmetic=[] if reference else quick_facts(device),
         plan=Plan(
             passes=["replayed"],
             sites=list(sites) or theirs.plan.sites,

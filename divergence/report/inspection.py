@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from divergence.errors import UsageError
+from divergence.report.arithmetic import arithmetic_lines
 from divergence.report.environment import environment_lines, repeat_lines, switch_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, size
@@ -77,7 +78,9 @@ def run_lines(
         lines.append(prose("  warned", warning, width=14))
     lines += [*switch_lines(settings.switches, verbose=verbose), BLANK]
     lines += [*environment_lines(manifest.environment), BLANK]
-    lines += [*_prompt_lines(manifest), BLANK]
+    lines += arithmetic_lines(manifest.arithmetic, verbose=verbose)
+    if manifest.model.task != "operators":
+        lines += [*_prompt_lines(manifest), BLANK]
     lines += _record_lines(records, verbose=verbose)
     run = shlex.quote(path)
     lines += [
@@ -92,6 +95,8 @@ def run_lines(
 
 def _next(run: str, manifest: Manifest) -> list[str]:
     """What one does with such a run."""
+    if (manifest.model.task, manifest.model.source) == ("operators", "probe"):
+        return [f"divergence compare {run} OTHER    # a probe of another machine"]
     if manifest.settings.compute_dtype:
         return [f"divergence compare A B --reference {run}    # A: the run that it repeats"]
     if manifest.plan.replayed_pass is not None:

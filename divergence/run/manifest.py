@@ -11,10 +11,12 @@ from typing import Literal
 
 import msgspec
 
+from divergence.run.arithmetic import ArithmeticFact
 from divergence.run.record import Count
 
 __all__ = [
     "SCHEMA_VERSION",
+    "ArithmeticFact",
     "Environment",
     "Manifest",
     "ModelIdentity",
@@ -34,6 +36,7 @@ SCHEMA_VERSION = 2
 
 TokenId = Count
 Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
+"""``operators``: no model; a suite, a replay or a probe of single operators."""
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -213,7 +216,7 @@ class Sizes(_Strict, kw_only=True):
 
 
 class Manifest(_Strict, kw_only=True):
-    """The whole of manifest.json."""
+    """The whole of manifest.json. ``arithmetic``: what probes found of this machine."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -231,3 +234,4 @@ class Manifest(_Strict, kw_only=True):
     repeatability: Repeatability = msgspec.field(default_factory=Repeatability)
     overrides: list[Override] = []
     sizes: Sizes = msgspec.field(default_factory=Sizes)
+    arithmetic: list[ArithmeticFact] = []

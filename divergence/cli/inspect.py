@@ -46,6 +46,7 @@ def command(
     """
     import msgspec
 
+    from divergence.compare.audit import audit_runs
     from divergence.report.inspection import run_lines, select_records, site_lines
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines
@@ -53,6 +54,7 @@ def command(
 
     opened = Run.open(run)
     records = opened.records if site is None else select_records(opened.records, site)
+    audit = None if site is not None else audit_runs(opened)
     problems: list[str] | None = None
     if verify:
         with progress_bars(quiet=quiet or json) as progress:
@@ -64,6 +66,8 @@ def command(
             "manifest": msgspec.to_builtins(opened.manifest),
             "records": msgspec.to_builtins(records),
         }
+        if audit is not None:
+            answer["audit"] = msgspec.to_builtins(audit)
         if problems is not None:
             answer["problems"] = problems
         show(strict_json(answer))
@@ -71,7 +75,7 @@ def command(
         if site is not None:
             print_lines(site_lines(records))
         elif not quiet:
-            print_lines(run_lines(str(run), opened.manifest, records, verbose=verbose))
+            print_lines(run_lines(str(run), opened.manifest, records, audit=audit, verbose=verbose))
         else:
             print_lines(run_lines(str(run), opened.manifest, records)[:1])
         if problems is not None:

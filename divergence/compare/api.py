@@ -12,6 +12,8 @@ from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
 from divergence.compare.align import Alignment, Pair, align, renaming, why_nothing
 from divergence.compare.arithmetic import explain_arithmetic
+from divergence.compare.audit import audit_runs
+from divergence.compare.audit_findings import with_audit
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
@@ -92,12 +94,14 @@ def compare(
         found.operators,
         arithmetic,
     )
+    audit = audit_runs(a, b, rename=names or renaming(a, b, None)[0])
     return Report(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
-        verdict=verdict,
+        verdict=with_audit(verdict, audit),
         operators=found.operators,
+        audit=audit,
         preflight=lines,
         tokens=relate_to_onset(case.tokens, verdict.onset),
         coverage=_coverage(alignment),

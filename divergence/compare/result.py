@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from divergence.compare.audit_result import AuditedPlace, AuditFinding, AuditResult, AuditRow
 from divergence.compare.operators_result import (
     CausalCheck,
     OperatorResult,
@@ -26,6 +27,10 @@ from divergence.compare.tokens_result import (
 
 __all__ = [
     "REPORT_SCHEMA_VERSION",
+    "AuditFinding",
+    "AuditResult",
+    "AuditRow",
+    "AuditedPlace",
     "CausalCheck",
     "Coverage",
     "Evidence",
@@ -277,7 +282,8 @@ class RunSummary(_Part, frozen=True, kw_only=True):
 
 
 class Report(_Part, kw_only=True):
-    """The answer of `compare`. ``operators``: None where not both sides recorded any."""
+    """The answer of `compare`. ``operators``: None where not both sides recorded any; ``audit``:
+    None where neither did."""
 
     schema_version: int = REPORT_SCHEMA_VERSION
     tool_version: str
@@ -290,6 +296,7 @@ class Report(_Part, kw_only=True):
     sites: list[SiteResult]
     notes: list[str] = []
     operators: OperatorsResult | None = None
+    audit: AuditResult | None = None
 
     def to_records(self) -> list[dict[str, Any]]:
         """One flat dict per compared site, ready for pandas.DataFrame or csv.DictWriter."""

@@ -10,8 +10,10 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from divergence.compare.result import AuditResult
 from divergence.errors import UsageError
 from divergence.report.arithmetic import arithmetic_lines
+from divergence.report.audit import audit_lines
 from divergence.report.environment import environment_lines, repeat_lines, switch_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, size
@@ -33,9 +35,15 @@ MAX_SITES = 60
 
 
 def run_lines(
-    path: str, manifest: Manifest, records: Sequence[Record], *, verbose: bool = False
+    path: str,
+    manifest: Manifest,
+    records: Sequence[Record],
+    *,
+    audit: AuditResult | None = None,
+    verbose: bool = False,
 ) -> list[Line]:
-    """What ran, where, on which tokens, whether it finished, and what was recorded."""
+    """What ran, where, on which tokens, whether it finished, and what was recorded; ``audit``: in
+    which dtypes, where operators were."""
     settings, plan = manifest.settings, manifest.plan
     if manifest.complete:
         state = ("complete", "bold green")
@@ -82,6 +90,8 @@ def run_lines(
     if manifest.model.task != "operators":
         lines += [*_prompt_lines(manifest), BLANK]
     lines += _record_lines(records, verbose=verbose)
+    audited = audit_lines(audit, alone=True, all_sites=verbose)
+    lines += [BLANK, *audited[:-1]] if audited else []
     run = shlex.quote(path)
     lines += [
         BLANK,

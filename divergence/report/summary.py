@@ -15,6 +15,7 @@ from divergence.compare.result import (
     SiteResult,
     Verdict,
 )
+from divergence.report.audit import audit_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
 from divergence.report.operators import operator_lines
@@ -50,6 +51,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *_nonfinite_lines(report.sites, all_sites=all_sites),
         *([] if same_bits else table_lines(report, all_sites=all_sites)),
         *operator_lines(report, all_sites=all_sites),
+        *audit_lines(report.audit, all_sites=all_sites),
         *logits_lines(report.sites),
         *_coverage_lines(report, all_sites=all_sites),
         *_note_lines(report.notes),

@@ -1,0 +1,85 @@
+"""The precision audit of a report: one line per part, both sides, and every place on request."""
+
+from __future__ import annotations
+
+from divergence.compare.result import AuditedPlace, AuditResult, AuditRow
+from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
+from divergence.report.numbers import count
+
+__all__ = ["audit_lines"]
+
+_PART, _SIDE = 18, 19
+
+
+def audit_lines(
+    audit: AuditResult | None, *, alone: bool = False, all_sites: bool = False
+) -> list[Line]:
+    """The section, or nothing where no operator was recorded. ``alone``: of one run, not of two."""
+    if audit is None or not audit.rows:
+        return []
+    titles = ("computed in",) if alone else ("reference", "candidate")
+    lines = [heading("precision", "in which dtype each part ran, by its operators")]
+    cells = "".join(title.ljust(_SIDE) for title in titles)
+    lines.append(line((f"    {'part'.ljust(_PART)}{cells}expected", "dim")))
+    for row in audit.rows:
+        lines.append(_row(row, alone=alone))
+        if all_sites:
+            for name, places in (("reference", audit.reference), ("candidate", audit.candidate)):
+                found = [place for place in places or () if place.part == row.part]
+                lines += [_place("" if alone else name, place) for place in found]
+    lines += _footer(audit, alone=alone)
+    return [*lines, BLANK]
+
+
+def _row(row: AuditRow, *, alone: bool) -> Line:
+    wrong = row.differs or (row.below is not None and row.own)
+    style = "bold red" if wrong else "yellow" if row.below is not None else ""
+    mark = "!" if wrong else "?" if row.below is not None else " "
+    sides = (row.reference,) if alone else (row.reference, row.candidate)
+    cells = "".join(cut(_dtypes(side), _SIDE - 1).ljust(_SIDE) for side in sides)
+    expected = " or ".join(row.expected) if len(row.expected) < 3 else f"{row.expected[0]} or less"
+    by = f" ({row.expected_by})" if row.expected else "-"
+    text = f"{row.part.ljust(_PART)}{cells}{expected}{by}"
+    return line(f"  {mark} ", (text[: MAX_WIDTH - 4], style))
+
+
+def _dtypes(side: list[str] | None) -> str:
+    if side is None:
+        return "not audited"
+    known = ["in one kernel" if name.startswith("inside ") else name for name in side]
+    return ", ".join(dict.fromkeys(known)) or "-"
+
+
+def _place(name: str, place: AuditedPlace) -> Line:
+    flow = f"{'+'.join(place.operands) or '?'} → {place.result}"
+    dtype = place.computed or f"inside {place.kernel}"
+    where = place.source or ""
+    text = f"{place.site}: {dtype}, {flow}, {count(place.num_calls, 'call')} {where}"
+    mark = "!" if place.below and place.own else "?" if place.below else " "
+    return prose(f"    {mark} {name}".ljust(18 if name else 8), text, width=18 if name else 8)
+
+
+def _footer(audit: AuditResult, *, alone: bool) -> list[Line]:
+    places = [*(audit.reference or ()), *(audit.candidate or ())]
+    lines = []
+    kernels = list(dict.fromkeys(place.kernel for place in places if place.kernel))
+    if kernels:
+        lines.append(
+            prose(
+                "    one kernel: ",
+                f"{', '.join(map(str, kernels))}; what it does inside is not in the records",
+                width=16,
+            )
+        )
+    if any(place.accumulates for place in places):
+        text = (
+            "products, sums and softmax are shown as stored; what their kernels accumulate in is "
+        )
+        lines.append(prose("    as stored: ", f"{text}for the probe to tell", width=15))
+    if any(row.below is not None and not row.own for row in audit.rows):
+        lines.append(
+            prose("    ?: ", "below common practice; the model's own code is not known", width=7)
+        )
+    if alone:
+        lines += [prose("    !: ", item.text, width=7, style="yellow") for item in audit.findings]
+    return lines + [prose("    note: ", note, width=10) for note in audit.notes]

@@ -75,13 +75,20 @@ def finding(
 
 
 def _against_each_other(row: AuditRow, pairs: list[Pair]) -> tuple[str, list[AuditedPlace]]:
-    """The side that is below what is expected, else the narrower one, else the candidate, first."""
+    """The odd side first: the one below what is expected, else the one that is not as expected,
+    else the narrower one, else the candidate."""
     reference, candidate = pairs[0]
-    swap = reference.below and not candidate.below
-    if reference.below == candidate.below:
-        swap = _narrower(reference, candidate) and not _narrower(candidate, reference)
-    names = [("candidate", candidate), ("reference", reference)]
-    (one, first), (two, second) = reversed(names) if swap else names
+    sides = [("reference", reference, candidate), ("candidate", candidate, reference)]
+    (one, first, second) = max(
+        sides,
+        key=lambda side: (
+            side[1].below,
+            side[1].computed not in side[1].expected,
+            is_below(side[1].computed or "", [side[2].computed or ""]),
+            side[0] == "candidate",
+        ),
+    )
+    two = "candidate" if one == "reference" else "reference"
     modules = len({place.module for place, _ in pairs})
     more = f", and so in {modules - 1} more modules" if modules > 1 else ""
     text = (
@@ -89,10 +96,6 @@ def _against_each_other(row: AuditRow, pairs: list[Pair]) -> tuple[str, list[Aud
         f"{second.computed}{more}{_expected(row)}"
     )
     return text, [place for pair in pairs for place in pair]
-
-
-def _narrower(one: AuditedPlace, two: AuditedPlace) -> bool:
-    return is_below(one.computed or "", [two.computed or ""])
 
 
 def _dtype_and_place(place: AuditedPlace) -> str:

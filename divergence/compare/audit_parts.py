@@ -104,12 +104,13 @@ def _fused(graph: Calls) -> None:
 
 
 def _norms(graph: Calls) -> None:
-    for root in graph.nodes:
-        ends_it = bare(root) in ("rsqrt", "sqrt") or _is_power(root, -0.5)
-        if not graph.free(root) or not (ends_it or bare(root) in ("var", "var_mean", "std")):
+    roots = [node for node in graph.nodes if bare(node) in ("rsqrt", "sqrt") or _is_inverse(node)]
+    alone = [node for node in graph.nodes if bare(node) in ("var", "var_mean", "std", "std_mean")]
+    for root in (*roots, *alone):
+        if not graph.free(root):
             continue
-        inside = _between(graph, root)
-        if ends_it and not any(bare(node) in _REDUCTIONS for node in inside):
+        inside = [node for node in _between(graph, root) if graph.free(node)]
+        if not any(bare(node) in _REDUCTIONS for node in (root, *inside)):
             continue
         after = [n for n in graph.eaters.get(root.path, []) if n.is_cast and graph.free(n)]
         graph.add("norm statistics", [*inside, root, *after], root)
@@ -153,8 +154,9 @@ def _is_square(node: Node) -> bool:
     return len(operands) == 2 and operands[0].site == operands[1].site
 
 
-def _is_power(node: Node, exponent: float) -> bool:
-    return bare(node) == "pow" and node.call.arguments.get("exponent") == exponent
+def _is_inverse(node: Node) -> bool:
+    """x ** -0.5"""
+    return bare(node) == "pow" and node.call.arguments.get("exponent") == -0.5
 
 
 def _norm_weight(graph: Calls, root: Node) -> None:
@@ -210,7 +212,8 @@ def _written_out(graph: Calls, root: Node) -> list[Node]:
     if top is None or under is None or bare(top) != "exp":
         return []
     inside, ends = graph.back(root, lambda node: bare(node) in ("sum", "reciprocal", "add"))
-    if top not in ends or not any(bare(node) == "sum" for node in inside):
+    sums = [node for node in inside if bare(node) == "sum"]
+    if not any(top in graph.feeders(cast) for one in sums for cast in (one, *graph.feeders(one))):
         return []
     before = [n for n in graph.feeders(top) if bare(n) == "sub" and graph.free(n)]
     return sorted([*before, top, *inside, root], key=lambda node: node.order)

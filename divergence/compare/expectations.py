@@ -39,13 +39,15 @@ class Family:
     """One modeling file of transformers. ``norm``: the class that casts to float32 before it takes
     a norm's statistics, None for ``nn.LayerNorm``. ``weight``: dtype of the product with the
     norm's weight; ``softmax``: of attention; None where it has none. ``router``: the class, the
-    dtype of its scores and of its matrix product."""
+    dtype of its scores and of its matrix product. ``residual_in_fp32``: the configuration's
+    switch for the residual stream, on unless it says otherwise."""
 
     file: str
     norm: str | None
     weight: str = MODEL
     softmax: str | None = "float32"
     router: tuple[str, str, str] | None = None
+    residual_in_fp32: bool = False
 
 
 _SCORES = "float32", MODEL
@@ -78,8 +80,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Granite": Family("granite", "GraniteRMSNorm"),
     "Llama": Family("llama", "LlamaRMSNorm"),
-    "Mamba": Family("mamba", "MambaRMSNorm", softmax=None),
-    "Mamba2": Family("mamba2", "Mamba2RMSNorm", softmax=None),
+    "Mamba": Family("mamba", "MambaRMSNorm", softmax=None, residual_in_fp32=True),
+    "Mamba2": Family("mamba2", "Mamba2RMSNorm", softmax=None, residual_in_fp32=True),
     "Mistral": Family("mistral", "MistralRMSNorm"),
     "Mixtral": Family("mixtral", "MixtralRMSNorm", router=("MixtralTopKRouter", *_SCORES)),
     "OPT": Family("opt", None),
@@ -119,6 +121,8 @@ def expectation(part: Part, family: Family | None, dtype: str) -> Expectation | 
         word, by = _own(part, family)
         if word is not None:
             return Expectation(dtypes=(dtype if word == MODEL else word,), by=by, own=True)
+    if part == "residual add" and family is not None and family.residual_in_fp32:
+        return Expectation(dtypes=("float32",), by="residual_in_fp32, by default", own=False)
     if part in ("norm statistics", "softmax"):
         return Expectation(dtypes=("float32",), by="common practice", own=False)
     if part == "router":

@@ -77,9 +77,7 @@ def _footer(audit: AuditResult, *, alone: bool) -> list[Line]:
         )
         lines.append(prose("    as stored: ", f"{text}for the probe to tell", width=15))
     if any(row.below is not None and not row.own for row in audit.rows):
-        lines.append(
-            prose("    ?: ", "below common practice; the model's own code is not known", width=7)
-        )
+        lines.append(prose("    ?: ", "below what is usual; the model may be meant so", width=7))
     if alone:
         lines += [prose("    !: ", item.text, width=7, style="yellow") for item in audit.findings]
     return lines + [prose("    note: ", note, width=10) for note in audit.notes]

@@ -42,7 +42,8 @@ def command(
 ) -> None:
     """Show what a run holds: what ran, where, whether it finished, and which sites.
 
-    Needs neither the model nor an accelerator; without --verify it reads no tensor.
+    Needs neither the model nor an accelerator; without --verify it reads no tensor. Where
+    operators were recorded, it says in which dtype each part of the model ran.
     """
     import msgspec
 

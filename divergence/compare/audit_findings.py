@@ -89,8 +89,8 @@ def _against_each_other(row: AuditRow, pairs: list[Pair]) -> tuple[str, list[Aud
         ),
     )
     two = "candidate" if one == "reference" else "reference"
-    modules = len({place.module for place, _ in pairs})
-    more = f", and so in {modules - 1} more modules" if modules > 1 else ""
+    others = len({place.module for place, _ in pairs}) - 1
+    more = f", also in {others} other module{'s' if others > 1 else ''}" if others else ""
     text = (
         f"the {one} computes {row.part} in {_dtype_and_place(first)}, the {two} in "
         f"{second.computed}{more}{_expected(row)}"

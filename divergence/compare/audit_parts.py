@@ -211,7 +211,7 @@ def _written_out(graph: Calls, root: Node) -> list[Node]:
         top = next(iter(graph.feeders(top)), None)
     if top is None or under is None or bare(top) != "exp":
         return []
-    inside, ends = graph.back(root, lambda node: bare(node) in ("sum", "reciprocal", "add"))
+    inside, _ = graph.back(root, lambda node: bare(node) in ("sum", "reciprocal", "add"))
     sums = [node for node in inside if bare(node) == "sum"]
     if not any(top in graph.feeders(cast) for one in sums for cast in (one, *graph.feeders(one))):
         return []

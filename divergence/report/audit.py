@@ -53,8 +53,8 @@ def _dtypes(side: list[str] | None) -> str:
 def _place(name: str, place: AuditedPlace) -> Line:
     flow = f"{'+'.join(place.operands) or '?'} → {place.result}"
     dtype = place.computed or f"inside {place.kernel}"
-    where = place.source or ""
-    text = f"{place.site}: {dtype}, {flow}, {count(place.num_calls, 'call')} {where}"
+    where = f"; {place.source}" if place.source else ""
+    text = f"{place.site}: {dtype}; {flow}; {count(place.num_calls, 'call')}{where}"
     mark = "!" if place.below and place.own else "?" if place.below else " "
     return prose(f"    {mark} {name}".ljust(18 if name else 8), text, width=18 if name else 8)
 

@@ -1,4 +1,4 @@
-"""The precision audit of real tiny models: healthy ones accuse nobody, planted changes are named."""
+"""The precision audit of tiny models: healthy ones accuse nobody, planted changes are named."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BLOCKS = {
     "mamba2": "backbone.layers.1",
     "bert": "bert.encoder.layer.1",
     "t5": "decoder.block.1",
-    "remote-code": "transformer.h.1",
+    "remote-code": "bricks.1",
 }
 WITHOUT_SDPA = ("mamba", "mamba2", "remote-code")
 
 
 @pytest.fixture(scope="module")
 def run_of(tiny_model, tmp_path_factory):
-    """``run_of("llama")`` → a run with the operators of block 1; the same arguments, the same run."""
+    """``run_of("llama")`` → a run with block 1's operators; the same arguments, the same run."""
     made: dict[tuple, Run] = {}
 
     def make(architecture, dtype="bfloat16", attention="eager", **options) -> Run:
@@ -344,3 +344,12 @@ def test_a_probes_accumulator_is_told(run_of):
         "the run accumulates, by its probe: linear of bfloat16: 24 bits (float32), rounded to "
         "nearest"
     ]
+
+
+def test_code_from_elsewhere_is_held_to_practice(run_of):
+    """A model's own modeling file is no family of the table: its parts are found and shown."""
+    run = run_of("remote-code")
+    audit = audit_runs(run)
+    assert audit.findings == []
+    assert {"softmax", "residual add", "matrix product", "norm statistics"} <= rows(run).keys()
+    assert all(not row.own for row in audit.rows)

@@ -96,7 +96,7 @@ def by_variance(self, x):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_norm_statistics(function, expected, dtype):
-    """From the square to the root, and the cast of what comes of it; nothing of the input's past."""
+    """From the square to the root, and the cast of what comes of it; not the input's past."""
     found = parts(Module(function, w=torch.ones(8, dtype=BF16)), X.to(BF16))
     ((names, dtypes, kernel),) = found["norm statistics"]
     assert names == expected

@@ -1,0 +1,35 @@
+"""`divergence inspect` of a run that holds operators."""
+
+from __future__ import annotations
+
+import json
+
+from divergence.capture.api import capture
+
+
+def test_inspect_says_in_which_dtype_the_parts_ran(invoke, tiny_model, tmp_path):
+    """As text with one column, in JSON under ``audit``, and not where one site is asked for."""
+    path = str(tmp_path / "a")
+    capture(
+        str(tiny_model("llama")), out=path, prompts=["A bridge."], max_new_tokens=1,
+        attn_implementation="eager", sites=["ops@model.layers.1"],
+    )  # fmt: skip
+    code, out, _ = invoke("inspect", path)
+    assert code == 0
+    assert "precision  in which dtype each part ran" in out
+    assert "    norm statistics   float32            float32 (LlamaRMSNorm)" in out
+    _, out, _ = invoke("inspect", path, "--verbose")
+    assert "modeling_llama.py:" in out[out.index("precision  ") :]
+    _, out, _ = invoke("inspect", path, "--json")
+    rows = {row["part"]: row for row in json.loads(out)["audit"]["rows"]}
+    assert rows["softmax"]["reference"] == ["float32"]
+    _, out, _ = invoke("inspect", path, "--site", "model.layers.1*")
+    assert "precision  " not in out
+
+
+def test_inspect_of_a_run_without_operators_has_no_audit(invoke, tiny_model, tmp_path):
+    """Neither as text nor in JSON."""
+    path = str(tmp_path / "a")
+    capture(str(tiny_model("llama")), out=path, prompts=["A bridge."], max_new_tokens=1)
+    assert "precision  " not in invoke("inspect", path)[1]
+    assert "audit" not in json.loads(invoke("inspect", path, "--json")[1])

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from divergence.compare.audit_findings import differing, finding
-from divergence.compare.audit_graph import Found
+from divergence.compare.audit_graph import Found, accumulates
 from divergence.compare.audit_parts import find_parts
 from divergence.compare.audit_result import PARTS, AuditedPlace, AuditResult, AuditRow
 from divergence.compare.expectations import Family, expectation, family_of, is_below
@@ -30,6 +30,9 @@ from divergence.run.reader import Run
 from divergence.run.site import is_operator_site, module_of
 
 __all__ = ["audit_runs", "audited_places"]
+
+MAX_OPERATORS = 64
+"""Named at one place; a scan calls the same line once for every token."""
 
 _PASSES = ("anchored", "free", "whole", "replayed")
 
@@ -103,11 +106,7 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
             key = (place.part, place.module, place.source, place.computed, place.kernel,
                    place.result, *place.operands)  # fmt: skip
             seen = places.get(key)
-            places[key] = (
-                place
-                if seen is None
-                else msgspec.structs.replace(seen, num_calls=seen.num_calls + 1)
-            )
+            places[key] = place if seen is None else _again(seen, place)
     kept = list(places.values())
     if logits is not None and not any(place.part == "logits" for place in kept):
         kept += _recorded_logits(run, logits, family)
@@ -117,8 +116,9 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
 def _place(found: Found, manifest: Manifest, family: Family | None) -> AuditedPlace:
     root = found.root
     results = [(node, _component(node.results[0].dtype)) for node in found.nodes]
-    narrow, computed = min(results, key=lambda item: _width(item[1]))
-    same = {dtype for _, dtype in results} == {computed}
+    narrow, narrowest = min(results, key=lambda item: _width(item[1]))
+    same = {dtype for _, dtype in results} == {narrowest}
+    computed = narrowest
     taken = [_component(operand.dtype) for operand in found.nodes[0].call.operands]
     if found.part in ("matrix product", "router product", "logits"):
         # what is multiplied is rounded to the operands' dtype before anything is added up
@@ -142,11 +142,23 @@ def _place(found: Found, manifest: Manifest, family: Family | None) -> AuditedPl
         result=found.nodes[-1].results[0].dtype,
         computed=None if found.kernel else computed,
         kernel=root.name if found.kernel else None,
-        accumulates=found.accumulates and not found.kernel,
+        accumulates=not found.kernel
+        and all(accumulates(node) for node, dtype in results if dtype == narrowest),
         expected=list(expected),
         expected_by="" if wanted is None else wanted.by,
         own=wanted is not None and wanted.own,
         below=not found.kernel and is_below(computed, expected),
+    )
+
+
+def _again(seen: AuditedPlace, place: AuditedPlace) -> AuditedPlace:
+    """The place once more: in another forward, or for another tensor there."""
+    operators, near = (
+        list(dict.fromkeys([*old, *new]))[:MAX_OPERATORS]
+        for old, new in ((seen.operators, place.operators), (seen.near, place.near))
+    )
+    return msgspec.structs.replace(
+        seen, operators=operators, near=near, num_calls=seen.num_calls + 1
     )
 
 

@@ -102,8 +102,7 @@ def _dtype_and_place(place: AuditedPlace) -> str:
     where = (place.source or place.site).partition(" in ")[0]
     # one kernel: it rounds what it gives; what it adds up in is not in the records
     inside = "; as stored: what its kernel accumulates in is for the probe to tell"
-    lone = place.accumulates and len(place.operators) == 1
-    return f"{place.computed} ({where}{inside if lone else ''})"
+    return f"{place.computed} ({where}{inside if place.accumulates else ''})"
 
 
 def _expected(row: AuditRow) -> str:

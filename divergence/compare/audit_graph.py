@@ -10,7 +10,16 @@ from divergence.compare.graph import Node
 from divergence.numerics.formats import format_named
 from divergence.run.call import Operand
 
-__all__ = ["SOFTMAX", "Calls", "Found", "bare", "is_attention", "is_float", "is_product"]
+__all__ = [
+    "SOFTMAX",
+    "Calls",
+    "Found",
+    "accumulates",
+    "bare",
+    "is_attention",
+    "is_float",
+    "is_product",
+]
 
 _PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "matmul",
                        "linear", "einsum", "convolution", "_convolution"})  # fmt: skip
@@ -31,11 +40,6 @@ class Found:
     kernel: bool = False
     near: tuple[str, ...] = ()
 
-    @property
-    def accumulates(self) -> bool:
-        """One of the operators adds up inside its kernel."""
-        return any(bare(node) in _INSIDE or is_product(node) for node in self.nodes)
-
 
 def is_product(node: Node) -> bool:
     """A matrix product of any name: also ``_grouped_mm``, ``_scaled_mm``, a vendor's."""
@@ -46,6 +50,11 @@ def is_product(node: Node) -> bool:
 def bare(node: Node) -> str:
     """``mm`` of ``aten.mm``."""
     return node.name.rpartition(".")[2]
+
+
+def accumulates(node: Node) -> bool:
+    """Does it add up inside its kernel, in a dtype that no record shows?"""
+    return bare(node) in _INSIDE or is_product(node)
 
 
 def is_float(node: Node) -> bool:

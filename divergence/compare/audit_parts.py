@@ -20,16 +20,13 @@ from divergence.compare.audit_graph import (
     is_float,
     is_product,
 )
+from divergence.compare.audit_norms import find_norms, is_norm_kernel
 from divergence.compare.graph import Node
 from divergence.numerics.formats import format_named
 from divergence.run.call import Operand
 
 __all__ = ["find_parts"]
 
-_REDUCTIONS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean",
-                         "linalg_vector_norm", "norm"})  # fmt: skip
-_STATISTICS = _REDUCTIONS | {"pow", "square", "mul", "sub", "add", "clamp", "clamp_min", "div",
-                             "maximum"}  # fmt: skip
 _ON_SCORES = frozenset({"add", "sub", "mul", "div", "masked_fill", "where", "tanh", "clamp", "cat",
                         "clone", "maximum", "index", "slice_scatter"})  # fmt: skip
 _ON_ROUTES = SOFTMAX | {"sigmoid", "add", "sub", "mul", "div", "sum", "gather", "masked_fill",
@@ -44,7 +41,7 @@ def find_parts(nodes: list[Node], blocks: set[str], logits: str | None = None) -
     """Every part in one forward's calls. ``blocks``: module paths of the repeated blocks;
     ``logits``: that of what makes the logits."""
     graph = Calls(nodes, blocks, logits)
-    for find in (_routers, _fused, _norms, _softmaxes, _rotary, _residuals, _caches, _rest):
+    for find in (_routers, _fused, find_norms, _softmaxes, _rotary, _residuals, _caches, _rest):
         find(graph)
     return graph.found
 
@@ -95,91 +92,12 @@ def _fused(graph: Calls) -> None:
         if is_attention(node):
             graph.add("softmax", [node], node, kernel=True)
             graph.add("attention scores", [node], node, kernel=True)
-        elif _is_norm_kernel(node):
+        elif is_norm_kernel(node):
             graph.add("norm statistics", [node], node, kernel=True)
             if "add" in name:
                 graph.add("residual add", [node], node, kernel=True)
         elif "rotary" in name or "rope" in name:
             graph.add("rotary", [node], node, kernel=True)
-
-
-def _norms(graph: Calls) -> None:
-    roots = [node for node in graph.nodes if bare(node) in ("rsqrt", "sqrt") or _is_inverse(node)]
-    alone = [node for node in graph.nodes if bare(node) in ("var", "var_mean", "std", "std_mean")]
-    for root in (*roots, *alone):
-        if not graph.free(root):
-            continue
-        inside = [node for node in _between(graph, root) if graph.free(node)]
-        if not any(bare(node) in _REDUCTIONS for node in (root, *inside)):
-            continue
-        after = [n for n in graph.eaters.get(root.path, []) if n.is_cast and graph.free(n)]
-        graph.add("norm statistics", [*inside, root, *after], root)
-        _norm_weight(graph, root)
-
-
-def _between(graph: Calls, root: Node) -> list[Node]:
-    """Of what leads to the root, the reductions, what follows them, and the squares and casts that
-    they take: not what made the norm's input."""
-
-    def belongs(node: Node) -> bool:
-        return node.module == root.module and (bare(node) in _STATISTICS or node.is_cast)
-
-    leading, _ = graph.back(root, belongs)
-    known = {node.path for node in leading if node.module == root.module}
-    kept: dict[str, Node] = {}
-
-    def visit(node: Node, reduced: bool) -> None:
-        for feeder in graph.feeders(node):
-            if feeder.path not in known or feeder.path in kept:
-                continue
-            if reduced and not (feeder.is_cast or _may_be_reduced(feeder)):
-                continue
-            kept[feeder.path] = feeder
-            if not (reduced and feeder.is_cast):  # what it casts is the norm's input
-                visit(feeder, reduced or bare(feeder) in _REDUCTIONS)
-
-    visit(root, bare(root) in _REDUCTIONS)
-    return list(kept.values())
-
-
-def _may_be_reduced(node: Node) -> bool:
-    """A square, a difference from the mean, or a mean."""
-    if bare(node) == "mul":
-        return _is_square(node)
-    return bare(node) in ("pow", "square", "sub") or bare(node) in _REDUCTIONS
-
-
-def _is_square(node: Node) -> bool:
-    operands = node.call.operands
-    return len(operands) == 2 and operands[0].site == operands[1].site
-
-
-def _is_inverse(node: Node) -> bool:
-    """x ** -0.5"""
-    return bare(node) == "pow" and node.call.arguments.get("exponent") == -0.5
-
-
-def _norm_weight(graph: Calls, root: Node) -> None:
-    """The product with the norm's weight: after the root, in the same module."""
-    for node in graph.nodes:
-        near = node.module == root.module and node.order > root.order
-        if near and graph.free(node) and bare(node) == "mul" and is_float(node):
-            makers = [graph.maker(operand) for operand in node.call.operands]
-            weighted = any(operand.weight for operand in node.call.operands) or any(
-                maker is not None and _of_weights(graph, maker) for maker in makers
-            )
-            if weighted:
-                graph.add("norm weight", [node], node)
-
-
-def _of_weights(graph: Calls, node: Node) -> bool:
-    """Made of weights and constants alone: ``1 + weight.float()``."""
-    operands = node.call.operands
-    return bool(operands) and all(
-        operand.weight is not None
-        or ((maker := graph.maker(operand)) is not None and _of_weights(graph, maker))
-        for operand in operands
-    )
 
 
 def _softmaxes(graph: Calls) -> None:
@@ -231,6 +149,26 @@ def _rotary(graph: Calls) -> None:
             sides = [n for n in graph.feeders(root) if bare(n) == "mul"]
             if len(sides) == 2 and any(_is_turned(graph, side) for side in sides):
                 graph.add("rotary", [n for n in (*sides, root) if graph.free(n)], root)
+        elif bare(root) in ("cat", "stack"):
+            halves = _halves(graph, root)
+            if halves:
+                graph.add("rotary", [n for n in halves if graph.free(n)], halves[-1])
+
+
+def _halves(graph: Calls, root: Node) -> list[Node]:
+    """x cos - y sin beside y cos + x sin: the same four factors twice."""
+    found: dict[str, list[Node]] = {}
+    for half in graph.feeders(root):
+        products = [node for node in graph.feeders(half) if bare(node) == "mul"]
+        if bare(half) in ("sub", "add") and len(products) == 2:
+            found[bare(half)] = [*products, half]
+    if len(found) != 2:
+        return []
+    factors = [
+        {operand.site for node in nodes[:2] for operand in node.call.operands}
+        for nodes in found.values()
+    ]
+    return [*found["sub"], *found["add"]] if factors[0] == factors[1] else []
 
 
 def _is_turned(graph: Calls, node: Node) -> bool:
@@ -251,7 +189,7 @@ def _residuals(graph: Calls) -> None:
 
     for node in graph.nodes:
         operands = node.call.operands
-        if _is_norm_kernel(node) or node.is_cast or bare(node) == "clone":
+        if is_norm_kernel(node) or node.is_cast or bare(node) == "clone":
             if operands and of_stream(operands[0]):
                 stream.add(node.path)
             continue
@@ -266,11 +204,6 @@ def _residuals(graph: Calls) -> None:
         if (carried[0] and made[1]) or (carried[1] and made[0]):
             graph.add("residual add", [node], node)
             stream.add(node.path)
-
-
-def _is_norm_kernel(node: Node) -> bool:
-    """A fused norm: in a post-norm block the stream goes through it."""
-    return "norm" in bare(node) and bare(node) not in _REDUCTIONS
 
 
 def _caches(graph: Calls) -> None:

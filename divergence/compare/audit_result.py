@@ -43,10 +43,10 @@ class AuditedPlace(_Base, frozen=True, kw_only=True):
     part there; ``near``: those beside, where a fault of the part may first be seen. ``source``:
     the Python line. ``operands``, ``result``: dtypes that went in and came out. ``computed``: the
     narrowest dtype that a value was rounded to on the way; None where one kernel did it all
-    (``kernel``: its name), whose inside no record shows. ``accumulates``: a kernel of its adds up
-    inside, in a dtype that no record shows. ``expected``: any of these is enough,
-    ``expected_by`` whose word that is, ``own``: of the model's own code (else common practice).
-    ``below``: narrower than all of them.
+    (``kernel``: its name), whose inside no record shows. ``accumulates``: ``computed`` is of a
+    kernel that adds up inside, in a dtype that no record shows. ``expected``: any of these is
+    enough, ``expected_by`` whose word that is, ``own``: of the model's own code (else common
+    practice). ``below``: narrower than all of them.
     """
 
     part: Part

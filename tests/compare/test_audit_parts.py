@@ -254,6 +254,24 @@ def test_rotary_is_told_by_the_turn(turn):
     assert [names for names, _, _ in found["rotary table"]] == [["cos"], ["sin"]]
 
 
+def test_rotary_in_halves():
+    """x cos - y sin beside y cos + x sin; four other factors are no rotation."""
+    x, y, cos, sin = torch.randn(4, 3, 8).to(BF16)
+
+    def turned(m, x, y, cos, sin):
+        return torch.cat((x * cos - y * sin, y * cos + x * sin), -1)
+
+    found = parts(Module(turned), x, y, cos, sin)
+    assert found["rotary"] == [
+        (["mul", "mul#2", "sub", "mul#3", "mul#4", "add"], ["bfloat16"] * 6, False)
+    ]
+
+    def other(m, x, y, cos, sin):
+        return torch.cat((x * cos - y * sin, x * cos + x * cos), -1)
+
+    assert "rotary" not in parts(Module(other), x, y, cos, sin)
+
+
 def test_rotary_by_complex_numbers():
     """Its dtype is that of their parts."""
 

@@ -12,9 +12,9 @@ dtype that would do (compare.expectations). A run computed in float64 is not aud
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import msgspec
 
@@ -54,9 +54,14 @@ def audit_runs(
         notes.append(
             "the runs have different dtypes: each is held to what is expected, not to the other"
         )
+    told: dict[str, list[str]] = {}
     for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
         if run is not None and places is not None:
-            notes += _notes(name, run.manifest, places, alone=candidate is None)
+            whose = "the run" if candidate is None else f"the {name}"
+            notes += _unknown(whose, run.manifest)
+            for text in _probed(run.manifest, places):
+                told.setdefault(text, []).append(whose)
+    notes += [f"{' and '.join(names)}: {text}" for text, names in told.items()]
     rows, findings = [], []
     for part in PARTS:
         mine, other = ([p for p in places or () if p.part == part] for places in (ours, theirs))
@@ -208,21 +213,25 @@ def _computed(places: list[AuditedPlace]) -> list[str]:
     return [name for name, _ in counts.most_common()]
 
 
-def _notes(name: str, manifest: Manifest, places: list[AuditedPlace], *, alone: bool) -> list[str]:
-    whose = "the run" if alone else f"the {name}"
-    notes = []
-    if family_of(manifest.model.model_class) is None:
-        notes.append(
-            f"what {manifest.model.model_class} itself expects is not known: {whose} is held to "
-            "common practice"
-        )
-    facts: list[Any] = list(getattr(manifest, "arithmetic", []))
-    told = {}
-    for fact in facts:
-        if fact.name.startswith("accumulator: ") and fact.verified:
-            subject = fact.name.removeprefix("accumulator: ")
-            told.setdefault((subject.partition(" ")[0], subject.rpartition(" ")[2]), fact.value)
-    if told and any(place.accumulates for place in places):
-        text = "; ".join(f"{what} of {dtype}: {value}" for (what, dtype), value in told.items())
-        notes.append(f"{whose} accumulates, by its probe: {text}")
-    return notes
+def _unknown(name: str, manifest: Manifest) -> list[str]:
+    if family_of(manifest.model.model_class) is not None:
+        return []
+    return [
+        f"what {manifest.model.model_class} itself expects is not known: {name} is held to common "
+        "practice"
+    ]
+
+
+def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[str]:
+    """What verified probes say of the accumulators behind these places, dtype by dtype."""
+    stored = {place.computed for place in places if place.accumulates}
+    found: dict[tuple[str, str], list[str]] = {}
+    for fact in manifest.arithmetic:
+        *words, dtype = fact.subject.split()
+        if fact.probe == "accumulator" and fact.verified and dtype in stored:
+            what = " ".join(itertools.takewhile(lambda word: "=" not in word, words))
+            found.setdefault((dtype, fact.value), []).append(what)
+    return [
+        f"{dtype} is accumulated in {value} (probed: {', '.join(dict.fromkeys(names))})"
+        for (dtype, value), names in found.items()
+    ]

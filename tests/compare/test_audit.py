@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from divergence.capture.api import capture, reference
 from divergence.compare.api import compare
 from divergence.compare.audit import audit_runs
+from divergence.run.arithmetic import ArithmeticFact
 from divergence.run.reader import Run
 
 BLOCKS = {
@@ -63,7 +64,8 @@ def test_healthy_models_accuse_nobody(run_of, architecture, dtype):
     runs = [run_of(architecture, dtype, kind) for kind in kinds]
     for pair in [(runs[0],), (runs[0], runs[-1])]:
         audit = audit_runs(*pair)
-        assert audit.findings == [] and audit.notes == []
+        assert audit.findings == []
+        assert not any("not known" in note for note in audit.notes)
         assert all(row.below is None and not row.differs for row in audit.rows)
 
 
@@ -313,9 +315,9 @@ def test_an_unknown_family_is_held_to_practice(run_of):
     changed = Run.open(run.path)
     changed.manifest.model.model_class = "UnheardOfForCausalLM"
     audit = audit_runs(changed)
-    assert audit.notes == [
+    assert audit.notes[0] == (
         "what UnheardOfForCausalLM itself expects is not known: the run is held to common practice"
-    ]
+    )
     assert audit.findings == []
     gpt = Run.open(run_of("gpt2").path)
     gpt.manifest.model.model_class = "UnheardOfForCausalLM"
@@ -325,25 +327,21 @@ def test_an_unknown_family_is_held_to_practice(run_of):
 
 
 def test_a_probes_accumulator_is_told(run_of):
-    """Where the manifest holds verified facts, beside what was stored."""
-    run = Run.open(run_of("llama").path)
-    run.manifest = types.SimpleNamespace(
-        **{name: getattr(run.manifest, name) for name in run.manifest.__struct_fields__}
-        | {
-            "arithmetic": [
-                types.SimpleNamespace(
-                    name="accumulator: linear M=16 K=64 N=64 bfloat16",
-                    value="24 bits (float32), rounded to nearest",
-                    verified=True,
-                ),
-                types.SimpleNamespace(name="accumulator: sum n=8 float16", value="?", verified=0),
+    """What the manifest holds as verified, of the dtypes that were stored, beside the table."""
+    one, two = (Run.open(run_of("llama").path) for _ in range(2))
+    for run in (one, two):
+        run.manifest.arithmetic = [
+            ArithmeticFact(name=f"accumulator: {subject}", value=value, verified=verified)
+            for subject, value, verified in [
+                ("linear M=16 K=64 N=64 bfloat16", "24 bits (float32)", True),
+                ("attention P@V heads=2 n=64 bfloat16", "24 bits (float32)", True),
+                ("sum n=8 bfloat16", "8 bits (bfloat16)", False),
+                ("sum n=8 float16", "24 bits (float32)", True),
             ]
-        }
-    )
-    assert audit_runs(run).notes == [
-        "the run accumulates, by its probe: linear of bfloat16: 24 bits (float32), rounded to "
-        "nearest"
-    ]
+        ]
+    text = "bfloat16 is accumulated in 24 bits (float32) (probed: linear, attention P@V)"
+    assert audit_runs(one).notes == [f"the run: {text}"]
+    assert audit_runs(one, two).notes == [f"the reference and the candidate: {text}"]
 
 
 def test_code_from_elsewhere_is_held_to_practice(run_of):

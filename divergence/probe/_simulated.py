@@ -31,23 +31,32 @@ def matrix_unit(
     cut: bool = True,
     input_bits: int | None = None,
     cut_inputs: bool = True,
+    splits: int = 1,
     rows: int = 1,
     columns: int = COLUMNS,
 ) -> Summing:
-    """A linear operator on such a unit, one block of ``width`` terms after the other."""
+    """A linear operator on such a unit, one block of ``width`` terms after the other.
+
+    ``splits``: so many parts of the terms are summed apart, and their sums added in float32,
+    rounded to nearest, as a split-K kernel does.
+    """
 
     def call(leaves: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
         a, b = leaves.double().numpy(), partner.double().numpy()
         if input_bits is not None:
             a = keep_bits(a, input_bits, cut=cut_inputs)
             b = keep_bits(b, input_bits, cut=cut_inputs)
-        total = np.zeros((len(b), len(a)))
-        for start in range(0, a.shape[1], width):
-            block = slice(start, start + width)
-            products = b[:, None, block] * a[None, :, block]  # (M, S, w): exact in float64
-            parts = np.concatenate([total[:, :, None], products], axis=2)
-            total = _fused(parts, fraction_bits, cut=cut)
-        return torch.from_numpy(total).float().to(dtype)
+        whole = None
+        for part in np.array_split(np.arange(terms), splits):
+            total = np.zeros((len(b), len(a)))
+            for start in range(int(part[0]), int(part[-1]) + 1, width):
+                block = slice(start, start + width)
+                products = b[:, None, block] * a[None, :, block]  # (M, S, w): exact in float64
+                joined = np.concatenate([total[:, :, None], products], axis=2)
+                total = _fused(joined, fraction_bits, cut=cut)
+            mine = total.astype(np.float32)  # exact
+            whole = mine if whole is None else whole + mine
+        return torch.from_numpy(whole).to(dtype)
 
     bits = f"{fraction_bits} bits, {format_of(dtype).name}"
     return Summing(

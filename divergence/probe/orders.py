@@ -60,8 +60,9 @@ def note_finding(notebook: Notebook, finding: Finding) -> None:
     operator = finding.operator
     if not finding.orders:
         notebook.note(
-            "order", operator.title, "not revealed", verified=False, evidence=finding.reason
-        )
+            "order", operator.title, "not revealed", verified=False, evidence=finding.reason,
+            numbers={} if finding.error is None else {"error": finding.error},
+        )  # fmt: skip
     else:
         digest = xxhash.xxh3_128()
         for order in finding.orders:
@@ -73,7 +74,8 @@ def note_finding(notebook: Notebook, finding: Finding) -> None:
             digest=digest.hexdigest(),
             numbers={"terms": operator.terms, "partials": _mean_partials(finding),
                      "depth": first.tree.depth, "widest": first.tree.widest,
-                     "rounded_products": int(_rounds_products(operator, first))},
+                     "rounded_products": int(_rounds_products(operator, first)),
+                     "error": finding.error or 0.0},
             evidence=_evidence(finding),
         )  # fmt: skip
         _note_widths(notebook, operator, first)

@@ -11,7 +11,8 @@ the operator may use:
 * an operator that keeps fewer input bits than its dtype has (TF32): as many as were measured;
 * each of these with results cut off instead of rounded;
 * for nodes with more than two children: all aligned to the largest exponent, cut off after so
-  many fraction bits, summed exactly and then rounded or cut off to float32.
+  many fraction bits (as many as were measured, or 23 to 25), summed exactly and then rounded or cut
+  off to float32.
 
 Replay is exact: a fused multiply-add is a float64 operation rounded to odd before it is rounded to
 float32, so that rounding twice is harmless (Boldo and Melquiond, "Emulation of FMA and correctly
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 
 from divergence.numerics.formats import format_of
-from divergence.probe.accumulator import InputBits, input_bits, keep_bits
+from divergence.probe.accumulator import InputBits, find_accumulator, input_bits, keep_bits
 from divergence.probe.summing import Summing
 from divergence.probe.trees import Tree
 from divergence.probe.values import cancelling, exact_values
@@ -45,13 +46,16 @@ MAX_OUTPUTS = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
     """How one node adds. ``fused``: None, ``first`` (of two terms that meet, the earlier one is
-    rounded) or ``last``. ``stored``: the format of partial sums. ``cut``: every result
-    is cut off, not rounded. ``fraction_bits``: of nodes with more than two children."""
+    rounded) or ``last``. ``stored``: the format of partial sums. ``cut``: results of
+    two children are cut off, not rounded. ``fraction_bits``: of nodes with more children;
+    ``cut_fused``: their results are cut off (sums of several units' results may still be rounded).
+    """
 
     fused: str | None = None
     stored: str = "float32"
     fraction_bits: int | None = None
     cut: bool = False
+    cut_fused: bool = False
     inputs: InputBits | None = None
 
     @property
@@ -59,25 +63,29 @@ class Arithmetic:
         words = {None: "rounded products", "first": "fused", "last": "fused, last first"}
         text = words[self.fused]
         if self.fraction_bits is not None:
-            text = f"{self.fraction_bits} fraction bits"
-        if self.cut or self.fraction_bits is not None:
-            text += f", results {'cut off' if self.cut else 'rounded'}"
+            how = "cut off" if self.cut_fused else "rounded"
+            text = f"{self.fraction_bits} fraction bits, results {how}"
+        if self.cut:
+            text += ", sums of two cut off"
         if self.inputs is not None:
             text += f", inputs of {self.inputs.value}"
         return text if self.stored == "float32" else f"{text}, {self.stored} partial sums"
 
 
-def candidates(operator: Summing, tree: Tree) -> list[Arithmetic]:
-    """What to try, the usual first."""
+def candidates(operator: Summing, tree: Tree, *, row: int = 0) -> list[Arithmetic]:
+    """What to try, the usual first. ``row``: of an output that the tree is of."""
     name, inputs = format_of(operator.dtype).name, None
     if operator.products and name == "float32":
         inputs = input_bits(operator)
         inputs = None if inputs is None or min(inputs.leaves, inputs.partner) >= 23 else inputs
     if tree.widest > 2:
+        measured = find_accumulator(operator, tree, row=row).fraction_bits
+        known = [bits for bits in (23, 24, 25) if bits != measured]
         return [
-            Arithmetic(fraction_bits=bits, cut=cut, inputs=inputs)
-            for cut in (True, False)
-            for bits in (23, 24, 25, 26, 40)
+            Arithmetic(fraction_bits=bits, cut_fused=cut_fused, cut=cut, inputs=inputs)
+            for bits in ([] if measured is None else [measured]) + known
+            for cut_fused in (True, False)
+            for cut in (False, True)
         ]
     tries = [Arithmetic(inputs=inputs)]
     if operator.products:
@@ -137,7 +145,8 @@ def prove(
     chosen = [_chosen(trial, cells) for trial in made]
     telling = sum(_num_inexact(operator, *one) for one in chosen)
     num_outputs, best = sum(int(mask.sum()) for *_, mask in chosen), 0
-    for arithmetic in candidates(operator, tree):
+    row = int(cells.any(1).nonzero()[0])
+    for arithmetic in candidates(operator, tree, row=row):
         equal = 0
         for leaves, partner, got, mask in chosen:
             again = replay(operator, tree, arithmetic, leaves, partner)
@@ -272,7 +281,7 @@ def _fused_sum(parts: np.ndarray, how: Arithmetic) -> np.ndarray:
     _, exponent = np.frexp(np.where(largest == 0, 1.0, largest))  # 1 = 0.5 · 2^1
     quantum = np.ldexp(1.0, exponent - 1 - (how.fraction_bits or 0))
     total = (np.trunc(parts / quantum) * quantum).sum(axis=1)  # whole quanta: exact in float64
-    return _narrowed(total, cut=how.cut)
+    return _narrowed(total, cut=how.cut_fused)
 
 
 def _stored(values: np.ndarray, how: Arithmetic) -> np.ndarray:

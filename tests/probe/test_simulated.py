@@ -33,7 +33,7 @@ def test_width_and_fraction_bits_are_recognised(width, bits, dtype):
     (order,) = finding.orders
     assert order.tree == blocks(64, width)
     assert order.proof.arithmetic.fraction_bits == bits
-    assert order.proof.arithmetic.cut
+    assert order.proof.arithmetic.cut_fused
     found = find_accumulator(operator, order.tree)
     assert (found.bits, found.fraction_bits, found.rounding) == (24, bits, "cut off")
 
@@ -43,8 +43,28 @@ def test_a_unit_that_rounds_its_result_is_told_from_one_that_cuts():
     operator = matrix_unit(64, torch.bfloat16, width=8, fraction_bits=25, cut=False)
     (order,) = find_order(operator).orders
     assert order.verified
-    assert not order.proof.arithmetic.cut
+    assert not order.proof.arithmetic.cut_fused
     assert find_accumulator(operator, order.tree).rounding == "rounded to nearest"
+
+
+def test_split_sums_that_are_rounded_are_told_from_cut_units():
+    """Two halves on a unit that cuts off, added in float32 as usual."""
+    operator = matrix_unit(64, torch.bfloat16, width=8, fraction_bits=24, splits=2)
+    finding = find_order(operator)
+    assert finding.verified, finding
+    (order,) = finding.orders
+    how = order.proof.arithmetic
+    assert (how.fraction_bits, how.cut_fused, how.cut) == (24, True, False)
+    assert len(order.tree.nodes[-1]) == 2
+    assert order.tree.widest == 9
+
+
+@pytest.mark.parametrize("bits", [20, 30])
+def test_units_that_nobody_has_described_are_measured(bits):
+    """Fraction bits are read off the machine, not off a list."""
+    finding = find_order(matrix_unit(64, torch.float16, width=16, fraction_bits=bits))
+    assert finding.verified, finding
+    assert finding.orders[0].proof.arithmetic.fraction_bits == bits
 
 
 @pytest.mark.parametrize("cut", [True, False])

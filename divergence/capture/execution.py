@@ -24,7 +24,7 @@ from divergence.capture.engines.identity import identify, without_home
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.environment import collect_environment
-from divergence.capture.hooks import Anchor, Recorder
+from divergence.capture.hooks import Anchor, Recorder, inside
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
     RememberingSink,
@@ -215,7 +215,9 @@ class Execution:
             substitutes=[str(one) for one in request.substitutes.values()],
             logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
             modules={
-                path: self.notes[path] for path in self.notes if path in self.selection.hooked
+                path: note
+                for path, note in self.notes.items()
+                if path in self.selection.hooked or inside(path, self.selection.operators)
             },
         )
 

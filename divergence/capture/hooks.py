@@ -34,7 +34,7 @@ from divergence.run.record import PassName
 from divergence.run.site import ROOT, join_site
 from divergence.run.writer import Item
 
-__all__ = ["Anchor", "Recorder", "Sink"]
+__all__ = ["Anchor", "Recorder", "Sink", "inside"]
 
 _REMEMBERED = 16
 """Live tensors kept for recognition; a block hands its input to at most a few readers."""
@@ -123,7 +123,7 @@ class Recorder:
                 if substitute is None
                 else lambda site: substitute(self._pass, self._sample, self._step, site),
             )
-            self._hooked |= {path for path in notes if _inside(path, operators)}
+            self._hooked |= {path for path in notes if inside(path, operators)}
         self.fired: set[str] = set()
         self.anchored = self.num_emitted = 0
         self._recent: dict[int, tuple[torch.Tensor, int, Item]] = {}
@@ -377,7 +377,8 @@ class Recorder:
                     )
 
 
-def _inside(path: str, roots: set[str]) -> bool:
+def inside(path: str, roots: set[str]) -> bool:
+    """Is the module one of ``roots`` or in one?"""
     return any(path == root or root == ROOT or path.startswith(root + ".") for root in roots)
 
 

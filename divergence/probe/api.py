@@ -115,7 +115,11 @@ def _probe_all(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         count = 2048 if quick else 65536
-        scalar_probes(notebook, device, count=count, lengths=lengths)
+        for dtype in DTYPES:
+            for _, work in scalar_probes(
+                notebook, device, dtype, count=count, lengths=lengths, few=quick
+            ):
+                work()
         for number, operator in enumerate(wanted):
             tell("probe", number + 1, len(wanted) + 1, operator.title)
             findings += probe_orders(notebook, [operator])

@@ -99,15 +99,16 @@ def probe_elementary(
         for name, (function, _, _) in FUNCTIONS.items():
             subject = f"{name} {kind}"
             given = inputs_of(name, dtype, count)
+            counted = f"{name} n={count} {kind}"
             try:
                 got = function(given.to(device)).cpu()
                 differ, seen = lanes(function, given, device)
             except (RuntimeError, TypeError, NotImplementedError) as error:
-                notebook.absent("ulp", subject, error)
+                notebook.absent("ulp", counted, error)
                 continue
             worst = worst_ulp(function, given, got)
             notebook.note(
-                "ulp", subject, f"{worst:.3g} ulp", unit="ulp", numbers={"worst": worst},
+                "ulp", counted, f"{worst:.3g} ulp", unit="ulp", numbers={"worst": worst},
                 digest=digest_tensor(got), evidence=f"the worst of {count} inputs against float64",
             )  # fmt: skip
             notebook.note(

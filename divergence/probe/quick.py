@@ -1,7 +1,8 @@
 """The quick form: what every capture notes about the arithmetic that it ran on.
 
-Scalar probes and the orders of the commonest sums at one length, within a budget: an operator that
-would begin after it is left out and says so. It draws no random numbers, sets no switch, shows no
+Scalar probes and the orders of the commonest sums at one length, within a budget: what would begin
+after it is left out and says so (a machine whose cores are taken, with threads that wait for each
+other). It draws no random numbers, sets no switch, shows no
 warning and fails no capture: a machine that refuses the probes has one fact that says why. What was
 found is kept for the process, by device, threads and precision switches.
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 
+from divergence.numerics.formats import format_of
 from divergence.probe.elementary import probe_elementary
 from divergence.probe.notebook import Notebook, first_line
 from divergence.probe.orders import QUICK, operators, probe_orders
@@ -27,7 +30,7 @@ QUICK_TERMS = 512
 """Long enough to pass the first block of most kernels (192 and 384 were seen), and a model's head
 size or a tiny model's width; short enough for a second."""
 BUDGET_S = 1.5
-"""No operator is begun after so many seconds; one takes some hundredths."""
+"""Nothing is begun after so many seconds; one piece of work takes some hundredths."""
 
 _cache: dict[tuple, list[ArithmeticFact]] = {}
 
@@ -49,26 +52,46 @@ def quick_facts(device: str) -> list[ArithmeticFact]:
     return list(_cache[key])
 
 
-def scalar_probes(notebook: Notebook, device: str, *, count: int, lengths: tuple[int, ...]) -> None:
-    """Everything but orders. ``count``: inputs of elementary functions; ``lengths``: of rows."""
-    probe_rounding(notebook, device, DTYPES)
-    probe_subnormals(notebook, device, DTYPES)
-    probe_fused(notebook, device)
-    probe_elementary(notebook, device, DTYPES, count=count)
-    probe_rows(notebook, device, DTYPES, lengths)
+def scalar_probes(
+    notebook: Notebook,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    count: int,
+    lengths: tuple[int, ...],
+    few: bool = False,
+) -> list[tuple[str, Callable[[], None]]]:
+    """Everything but orders, in one dtype, as (probe, work to do). ``count``: inputs of elementary
+    functions; ``lengths``: of rows; ``few``: fewer rows."""
+    one = (dtype,)
+    return [
+        ("rounding", lambda: probe_rounding(notebook, device, one)),
+        ("subnormals", lambda: probe_subnormals(notebook, device, one)),
+        *([("fma", lambda: probe_fused(notebook, device))] if dtype == torch.float32 else []),
+        ("ulp", lambda: probe_elementary(notebook, device, one, count=count)),
+        ("rows", lambda: probe_rows(notebook, device, one, lengths, few=few)),
+    ]
 
 
 def _probe(device: str) -> list[ArithmeticFact]:
     started = time.monotonic()
     notebook = Notebook(keep_tensors=False)
-    scalar_probes(notebook, device, count=2048, lengths=(QUICK_TERMS,))
+    work: list[tuple[str, str, Callable[[], object]]] = []
     for dtype in DTYPES:
         for operator in operators(QUICK, QUICK_TERMS, dtype, device):
-            if time.monotonic() - started > BUDGET_S:
-                late = TimeoutError("left out: the quick form's time was up")
-                notebook.absent("order", operator.title, late)
-                continue
-            probe_orders(notebook, [operator])
+            work.append(
+                ("order", operator.title, lambda one=operator: probe_orders(notebook, [one]))
+            )
+        scalars = scalar_probes(
+            notebook, device, dtype, count=2048, lengths=(QUICK_TERMS,), few=True
+        )
+        for probe, call in scalars:
+            work.append((probe, f"all {format_of(dtype).name}", call))
+    for probe, subject, call in work:
+        if time.monotonic() - started > BUDGET_S:
+            notebook.absent(probe, subject, TimeoutError("left out: the quick form's time was up"))
+        else:
+            call()
     return notebook.facts
 
 

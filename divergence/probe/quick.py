@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUICK_TERMS = 512
 """Long enough to pass the first block of most kernels (192 and 384 were seen), and a model's head
 size or a tiny model's width; short enough for a second."""
-BUDGET_S = 1.5
+BUDGET_S = 2.0
 """Nothing is begun after so many seconds; one piece of work takes some hundredths."""
 
 _cache: dict[tuple, list[ArithmeticFact]] = {}

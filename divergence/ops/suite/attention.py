@@ -1,0 +1,213 @@
+"""Attention over whole sequences: grouped heads, masks, and the forms that implementations take.
+
+Axes: B batch, N heads, G key-value heads, T queries, S keys, H head dim. Query head n reads
+key-value head n // (N / G). Masks are boolean, True where a key is seen; a query that sees no key
+gives 0, as torch's scaled_dot_product_attention does since 2.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from divergence.ops.suite.cases import Plan, Source, cases_of
+from divergence.ops.suite.definition import Arguments, Case, Operator, Unavailable
+from divergence.ops.suite.noise import stored
+
+__all__ = ["OPERATORS", "attend"]
+
+Shape = tuple[int, ...]
+_ARGUMENTS = ("query", "key", "value", "mask", "causal", "scale")
+_WINDOW = 5
+
+
+def _run_sdpa(query, key, value, mask, causal, scale):
+    """The kernel that torch chooses."""
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def _run_math(query, key, value, mask, causal, scale):
+    """torch's own formula, in elementary operators."""
+    return _backend("MATH")()(query, key, value, mask, causal, scale)
+
+
+def _run_eager(query, key, value, mask, causal, scale):
+    """As eager attention in transformers: scores in the tensors' dtype, softmax in float32."""
+    key, value = _spread(key, query.shape[1]), _spread(value, query.shape[1])
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    seen = _seen(mask, causal, scores)
+    if seen is not None:
+        scores = scores + torch.zeros_like(scores).masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).nan_to_num(0.0).to(query.dtype)
+    return torch.matmul(weights, value)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
+    *,
+    scores_stored: bool = False,
+) -> torch.Tensor:
+    """P = softmax(s Q Kᵀ) over the keys that are seen, P V (Vaswani et al., "Attention Is All You
+    Need", 2017). P may be stored in the tensors' dtype, as fused kernels do before the second
+    product; eager attention stores the scores as well."""
+    scores = query @ key.transpose(-1, -2)  # (..., T, H), (..., S, H) → (..., T, S)
+    scores = stored(stored(scores) * scale) if scores_stored else scores * scale
+    if seen is not None:
+        scores = torch.where(seen, scores, -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(largest.isfinite(), largest, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    return stored(weights / torch.where(total == 0.0, 1.0, total)) @ value
+
+
+def _truth(query, key, value, mask, causal, scale):
+    """See attend."""
+    heads, queries = query.shape[1], query.shape[2]
+    seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
+    return attend(query, _spread(key, heads), _spread(value, heads), seen, scale)
+
+
+def _truth_eager(query, key, value, mask, causal, scale):
+    """See attend, with the scores stored."""
+    heads, queries = query.shape[1], query.shape[2]
+    seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
+    key, value = _spread(key, heads), _spread(value, heads)
+    return attend(query, key, value, seen, scale, scores_stored=True)
+
+
+def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Each key-value head once for every query head that reads it: (B, G, S, H) → (B, N, S, H)."""
+    batch, groups, length, width = x.shape
+    if groups == heads:
+        return x
+    wide = x[:, :, None].expand(batch, groups, heads // groups, length, width)
+    return wide.reshape(batch, heads, length, width)
+
+
+def _seen(mask, causal: bool, scores: torch.Tensor) -> torch.Tensor | None:
+    if not causal:
+        return mask
+    queries, keys = scores.shape[-2:]
+    return torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril()
+
+
+def _tensors(source: Source, shape: Shape) -> Arguments:
+    batch, heads, groups, queries, keys, width = shape
+    inner, outer = source.values in ("outliers", "equal"), source.values
+    where = (batch, groups, keys, width)
+    return {
+        "query": source.plain("query", (batch, heads, queries, width), scale=2.0),
+        "key": source.main("key", where) if inner else source.plain("key", where),
+        "value": source.main("value", where, axis=-2) if outer != "normal" or source.strided
+        else source.plain("value", where),
+        "mask": None, "causal": False, "scale": width**-0.5,
+    }  # fmt: skip
+
+
+def _causal(source: Source, shape: Shape) -> Arguments:
+    return {**_tensors(source, shape), "causal": True}
+
+
+def _masked(kind: str):
+    def build(source: Source, shape: Shape) -> Arguments:
+        return {**_tensors(source, shape), "mask": torch.from_numpy(mask_of(kind, shape))}
+
+    return build
+
+
+def mask_of(kind: str, shape: Shape) -> np.ndarray:
+    """(B, 1, T, S), True where query t sees key s. ``padding``: the last sample's first keys are
+    none; ``all_masked``: its first two queries see nothing; ``window``: the last five keys up to
+    the query's own place at the end."""
+    batch, _, _, queries, keys, _ = shape
+    seen = np.ones((batch, 1, queries, keys), dtype=bool)
+    if kind == "padding":
+        seen[-1, :, :, : keys // 3] = False
+    elif kind == "all_masked":
+        seen[-1, :, :2] = False
+    elif kind == "window":
+        place = np.arange(queries)[:, None] + keys - queries - np.arange(keys)[None]
+        seen &= (place >= 0) & (place < _WINDOW)
+    return seen
+
+
+_SHAPES = {
+    "decode": (1, 8, 2, 1, 130, 64), "odd": (2, 3, 3, 7, 19, 40), "grouped": (2, 6, 2, 9, 33, 32),
+    "square": (1, 3, 3, 33, 33, 40), "prefill": (1, 4, 2, 48, 48, 64),
+}  # fmt: skip
+_FULL: Plan = (
+    ("decode", "normal"), ("decode", "outliers"), ("odd", "normal"), ("odd", "outliers"),
+    ("odd", "subnormals"), ("odd", "cancelling"), ("odd", "equal"), ("odd.strided", "normal"),
+    ("grouped", "normal"), ("prefill", "normal"), ("prefill", "outliers"),
+)  # fmt: skip
+
+
+def _cases() -> Iterator[Case]:
+    yield from cases_of(_tensors, shapes=_SHAPES, plan=_FULL)()
+    square: Plan = (("square", "normal"), ("prefill", "normal"))
+    yield from cases_of(_causal, shapes=_SHAPES, plan=square, suffix="causal")()
+    odd: Plan = (("odd", "normal"), ("grouped", "normal"))
+    for kind in ("padding", "all_masked", "window"):
+        yield from cases_of(_masked(kind), shapes=_SHAPES, plan=odd, suffix=kind)()
+
+
+def _backend(name: str):
+    """scaled_dot_product_attention with one backend alone; what it cannot do, it refuses."""
+
+    def find():
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, name, None)
+        if backend is None:
+            raise Unavailable(f"torch {torch.__version__} has no {name.lower()}")
+
+        def call(query, key, value, mask, causal, scale):
+            with sdpa_kernel([backend]):
+                return _run_sdpa(query, key, value, mask, causal, scale)
+
+        return call
+
+    return find
+
+
+def _flash_attn():
+    from flash_attn import flash_attn_func
+
+    def call(query, key, value, mask, causal, scale):
+        if mask is not None:
+            raise Unavailable("flash_attn takes no mask")
+        # (B, N, T, H) → (B, T, N, H) and back
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return flash_attn_func(q, k, v, softmax_scale=scale, causal=causal).transpose(1, 2)
+
+    return call
+
+
+OPERATORS = (
+    Operator(
+        name="attention", arguments=_ARGUMENTS, run=_run_sdpa, truth=_truth, cases=_cases,
+        implementations={
+            "sdpa_flash": _backend("FLASH_ATTENTION"), "sdpa_math": _backend("MATH"),
+            "sdpa_efficient": _backend("EFFICIENT_ATTENTION"),
+            "sdpa_cudnn": _backend("CUDNN_ATTENTION"), "flash_attn": _flash_attn,
+        },
+    ),
+    Operator(
+        name="attention_math", arguments=_ARGUMENTS, run=_run_math, truth=_truth_eager,
+        cases=_cases,
+    ),
+    Operator(
+        name="attention_eager", arguments=_ARGUMENTS, run=_run_eager, truth=_truth_eager,
+        cases=_cases,
+    ),
+)  # fmt: skip

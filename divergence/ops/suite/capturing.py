@@ -1,0 +1,342 @@
+"""Capturing a suite: each operator called on its cases; as a run like any other.
+
+A fresh run draws the inputs (the same bytes everywhere). A repeat takes the recorded bytes,
+never the generator, and so does the truth, which computes each operator by its definition in
+float64. Whatever an implementation here cannot do is skipped, and counted with its reason.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from divergence._version import __version__
+from divergence.capture.determinism import Determinism, deterministic_settings
+from divergence.capture.engines.identity import without_home
+from divergence.capture.environment import collect_environment, resolve_device
+from divergence.errors import UsageError
+from divergence.ops.suite.catalog import case_path, cases_in, find, suite_named
+from divergence.ops.suite.definition import Arguments, Operator, Unavailable, outputs_of
+from divergence.ops.suite.implementations import DEFAULT, Chosen, Wishes, choose
+from divergence.ops.suite.judging import truth_of
+from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
+from divergence.run.fingerprint import digest_many, digest_tensor
+from divergence.run.layout import expanded
+from divergence.run.manifest import (
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+    Override,
+    Plan,
+    Repeatability,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+from divergence.run.reader import Run
+from divergence.run.site import compile_patterns, join_site, module_of, operator_path
+from divergence.run.writer import RunWriter, new_run_id
+
+__all__ = ["SOURCE", "capture_suite", "is_suite", "reference_suite"]
+
+SOURCE = "suite:"
+"""What the source of a suite's run begins with, and the MODEL of `divergence capture`."""
+
+Progress = Callable[[str, int, int | None, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One case to run. ``load``: its arguments, on the CPU."""
+
+    path: str
+    operator: Operator
+    load: Callable[[], Arguments]
+
+
+def is_suite(run: Run) -> bool:
+    """Was this run made of a suite?"""
+    model = run.manifest.model
+    return model.task == "operators" and model.source.startswith(SOURCE)
+
+
+def capture_suite(
+    suite: str | None = None,
+    *,
+    out: str | Path,
+    like: Run | None = None,
+    impl: Wishes = (),
+    sites: Sequence[str] = (),
+    device: str = "auto",
+    deterministic: bool | None = None,
+    seed: int | None = None,
+    repeat: int = 1,
+    label: str | None = None,
+    force: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run ``suite`` (``llm``) here, or the one in ``like`` again, and record it in ``out``.
+
+    ``impl``: see ops.suite.implementations. ``sites``: patterns of cases, ``rms_norm.*``.
+    Raises UsageError, RunFormatError (of ``like``), RunExistsError and RunWriteError.
+    """
+    device, chosen = resolve_device(device), choose(impl)
+    skipped: dict[str, int] = {}
+    if like is None:
+        assert suite is not None
+        works = _fresh(suite_named(suite))
+        source = SOURCE + suite
+    else:
+        works, source = _recorded(like, skipped), like.manifest.model.source
+    wanted = list(sites) or ["*"]
+    works = _selected(works, wanted)
+    if like is not None:
+        recorded = like.manifest.settings
+        deterministic = recorded.deterministic if deterministic is None else deterministic
+        seed = recorded.seed if seed is None else seed
+    deterministic = True if deterministic is None else deterministic
+    with deterministic_settings(
+        device.partition(":")[0], seed=seed or 0, enabled=deterministic
+    ) as determinism:
+        manifest = _manifest(
+            source, like, works, chosen=chosen, sites=wanted, device=device, label=label,
+            determinism=determinism, deterministic=deterministic, seed=seed or 0, command=command,
+        )  # fmt: skip
+        manifest.plan.skipped_operators = skipped
+        with RunWriter(expanded(out), manifest, force=force) as writer:
+            runner = _Runner(writer, chosen, device, repeat, progress)
+            runner.run(works)
+            manifest.settings.nondeterministic_warnings = determinism.warnings
+    return Run.open(out)
+
+
+def reference_suite(
+    run: Run,
+    *,
+    out: str | Path,
+    label: str | None = None,
+    force: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """The truth of a suite's run: every case by its definition, in float64, on the CPU."""
+    skipped: dict[str, int] = {}
+    works = _recorded(run, skipped)
+    manifest = _manifest(
+        run.manifest.model.source, run, works, chosen={}, sites=run.manifest.plan.sites,
+        device="cpu", label=label, determinism=Determinism(), deterministic=True, seed=0,
+        command=command,
+    )  # fmt: skip
+    manifest.settings.compute_dtype = "float64"
+    manifest.plan.skipped_operators = skipped
+    manifest.model.digest = run.manifest.model.digest
+    with RunWriter(expanded(out), manifest, force=force) as writer:
+        cases = CaseWriter(writer, "replayed")
+        for number, work in enumerate(works):
+            _tell(progress, "truth", number, len(works), work.path)
+            place = operator_path(work.path, work.operator.full_name, 1)
+            equal = "equal" in work.path.split(".")
+            for port, tensor in truth_of(work.operator, work.load(), equal=equal):
+                cases.put(join_site(place, port), tensor)
+    return Run.open(out)
+
+
+class _Runner:
+    """Runs cases and records them. ``repeat``: how often each is run, to see whether it repeats
+    itself."""
+
+    def __init__(
+        self,
+        writer: RunWriter,
+        chosen: dict[str, Chosen],
+        device: str,
+        repeat: int,
+        progress: Progress | None,
+    ) -> None:
+        self._cases = CaseWriter(writer, "free" if writer.manifest.like is None else "replayed")
+        self._chosen, self._device, self._repeat = chosen, device, repeat
+        self._progress, self._manifest = progress, writer.manifest
+        self._inputs: list[tuple[str, str]] = []
+
+    def run(self, works: list[Work]) -> None:
+        repeated = Repeatability(num_runs=self._repeat)
+        skipped = self._manifest.plan.skipped_operators
+        for number, work in enumerate(works):
+            _tell(self._progress, "suite", number, len(works), work.path)
+            arguments = work.load()
+            try:
+                outputs = self._call(work, arguments)
+                again = [self._call(work, arguments) for _ in range(self._repeat - 1)]
+            except (Unavailable, NotImplementedError, RuntimeError, AssertionError) as error:
+                reason = f"{work.operator.name}: {_first_line(error)}"
+                skipped[reason] = skipped.get(reason, 0) + 1
+                continue
+            self._record(work, arguments, outputs)
+            for others in again:
+                _count_differences(repeated, work, outputs, others)
+        if self._cases.order == 0:
+            raise UsageError(
+                "nothing was recorded: no operator could be run here",
+                where=next(iter(skipped), None),
+            )
+        for reason, count in skipped.items():
+            _tell(self._progress, "note", 0, None, f"{count} cases were skipped: {reason}")
+        self._manifest.repeatability = repeated
+        self._manifest.model.digest = digest_many(self._inputs)
+
+    def _call(self, work: Work, arguments: Arguments) -> tuple[torch.Tensor, ...]:
+        """Results on the CPU. A vendor's kernel may write to its inputs, so it gets copies."""
+        arguments = _copied(arguments, self._device)
+        with torch.no_grad():
+            results = outputs_of(self._chosen[work.operator.full_name].call(**arguments))
+        return tuple(result.detach().cpu().contiguous() for result in results)
+
+    def _record(self, work: Work, arguments: Arguments, outputs: tuple[torch.Tensor, ...]) -> None:
+        name = work.operator.full_name
+        call = self._cases.inputs(work.path, name, arguments)
+        place = operator_path(work.path, name, 1)
+        for argument, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                self._inputs.append((f"{work.path}.{argument}", digest_tensor(value)))
+        for number, output in enumerate(outputs):
+            site = join_site(place, output_port(number))
+            self._cases.put(site, output, call if number == 0 else None)
+
+
+def _fresh(suite: str) -> list[Work]:
+    return [
+        Work(case_path(operator, case), operator, case.make) for operator, case in cases_in(suite)
+    ]
+
+
+def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
+    """The cases of a run; of operators that this version does not know, only their number."""
+
+    def loader(record: Any) -> Callable[[], Arguments]:
+        return lambda: arguments_of(run, record)
+
+    works = []
+    for record in calls_in(run):
+        name = record.call.operator
+        try:
+            operator = find(name)
+        except UsageError as error:
+            skipped[error.message] = skipped.get(error.message, 0) + 1
+            continue
+        works.append(Work(module_of(record.site), operator, loader(record)))
+    if not works:
+        raise UsageError(
+            f"{run.path} holds no case of a suite",
+            hint="divergence capture suite:llm -o RUN makes a run that does",
+        )
+    return works
+
+
+def _selected(works: list[Work], patterns: list[str]) -> list[Work]:
+    """Patterns match a case's path, or begin with its operator's name."""
+    matches = compile_patterns(patterns)
+    found = [work for work in works if matches(f"{work.path}:out")]
+    if not found:
+        raise UsageError(
+            f"--sites {' '.join(patterns)} matches no case",
+            hint="divergence capture suite:llm --dry-run lists them: 'rms_norm.*', '*.equal'",
+        )
+    return found
+
+
+def _copied(arguments: Arguments, device: str) -> Arguments:
+    """Copies on the device, with the same strides."""
+    moved = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            there = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+            value = there.copy_(value)
+        moved[name] = value
+    return moved
+
+
+def _manifest(
+    source: str,
+    like: Run | None,
+    works: list[Work],
+    *,
+    chosen: dict[str, Chosen],
+    sites: list[str],
+    device: str,
+    label: str | None,
+    determinism: Determinism,
+    deterministic: bool,
+    seed: int,
+    command: str | None,
+) -> Manifest:
+    recorded = None if like is None else like.manifest
+
+    def kind(work: Work) -> str:
+        mine = chosen.get(work.operator.full_name)
+        return "definition" if mine is None else mine.name
+
+    modules = {work.path: ModuleNote(kind=kind(work), role="inner") for work in works}
+    used = sorted({f"{one.name}" for one in chosen.values() if one.name != DEFAULT})
+    model_class = "suite"
+    return Manifest(
+        id=new_run_id(),
+        tool_version=__version__,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=None if command is None else without_home(command),
+        like=None if recorded is None else recorded.id,
+        model=ModelIdentity(
+            source=source, model_class=model_class, task="operators",
+            config_digest="" if recorded is None else recorded.model.config_digest,
+            dtype="float32", num_parameters=0,
+            digest="" if recorded is None else recorded.model.digest,
+        ),
+        # nothing is generated: one sample stands for the suite
+        tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
+        settings=Settings(
+            deterministic=deterministic, seed=seed, device=device, max_new_tokens=0, batch=False,
+            switches=determinism.switches,
+        ),
+        environment=collect_environment(
+            device, label=label if label or chosen else "float64 reference"
+        ),
+        plan=Plan(
+            passes=["free" if recorded is None else "replayed"],
+            sites=sites,
+            anchored_to=None if recorded is None else recorded.id,
+            replayed_pass=None if like is None else calls_in(like)[0].pass_,
+            modules=modules,
+        ),
+        overrides=[]
+        if recorded is None or not used
+        else [Override(name="impl", reference=DEFAULT, used=", ".join(used))],
+    )  # fmt: skip
+
+
+def _count_differences(
+    result: Repeatability,
+    work: Work,
+    first: tuple[torch.Tensor, ...],
+    again: tuple[torch.Tensor, ...],
+) -> None:
+    for one, other in zip(first, again, strict=True):
+        result.num_compared += 1
+        if digest_tensor(one) != digest_tensor(other):
+            result.num_different += 1
+            result.first_difference = result.first_difference or work.path
+
+
+def _tell(progress: Progress | None, *what: Any) -> None:
+    if progress is not None:
+        progress(*what)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -1,0 +1,114 @@
+"""Matrix products: linear layers as GEMM and GEMV, with and without bias, plain and batched."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from divergence.ops.suite.cases import PLAN, Plan, Source, cases_of
+from divergence.ops.suite.definition import Arguments, Operator
+
+__all__ = ["OPERATORS"]
+
+Shape = tuple[int, ...]
+
+_SHAPES = {
+    "decode": (1, 1024, 256), "odd": (7, 129, 65), "prefill": (64, 512, 256),
+    "large_k": (3, 16384, 32),
+}  # fmt: skip
+_PLAN: Plan = (*PLAN, ("large_k", "normal"), ("large_k", "cancelling"))
+
+
+def _run_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return functional.linear(x, weight, bias)
+
+
+def _run_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(x, y)
+
+
+def _run_gemv(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    return torch.mv(matrix, vector)
+
+
+def _truth_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y = x Wᵀ, weight (N, K) as torch.nn.Linear keeps it."""
+    return x @ weight.T
+
+
+def _truth_linear_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """y = x Wᵀ + b."""
+    return x @ weight.T + bias
+
+
+def _truth_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """z_ij = Σ_k x_ik y_kj, over leading axes one by one."""
+    return x @ y
+
+
+def _linear(source: Source, shape: Shape) -> Arguments:
+    m, k, n = shape
+    weight = source.paired("weight", (n, k), scale=2.0 ** -round(k.bit_length() / 2))
+    return {"x": source.main("x", (m, k)), "weight": weight}
+
+
+def _linear_bias(source: Source, shape: Shape) -> Arguments:
+    return {**_linear(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125)}
+
+
+def _transposed(source: Source, shape: Shape) -> Arguments:
+    """y is the transposed view of a stored (N, K) matrix, as in x @ W.T."""
+    linear = _linear(source, shape)
+    return {"x": linear["x"], "y": linear["weight"].T}
+
+
+def _batched(source: Source, shape: Shape) -> Arguments:
+    b, m, k, n = shape
+    y = source.paired("batch", (b, n, k), scale=2.0 ** -round(k.bit_length() / 2))
+    return {"x": source.main("x", (b, m, k)), "y": y.transpose(1, 2).contiguous()}
+
+
+def _vector(source: Source, shape: Shape) -> Arguments:
+    n, k = shape
+    x = source.main("x", (k,))
+    weight = source.paired("weight", (n, k), scale=2.0 ** -round(k.bit_length() / 2))
+    return {"matrix": weight, "vector": x}
+
+
+def _truth_gemv(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    """y_i = Σ_k A_ik x_k."""
+    return matrix @ vector
+
+
+OPERATORS = (
+    Operator(
+        name="linear", arguments=("x", "weight"), run=_run_linear, truth=_truth_linear,
+        cases=cases_of(_linear, shapes=_SHAPES, plan=_PLAN),
+    ),
+    Operator(
+        name="linear_bias", arguments=("x", "weight", "bias"), run=_run_linear,
+        truth=_truth_linear_bias, cases=cases_of(_linear_bias, shapes=_SHAPES),
+    ),
+    Operator(
+        name="matmul", arguments=("x", "y"), run=_run_matmul, truth=_truth_matmul,
+        cases=cases_of(_transposed, shapes=_SHAPES, plan=_PLAN),
+    ),
+    Operator(
+        name="batched_matmul", arguments=("x", "y"), run=_run_matmul, truth=_truth_matmul,
+        cases=cases_of(
+            _batched,
+            shapes={"decode": (4, 1, 128, 64), "odd": (3, 7, 129, 33), "prefill": (4, 48, 64, 48)},
+        ),
+    ),
+    Operator(
+        name="gemv", arguments=("matrix", "vector"), run=_run_gemv, truth=_truth_gemv,
+        cases=cases_of(
+            _vector,
+            shapes={"odd": (65, 129), "large_k": (32, 16384)},
+            plan=[("odd", v) for v in ("normal", "outliers", "subnormals", "cancelling", "equal")]
+            + [("large_k", "normal"), ("large_k", "cancelling")],
+        ),
+    ),
+)  # fmt: skip

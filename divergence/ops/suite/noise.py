@@ -1,0 +1,156 @@
+"""How far a correct implementation may be from its definition: rounding, simulated.
+
+A definition is run again in float64 a few times, with every elementary result changed at random
+by what rounding it in float32 would change it by; the spread of the final results is the error
+that the formula makes of the rounding of its own steps, with its cancellations and its condition,
+element by element. This is Monte Carlo arithmetic (Parker, UCLA CSD-970002, 1997; Févotte and
+Lathuilière, "VERROU", SCAN 2016) with these assumptions:
+
+- A result is off by 0.29 of the spacing of float32 there (uniform in half a spacing to either
+  side: 1/√12), and not at all where float32 holds it exactly.
+- Elementary functions are off by four times that: GPUs and NPUs promise 1 to 4 ulp for exp, erf,
+  tanh and rsqrt (CUDA C++ Programming Guide, "Mathematical Functions"), vector libraries 1.
+- A sum of K terms p is off by 0.41 u √(K/2) times √(R² + Σp²), with u = 2^-24: partial sums of
+  random sign grow like √k (see numerics.floor), those of one sign up to R. Equal terms round all
+  the same way; there the error is that of K roundings in one direction, K u |R| / 2.
+- Where the definition says ``stored(x)``, x is rounded to the tensors' own dtype as well.
+
+What is exact in every implementation (comparisons, maxima, selection, negation, moving values
+about) is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from divergence.numerics.formats import Format, format_named
+
+__all__ = ["RoundingNoise", "samples", "spacing", "stored"]
+
+NUM_SAMPLES = 6
+_HALF_SPACING_RMS = 1 / math.sqrt(12)
+_ELEMENTARY_FACTOR = 4.0
+_SUM_FACTOR = 0.41
+_ROUNDOFF = 2.0**-24
+_INFINITY = torch.tensor(math.inf, dtype=torch.float64)
+
+_ELEMENTARY = frozenset(
+    "exp exp2 expm1 log log2 log1p erf erfc tanh sigmoid rsqrt sin cos pow softplus".split()
+)
+_EXACT = frozenset(
+    "neg abs amax amin max min maximum minimum clamp where masked_fill gather index index_select "
+    "clone copy _to_copy cat stack flip sort topk argmax round floor ceil trunc sign relu empty "
+    "zeros zeros_like ones ones_like full full_like fill arange scalar_tensor lift_fresh embedding "
+    "constant_pad_nd eq ne lt le gt ge isnan isfinite logical_and logical_or logical_not tril triu "
+    "_unsafe_view repeat ldexp frexp new_zeros new_full empty_like nan_to_num bitwise_not "
+    "bitwise_and detach copysign".split()
+)
+_PRODUCTS = frozenset("mm bmm mv dot".split())
+
+_STORED: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar(
+    "divergence_stored", default=None
+)
+
+
+def stored(x: torch.Tensor) -> torch.Tensor:
+    """``x``, an intermediate result that implementations may round to the dtype of the tensors.
+
+    Exactly ``x`` in the truth; off by a rounding where rounding is simulated.
+    """
+    change = _STORED.get()
+    return x if change is None else change(x)
+
+
+def spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
+    """Distance of neighbouring values of ``form`` around each float64 ``x``; the subnormals'
+    around 0, and nan where ``x`` is not finite."""
+    _, exponent = torch.frexp(x)  # |x| = m · 2^exponent, 1/2 <= m < 1
+    power = (exponent.double() - 1 - form.mantissa_bits).clamp_min(
+        math.log2(form.smallest_subnormal)
+    )
+    return torch.where(x.isfinite(), torch.exp2(power), math.nan)
+
+
+class RoundingNoise(TorchDispatchMode):
+    """While entered, float64 results are off by a random rounding. ``form``: the tensors' own
+    dtype. ``equal``: addends are all the same, so their roundings are."""
+
+    def __init__(self, form: Format, *, seed: int, equal: bool = False) -> None:
+        super().__init__()
+        self._form, self._equal = form, equal
+        self._single = format_named("float32")
+        self._random = torch.Generator().manual_seed(seed)
+        self._token: Any = None
+
+    def __enter__(self) -> RoundingNoise:
+        self._token = _STORED.set(self._store)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        _STORED.reset(self._token)
+        return super().__exit__(*error)
+
+    def _store(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return self._off(x, spacing(x, self._form) * _HALF_SPACING_RMS, self._form)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        if func.is_view or name in _EXACT or not isinstance(result, torch.Tensor):
+            return result
+        if result.dtype != torch.float64:
+            return result
+        return self._off(result, self._error(name, result, args, kwargs or {}), self._single)
+
+    def _error(
+        self, name: str, result: torch.Tensor, args: Any, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Standard deviation of the result's error."""
+        if name in _PRODUCTS:
+            a, b = args[0], args[1]
+            product = getattr(torch, name)
+            return self._sum_error(a.shape[-1], result, product(a.square(), b.square()))
+        if name in ("sum", "mean"):
+            addends, rest = args[0].square(), args[1:]
+            terms = torch.sum(addends, *rest, **kwargs)
+            length = args[0].numel() // max(1, result.numel())
+            scale = length if name == "mean" else 1
+            return self._sum_error(length, result, terms / scale**2)
+        if name == "cumsum":
+            terms = torch.cumsum(args[0].square(), *args[1:], **kwargs)
+            return self._sum_error(args[0].shape[args[1]], result, terms)
+        error = spacing(result, self._single) * _HALF_SPACING_RMS
+        error = torch.where(result.float().double() == result, 0.0, error)
+        return error * _ELEMENTARY_FACTOR if name in _ELEMENTARY else error
+
+    def _sum_error(self, length: int, result: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+        typical = _SUM_FACTOR * math.sqrt(length / 2) * (result.square() + squares).sqrt()
+        one_way = length / 2 * result.abs() if self._equal else 0.0
+        # the spacing of subnormals does not shrink with the result
+        least = self._single.smallest_subnormal * _HALF_SPACING_RMS
+        return (_ROUNDOFF * (typical + one_way)).clamp_min(least * math.sqrt(length))
+
+    def _off(self, x: torch.Tensor, error: torch.Tensor, form: Format) -> torch.Tensor:
+        """``x`` with an error of that size; beyond the range of ``form``, infinite."""
+        noise = torch.randn(x.shape, generator=self._random, dtype=torch.float64)
+        moved = torch.where(x.isfinite(), x + noise * error.nan_to_num(0.0), x)
+        return torch.where(moved.abs() > form.max, torch.copysign(_INFINITY, moved), moved)
+
+
+def samples(
+    function: Callable[[], Any], form: Format, *, equal: bool = False, count: int = NUM_SAMPLES
+) -> Iterator[Any]:
+    """Results of ``function`` with simulated rounding, ``count`` of them, always the same ones."""
+    for number in range(count):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(RoundingNoise(form, seed=number, equal=equal))
+            result = function()
+        yield result

@@ -1,0 +1,154 @@
+"""Normalisation over the last axis: RMSNorm, RMSNorm after a residual addition, LayerNorm.
+
+x may be stored in 16 bits; statistics belong in float32. The normalised value may be rounded to
+the dtype of x before it is multiplied by the weight, as Hugging Face's models do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from divergence.ops.suite.cases import Source, cases_of
+from divergence.ops.suite.definition import Arguments, Operator
+from divergence.ops.suite.noise import stored
+
+__all__ = ["OPERATORS"]
+
+Shape = tuple[int, ...]
+_EPS = 1e-6
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """torch's own where it has one (2.4 and later)."""
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def rms_norm_llama(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As LlamaRMSNorm in transformers: statistics in float32, the weight multiplied in x's dtype.
+
+    Source: transformers/models/llama/modeling_llama.py.
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def _layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def _truth_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """y = x / √(mean(x²) + ε) · w (Zhang and Sennrich, "Root Mean Square Layer Normalization",
+    NeurIPS 2019; ε inside the root as in Llama)."""
+    scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return stored(x * scale) * weight
+
+
+def _truth_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h = x + r; y = h / √(mean(h²) + ε) · w; returns y and h. h may be rounded before the norm:
+    fused kernels differ in that."""
+    total = x + residual
+    return _truth_rms_norm(stored(total), weight, eps), total
+
+
+def _truth_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """y = (x - μ) / √(σ² + ε) · w + b, with σ² = mean((x - μ)²) (Ba, Kiros and Hinton, "Layer
+    Normalization", 2016)."""
+    centred = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    return stored(centred * scale) * weight + bias
+
+
+def _norm(source: Source, shape: Shape) -> Arguments:
+    weight = source.plain("norm", shape[-1:], scale=0.125, mean=1.0)
+    return {"x": source.main("x", shape), "weight": weight, "eps": _EPS}
+
+
+def _add_norm(source: Source, shape: Shape) -> Arguments:
+    residual = source.main("residual", shape, scale=2.0)
+    return {"residual": residual, **_norm(source, shape)}
+
+
+def _layer(source: Source, shape: Shape) -> Arguments:
+    return {
+        **_norm(source, shape), "bias": source.plain("bias", shape[-1:], scale=0.125), "eps": 1e-5,
+    }  # fmt: skip
+
+
+def _npu_rms_norm():
+    import torch_npu
+
+    return lambda x, weight, eps: torch_npu.npu_rms_norm(x, weight, eps)[0]
+
+
+def _npu_add_rms_norm():
+    import torch_npu
+
+    def call(x, residual, weight, eps):
+        normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    return call
+
+
+def _vllm_rms_norm():
+    from vllm import _custom_ops
+
+    def call(x, weight, eps):
+        out = torch.empty_like(x)
+        _custom_ops.rms_norm(out, x, weight, eps)
+        return out
+
+    return call
+
+
+def _vllm_add_rms_norm():
+    from vllm import _custom_ops
+
+    def call(x, residual, weight, eps):
+        out, total = x.clone(), residual.clone()  # both are overwritten
+        _custom_ops.fused_add_rms_norm(out, total, weight, eps)
+        return out, total
+
+    return call
+
+
+def _liger_rms_norm():
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return lambda x, weight, eps: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
+
+
+OPERATORS = (
+    Operator(
+        name="rms_norm", arguments=("x", "weight", "eps"), run=rms_norm, truth=_truth_rms_norm,
+        cases=cases_of(_norm),
+        implementations={
+            "llama": lambda: rms_norm_llama, "torch_npu": _npu_rms_norm, "vllm": _vllm_rms_norm,
+            "triton": _liger_rms_norm,
+        },
+    ),
+    Operator(
+        name="add_rms_norm", arguments=("x", "residual", "weight", "eps"), run=_add_rms_norm,
+        truth=_truth_add_rms_norm, cases=cases_of(_add_norm),
+        implementations={"torch_npu": _npu_add_rms_norm, "vllm": _vllm_add_rms_norm},
+    ),
+    Operator(
+        name="layer_norm", arguments=("x", "weight", "bias", "eps"), run=_layer_norm,
+        truth=_truth_layer_norm, cases=cases_of(_layer),
+    ),
+)  # fmt: skip

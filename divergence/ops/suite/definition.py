@@ -34,7 +34,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One call: ``name`` such as ``bfloat16.decode.outliers``; ``quick``: in the small suite too."""
+    """One call: ``name`` as ``bfloat16.decode.outliers``; ``quick``: in the small suite too."""
 
     name: str
     make: Callable[[], Arguments]

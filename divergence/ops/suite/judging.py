@@ -44,7 +44,7 @@ def truth_of(
         yield port, truth
         found = [trial[number] for trial in trials]
         if truth.dtype == torch.float64:
-            floor, gain = _floor(truth, found), _gain(truth, found, form)
+            floor, gain = _floor(truth, found), _gain(truth, found, form, equal=equal)
             yield f"{port}.floor", floor.float()
             yield f"{port}.gain", gain.float()
         elif truth.dtype != torch.int64:
@@ -81,17 +81,27 @@ def _floor(truth: torch.Tensor, trials: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(squares).mean(0).sqrt()
 
 
-def _gain(truth: torch.Tensor, trials: list[torch.Tensor], form: Format) -> torch.Tensor:
-    """Per row (all axes but the last): standard deviation of <d, R> / ‖R‖², where the last
-    rounding of each element is independent of the others'. 0 for rows of zeros."""
-    finite = torch.where(truth.isfinite(), truth, 0.0)
-    norm2 = finite.square().sum(-1)
+def _gain(
+    truth: torch.Tensor, trials: list[torch.Tensor], form: Format, *, equal: bool
+) -> torch.Tensor:
+    """Per row (all axes but the last): standard deviation of <x - round(R), R> / ‖R‖², x and R
+    rounded to the dtype. One more rounding of each element is allowed for, independent of the
+    others' unless the values are all ``equal``. 0 for rows of zeros."""
+    right = _rounded(truth, form)
+    norm2 = right.square().sum(-1)
     least = torch.where(norm2 > 0, norm2, 1.0)
     drawn = [
-        ((torch.where(finite == 0, 0.0, _difference(truth, trial)) * finite).sum(-1) / least)
+        (torch.where(right == 0, 0.0, _difference(right, _rounded(trial, form))) * right).sum(-1)
+        / least
         for trial in trials
     ]
     spread = torch.stack(drawn).square().mean(0)
-    steps = spacing(finite, form) * _ROUNDING_RMS
-    stores = (finite * steps).square().sum(-1) / least.square()
-    return (spread + stores).sqrt()
+    steps = (right * spacing(right, form)).abs() * _ROUNDING_RMS
+    stores = steps.sum(-1).square() if equal else steps.square().sum(-1)
+    return (spread + stores / least.square()).sqrt()
+
+
+def _rounded(x: torch.Tensor, form: Format) -> torch.Tensor:
+    """Rounded to the dtype, what overflows left out."""
+    rounded = x.to(form.torch_dtype).double()
+    return torch.where(rounded.isfinite(), rounded, 0.0)

@@ -12,7 +12,8 @@ Lathuilière, "VERROU", SCAN 2016) with these assumptions:
   tanh and rsqrt (CUDA C++ Programming Guide, "Mathematical Functions"), vector libraries 1.
 - A sum of K terms p is off by 0.41 u √(K/2) times √(R² + Σp²), with u = 2^-24: partial sums of
   random sign grow like √k (see numerics.floor), those of one sign up to R. Equal terms round all
-  the same way; there the error is that of K roundings in one direction, K u |R| / 2.
+  the same way; there the error is that of K roundings in one direction, up to K u |R| / 2, the
+  same everywhere. A running sum carries on the rounding of each of its steps.
 - Where the definition says ``stored(x)``, x is rounded to the tensors' own dtype as well.
 
 What is exact in every implementation (comparisons, maxima, selection, negation, moving values
@@ -108,7 +109,14 @@ class RoundingNoise(TorchDispatchMode):
             return result
         if result.dtype != torch.float64:
             return result
-        return self._off(result, self._error(name, result, args, kwargs or {}), self._single)
+        if name == "cumsum":
+            return result + self._running_error(result, args[1])
+        moved = self._off(result, self._error(name, result, args, kwargs or {}), self._single)
+        if self._equal and name in ("sum", "mean", *_PRODUCTS):
+            length = args[0].shape[-1] if name in _PRODUCTS else _ratio(args[0], result)
+            one_way = torch.randn((), generator=self._random, dtype=torch.float64)
+            moved = moved * (1.0 + _ROUNDOFF * length / 2 * one_way)
+        return moved
 
     def _error(
         self, name: str, result: torch.Tensor, args: Any, kwargs: dict[str, Any]
@@ -121,28 +129,37 @@ class RoundingNoise(TorchDispatchMode):
         if name in ("sum", "mean"):
             addends, rest = args[0].square(), args[1:]
             terms = torch.sum(addends, *rest, **kwargs)
-            length = args[0].numel() // max(1, result.numel())
+            length = _ratio(args[0], result)
             scale = length if name == "mean" else 1
             return self._sum_error(length, result, terms / scale**2)
-        if name == "cumsum":
-            terms = torch.cumsum(args[0].square(), *args[1:], **kwargs)
-            return self._sum_error(args[0].shape[args[1]], result, terms)
         error = spacing(result, self._single) * _HALF_SPACING_RMS
         error = torch.where(result.float().double() == result, 0.0, error)
         return error * _ELEMENTARY_FACTOR if name in _ELEMENTARY else error
 
     def _sum_error(self, length: int, result: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         typical = _SUM_FACTOR * math.sqrt(length / 2) * (result.square() + squares).sqrt()
-        one_way = length / 2 * result.abs() if self._equal else 0.0
         # the spacing of subnormals does not shrink with the result
         least = self._single.smallest_subnormal * _HALF_SPACING_RMS
-        return (_ROUNDOFF * (typical + one_way)).clamp_min(least * math.sqrt(length))
+        return (_ROUNDOFF * typical).clamp_min(least * math.sqrt(length))
+
+    def _running_error(self, result: torch.Tensor, axis: int) -> torch.Tensor:
+        """A running sum carries on the rounding of each step; all in one direction where the
+        addends are equal."""
+        shape = [1] * result.ndim if self._equal else result.shape
+        noise = torch.randn(shape, generator=self._random, dtype=torch.float64)
+        steps = spacing(result, self._single) * _HALF_SPACING_RMS
+        return torch.where(result.isfinite(), (steps * noise).cumsum(axis), 0.0)
 
     def _off(self, x: torch.Tensor, error: torch.Tensor, form: Format) -> torch.Tensor:
         """``x`` with an error of that size; beyond the range of ``form``, infinite."""
         noise = torch.randn(x.shape, generator=self._random, dtype=torch.float64)
         moved = torch.where(x.isfinite(), x + noise * error.nan_to_num(0.0), x)
         return torch.where(moved.abs() > form.max, torch.copysign(_INFINITY, moved), moved)
+
+
+def _ratio(addends: torch.Tensor, result: torch.Tensor) -> int:
+    """How many addends go into one result."""
+    return addends.numel() // max(1, result.numel())
 
 
 def samples(

@@ -15,6 +15,7 @@ from divergence.capture.execution import Execution, Progress
 from divergence.capture.plant import Plant
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.substitute import Substitute
+from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
 from divergence.errors import ModelError, RunExistsError, RunWriteError, UsageError
 from divergence.run.layout import expanded
 from divergence.run.reader import Run
@@ -56,6 +57,7 @@ def capture(
     substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
     probe: bool = True,
     plants: Sequence[str | Plant] = (),
+    impl: Sequence[str] | Mapping[str, Callable] = (),
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -74,23 +76,30 @@ def capture(
     put in its place: what then is fine was made wrong there. ``probe``: note what this machine's
     arithmetic does (divergence.probe.quick), under the run's own settings, before the first pass.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
-    kernel or module in place.
+    kernel or module in place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
+    what runs there: see divergence.ops.suite.implementations.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
     run is left behind.
     """
-    request = resolve_request(
-        None if model is None else str(model), like=like, task=task, revision=revision,
-        dtype=dtype, device=device,
-        device_map=device_map, attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code, prompts=prompts, prompts_file=prompts_file,
-        chat=chat, batch=batch, max_new_tokens=max_new_tokens, sites=sites, steps=steps,
-        positions=positions, deterministic=deterministic, seed=seed, repeat=repeat,
-        anchor=anchor, escalate=escalate, whole=whole, weights=weights, substitutes=substitutes,
-        probe=probe,
-        plants=plants, label=label,
-    )  # fmt: skip
+    like = opened(like)
+    wishes = {
+        "task": task, "revision": revision, "dtype": dtype, "device": device,
+        "device_map": device_map, "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code, "prompts": prompts, "prompts_file": prompts_file,
+        "chat": chat, "batch": batch, "max_new_tokens": max_new_tokens, "sites": sites,
+        "steps": steps, "positions": positions, "deterministic": deterministic, "seed": seed,
+        "repeat": repeat, "anchor": anchor, "escalate": escalate, "whole": whole,
+        "weights": weights, "substitutes": substitutes, "probe": probe,
+        "plants": plants, "label": label,
+    }  # fmt: skip
+    if wants_suite(model, like, impl):
+        return capture_suite(
+            model, like=like, impl=impl, out=out, force=force, command=command, progress=progress,
+            prepare=prepare, **wishes,
+        )  # fmt: skip
+    request = resolve_request(None if model is None else str(model), like=like, **wishes)
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
     )
@@ -123,18 +132,24 @@ def reference(
     """
     import torch
 
-    opened = run if isinstance(run, Run) else Run.open(run)
-    if opened.manifest.settings.compute_dtype is not None:
+    recorded = run if isinstance(run, Run) else Run.open(run)
+    if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(
-            f"{opened.path} is a truth itself (computed in "
-            f"{opened.manifest.settings.compute_dtype})",
+            f"{recorded.path} is a truth itself (computed in "
+            f"{recorded.manifest.settings.compute_dtype})",
             hint="give the run that was captured in the model's own dtype",
         )
-    recorded = opened.manifest.model.attn_implementation
-    if attn_implementation is None and recorded not in (None, "eager", "sdpa"):
+    if wants_suite(None, recorded):
+        return reference_suite(
+            recorded, out=out, model=model, device=device, sites=sites,
+            attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
+            label=label, force=force, command=command, progress=progress,
+        )  # fmt: skip
+    attention = recorded.manifest.model.attn_implementation
+    if attn_implementation is None and attention not in (None, "eager", "sdpa"):
         attn_implementation = "eager"
     request = resolve_request(
-        None if model is None else str(model), like=opened, task="auto", revision=None,
+        None if model is None else str(model), like=recorded, task="auto", revision=None,
         dtype=None, device=device,
         device_map=None, attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,

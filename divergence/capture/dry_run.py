@@ -24,6 +24,7 @@ from divergence.capture.request import Request, resolve_request
 from divergence.capture.selection import step_selected
 from divergence.capture.sites import SiteSelection
 from divergence.capture.structure import describe_modules, output_paths
+from divergence.capture.suites import opened, plan_suite, wants_suite
 from divergence.capture.whole import why_not_whole
 from divergence.errors import ModelError
 from divergence.run.reader import Run
@@ -87,6 +88,9 @@ def plan_capture(
     """
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
+    like, impl = opened(like), options.pop("impl", ())
+    if wants_suite(model, like, impl):
+        return plan_suite(model, like=like, **options)
     source = None if model is None else str(model)
     request = resolve_request(source, like=like, **{**_DEFAULTS, **options})
     loaded = empty_model(

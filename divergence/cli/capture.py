@@ -30,6 +30,8 @@ Examples:
 
   divergence capture ./model -o a --whole                     # then: divergence compare a
 
+  divergence capture suite:llm -o a                           # the operators alone, no model
+
   divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
 
   divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
@@ -53,7 +55,9 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="Model id or directory; left out with --like.", show_default=False
+            metavar="MODEL",
+            help="Model id or directory, or suite:llm; left out with --like.",
+            show_default=False,
         ),
     ] = None,
     out: Annotated[
@@ -296,6 +300,16 @@ def command(
             rich_help_panel=REPEATING,
         ),
     ] = False,
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--impl",
+            metavar="[OP=]NAME",
+            help="Of a suite: which implementation runs, flash_attn or rms_norm=MODULE:FUNCTION; "
+            "repeatable.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     plants: Annotated[
         list[str] | None,
         typer.Option(
@@ -362,12 +376,14 @@ def command(
         "substitutes": chosen_substitutes(substitutes or []) or None,
         "probe": False if no_probe else None,
         "plants": plants or None,
+        "impl": impl or None,
         "label": label,
         "force": force or None,
     }
     # what is not given is left to the function's own default
     values = {name: value for name, value in chosen.items() if value is not None}
-    values = {**capture_defaults(like is not None), **values}
+    machine_alone = like is not None or str(model).startswith("suite:")
+    values = {**capture_defaults(machine_alone), **values}
     values["out"] = out
     values["like"] = like
     arguments = ctx.meta.get(ARGUMENTS)

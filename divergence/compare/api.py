@@ -35,6 +35,7 @@ from divergence.compare.result import (
     TokensResult,
     Verdict,
 )
+from divergence.compare.suite import is_suite, report_on_suites
 from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
 from divergence.compare.truth import Tallies, Truth, inputs_of
@@ -76,6 +77,10 @@ def compare(
         check_alone(truth=truth, floor=floor, name_map=name_map)
         return _within(a, thresholds, progress)
     b = _opened(candidate)
+    if is_suite(a) and is_suite(b):
+        return report_on_suites(
+            a, b, truth and _opened(truth), (summary_of(a), summary_of(b)), progress
+        )
     names = None if name_map is None else load_name_map(name_map)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
     lines = [*preflight(a, b), *arithmetic.lines]

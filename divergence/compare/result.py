@@ -18,6 +18,7 @@ from divergence.compare.operators_result import (
     OperatorsResult,
     UnmatchedOperator,
 )
+from divergence.compare.suite_result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
 from divergence.compare.tokens_result import (
     Explanation,
     TokenChoice,
@@ -45,6 +46,10 @@ __all__ = [
     "RunSummary",
     "SiteResult",
     "Skipped",
+    "SuiteCase",
+    "SuiteOperator",
+    "SuiteResult",
+    "SuiteSide",
     "TokenChoice",
     "TokenDifference",
     "TokensResult",
@@ -283,7 +288,8 @@ class RunSummary(_Part, frozen=True, kw_only=True):
 
 class Report(_Part, kw_only=True):
     """The answer of `compare`. ``operators``: None where not both sides recorded any; ``audit``:
-    None where neither did."""
+    None where neither did; ``suite``: None unless both runs are of an operator suite, which has no
+    other sites."""
 
     schema_version: int = REPORT_SCHEMA_VERSION
     tool_version: str
@@ -297,6 +303,7 @@ class Report(_Part, kw_only=True):
     notes: list[str] = []
     operators: OperatorsResult | None = None
     audit: AuditResult | None = None
+    suite: SuiteResult | None = None
 
     def to_records(self) -> list[dict[str, Any]]:
         """One flat dict per compared site, ready for pandas.DataFrame or csv.DictWriter."""

@@ -12,13 +12,14 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 
+from divergence._version import __version__
+from divergence.compare.preflight import preflight
 from divergence.compare.result import (
     Coverage,
-    Evidence,
-    Onset,
     PreflightLine,
+    Report,
+    RunSummary,
     Skipped,
-    Verdict,
 )
 from divergence.compare.suite_measure import (
     GAIN_LIMIT,
@@ -37,6 +38,7 @@ from divergence.compare.suite_result import (
     SuiteSide,
     SuiteStatus,
 )
+from divergence.compare.suite_verdict import judge_suites
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.formats import format_of
 from divergence.run.manifest import Manifest
@@ -44,13 +46,11 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import module_of, operator_of, split_site
 
-__all__ = ["compare_suites", "is_suite", "judge_suites", "suite_preflight"]
+__all__ = ["compare_suites", "is_suite", "report_on_suites"]
 
 _RANK: dict[SuiteStatus, int] = {
     "wrong": 0, "differs": 1, "flushed": 2, "ties": 3, "healthy": 4, "identical": 5,
 }  # fmt: skip
-_SHOWN = 6
-
 Progress = Callable[[str, int, int | None, str], None]
 
 
@@ -60,11 +60,45 @@ def is_suite(run: Run) -> bool:
     return model.task == "operators" and model.source.startswith("suite:")
 
 
-def suite_preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
+def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
     """Preflight without what a suite has none of; nothing blocks, cases are checked one by one."""
     absent = ("weights", "config", "quantization", "prompt ids", "tokenizer", "chat template",
               "generated ids", "attention", "batch shape", "dtype", "model class")  # fmt: skip
     return [line for line in lines if line.check not in absent]
+
+
+def report_on_suites(
+    a: Run,
+    b: Run,
+    truth: Run | None,
+    summaries: tuple[RunSummary, RunSummary],
+    progress: Progress | None,
+) -> Report:
+    """The whole report on two suites. ``summaries``: of a and b."""
+    result, coverage = compare_suites(a, b, truth=truth, progress=progress)
+    return Report(
+        tool_version=__version__,
+        reference=summaries[0],
+        candidate=summaries[1],
+        verdict=judge_suites(result, a, b, coverage, truth),
+        preflight=_preflight(preflight(a, b)),
+        tokens=None,
+        coverage=coverage,
+        sites=[],
+        notes=_notes(a, b),
+        suite=result,
+    )
+
+
+def _notes(a: Run, b: Run) -> list[str]:
+    """What each side skipped or was told to use."""
+    notes = []
+    for name, run in (("reference", a), ("candidate", b)):
+        for reason, count in run.manifest.plan.skipped_operators.items():
+            notes.append(f"the {name} skipped {count} cases: {reason}")
+        for item in run.manifest.overrides:
+            notes.append(f"the {name} used {item.name} {item.used} instead of {item.reference}")
+    return notes
 
 
 def compare_suites(
@@ -219,8 +253,10 @@ def _status(
         return "wrong", _side(wrong), _reason(worst)
     if same:
         return "identical", None, None
-    flushed = [side.num_flushed > 0 for side in sides]
-    if flushed[0] != flushed[1]:
+    zeros = [side.num_flushed for side in sides]
+    # some round to 0 on every side
+    flushed = [zeros[0] > 2 * zeros[1], zeros[1] > 2 * zeros[0]]
+    if any(flushed):
         return "flushed", _side(flushed), "subnormals become 0"
     tied = [bool(side.rows_tied) for side in sides]
     if any(tied):
@@ -288,96 +324,8 @@ def _implementation(manifest: Manifest, path: str) -> str:
     return "-" if note is None else note.kind
 
 
-def judge_suites(
-    result: SuiteResult, a: Run, b: Run, coverage: Coverage, truth: Run | None
-) -> Verdict:
-    """The verdict on two suites."""
-    one, two = (shlex.quote(str(run.path)) for run in (a, b))
-    wrong = [item for item in result.operators if item.status == "wrong"]
-    evidence = [
-        _fact(item) for item in result.operators if item.status in ("wrong", "flushed", "ties")
-    ]
-    complete = a.manifest.complete and b.manifest.complete
-    if not wrong:
-        same = all(item.num_identical == item.num_cases for item in result.operators)
-        if same and complete and not coverage.unmatched:
-            return Verdict(
-                kind="identical", summary=f"all {len(result.cases)} results have the same bits",
-                confidence="high", evidence=evidence,
-            )  # fmt: skip
-        if not result.judged:
-            most = result.operators[0]
-            return Verdict(
-                kind="identical" if same else "undetermined",
-                summary=f"{_differing(result)}, the most in {most.operator} (relative difference "
-                f"{most.worst.rel_l2:.1e}); which side is right, only the truth tells"
-                if not same
-                else "what both runs hold has the same bits",
-                confidence="low",
-                evidence=evidence,
-                next=[f"divergence reference {one} -o truth",
-                      f"divergence compare {one} {two} --reference truth"],
-            )  # fmt: skip
-        partial = not (complete and truth is not None and truth.manifest.complete)
-        return Verdict(
-            kind="within_floor",
-            summary=f"{_differing(result)}; both sides are as right as rounding allows",
-            confidence="medium" if partial or coverage.unmatched else "high",
-            evidence=evidence,
-        )
-    sides = {item.side for item in wrong}
-    side = sides.pop() if len(sides) == 1 else "both"
-    bad = [case for case in result.cases if case.status == "wrong"]
-    first = bad[0]
-    only_nonfinite = all(
-        (case.reference and case.reference.num_nonfinite)
-        or (case.candidate and case.candidate.num_nonfinite)
-        for case in bad
-    )
-    many = len(wrong) > len(result.operators) / 2
-    names = ", ".join(item.operator for item in wrong[:_SHOWN])
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    who = {"reference": "the reference", "candidate": "the candidate", "both": "both sides"}[side]
-    return Verdict(
-        kind="nonfinite" if only_nonfinite else "systematic" if many else "localized",
-        summary=f"{who} computed {len(wrong)} of {len(result.operators)} operators worse than "
-        f"rounding explains: {names}{more}",
-        onset=Onset(
-            site=first.site, block=None, sample=0, step=0, position=None,
-            pass_=a.records[0].pass_,
-        ),
-        confidence="high",
-        side=side,
-        evidence=evidence,
-        next=[f"divergence compare {one} {two} --reference TRUTH --all"],
-    )  # fmt: skip
-
-
 def _skip(record: Record, reason: str, side: str) -> Skipped:
     return Skipped(
         pass_=record.pass_, sample=record.sample, step=record.step, site=record.site,
         reason=reason, side=side,
     )  # fmt: skip
-
-
-def _differing(result: SuiteResult) -> str:
-    count = sum(case.status != "identical" for case in result.cases)
-    return f"{count} of {len(result.cases)} results differ"
-
-
-def _fact(item: SuiteOperator) -> Evidence:
-    worst = item.worst
-    values = {"rel_l2": worst.rel_l2}
-    for name, side in (("reference", worst.reference), ("candidate", worst.candidate)):
-        if side is not None and side.score is not None:
-            values[f"{name}_score"] = side.score
-            values[f"{name}_gain"] = side.gain or 0.0
-    if worst.w is not None:
-        values["w"] = worst.w
-    who = {"reference": "the reference", "candidate": "the candidate", "both": "both"}
-    number = item.num_by_status[item.status]
-    return Evidence(
-        text=f"{item.operator}: {who[item.side or 'both']}, {worst.why} "
-        f"({module_of(worst.site)}); {number} of {item.num_cases} results",
-        values=values,
-    )

@@ -44,9 +44,8 @@ def captured_lines(
     lines += repeat_lines(manifest.repeatability)
     lines += switch_lines(settings.switches)
     lines += skipped_lines(manifest)
-    for number, sample in enumerate(
-        manifest.tokens.samples[:8] if plan.replayed_pass is None else ()
-    ):
+    no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
+    for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
         lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
     run = shlex.quote(path)
     lines += [BLANK, heading("next")]

@@ -19,6 +19,7 @@ from divergence.report.audit import audit_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
 from divergence.report.operators import operator_lines
+from divergence.report.suite import suite_lines
 from divergence.report.table import table_lines
 from divergence.report.tokens import logits_lines, token_lines
 
@@ -49,7 +50,8 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *_preflight_lines(report.preflight, verbose=verbose),
         *token_lines(report.tokens),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
-        *([] if same_bits else table_lines(report, all_sites=all_sites)),
+        *([] if same_bits or report.suite else table_lines(report, all_sites=all_sites)),
+        *suite_lines(report, all_sites=all_sites),
         *operator_lines(report, all_sites=all_sites),
         *audit_lines(report.audit, all_sites=all_sites),
         *logits_lines(report.sites),

@@ -19,7 +19,9 @@ from divergence._version import __version__
 from divergence.capture.determinism import Determinism, deterministic_settings
 from divergence.capture.engines.identity import without_home
 from divergence.capture.environment import collect_environment, resolve_device
+from divergence.capture.suites import SOURCE
 from divergence.errors import UsageError
+from divergence.numerics.formats import format_of
 from divergence.ops.suite.catalog import case_path, cases_in, find, suite_named
 from divergence.ops.suite.definition import Arguments, Operator, Unavailable, outputs_of
 from divergence.ops.suite.implementations import DEFAULT, Chosen, Wishes, choose
@@ -42,10 +44,7 @@ from divergence.run.reader import Run
 from divergence.run.site import compile_patterns, join_site, module_of, operator_path
 from divergence.run.writer import RunWriter, new_run_id
 
-__all__ = ["SOURCE", "capture_suite", "is_suite", "reference_suite"]
-
-SOURCE = "suite:"
-"""What the source of a suite's run begins with, and the MODEL of `divergence capture`."""
+__all__ = ["capture_suite", "plan_cases", "reference_suite"]
 
 Progress = Callable[[str, int, int | None, str], None]
 
@@ -57,12 +56,6 @@ class Work:
     path: str
     operator: Operator
     load: Callable[[], Arguments]
-
-
-def is_suite(run: Run) -> bool:
-    """Was this run made of a suite?"""
-    model = run.manifest.model
-    return model.task == "operators" and model.source.startswith(SOURCE)
 
 
 def capture_suite(
@@ -145,6 +138,41 @@ def reference_suite(
             for port, tensor in truth_of(work.operator, work.load(), equal=equal):
                 cases.put(join_site(place, port), tensor)
     return Run.open(out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCase:
+    """A case that would be run: its first tensor's shape and dtype, the bytes of all."""
+
+    site: str
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+
+def plan_cases(
+    suite: str | None, *, like: Run | None = None, sites: Sequence[str] = ()
+) -> list[PlannedCase]:
+    """What ``capture_suite`` with the same parameters would run."""
+    if like is None:
+        assert suite is not None
+        works = _fresh(suite_named(suite))
+    else:
+        works = _recorded(like, {})
+    planned = []
+    for work in _selected(works, list(sites) or ["*"]):
+        tensors = [value for value in work.load().values() if isinstance(value, torch.Tensor)]
+        planned.append(
+            PlannedCase(
+                site=join_site(operator_path(work.path, work.operator.full_name, 1), "out"),
+                operator=work.operator.name,
+                shape=tuple(tensors[0].shape),
+                dtype=format_of(tensors[0].dtype).name,
+                num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            )
+        )
+    return planned
 
 
 class _Runner:

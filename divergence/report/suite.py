@@ -1,0 +1,128 @@
+"""A suite of operators in a report: one line each, the worse ones first."""
+
+from __future__ import annotations
+
+from divergence.compare.result import Report, SuiteCase, SuiteOperator, SuiteSide
+from divergence.report.lines import BLANK, Line, columns, heading, line
+from divergence.report.numbers import count, decimal, share, times
+
+__all__ = ["suite_lines"]
+
+_STYLES = {"wrong": "bold red", "flushed": "yellow", "ties": "yellow"}
+_SIDES = {"reference": "the reference", "candidate": "the candidate", "both": "both sides"}
+_PREFIX = "suite."
+
+
+def suite_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
+    """The table of operators; with ``all_sites`` the one of all results."""
+    suite = report.suite
+    if suite is None:
+        return []
+    against = "against the truth" if suite.judged else "against one another: no truth was given"
+    what = f"{count(len(suite.operators), 'operator')}, {count(len(suite.cases), 'result')}"
+    lines = [heading("operators", f"{what}, {against}")]
+    equal = [one for one in suite.operators if one.status == "identical" and not all_sites]
+    shown = [one for one in suite.operators if one not in equal]
+    if shown:
+        titles = _titles(suite.judged)
+        rows = [titles, *(_row(one, judged=suite.judged) for one in shown)]
+        for number, item in enumerate(columns(rows, indent=2, widest=44)):
+            style = "dim" if number == 0 else _STYLES.get(shown[number - 1].status, "")
+            lines.append(line((item.text, style)))
+    if suite.judged and shown:
+        lines.append(
+            line(
+                (
+                    "  W: err candidate over err reference. score: error in units of what rounding "
+                    f"explains, beyond {suite.score_limit:g} is wrong; gain: of rows' scale, "
+                    f"beyond {suite.gain_limit:g}.",
+                    "dim",
+                )
+            )
+        )
+    if equal:
+        names = ", ".join(_short(one.operator) for one in equal)
+        lines.append(line((f"  bit-identical: {names}", "dim")))
+    if all_sites:
+        lines += [BLANK, *_all(suite.cases, judged=suite.judged)]
+    return [*lines, BLANK]
+
+
+def _short(operator: str) -> str:
+    return operator.removeprefix(_PREFIX)
+
+
+def _titles(judged: bool) -> tuple[str, ...]:
+    if not judged:
+        return ("operator", "differ", "rel L2", "ulp p99", "ulp max", "worst case")
+    return ("operator", "worse", "differ", "W", "score", "gain", "ulp p99", "ulp max", "worst case")
+
+
+def _row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
+    name = _short(one.operator)
+    implementations = {one.reference_implementation, one.candidate_implementation}
+    if implementations != {"torch"}:
+        name += f" ({one.reference_implementation} / {one.candidate_implementation})"
+    differ = f"{one.num_cases - one.num_identical} of {one.num_cases}"
+    worse = _worse(one.status, one.side)
+    return (name, *([worse] if judged else []), differ, *_figures(one.worst, judged=judged))
+
+
+def _worse(status: str, side: str | None) -> str:
+    if status == "wrong":
+        return _SIDES[side or "both"]
+    if status in ("flushed", "ties"):
+        return f"{status}: {side}"
+    return "-"
+
+
+def _figures(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:
+    where = case.site.partition("/")[0].partition(".")[2]
+    port = case.site.rpartition(":out")[2]
+    where += f" :out{port}" if port else ""
+    if not judged:
+        return (decimal(case.rel_l2), _ulp(case.ulp_p99), _ulp(case.ulp_max), where)
+    a, b = case.reference, case.candidate
+    if a is None or b is None:
+        return ("-", "-", "-", "-", "-", where)
+    if case.kind == "codes":
+        both = f"off by one {share(a.off_by_one)} / {share(b.off_by_one)}"
+        more = f"more {share(a.off_by_more)} / {share(b.off_by_more)}"
+        return ("codes", "", "", "", "", f"{where}: {both}, {more}")
+    if case.kind == "indices":
+        wrong = f"rows wrong {share(a.rows_wrong)} / {share(b.rows_wrong)}"
+        tied = f"tied {share(a.rows_tied)} / {share(b.rows_tied)}"
+        return ("indices", "", "", "", "", f"{where}: {wrong}, {tied}")
+    return (
+        times(case.w),
+        _pair(a, b, "score"),
+        _pair(a, b, "gain"),
+        f"{_ulp(a.ulp_p99)} / {_ulp(b.ulp_p99)}",
+        f"{_ulp(a.ulp_max)} / {_ulp(b.ulp_max)}",
+        where,
+    )
+
+
+def _pair(a: SuiteSide, b: SuiteSide, name: str) -> str:
+    return " / ".join(_number(getattr(side, name)) for side in (a, b))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if value < 999.5 else decimal(value)
+
+
+def _ulp(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value < 1e5 else decimal(value)
+
+
+def _all(cases: list[SuiteCase], *, judged: bool) -> list[Line]:
+    titles = _titles(judged)
+    rows = [("operator", "status", *titles[3 if judged else 2 :])]
+    for case in cases:
+        status = case.status + (f": {case.side}" if case.side else "")
+        rows.append((_short(case.operator), status, *_figures(case, judged=judged)))
+    return [heading("results"), *columns(rows, widest=44)]

@@ -78,9 +78,8 @@ def compare(
         return _within(a, thresholds, progress)
     b = _opened(candidate)
     if is_suite(a) and is_suite(b):
-        return report_on_suites(
-            a, b, truth and _opened(truth), (summary_of(a), summary_of(b)), progress
-        )
+        truth, both = truth and _opened(truth), (summary_of(a), summary_of(b))
+        return report_on_suites(a, b, truth, floor, both, progress)
     names = None if name_map is None else load_name_map(name_map)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
     lines = [*preflight(a, b), *arithmetic.lines]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from divergence._version import __version__
 from divergence.compare.preflight import preflight
@@ -71,16 +71,22 @@ def report_on_suites(
     a: Run,
     b: Run,
     truth: Run | None,
+    floor: Sequence[object],
     summaries: tuple[RunSummary, RunSummary],
     progress: Progress | None,
 ) -> Report:
-    """The whole report on two suites. ``summaries``: of a and b."""
+    """The whole report on two suites. ``summaries``: of a and b. Raises what ``compare`` raises."""
+    if floor:
+        raise UsageError(
+            "--floor means nothing to suites: what rounding explains is in their truth",
+            hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH",
+        )
     result, coverage = compare_suites(a, b, truth=truth, progress=progress)
     return Report(
         tool_version=__version__,
         reference=summaries[0],
         candidate=summaries[1],
-        verdict=judge_suites(result, a, b, coverage, truth),
+        verdict=judge_suites(result, a, b, coverage),
         preflight=_preflight(preflight(a, b)),
         tokens=None,
         coverage=coverage,
@@ -196,11 +202,11 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     one, two = a.read(record), b.read(other)
     kind = kind_of(one.dtype)
     rel_l2, p99, largest = between(one, two)
+    same = record.xxh3 == other.xxh3
     base = {
         "site": record.site, "operator": operator_of(record.site), "dtype": record.dtype,
-        "kind": kind, "rel_l2": rel_l2, "ulp_p99": p99, "ulp_max": largest,
+        "kind": kind, "same": same, "rel_l2": rel_l2, "ulp_p99": p99, "ulp_max": largest,
     }  # fmt: skip
-    same = record.xxh3 == other.xxh3
     right = None if truth is None else _truths(truth, record.site)
     if right is None or right.value.shape != one.shape:
         return SuiteCase(**base, status="identical" if same else "differs")
@@ -278,7 +284,7 @@ def _reason(side: SuiteSide) -> str:
         return f"rows are scaled by {_short(side.gain or 0.0)} standard deviations"
     if side.off_by_one is not None:
         return f"{side.off_by_one:.2%} of codes off by one, {side.off_by_more:.2%} by more"
-    return f"{side.rows_wrong:.1%} of rows choose otherwise, not among ties"
+    return f"{side.rows_wrong:.1%} of rows choose otherwise than the definition"
 
 
 def _short(value: float) -> str:
@@ -311,7 +317,7 @@ def _operators(cases: list[SuiteCase], a: Manifest, b: Manifest) -> list[SuiteOp
                 status=worst.status,
                 side=None if not sides else sides.pop() if len(sides) == 1 else "both",
                 num_cases=len(mine),
-                num_identical=sum(case.status == "identical" for case in mine),
+                num_same=sum(case.same for case in mine),
                 num_by_status=dict(Counter(case.status for case in mine)),
                 worst=worst,
             )

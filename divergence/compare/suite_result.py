@@ -46,7 +46,7 @@ class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
 class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
     """One output of one case, a = reference, b = candidate.
 
-    ``rel_l2`` ‖a-b‖/‖a‖, of codes and indices the share that differs; ``ulp_p99``, ``ulp_max``
+    ``same``: the same bits. ``rel_l2`` ‖a-b‖/‖a‖, of codes and indices the share that differs; ``ulp_p99``, ``ulp_max``
     between a and b. With a truth: ``ideal_error`` ‖round(R)-R‖/‖R‖; ``floor`` the relative error
     that rounding before the last one explains; ``w`` = err(b)/err(a), 1 for 0/0;
     ``expected_off``: the share of codes that rounding explains to be off by one.
@@ -59,6 +59,7 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
     status: SuiteStatus
     side: Side | None = None
     why: str | None = None
+    same: bool
     rel_l2: float
     ulp_p99: float | None = None
     ulp_max: float | None = None
@@ -71,7 +72,8 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuiteOperator(msgspec.Struct, frozen=True, kw_only=True):
-    """All cases of one operator. ``worst``: the case that decides, first by status, then by how
+    """All cases of one operator. ``num_same``: with the same bits on both sides, right or not.
+    ``worst``: the case that decides, first by status, then by how
     far beyond its limit the farther side is (without a truth: by ``rel_l2``)."""
 
     operator: str
@@ -80,7 +82,7 @@ class SuiteOperator(msgspec.Struct, frozen=True, kw_only=True):
     status: SuiteStatus
     side: Side | None
     num_cases: int
-    num_identical: int
+    num_same: int
     num_by_status: dict[str, int]
     worst: SuiteCase
 

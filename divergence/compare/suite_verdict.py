@@ -14,9 +14,7 @@ __all__ = ["judge_suites"]
 _NAMED = 6  # wrong operators named in the summary
 
 
-def judge_suites(
-    result: SuiteResult, a: Run, b: Run, coverage: Coverage, truth: Run | None
-) -> Verdict:
+def judge_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Verdict:
     """The verdict on two suites."""
     one, two = (shlex.quote(str(run.path)) for run in (a, b))
     wrong = [item for item in result.operators if item.status == "wrong"]
@@ -24,31 +22,34 @@ def judge_suites(
         _fact(item) for item in result.operators if item.status in ("wrong", "flushed", "ties")
     ]
     complete = a.manifest.complete and b.manifest.complete
+    whole = complete and not coverage.unmatched
+    if all(item.num_same == item.num_cases for item in result.operators):
+        both = f", but {_names(wrong)} beyond what rounding explains on both" if wrong else ""
+        return Verdict(
+            kind="identical",
+            summary=f"all {len(result.cases)} results have the same bits{both}",
+            confidence="high" if whole else "medium",
+            evidence=evidence,
+        )
     if not wrong:
-        same = all(item.num_identical == item.num_cases for item in result.operators)
-        if same and complete and not coverage.unmatched:
+        unjudged = [case for case in result.cases if case.status == "differs"]
+        if unjudged:
+            most = max(unjudged, key=lambda case: case.rel_l2)
             return Verdict(
-                kind="identical", summary=f"all {len(result.cases)} results have the same bits",
-                confidence="high", evidence=evidence,
-            )  # fmt: skip
-        if not result.judged:
-            most = result.operators[0]
-            return Verdict(
-                kind="identical" if same else "undetermined",
+                kind="undetermined",
                 summary=f"{_differing(result)}, the most in {most.operator} (relative difference "
-                f"{most.worst.rel_l2:.1e}); which side is right, only the truth tells"
-                if not same
-                else "what both runs hold has the same bits",
+                f"{most.rel_l2:.1e}); which side is right, only the truth tells",
                 confidence="low",
                 evidence=evidence,
-                next=[f"divergence reference {one} -o truth",
-                      f"divergence compare {one} {two} --reference truth"],
-            )  # fmt: skip
-        partial = not (complete and truth is not None and truth.manifest.complete)
+                next=[
+                    f"divergence reference {one} -o truth",
+                    f"divergence compare {one} {two} --reference truth",
+                ],
+            )
         return Verdict(
             kind="within_floor",
             summary=f"{_differing(result)}; both sides are as right as rounding allows",
-            confidence="medium" if partial or coverage.unmatched else "high",
+            confidence="high" if whole else "medium",
             evidence=evidence,
         )
     sides = {item.side for item in wrong}
@@ -60,14 +61,12 @@ def judge_suites(
         or (case.candidate and case.candidate.num_nonfinite)
         for case in bad
     )
-    many = len(wrong) > len(result.operators) / 2
-    names = ", ".join(item.operator for item in wrong[:_NAMED])
-    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    many = len(wrong) > max(1, len(result.operators) / 2)
     who = {"reference": "the reference", "candidate": "the candidate", "both": "both sides"}[side]
     return Verdict(
         kind="nonfinite" if only_nonfinite else "systematic" if many else "localized",
         summary=f"{who} computed {len(wrong)} of {len(result.operators)} operators worse than "
-        f"rounding explains: {names}{more}",
+        f"rounding explains: {_names(wrong)}",
         onset=Onset(
             site=first.site, block=None, sample=0, step=0, position=None,
             pass_=a.records[0].pass_,
@@ -77,6 +76,12 @@ def judge_suites(
         evidence=evidence,
         next=[f"divergence compare {one} {two} --reference TRUTH --all"],
     )  # fmt: skip
+
+
+def _names(operators: list[SuiteOperator]) -> str:
+    names = [item.operator.removeprefix("suite.") for item in operators]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _differing(result: SuiteResult) -> str:
@@ -96,7 +101,7 @@ def _fact(item: SuiteOperator) -> Evidence:
     who = {"reference": "the reference", "candidate": "the candidate", "both": "both"}
     number = item.num_by_status[item.status]
     return Evidence(
-        text=f"{item.operator}: {who[item.side or 'both']}, {worst.why} "
+        text=f"{item.operator.removeprefix('suite.')}: {who[item.side or 'both']}, {worst.why} "
         f"({module_of(worst.site)}); {number} of {item.num_cases} results",
         values=values,
     )

@@ -63,7 +63,7 @@ def _row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
     implementations = {one.reference_implementation, one.candidate_implementation}
     if implementations != {"torch"}:
         name += f" ({one.reference_implementation} / {one.candidate_implementation})"
-    differ = f"{one.num_cases - one.num_identical} of {one.num_cases}"
+    differ = f"{one.num_cases - one.num_same} of {one.num_cases}"
     worse = _worse(one.status, one.side)
     return (name, *([worse] if judged else []), differ, *_figures(one.worst, judged=judged))
 

@@ -58,7 +58,7 @@ REPORT_READS = (
 
 OWNERS = {
     "transformers": ("capture/engines/",),
-    "vllm": ("capture/engines/",),
+    "vllm": ("capture/engines/", "ops/suite/"),  # its kernels, where a suite is asked for them
     "typer": ("cli/",),
     "rich": ("cli/", "report/terminal.py"),
 }

@@ -30,11 +30,11 @@ from divergence.compare.result import (
     Evidence,
     PreflightLine,
     Report,
-    RunSummary,
     SiteResult,
     TokensResult,
     Verdict,
 )
+from divergence.compare.run_summary import summary_of
 from divergence.compare.suite import is_suite, report_on_suites
 from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
@@ -78,8 +78,9 @@ def compare(
         return _within(a, thresholds, progress)
     b = _opened(candidate)
     if is_suite(a) and is_suite(b):
-        truth, both = truth and _opened(truth), (summary_of(a), summary_of(b))
-        return report_on_suites(a, b, truth, floor, both, progress)
+        return report_on_suites(
+            a, b, truth=truth and _opened(truth), floor=floor, progress=progress
+        )
     names = None if name_map is None else load_name_map(name_map)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
     lines = [*preflight(a, b), *arithmetic.lines]
@@ -360,19 +361,3 @@ def _notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
                 f"instead of {override.reference}"
             )
     return notes
-
-
-def summary_of(run: Run) -> RunSummary:
-    manifest = run.manifest
-    return RunSummary(
-        path=str(run.path),
-        id=manifest.id,
-        label=manifest.environment.label,
-        model=manifest.model.source,
-        dtype=manifest.model.dtype,
-        device=f"{manifest.environment.device_type}: {manifest.environment.device_name}",
-        complete=manifest.complete,
-        stopped_by=manifest.stopped_by,
-        num_records=len(run.records),
-        plants=manifest.plan.plants,
-    )

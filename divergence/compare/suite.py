@@ -18,9 +18,9 @@ from divergence.compare.result import (
     Coverage,
     PreflightLine,
     Report,
-    RunSummary,
     Skipped,
 )
+from divergence.compare.run_summary import summary_of
 from divergence.compare.suite_measure import (
     GAIN_LIMIT,
     SCORE_LIMIT,
@@ -70,12 +70,12 @@ def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
 def report_on_suites(
     a: Run,
     b: Run,
+    *,
     truth: Run | None,
     floor: Sequence[object],
-    summaries: tuple[RunSummary, RunSummary],
     progress: Progress | None,
 ) -> Report:
-    """The whole report on two suites. ``summaries``: of a and b. Raises what ``compare`` raises."""
+    """The whole report on two suites. Raises what ``compare`` raises."""
     if floor:
         raise UsageError(
             "--floor means nothing to suites: what rounding explains is in their truth",
@@ -84,8 +84,8 @@ def report_on_suites(
     result, coverage = compare_suites(a, b, truth=truth, progress=progress)
     return Report(
         tool_version=__version__,
-        reference=summaries[0],
-        candidate=summaries[1],
+        reference=summary_of(a),
+        candidate=summary_of(b),
         verdict=judge_suites(result, a, b, coverage),
         preflight=_preflight(preflight(a, b)),
         tokens=None,

@@ -46,9 +46,10 @@ class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
 class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
     """One output of one case, a = reference, b = candidate.
 
-    ``same``: the same bits. ``rel_l2`` ‖a-b‖/‖a‖, of codes and indices the share that differs; ``ulp_p99``, ``ulp_max``
-    between a and b. With a truth: ``ideal_error`` ‖round(R)-R‖/‖R‖; ``floor`` the relative error
-    that rounding before the last one explains; ``w`` = err(b)/err(a), 1 for 0/0;
+    ``same``: the same bits. ``rel_l2`` ‖a-b‖/‖a‖, of codes and indices the share that differs;
+    ``ulp_p99``, ``ulp_max`` between a and b. With a truth: ``ideal_error`` ‖round(R)-R‖/‖R‖;
+    ``floor`` the relative error that rounding before the last one explains; ``w`` =
+    err(b)/err(a), 1 for 0/0;
     ``expected_off``: the share of codes that rounding explains to be off by one.
     """
 

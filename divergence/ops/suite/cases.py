@@ -73,6 +73,7 @@ class Source:
         """Normal values; equal in pairs along the last axis where the other operand cancels."""
         x = normal(name, shape)
         if self.values == "cancelling":
+            x = x.copy()
             pairs = shape[-1] // 2 * 2
             x[..., 1:pairs:2] = x[..., 0:pairs:2]
         return to_tensor(x * scale, self.dtype)

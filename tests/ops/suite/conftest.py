@@ -1,0 +1,31 @@
+"""The wrong implementations, and one small suite captured once with its truth."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from divergence.run.reader import Run
+
+
+@pytest.fixture(scope="session")
+def faulty() -> ModuleType:
+    """tests/ops/suite/faulty.py: test files cannot import each other."""
+    path = Path(__file__).with_name("faulty.py")
+    spec = importlib.util.spec_from_file_location("suite_faulty", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """(suite:quick, its truth), made once."""
+    from divergence import capture, reference
+
+    folder = tmp_path_factory.mktemp("suite")
+    run = capture("suite:quick", out=folder / "a", label="machine A")
+    return run, reference(run, out=folder / "truth")

@@ -16,10 +16,10 @@ from divergence.capture.plant import Plant
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.substitute import Substitute
 from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
-from divergence.errors import ModelError, RunExistsError, RunWriteError, UsageError
+from divergence.capture.target import check_output
+from divergence.errors import ModelError, UsageError
 from divergence.run.layout import expanded
 from divergence.run.reader import Run
-from divergence.run.target import check_target
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +179,7 @@ def _execute(
 ) -> Run:
     """Load the model and run what was asked for."""
     out = expanded(out)
-    _check_output(out, force=force, like=request.like)
+    check_output(out, force=force, like=request.like)
     tell: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)
     with deterministic_settings(
@@ -215,13 +215,3 @@ def _execute(
             request, loaded, device, determinism, tell, compute_dtype=compute_dtype
         )
         return execution.run(out, force=force, command=command)
-
-
-def _check_output(out: Path, *, force: bool, like: Run | None) -> None:
-    """Refuse before hours of work what the writer would refuse after them."""
-    if like is not None and out.exists() and out.resolve() == like.path.resolve():
-        raise RunExistsError(f"{out} is the run to be repeated", hint="choose another -o")
-    try:
-        check_target(out, force=force)
-    except OSError as error:
-        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error

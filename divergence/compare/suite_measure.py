@@ -28,6 +28,7 @@ import torch
 
 from divergence.compare.suite_result import SuiteSide
 from divergence.numerics.formats import Format, format_of
+from divergence.numerics.spacing import ROUNDING_RMS, spacing
 from divergence.numerics.ulp import ulp_distance
 
 __all__ = [
@@ -45,7 +46,6 @@ SCORE_LIMIT = 4.0
 GAIN_LIMIT = 6.0
 _CODES_FACTOR, _CODES_DEVIATIONS, _CODES_LEAST = 4.0, 6.0, 3.0
 _SCORE_DEVIATIONS = 6.0
-_ROUNDING_RMS = 12**-0.5
 
 
 class Truths:
@@ -148,7 +148,7 @@ def _standardised(
     """(x - R) / s; inf where an exact element is not."""
     before = torch.zeros_like(right) if floor is None else floor.double()
     exact = (before == 0.0) & (rounded.double() == right)
-    store = torch.where(exact, 0.0, _spacing(right, form) * _ROUNDING_RMS)
+    store = torch.where(exact, 0.0, spacing(right, form) * ROUNDING_RMS)
     deviation = (before.square() + store.square()).sqrt()
     return torch.where(difference == 0.0, 0.0, difference / deviation)
 
@@ -231,13 +231,6 @@ def _ulp(
     if not len(distance):
         return 0.0, 0.0
     return float(distance.quantile(0.99, interpolation="higher")), float(distance.max())
-
-
-def _spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """Distance of neighbouring values of ``form`` around each x."""
-    _, exponent = torch.frexp(x)  # |x| = m · 2^exponent, 1/2 <= m < 1
-    least = math.log2(form.smallest_subnormal)
-    return torch.exp2((exponent.double() - 1 - form.mantissa_bits).clamp_min(least))
 
 
 def _rms(x: torch.Tensor) -> float:

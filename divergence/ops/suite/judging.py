@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import torch
 
 from divergence.numerics.formats import Format, format_named, format_of
+from divergence.numerics.spacing import ROUNDING_RMS, spacing
 from divergence.ops.suite.definition import Arguments, Operator, outputs_of
-from divergence.ops.suite.noise import samples, spacing
+from divergence.ops.suite.noise import samples
 from divergence.ops.suite.recording import output_port
 
 __all__ = ["truth_of", "widened"]
-
-_ROUNDING_RMS = 12**-0.5
 
 
 def widened(arguments: Arguments) -> Arguments:
@@ -96,7 +95,7 @@ def _gain(
         for trial in trials
     ]
     spread = torch.stack(drawn).square().mean(0)
-    steps = (right * spacing(right, form)).abs() * _ROUNDING_RMS
+    steps = (right * spacing(right, form)).abs() * ROUNDING_RMS
     stores = steps.sum(-1).square() if equal else steps.square().sum(-1)
     return (spread + stores / least.square()).sqrt()
 

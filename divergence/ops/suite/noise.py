@@ -32,11 +32,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from divergence.numerics.formats import Format, format_named
+from divergence.numerics.spacing import ROUNDING_RMS, spacing
 
-__all__ = ["RoundingNoise", "samples", "spacing", "stored"]
+__all__ = ["RoundingNoise", "samples", "stored"]
 
 NUM_SAMPLES = 6
-_HALF_SPACING_RMS = 1 / math.sqrt(12)
 _ELEMENTARY_FACTOR = 4.0
 _SUM_FACTOR = 0.41
 _ROUNDOFF = 2.0**-24
@@ -69,16 +69,6 @@ def stored(x: torch.Tensor) -> torch.Tensor:
     return x if change is None else change(x)
 
 
-def spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """Distance of neighbouring values of ``form`` around each float64 ``x``; the subnormals'
-    around 0, and nan where ``x`` is not finite."""
-    _, exponent = torch.frexp(x)  # |x| = m · 2^exponent, 1/2 <= m < 1
-    power = (exponent.double() - 1 - form.mantissa_bits).clamp_min(
-        math.log2(form.smallest_subnormal)
-    )
-    return torch.where(x.isfinite(), torch.exp2(power), math.nan)
-
-
 class RoundingNoise(TorchDispatchMode):
     """While entered, float64 results are off by a random rounding. ``form``: the tensors' own
     dtype. ``equal``: addends are all the same, so their roundings are."""
@@ -100,7 +90,7 @@ class RoundingNoise(TorchDispatchMode):
 
     def _store(self, x: torch.Tensor) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
-            return self._off(x, spacing(x, self._form) * _HALF_SPACING_RMS, self._form)
+            return self._off(x, spacing(x, self._form) * ROUNDING_RMS, self._form)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -132,14 +122,14 @@ class RoundingNoise(TorchDispatchMode):
             length = _ratio(args[0], result)
             scale = length if name == "mean" else 1
             return self._sum_error(length, result, terms / scale**2)
-        error = spacing(result, self._single) * _HALF_SPACING_RMS
+        error = spacing(result, self._single) * ROUNDING_RMS
         error = torch.where(result.float().double() == result, 0.0, error)
         return error * _ELEMENTARY_FACTOR if name in _ELEMENTARY else error
 
     def _sum_error(self, length: int, result: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         typical = _SUM_FACTOR * math.sqrt(length / 2) * (result.square() + squares).sqrt()
         # the spacing of subnormals does not shrink with the result
-        least = self._single.smallest_subnormal * _HALF_SPACING_RMS
+        least = self._single.smallest_subnormal * ROUNDING_RMS
         return (_ROUNDOFF * typical).clamp_min(least * math.sqrt(length))
 
     def _running_error(self, result: torch.Tensor, axis: int) -> torch.Tensor:
@@ -147,7 +137,7 @@ class RoundingNoise(TorchDispatchMode):
         addends are equal."""
         shape = [1] * result.ndim if self._equal else result.shape
         noise = torch.randn(shape, generator=self._random, dtype=torch.float64)
-        steps = spacing(result, self._single) * _HALF_SPACING_RMS
+        steps = spacing(result, self._single) * ROUNDING_RMS
         return torch.where(result.isfinite(), (steps * noise).cumsum(axis), 0.0)
 
     def _off(self, x: torch.Tensor, error: torch.Tensor, form: Format) -> torch.Tensor:

@@ -33,9 +33,7 @@ def close(found: torch.Tensor, expected, *, by: float = 1e-15) -> bool:
 def test_linear():
     """[1 2] times the rows [3 4], [5 6] is [11 17]; the bias adds."""
     assert close(define("linear", x=[[1.0, 2.0]], weight=[[3.0, 4.0], [5.0, 6.0]]), [[11.0, 17.0]])
-    found = define(
-        "linear_bias", x=[[1.0, 2.0]], weight=[[3.0, 4.0], [5.0, 6.0]], bias=[0.5, -1.0]
-    )
+    found = define("linear_bias", x=[[1.0, 2.0]], weight=[[3.0, 4.0], [5.0, 6.0]], bias=[0.5, -1.0])
     assert close(found, [[11.5, 16.0]])
 
 

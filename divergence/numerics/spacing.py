@@ -19,13 +19,15 @@ ROUNDING_RMS = 1 / math.sqrt(12)
 """Rms error of rounding to nearest, in spacings."""
 
 
+_EXPONENT_BITS = 0x7FF << 52
+
+
 def spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
     """Distance of neighbouring values of ``form`` around each float64 ``x``.
 
     Unit: that of x. The subnormals' distance at 0, nan where x is not finite; no upper end.
     """
-    _, exponent = torch.frexp(x)  # |x| = m · 2^exponent, 1/2 <= m < 1
-    least = math.log2(form.smallest_subnormal)
-    power = (exponent.double() - 1 - form.mantissa_bits).clamp_min(least)
-    power = torch.where(x == 0.0, least, power)
-    return torch.where(x.isfinite(), torch.exp2(power), math.nan)
+    # the exponent bits alone are the power of two at or below |x|: 0 for 0, inf for inf and nan
+    power = (x.contiguous().view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
+    found = (power * 2.0**-form.mantissa_bits).clamp_min(form.smallest_subnormal)
+    return found.masked_fill_(power == math.inf, math.nan)

@@ -143,8 +143,10 @@ class RoundingNoise(TorchDispatchMode):
     def _off(self, x: torch.Tensor, error: torch.Tensor, form: Format) -> torch.Tensor:
         """``x`` with an error of that size; beyond the range of ``form``, infinite."""
         noise = torch.randn(x.shape, generator=self._random, dtype=torch.float64)
-        moved = torch.where(x.isfinite(), x + noise * error.nan_to_num(0.0), x)
-        return torch.where(moved.abs() > form.max, torch.copysign(_INFINITY, moved), moved)
+        moved = torch.where(x.isfinite(), x + noise * error, x)
+        if moved.numel() and float(moved.abs().amax()) > form.max:
+            moved = torch.where(moved.abs() > form.max, torch.copysign(_INFINITY, moved), moved)
+        return moved
 
 
 def _ratio(addends: torch.Tensor, result: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from divergence.compare.suite_measure import Truths, between, excess, look
 from divergence.errors import IncomparableError, UsageError
 
 _spec = importlib.util.spec_from_file_location(
-    "suite_faulty_compare", Path(__file__).parents[1] / "ops" / "suite" / "faulty.py"
+    "suite_faulty_compare", Path(__file__).parents[2] / "benchmarks" / "_wrong_operators.py"
 )
 faulty = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(faulty)

@@ -1,4 +1,9 @@
-"""Wrong implementations of operators, as real kernels get them wrong; planted by the tests."""
+"""Wrong implementations of operators, as real kernels get them wrong.
+
+For tests and benchmarks, and to see what a report says:
+
+    divergence capture --like a -o b --impl softmax=benchmarks._wrong_operators:softmax_bf16
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun
     suite = None if model is None else str(model).removeprefix(SOURCE)
     rows = [
         PlannedSite(
-            site=case.site, role=case.operator, shape=case.shape, dtype=case.dtype,
+            site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
             bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
         )
         for case in capturing.plan_cases(suite, like=like, sites=options.get("sites") or ())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from divergence.compare.result import Report, SuiteCase, SuiteOperator, SuiteSide
-from divergence.report.lines import BLANK, Line, columns, heading, line
+from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, decimal, share, times
 
 __all__ = ["suite_lines"]
 
 _STYLES = {"wrong": "bold red", "flushed": "yellow", "ties": "yellow"}
-_SIDES = {"reference": "the reference", "candidate": "the candidate", "both": "both sides"}
 _PREFIX = "suite."
 
 
@@ -31,18 +30,18 @@ def suite_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
             lines.append(line((item.text, style)))
     if suite.judged and shown:
         lines.append(
-            line(
-                (
-                    "  W: err candidate over err reference. score: error in units of what rounding "
-                    f"explains, beyond {suite.score_limit:g} is wrong; gain: of rows' scale, "
-                    f"beyond {suite.gain_limit:g}.",
-                    "dim",
-                )
+            prose(
+                "  ",
+                "W: err candidate over err reference. score: error in units of what rounding "
+                f"explains, wrong beyond {suite.score_limit:g}; so is a row's scale that is off by "
+                f"{suite.gain_limit:g} standard deviations. ulp: from the truth.",
+                width=2,
+                style="dim",
             )
         )
     if equal:
         names = ", ".join(_short(one.operator) for one in equal)
-        lines.append(line((f"  bit-identical: {names}", "dim")))
+        lines.append(prose("  ", f"bit-identical: {names}", width=2, style="dim"))
     if all_sites:
         lines += [BLANK, *_all(suite.cases, judged=suite.judged)]
     return [*lines, BLANK]
@@ -55,22 +54,23 @@ def _short(operator: str) -> str:
 def _titles(judged: bool) -> tuple[str, ...]:
     if not judged:
         return ("operator", "differ", "rel L2", "ulp p99", "ulp max", "worst case")
-    return ("operator", "worse", "differ", "W", "score", "gain", "ulp p99", "ulp max", "worst case")
+    return ("operator", "worse", "differ", "W", "score", "ulp p99", "ulp max", "worst case")
 
 
 def _row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
+    """Implementations other than torch's stand behind the name."""
     name = _short(one.operator)
     implementations = {one.reference_implementation, one.candidate_implementation}
     if implementations != {"torch"}:
-        name += f" ({one.reference_implementation} / {one.candidate_implementation})"
-    differ = f"{one.num_cases - one.num_same} of {one.num_cases}"
+        name += f" ({' / '.join(sorted(implementations - {'torch'}))})"
+    differ = f"{one.num_cases - one.num_same}/{one.num_cases}"
     worse = _worse(one.status, one.side)
     return (name, *([worse] if judged else []), differ, *_figures(one.worst, judged=judged))
 
 
 def _worse(status: str, side: str | None) -> str:
     if status == "wrong":
-        return _SIDES[side or "both"]
+        return side or "both"
     if status in ("flushed", "ties"):
         return f"{status}: {side}"
     return "-"
@@ -84,27 +84,26 @@ def _figures(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:
         return (decimal(case.rel_l2), _ulp(case.ulp_p99), _ulp(case.ulp_max), where)
     a, b = case.reference, case.candidate
     if a is None or b is None:
-        return ("-", "-", "-", "-", "-", where)
+        return ("-", "-", "-", "-", where)
     if case.kind == "codes":
         both = f"off by one {share(a.off_by_one)} / {share(b.off_by_one)}"
         more = f"more {share(a.off_by_more)} / {share(b.off_by_more)}"
-        return ("codes", "", "", "", "", f"{where}: {both}, {more}")
+        return ("codes", "", "", "", f"{where}: {both}, {more}")
     if case.kind == "indices":
         wrong = f"rows wrong {share(a.rows_wrong)} / {share(b.rows_wrong)}"
         tied = f"tied {share(a.rows_tied)} / {share(b.rows_tied)}"
-        return ("indices", "", "", "", "", f"{where}: {wrong}, {tied}")
+        return ("indices", "", "", "", f"{where}: {wrong}, {tied}")
     return (
         times(case.w),
         _pair(a, b, "score"),
-        _pair(a, b, "gain"),
-        f"{_ulp(a.ulp_p99)} / {_ulp(b.ulp_p99)}",
-        f"{_ulp(a.ulp_max)} / {_ulp(b.ulp_max)}",
+        f"{_ulp(a.ulp_p99)}/{_ulp(b.ulp_p99)}",
+        f"{_ulp(a.ulp_max)}/{_ulp(b.ulp_max)}",
         where,
     )
 
 
 def _pair(a: SuiteSide, b: SuiteSide, name: str) -> str:
-    return " / ".join(_number(getattr(side, name)) for side in (a, b))
+    return "/".join(_number(getattr(side, name)) for side in (a, b))
 
 
 def _number(value: float | None) -> str:

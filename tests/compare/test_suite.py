@@ -82,10 +82,9 @@ def test_both_sides_wrong(planted_suite, tmp_path):
     assert (other.kind, other.side) == ("localized", "both")
 
 
-def test_tie_orders_are_shown_and_no_fault(planted_suite, tmp_path):
+def test_tie_orders_are_shown_and_no_fault(tmp_path):
     """torch.topk documents no order of equal values, so two orders are two right answers: the
     side that does not take the first is named. argmax does document one."""
-    run, _ = planted_suite
     sites = ["topk.float32.*"]
     first = capture("suite:llm", out=tmp_path / "a", sites=sites, impl={"topk": faulty.topk_first})
     last = capture(like=first, out=tmp_path / "b", impl={"topk": faulty.topk_last})

@@ -144,7 +144,7 @@ def reference_suite(
 class PlannedCase:
     """A case that would be run: its first tensor's shape and dtype, the bytes of all."""
 
-    site: str
+    path: str
     operator: str
     shape: tuple[int, ...]
     dtype: str
@@ -165,7 +165,7 @@ def plan_cases(
         tensors = [value for value in work.load().values() if isinstance(value, torch.Tensor)]
         planned.append(
             PlannedCase(
-                site=join_site(operator_path(work.path, work.operator.full_name, 1), "out"),
+                path=work.path,
                 operator=work.operator.name,
                 shape=tuple(tensors[0].shape),
                 dtype=format_of(tensors[0].dtype).name,

@@ -13,7 +13,7 @@ from divergence import Run, capture, compare, reference
 from divergence.capture.dry_run import plan_capture
 from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.definition import Unavailable
-from divergence.ops.suite.recording import arguments_of, calls_in
+from divergence.ops.suite.recording import arguments_of
 
 FEW = ["rms_norm.float32.*", "topk.bfloat16.odd*"]
 
@@ -125,7 +125,7 @@ def test_some_cases(tmp_path):
 def test_a_dry_run_lists_cases():
     """Without running anything: each case, its first tensor's shape, the bytes of all."""
     plan = plan_capture("suite:quick", sites=["linear.float32.odd.normal"])
-    assert [row.site for row in plan.rows] == ["linear.float32.odd.normal/suite.linear:out"]
+    assert [row.site for row in plan.rows] == ["linear.float32.odd.normal"]
     assert plan.rows[0].shape == (7, 129)
     assert plan.total_bytes == 4 * (7 * 129 + 65 * 129)
 
@@ -227,7 +227,7 @@ def test_what_a_suite_does_not_take(options, words, tmp_path):
 
 
 def test_unknown_suites_and_models(quick, llama, tmp_path):
-    """The known suites are named; --impl with a model, and a model with a suite's run, are errors."""
+    """The known suites are named; --impl with a model and a model with a suite are errors."""
     run, truth = quick
     with pytest.raises(UsageError) as caught:
         capture("suite:vision", out=tmp_path / "a")

@@ -148,8 +148,8 @@ def test_paged_attention():
 
 
 def test_activations():
-    """GELU(1) = Φ(1), from the tables 0.841344746; its tanh form 0.841191991; SiLU(ln 3) = 3/4 ln 3;
-    times 2 gated."""
+    """GELU(1) = Φ(1), from the tables 0.841344746; its tanh form 0.841191991; SiLU(ln 3) is
+    3/4 ln 3; times 2 gated."""
     assert close(define("gelu", x=[1.0, 0.0]), [0.8413447460685429, 0.0])
     assert close(define("gelu_tanh", x=[1.0]), [0.8411919906082768])
     third = math.log(3)

@@ -55,7 +55,7 @@ def test_sums_are_off_as_real_sums_are(length):
 
 
 def test_running_sums_carry_on_their_errors():
-    """The error of a float32 running sum at its end is the simulated one, within a factor of two."""
+    """A float32 running sum errs at its end as is simulated, within a factor of two."""
     x = torch.randn(200, 1024, generator=torch.Generator().manual_seed(1))
     total = torch.zeros(200)
     for column in range(x.shape[1]):

@@ -1,6 +1,6 @@
 """The operator suite: what it costs, whether healthy machines pass, whether wrong operators fail.
 
-    python benchmarks/suite.py [--suite llm] [--faults]
+    python benchmarks/suite.py [--suite llm] [--faults] [--machines NAME ...]
 
 One CPU under ten sets of switches (benchmarks/_machines.py), each repeating the native run. With
 ``--faults`` every wrong implementation of benchmarks/_wrong_operators.py besides, on every machine.
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -26,8 +26,6 @@ from divergence.capture.api import capture, reference
 from divergence.compare.api import compare
 from divergence.run.reader import Run
 
-MACHINES = [name for name in SWITCHES if name != "native"]
-
 
 def timed(what: str, call, *, run: bool = True):
     start = time.perf_counter()
@@ -35,7 +33,9 @@ def timed(what: str, call, *, run: bool = True):
     seconds = time.perf_counter() - start
     sizes = result.manifest.sizes if run else None
     stored = f"{sizes.stored_bytes / 2**20:.0f}" if sizes else ""
-    print(f"| {what} | {seconds:.1f} | {stored} | {sizes.num_records if sizes else ''} |")
+    print(
+        f"| {what} | {seconds:.1f} | {stored} | {sizes.num_records if sizes else ''} |", flush=True
+    )
     return result
 
 
@@ -47,10 +47,10 @@ def worst(report) -> tuple[float, float]:
     return max(scores), max(gains)
 
 
-def healthy(folder: Path, a: Run, truth: Run) -> None:
+def healthy(folder: Path, a: Run, truth: Run, machines: list[str]) -> None:
     print("\n| machine | verdict | results that differ | wrong | flushed | score | gain |")
     print("|---|---|---|---|---|---|---|")
-    for name in MACHINES:
+    for name in machines:
         machine = Machine(name)
         machine.run("capture", like=str(a.path), out=str(folder / name))
         machine.close()
@@ -68,10 +68,9 @@ def healthy(folder: Path, a: Run, truth: Run) -> None:
         )
 
 
-def faults(folder: Path, a: Run, truth: Run) -> None:
+def faults(folder: Path, a: Run, truth: Run, machines: list[str]) -> None:
     names = [(operator, fault.__name__) for operator, each in FAULTS.items() for fault in each]
     named = dict.fromkeys(names, 0)
-    machines = ["native", *MACHINES]
     for place in machines:
         machine = Machine(place)
         for operator, fault in names:
@@ -98,6 +97,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", default="llm")
     parser.add_argument("--faults", action="store_true", help="also plant wrong operators")
+    parser.add_argument(
+        "--machines", nargs="+", choices=list(SWITCHES), default=list(SWITCHES), metavar="NAME"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -106,9 +108,9 @@ def main() -> None:
         timed("capture --like", lambda: capture(like=a, out=folder / "again"))
         truth = timed("reference", lambda: reference(a, out=folder / "truth"))
         timed("compare", lambda: compare(a, folder / "again", truth=truth), run=False)
-        healthy(folder, a, truth)
+        healthy(folder, a, truth, [name for name in options.machines if name != "native"])
         if options.faults:
-            faults(folder, a, truth)
+            faults(folder, a, truth, options.machines)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,7 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL",
-            help="Model id or directory, or suite:llm; left out with --like.",
-            show_default=False,
+            metavar="MODEL", help="Model, or suite:llm; not with --like.", show_default=False
         ),
     ] = None,
     out: Annotated[

@@ -36,8 +36,9 @@ def only_with_like(options: dict[str, Any]) -> None:
             )
 
 
-def capture_defaults(like: bool) -> dict[str, Any]:
-    """Settings from the environment and the file; with --like only those of the machine."""
+def capture_defaults(machine_alone: bool) -> dict[str, Any]:
+    """Settings from the environment and the file; ``machine_alone``, with --like and for a suite
+    of operators: only those of the machine."""
     import msgspec
 
     known = msgspec.structs.asdict(settings("capture"))
@@ -45,5 +46,5 @@ def capture_defaults(like: bool) -> dict[str, Any]:
     return {
         name: value
         for name, value in known.items()
-        if value is not None and (not like or name in of_machine)
+        if value is not None and (not machine_alone or name in of_machine)
     }

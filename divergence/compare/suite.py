@@ -117,7 +117,7 @@ def compare_suites(
     ours, theirs = _outputs(a), _outputs(b)
     skipped: list[Skipped] = []
     cases: list[SuiteCase] = []
-    inputs_a, inputs_b = _inputs(a), _inputs(b)
+    inputs_a, inputs_b = _inputs(a, b), _inputs(b, a)
     for number, (site, record) in enumerate(ours.items()):
         if progress is not None:
             progress("compare", number, len(ours), site)
@@ -169,10 +169,13 @@ def _outputs(run: Run) -> dict[str, Record]:
     }
 
 
-def _inputs(run: Run) -> dict[str, tuple]:
-    """Case → its scalars, and the digests and strides of its tensors."""
+def _inputs(run: Run, other: Run) -> dict[str, tuple]:
+    """Case → its scalars, and the digests and strides of its tensors. A replay of the other run
+    (``divergence replay``) holds no inputs of its own: they are the other's."""
     found: dict[str, tuple] = {}
     digests = {record.site: record.xxh3 for record in run.records}
+    if run.manifest.plan.anchored_to == other.manifest.id:
+        digests = {record.site: record.xxh3 for record in other.records} | digests
     for record in run.records:
         if record.call is not None:
             operands = tuple(
@@ -188,6 +191,11 @@ def _check_truth(truth: Run, a: Run, b: Run) -> None:
         raise UsageError(
             f"{truth.path} is no truth: it was not computed in float64",
             hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH",
+        )
+    if not any(record.site.endswith(".floor") for record in truth.records):
+        raise UsageError(
+            f"{truth.path} does not hold what a suite is judged by",
+            hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH makes one that does",
         )
     known = {a.manifest.id, b.manifest.id, a.manifest.plan.anchored_to, b.manifest.plan.anchored_to}
     digests = {a.manifest.model.digest, b.manifest.model.digest}

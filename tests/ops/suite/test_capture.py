@@ -319,3 +319,18 @@ def test_implementations_by_name(quick, tmp_path, faulty, monkeypatch):
     with pytest.raises(UsageError, match="torch_npu is not here") as caught:
         capture(like=run, out="d", impl="torch_npu")
     assert "llama (rms_norm)" in caught.value.hint
+
+
+def test_replays_of_a_suite(tmp_path):
+    """`divergence replay` runs a suite's operators too, and is held to the suite's truth. The
+    float64 replay does not say what rounding explains, so it is no truth of a suite."""
+    from divergence.ops.replay import replay
+
+    run = capture("suite:llm", out=tmp_path / "a", sites=FEW)
+    again = replay(run, out=tmp_path / "r")
+    report = compare(run, again, truth=reference(run, out=tmp_path / "truth"))
+    assert report.verdict.kind == "identical"
+    assert not report.coverage.unmatched
+    bare = replay(run, out=tmp_path / "bare", reference=True)
+    with pytest.raises(UsageError, match="does not hold what a suite is judged by"):
+        compare(run, again, truth=bare)

@@ -380,8 +380,7 @@ def command(
     }
     # what is not given is left to the function's own default
     values = {name: value for name, value in chosen.items() if value is not None}
-    machine_alone = like is not None or str(model).startswith("suite:")
-    values = {**capture_defaults(machine_alone), **values}
+    values = {**capture_defaults(like, model), **values}
     values["out"] = out
     values["like"] = like
     arguments = ctx.meta.get(ARGUMENTS)

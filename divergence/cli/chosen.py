@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from divergence.cli.options import settings
@@ -36,12 +37,13 @@ def only_with_like(options: dict[str, Any]) -> None:
             )
 
 
-def capture_defaults(machine_alone: bool) -> dict[str, Any]:
-    """Settings from the environment and the file; ``machine_alone``, with --like and for a suite
-    of operators: only those of the machine."""
+def capture_defaults(like: Path | None, model: str | None) -> dict[str, Any]:
+    """Settings from the environment and the file; with --like, and for a suite of operators, only
+    those of the machine."""
     import msgspec
 
     known = msgspec.structs.asdict(settings("capture"))
+    machine_alone = like is not None or (model is not None and model.startswith("suite:"))
     of_machine = ("device", "device_map", "label")
     return {
         name: value

@@ -12,7 +12,10 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from divergence._version import __version__
+from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.preflight import preflight
 from divergence.compare.result import (
     Coverage,
@@ -82,12 +85,17 @@ def report_on_suites(
             hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH",
         )
     result, coverage = compare_suites(a, b, truth=truth, progress=progress)
+    arithmetic = explain_arithmetic(a.manifest, b.manifest)
+    verdict = judge_suites(result, a, b, coverage)
+    if verdict.kind != "identical":
+        evidence = [*verdict.evidence, *arithmetic.brief()]
+        verdict = msgspec.structs.replace(verdict, evidence=evidence)
     return Report(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
-        verdict=judge_suites(result, a, b, coverage),
-        preflight=_preflight(preflight(a, b)),
+        verdict=verdict,
+        preflight=[*_preflight(preflight(a, b)), *arithmetic.lines],
         tokens=None,
         coverage=coverage,
         sites=[],

@@ -27,6 +27,7 @@ from divergence.ops.suite.definition import Arguments, Operator, Unavailable, ou
 from divergence.ops.suite.implementations import DEFAULT, Chosen, Wishes, choose
 from divergence.ops.suite.judging import truth_of
 from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
+from divergence.probe.quick import quick_facts
 from divergence.run.fingerprint import digest_many, digest_tensor
 from divergence.run.layout import expanded
 from divergence.run.manifest import (
@@ -69,6 +70,7 @@ def capture_suite(
     deterministic: bool | None = None,
     seed: int | None = None,
     repeat: int = 1,
+    probe: bool = True,
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -76,6 +78,7 @@ def capture_suite(
 ) -> Run:
     """Run ``suite`` (``llm``) here, or the one in ``like`` again, and record it in ``out``.
 
+    ``probe``: note what this machine's arithmetic does, as a capture of a model does.
     ``impl``: see ops.suite.implementations. ``sites``: patterns of cases, ``rms_norm.*``.
     Raises UsageError, RunFormatError (of ``like``), RunExistsError and RunWriteError.
     """
@@ -102,6 +105,9 @@ def capture_suite(
             determinism=determinism, deterministic=deterministic, seed=seed or 0, command=command,
         )  # fmt: skip
         manifest.plan.skipped_operators = skipped
+        if probe:
+            _tell(progress, "probe", 0, None, "")
+            manifest.arithmetic = quick_facts(device)
         with RunWriter(expanded(out), manifest, force=force) as writer:
             runner = _Runner(writer, chosen, device, repeat, progress)
             runner.run(works)

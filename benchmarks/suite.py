@@ -28,9 +28,9 @@ from divergence.run.reader import Run
 
 
 def timed(what: str, call, *, run: bool = True):
-    start = time.perf_counter()
+    start, spent = time.perf_counter(), time.process_time()
     result = call()
-    seconds = time.perf_counter() - start
+    seconds, spent = time.perf_counter() - start, time.process_time() - spent
     sizes = result.manifest.sizes if run else None
     stored = f"{sizes.stored_bytes / 2**20:.0f}" if sizes else ""
     print(
@@ -103,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        print("| what | s | MiB | records |\n|---|---|---|---|")
+        print("| what | s | CPU s | MiB | records |\n|---|---|---|---|---|")
         a = timed("capture", lambda: capture(f"suite:{options.suite}", out=folder / "a"))
         timed("capture --like", lambda: capture(like=a, out=folder / "again"))
         truth = timed("reference", lambda: reference(a, out=folder / "truth"))

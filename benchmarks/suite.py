@@ -33,9 +33,8 @@ def timed(what: str, call, *, run: bool = True):
     seconds, spent = time.perf_counter() - start, time.process_time() - spent
     sizes = result.manifest.sizes if run else None
     stored = f"{sizes.stored_bytes / 2**20:.0f}" if sizes else ""
-    print(
-        f"| {what} | {seconds:.1f} | {stored} | {sizes.num_records if sizes else ''} |", flush=True
-    )
+    records = sizes.num_records if sizes else ""
+    print(f"| {what} | {seconds:.1f} | {spent:.1f} | {stored} | {records} |", flush=True)
     return result
 
 

@@ -116,15 +116,17 @@ def _is_suite(run: Run) -> bool:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Options that mean something to a model only."""
-    for name, value in options.items():
-        usual = {**_MEANT_FOR_MODELS, "model": None}
-        if name == "sites" and "model" not in options:
-            continue  # patterns of cases
+    """Options that mean something to a model only. ``sites`` choose cases, but not of a truth,
+    which has ``model`` among its options."""
+    usual = {**_MEANT_FOR_MODELS, "model": None}
+    if "model" in options:
         usual["sites"] = ()
-        if name in usual and value not in (usual[name], None, ()) and value != []:
-            given = "--no-anchor" if name == "anchor" else f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"{given} means nothing to a suite of operators",
-                hint="--impl, --sites, --device, --repeat and --label do",
-            )
+    for name, value in options.items():
+        nothing = (usual.get(name), None, (), [], {})
+        if name not in usual or value in nothing or (value is False and name != "anchor"):
+            continue
+        given = "--no-anchor" if name == "anchor" else f"--{name.replace('_', '-')}"
+        raise UsageError(
+            f"{given} means nothing to a suite of operators",
+            hint="--impl, --sites, --device, --repeat and --label do",
+        )

@@ -118,10 +118,25 @@ def test_what_the_first_version_holds():
     assert len({record.place for record in run.records}) < len(run.records)
 
 
-def test_the_stored_run_names_no_path_of_a_machine():
+def test_what_the_second_version_holds():
+    """Operators with their calls, the weights that they use, and what the machine's arithmetic
+    does."""
+    run = Run.open(FIXTURES / "run-v2")
+    calls = [record for record in run.records if record.call is not None]
+    assert {record.pass_ for record in calls} == {"anchored"}
+    product = run.find(("anchored", 0, 0, "model.layers.1.mlp.down_proj/aten.mm:out"))
+    given, weight = product.call.operands
+    assert run.find(("anchored", 0, 0, given.site)) is not None
+    assert (weight.weight, weight.via) == ("model.layers.1.mlp.down_proj.weight", ("t()",))
+    assert run.find(("anchored", 0, 0, weight.site)).shape == (16, 48)
+    assert any(fact.verified for fact in run.manifest.arithmetic)
+
+
+@pytest.mark.parametrize("name", ["run-v1", "run-v2"])
+def test_the_stored_run_names_no_path_of_a_machine(name):
     """Small, portable, and nobody's home."""
-    files = [path for path in (FIXTURES / "run-v1").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 100_000
-    text = (FIXTURES / "run-v1/manifest.json").read_text()
+    files = [path for path in (FIXTURES / name).rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 200_000
+    text = (FIXTURES / name / "manifest.json").read_text()
     assert not re.search(r'": "(/|~|[A-Za-z]:\\)', text)
     assert not {"tmp", "home", "root"} & set(re.findall(r"/(\w+)/", text))

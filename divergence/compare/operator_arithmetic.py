@@ -13,40 +13,11 @@ import msgspec
 from divergence.compare.arithmetic import Explained, sentences
 from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.result import Evidence, Verdict
-from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.arithmetic import ArithmeticFact, is_about
 
-__all__ = ["subjects_of", "with_arithmetic"]
+__all__ = ["with_arithmetic"]
 
-_PRODUCTS = ("linear", "matmul")
-_SUMS = ("sum", "layer_norm")
-_SUBJECTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("mm", "addmm", "linear", "matmul", "mv", "addmv", "dot"), _PRODUCTS),
-    **dict.fromkeys(("bmm", "baddbmm"), ("attention", "matmul")),
-    **dict.fromkeys(("sum", "mean", "var", "var_mean", "cumsum", "norm"), _SUMS),
-    **dict.fromkeys(
-        ("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"), (*_SUMS, "rsqrt")
-    ),
-    **dict.fromkeys(
-        ("_softmax", "softmax", "_log_softmax", "logsumexp"), ("softmax", "exp", "sum")
-    ),
-    **dict.fromkeys(("gelu",), ("erf", "tanh")),
-    **dict.fromkeys(("add", "sub"), ("add",)),
-    **dict.fromkeys(("mul", "mul_"), ("mul",)),
-    **dict.fromkeys(("addcmul", "addcdiv"), ("addcmul",)),
-    **dict.fromkeys(("silu", "swiglu"), ("silu", "sigmoid", "exp")),
-    **dict.fromkeys(("pow", "sqrt"), ("sqrt",)),
-    **dict.fromkeys(("_to_copy", "copy_", "to"), ("cast",)),
-}
-"""ATen's name → first words of the subjects that it stands on; else a function of the same name."""
 _MOST = 3
-
-
-def subjects_of(operator: str) -> tuple[str, ...]:
-    """``aten.addmm`` → (``linear``, ``matmul``)."""
-    name = operator.split(".")[1] if operator.count(".") else operator
-    if "scaled_dot_product" in name or "flash" in name:
-        return ("sdpa", "attention", "exp")
-    return _SUBJECTS.get(name, (name,))
 
 
 def with_arithmetic(
@@ -59,14 +30,10 @@ def with_arithmetic(
     first = next((r for r in operators.results if r.site == operators.onset), None)
     if first is None:
         return verdict
-    words = subjects_of(first.operator)
     dtypes = {first.reference_dtype, first.candidate_dtype}
-    if first.operator.partition("softmax")[1]:
-        dtypes.add("float32")  # it computes in float32 inside
 
     def about(fact: ArithmeticFact) -> bool:
-        subject = fact.subject.split()
-        return subject[0] in words and subject[-1] in dtypes
+        return is_about(fact, first.operator, dtypes)
 
     differ = [pair for pair in found.differing if about(pair[0])]
     same = [fact for fact in found.equal if about(fact)]

@@ -9,6 +9,7 @@ from typing import Any
 
 from divergence.ops.differences import Difference
 from divergence.ops.script import operand_names
+from divergence.run.arithmetic import is_about
 from divergence.run.call import Call
 from divergence.run.manifest import Environment, Manifest
 
@@ -26,11 +27,20 @@ class Side:
     note: str | None = None
 
 
-def title_of(call: Call, sides: Sequence[Side]) -> str:
-    """One line: the operator, its dtypes and shapes, and what is said of it."""
+_NEAR = 1.5  # of the error of storing the truth once
+
+
+def title_of(
+    call: Call, sides: Sequence[Side], stores: Mapping[str, float | None] | None = None
+) -> str:
+    """One line: the operator, its dtypes and shapes, and what is said of it. ``stores``: by port,
+    the error of storing the truth alone."""
     what = f"{call.operator} ({_signature(call)})"
     if len(sides) < 2:
         found = sides[0].from_truth.get("out")
+        store = (stores or {}).get("out")
+        if found is not None and store is not None and found.rel_l2 <= _NEAR * store:
+            return f"{what}: result is as near to float64 as its dtype allows"
         return f"{what}: result and float64 truth" + (
             "" if found is None else f" differ by rel L2 {found.rel_l2:.3g}"
         )
@@ -56,7 +66,7 @@ def report_text(
 ) -> str:
     """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
     computed it, or None where there is none."""
-    lines = [f"# {_plain(title_of(call, sides))}", "", *_summary(call, sides, truth), ""]
+    lines = [f"# {_plain(title_of(call, sides, stores))}", "", *_summary(call, sides, truth), ""]
     called = "" if call.source is None else f", called from `{_plain(call.source)}`"
     lines += [
         "## Operator",
@@ -80,9 +90,9 @@ def report_text(
     lines += ["", "## Measured", "", *_table(sides, stores)]
     lines += [f"\n{_plain(side.label)}: {_plain(side.note)}." for side in sides if side.note]
     lines += ["", "## Environment", "", *_environments(sides)]
-    facts = _facts(sides)
+    facts = _facts(call, sides)
     if facts:
-        lines += ["", "## Arithmetic of these machines, as probed", "", *facts]
+        lines += ["", "## Arithmetic of this operation, as probed", "", *facts]
     lines += ["", "## How to run", "", "```", "pip install torch safetensors",
               "python repro.py         # or: python repro.py cuda", "```", ""]  # fmt: skip
     lines.append(
@@ -161,16 +171,22 @@ def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]
     return {_plain(name): _plain(value) for name, value in rows.items()}
 
 
-def _facts(sides: Sequence[Side]) -> list[str]:
-    """What the probes of each machine proved, where its run holds any."""
-    lines = []
-    for side in sides:
-        for fact in getattr(side.manifest, "arithmetic", []):
-            if getattr(fact, "verified", True):
-                lines.append(
-                    f"- {_plain(side.label)}: {_plain(str(getattr(fact, 'name', 'fact')))}: "
-                    f"{_plain(str(getattr(fact, 'value', fact)))}"
-                )
+def _facts(call: Call, sides: Sequence[Side]) -> list[str]:
+    """What the probes of each machine proved of this operation in these dtypes; of two machines
+    first what differs between them."""
+    dtypes = {operand.dtype for operand in call.operands}
+    found: dict[str, list[str | None]] = {}
+    for number, side in enumerate(sides):
+        for fact in side.manifest.arithmetic:
+            if fact.verified and is_about(fact, call.operator, dtypes):
+                row = found.setdefault(_plain(fact.name), [None] * len(sides))
+                row[number] = _plain(fact.value)
+    if not found:
+        return []
+    rows = sorted(found.items(), key=lambda item: len(set(item[1])) == 1)
+    lines = ["| probe | " + " | ".join(_plain(side.label) for side in sides) + " |"]
+    lines.append("|---|" + "---|" * len(sides))
+    lines += [f"| {name} | " + " | ".join(v or "-" for v in values) + " |" for name, values in rows]
     return lines
 
 

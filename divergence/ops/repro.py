@@ -109,7 +109,8 @@ def repro(
         if other is not None:
             sides.append(_other_side(source, other, one, operands, expected, true, notes))
         sides = _told_apart(sides, source, other)
-        title = title_of(one.call, sides)
+        stores = {port: store_error(true[port], expected[port].dtype) for port in true}
+        title = title_of(one.call, sides, stores)
         device = (other or source).manifest.environment.device_type
         text = script_text(
             one.call, source.manifest, expected,
@@ -122,8 +123,7 @@ def repro(
             hint="choose another operator, or give --model PATH for its weights",
         ) from refusal
     report = report_text(
-        one.call, sides,
-        {port: store_error(true[port], expected[port].dtype) for port in true},
+        one.call, sides, stores,
         site=one.first.site,
         where=f"{pass_} pass, sample {one.first.sample}, step {one.first.step}",
         truth=made_by,

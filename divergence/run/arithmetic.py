@@ -6,9 +6,33 @@ the answer was checked against the machine itself; a comparison builds on no oth
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
-__all__ = ["ArithmeticFact"]
+__all__ = ["ArithmeticFact", "is_about", "subjects_of"]
+
+_PRODUCTS = ("linear", "matmul")
+_SUMS = ("sum", "layer_norm")
+_SUBJECTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("mm", "addmm", "linear", "matmul", "mv", "addmv", "dot"), _PRODUCTS),
+    **dict.fromkeys(("bmm", "baddbmm"), ("attention", "matmul")),
+    **dict.fromkeys(("sum", "mean", "var", "var_mean", "cumsum", "norm"), _SUMS),
+    **dict.fromkeys(
+        ("native_layer_norm", "layer_norm", "rms_norm", "_fused_rms_norm"), (*_SUMS, "rsqrt")
+    ),
+    **dict.fromkeys(
+        ("_softmax", "softmax", "_log_softmax", "logsumexp"), ("softmax", "exp", "sum")
+    ),
+    **dict.fromkeys(("gelu",), ("erf", "tanh")),
+    **dict.fromkeys(("add", "sub"), ("add",)),
+    **dict.fromkeys(("mul", "mul_"), ("mul",)),
+    **dict.fromkeys(("addcmul", "addcdiv"), ("addcmul",)),
+    **dict.fromkeys(("silu", "swiglu"), ("silu", "sigmoid", "exp")),
+    **dict.fromkeys(("pow", "sqrt"), ("sqrt",)),
+    **dict.fromkeys(("_to_copy", "copy_", "to"), ("cast",)),
+}
+"""ATen's name → first words of the subjects that it stands on; else a function of the same name."""
 
 
 class ArithmeticFact(
@@ -44,3 +68,21 @@ class ArithmeticFact(
     def answer(self) -> tuple[str, str | None]:
         """Equal for equal findings."""
         return (self.value, self.digest)
+
+
+def subjects_of(operator: str) -> tuple[str, ...]:
+    """``aten.addmm`` → (``linear``, ``matmul``)."""
+    name = operator.split(".")[1] if operator.count(".") else operator
+    if "scaled_dot_product" in name or "flash" in name:
+        return ("sdpa", "attention", "exp")
+    return _SUBJECTS.get(name, (name,))
+
+
+def is_about(fact: ArithmeticFact, operator: str, dtypes: Collection[str]) -> bool:
+    """Does the fact tell something of ``operator`` in one of these dtypes? The probes looked at
+    operators of their own, at shapes of their own: the same operation in the same dtype."""
+    known = set(dtypes)
+    if "softmax" in operator:
+        known.add("float32")  # it computes in float32 inside
+    words = fact.subject.split()
+    return bool(words) and words[0] in subjects_of(operator) and words[-1] in known

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from divergence.compare.arithmetic import Explained
-from divergence.compare.operator_arithmetic import subjects_of, with_arithmetic
+from divergence.compare.operator_arithmetic import with_arithmetic
 from divergence.compare.operators_result import OperatorResult, OperatorsResult
 from divergence.compare.result import Evidence, Verdict
-from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.arithmetic import ArithmeticFact, subjects_of
 
 VERDICT = Verdict(
     kind="localized", summary="the error is made at x", confidence="high",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -53,8 +54,51 @@ def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(r
     assert result.causal.holds
     assert result.causal.before > 1 > result.causal.largest_share
     assert max(own.times for own in result.alone) < 3  # the product itself is right on both sides
-    assert (tmp_path / "work/repro/repro.py").is_file()
+    assert result.repro is None  # so there is nothing to show its vendor
     assert result.commands == []
+
+
+def low_bits_lost(model):
+    """The block's second product, in the kernel: below everything that a capture sees."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Lossy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.silu.default and self.inside:
+                out = (out.view(torch.int32) & ~0xFFFF).view(torch.float32)
+            return out
+
+    lossy = Lossy()
+    lossy.inside = False
+    block = model.get_submodule(BLOCK)
+    block.register_forward_pre_hook(lambda *_: setattr(lossy, "inside", True))
+    block.register_forward_hook(lambda *_: setattr(lossy, "inside", False))
+    healthy = model.forward
+
+    @functools.wraps(healthy)
+    def forward(*args, **kwargs):
+        with lossy:
+            return healthy(*args, **kwargs)
+
+    model.forward = forward
+
+
+def test_a_kernel_that_is_wrong_by_itself_is_shown_as_a_reproducer(runs, tmp_path):
+    """Far from float64 on its own inputs, on one side alone."""
+    b = capture(like=runs / "a", out=tmp_path / "b", prepare=low_bits_lost)
+    result = localize(
+        runs / "a", b, truth=runs / "truth", out=tmp_path / "work",
+        prepare_candidate=low_bits_lost,
+    )  # fmt: skip
+    assert result.operator.site == f"{BLOCK}.mlp.act_fn/aten.silu"
+    assert result.causal.holds
+    times = {own.side: own.times for own in result.alone}
+    assert times["candidate"] > 1000 > 3 > times["reference"]
+    report = (tmp_path / "work/repro/report.md").read_text()
+    assert "aten.silu.default" in report
+    assert "silu n=2048 float32" in report  # what the probe knows of this operation
+    assert "linear" not in report.partition("## Arithmetic")[2]
 
 
 def test_a_wrong_side_may_be_the_reference(runs, tmp_path):

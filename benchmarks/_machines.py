@@ -7,6 +7,7 @@ process that waits for requests (one JSON object a line) and makes runs.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -48,11 +49,19 @@ class Machine:
             env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, **SWITCHES[name]},
         )
 
-    def ask(self, what: str, *, fault: tuple[str, int, float] | None = None, **values: Any) -> None:
+    def ask(
+        self,
+        what: str,
+        *,
+        fault: tuple[str, int, float] | None = None,
+        operator_fault: tuple[str, str, float] | None = None,
+        **values: Any,
+    ) -> None:
         """``what``: ``capture`` or ``reference``, with its parameters. ``fault``: one of
-        benchmarks._faults as (name, block, strength)."""
+        benchmarks._faults as (name, block, strength); ``operator_fault``: one of
+        benchmarks._operator_faults as (name, site, strength)."""
         assert self._process.stdin is not None
-        request = {"what": what, "fault": fault, "values": values}
+        request = {"what": what, "fault": fault, "operator_fault": operator_fault, "values": values}
         self._process.stdin.write(json.dumps(request, default=str) + "\n")
         self._process.stdin.flush()
 
@@ -75,6 +84,10 @@ class Machine:
         self._process.wait(timeout=30)
 
 
+def _planted(plant: Any, name: str, where: Any, strength: float, model: Any) -> None:
+    plant(model, name, where, strength=strength)
+
+
 def _serve() -> None:
     sys.path.insert(0, str(ROOT))
     answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may write to the answers
@@ -82,7 +95,7 @@ def _serve() -> None:
 
     import torch
 
-    from benchmarks._faults import plant
+    from benchmarks import _faults, _operator_faults
     from divergence.capture.api import capture, reference
 
     logging.disable(logging.WARNING)
@@ -95,11 +108,12 @@ def _serve() -> None:
             if request["what"] == "reference":
                 run = reference(values.pop("run"), force=True, **values)
             else:
+                plant = _faults.plant
+                if request["operator_fault"] is not None:
+                    fault, plant = request["operator_fault"], _operator_faults.plant
                 if fault is not None:
-                    name, block, strength = fault
-                    values["prepare"] = lambda m, n=name, b=block, s=strength: plant(
-                        m, n, b, strength=s
-                    )
+                    name, where, strength = fault
+                    values["prepare"] = functools.partial(_planted, plant, name, where, strength)
                 run = capture(values.pop("model", None), force=True, device="cpu", **values)
             run.close()
         except Exception as reason:

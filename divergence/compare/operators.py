@@ -14,7 +14,7 @@ from divergence.numerics.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
 from divergence.run.record import Record
 
-__all__ = ["Measured", "OperatorUnit", "measure_operators"]
+__all__ = ["Measured", "OperatorUnit", "measure_operators", "num_terms"]
 
 _SAME = 0.2
 """Two results are the same value where they differ by less, relatively: far beyond any rounding
@@ -155,7 +155,7 @@ def _measure(
             if not same:
                 _count_codes(unit.codes, match, x, y, r, a, b)
         elif kinds == {"float"} and errors is None:
-            errors = measure_operator(x, y, r, num_terms=_num_terms(match.reference))
+            errors = measure_operator(x, y, r, num_terms=num_terms(match.reference))
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
 
@@ -212,7 +212,7 @@ def _rounding_explains(
     return near & ~((gaps[0] == 0) & (gaps[1] == 0))
 
 
-def _num_terms(node: Node) -> int:
+def num_terms(node: Node) -> int:
     """How many products or terms one number of the result is the sum of."""
     shapes = [operand.shape for operand in node.call.operands]
     name = node.name.partition(".")[2]

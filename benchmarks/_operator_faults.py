@@ -163,7 +163,10 @@ class _WrongKernel(TorchDispatchMode):
         self.calls = 0
         for name, part in model.named_modules():
             part.register_forward_pre_hook(lambda *_, n=name: self._stack.append(n))
-            part.register_forward_hook(lambda *_: self._stack.pop() and None)
+            part.register_forward_hook(self._left)
+
+    def _left(self, *_: Any) -> None:
+        self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         healthy = func(*args, **(kwargs or {}))

@@ -5,9 +5,9 @@
 
 One block of a small model is recorded operator by operator on two machines (CPU kernels of their
 own, benchmarks/_machines.py, eager and sdpa) and in float64. Every fault of
-benchmarks/_operator_faults.py is planted in it, in A as often as in B, whole and weakened. A planted
-A is the reference: its run is the faulty one, B repeats it healthy, and the truth is the healthy
-model in float64 on A's inputs.
+benchmarks/_operator_faults.py is planted in it, in A as often as in B, whole and weakened. A
+planted A is the reference: its run is the faulty one, B repeats it healthy, and the truth is
+the healthy model in float64 on A's inputs.
 
 Sizes count floors: the planted operator's error against the truth, over the same operator's error
 in the healthy run with the operator's own floor in quadrature (rms over all rows; prefill or
@@ -47,7 +47,7 @@ from benchmarks._operator_faults import FAULTS, site_of
 from benchmarks._trials import upper
 from divergence.capture.engines.tiny import build
 from divergence.compare.api import compare
-from divergence.compare.graph import Node, forwards_of
+from divergence.compare.graph import forwards_of
 from divergence.compare.operators import num_terms
 from divergence.compare.result import Report
 from divergence.numerics.operator import measure_operator
@@ -351,9 +351,12 @@ def tables(trials: list[Trial]) -> None:
         good = sum(t.exact for t in group)
         low, high = interval(good, len(group))
         sides = sum(t.exact and t.side_said == t.side for t in group)
-        print(f"| {name} | {len(group)} | {_share(good, len(group))} | {100 * low:.0f}-"
-              f"{100 * high:.0f}% | {_share(sides, good)} | "
-              f"{sum(map(_blamed_elsewhere, group))} | {sum(t.said is None for t in group)} |")  # fmt: skip
+        cells = (
+            str(len(group)), _share(good, len(group)), f"{100 * low:.0f}-{100 * high:.0f}%",
+            _share(sides, good), str(sum(map(_blamed_elsewhere, group))),
+            str(sum(t.said is None for t in group)),
+        )  # fmt: skip
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
     row("all", large)
     for field in ("dtype", "architecture", "side", "kind", "pair"):

@@ -28,6 +28,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -54,7 +55,7 @@ from divergence.numerics.operator import measure_operator
 from divergence.run.reader import Run
 
 NUM_BLOCKS = 3
-SIZES = (0.3, 1.0, 2.0, 4.5, 10.0, 40.0)
+SIZES = (0.7, 2.0, 4.5, 12.0)
 """Sizes aimed at, in floors; the measured one decides the column."""
 EDGES = (0.0, 1.0, 2.0, 3.0, 6.0, 20.0, math.inf)
 PAIRS = (
@@ -64,18 +65,13 @@ PAIRS = (
     ("onednn-sse41", "sdpa", "threads-2", "eager"),
 )
 """(A's machine, its attention, B's machine, its attention)."""
-CLEARED = {
-    "float32": (3, 6, 9, 12, 15, 18),
-    "float16": (2, 3, 4, 5, 6, 8),
-    "bfloat16": (1, 2, 3, 4, 5),
-}
+CLEARED = {"float32": (2, 4, 8, 13), "float16": (1, 3, 4, 6), "bfloat16": (1, 2, 3, 5)}
 """Mantissa bits that are cleared."""
 PROMPTS = (
     "The quick brown fox jumps over the lazy dog, and the numbers should stay the same on all "
     "machines, whatever the order of the additions may be.",
-    "In 1687 it was said that every body attracts every other body.",
 )
-NEW_TOKENS = 4
+NEW_TOKENS = 3
 
 
 @dataclass(slots=True)
@@ -106,11 +102,12 @@ class Bench:
 
     def __init__(
         self, root: Path, architecture: str, dtype: str, pair: tuple, block: int, *, ties: bool,
-        machines: dict[str, Machine],
+        machines: dict[str, Machine], keep: bool = False,
     ) -> None:  # fmt: skip
         self.root, self.architecture, self.dtype, self.pair = root, architecture, dtype, pair
         first, self.attention_a, second, self.attention_b = pair
-        self.a, self.b = machines[first], machines[second]
+        self.a, self.b, self.keep = machines[first], machines[second], keep
+        self._numbers = itertools.count()
         self.model = build(architecture, root / "model", dtype=dtype, num_blocks=NUM_BLOCKS)
         if ties:
             equal_experts(self.model)
@@ -142,28 +139,45 @@ class Bench:
         planted = site_of(role, self.block, self.paths(side))
         if planted is None:
             return None
+        where = self.root / f"trial-{next(self._numbers)}"
         if side == "candidate":
-            a, b, truth = self.root / "a", self.root / "b-faulty", self.root / "truth"
-            self._capture_b(a, b, (fault, planted, strength))
+            self._capture_b(self.root / "a", where / "b", (fault, planted, strength))
         else:
-            a, b, truth = (self.root / f"{name}-faulty" for name in ("a", "b-like", "truth"))
-            self._capture_a(a, (fault, planted, strength))
-            self._capture_b(a, b)
-            self.b.run("reference", run=a, out=truth)
-        report = compare(a, b, truth=truth)
-        site, fused = expected(report, a if side == "reference" else b, side, planted)
-        bad, good = (b, self.root / "b") if side == "candidate" else (a, self.root / "a")
-        size = size_at(site, side, report, (bad, truth), (good, self.root / "truth"))
-        verdict, onset = report.verdict, report.verdict.onset
-        said = None
-        if onset is not None and verdict.kind in ("localized", "nonfinite") and "/" in onset.site:
-            said = on_side(report, onset.site.rpartition(":")[0], side)
-        return Trial(
-            architecture=self.architecture, dtype=self.dtype, pair="-".join(self.pair),
-            fault=fault, kind=FAULTS[fault].kind, role=role, site=site, side=side,
-            strength=strength, size=size, fused=fused, verdict=verdict.kind, said=said,
-            exact=said == site, side_said=verdict.side, confidence=verdict.confidence,
-        )  # fmt: skip
+            self._capture_a(where / "a", (fault, planted, strength))
+            self._capture_b(where / "a", where / "b")
+            self.b.run("reference", run=where / "a", out=where / "truth")
+        spec = {
+            "architecture": self.architecture, "dtype": self.dtype, "pair": "-".join(self.pair),
+            "fault": fault, "kind": FAULTS[fault].kind, "role": role, "side": side,
+            "strength": strength,
+        }  # fmt: skip
+        (where / "planted.json").write_text(json.dumps([spec, planted]))
+        made = judged(where)
+        if not self.keep:
+            shutil.rmtree(where)
+        return made
+
+
+def judged(where: Path) -> Trial:
+    """The trial whose runs lie in ``where``, beside those of the healthy machines."""
+    spec, planted = json.loads((where / "planted.json").read_text())
+    root, side = where.parent, spec["side"]
+    if side == "candidate":
+        a, b, truth = root / "a", where / "b", root / "truth"
+    else:
+        a, b, truth = where / "a", where / "b", where / "truth"
+    report = compare(a, b, truth=truth)
+    site, fused = expected(report, a if side == "reference" else b, side, planted)
+    bad, good = (b, root / "b") if side == "candidate" else (a, root / "a")
+    size = size_at(site, side, report, (bad, truth), (good, root / "truth"))
+    verdict, onset = report.verdict, report.verdict.onset
+    said = None
+    if onset is not None and verdict.kind in ("localized", "nonfinite") and "/" in onset.site:
+        said = on_side(report, onset.site.rpartition(":")[0], side)
+    return Trial(
+        **spec, site=site, size=size, fused=fused, verdict=verdict.kind, said=said,
+        exact=said == site, side_said=verdict.side, confidence=verdict.confidence,
+    )  # fmt: skip
 
 
 def equal_experts(model: Path) -> None:
@@ -263,7 +277,7 @@ def plan(dtype: str, architecture: str, share: float, seed: int) -> Iterator[tup
 
 
 def sweep(root: Path, architecture: str, dtype: str, share: float, seed: int,
-          machines: dict[str, Machine]) -> Iterator[Trial]:  # fmt: skip
+          machines: dict[str, Machine], *, keep: bool) -> Iterator[Trial]:  # fmt: skip
     """Each fault whole, then weakened so that its size meets SIZES; sides take turns."""
     benches: dict[tuple, Bench] = {}
     for pair, block, fault, role, side in plan(dtype, architecture, share, seed):
@@ -276,7 +290,7 @@ def sweep(root: Path, architecture: str, dtype: str, share: float, seed: int,
         if key not in benches:
             where = root / f"{architecture}-{dtype}-{len(benches)}"
             benches[key] = Bench(where, architecture, dtype, pair, block,
-                                 ties=fault.ties, machines=machines)  # fmt: skip
+                                 ties=fault.ties, machines=machines, keep=keep)  # fmt: skip
         bench, other = benches[key], _turn(side)
         if fault.name == "mantissa":
             for place, cleared in enumerate(CLEARED[dtype]):
@@ -440,6 +454,8 @@ def main() -> None:
     parser.add_argument("--health-only", action="store_true")
     parser.add_argument("--faults-only", action="store_true")
     parser.add_argument("--out", type=Path, help="append every trial to this .jsonl file")
+    parser.add_argument("--keep", type=Path, help="keep all runs of the trials here")
+    parser.add_argument("--again", type=Path, help="judge the runs that were kept there again")
     parser.add_argument("--tables", type=Path, nargs="+", help="print those of stored trials")
     options = parser.parse_args()
     if options.tables:
@@ -452,6 +468,18 @@ def main() -> None:
     dtypes, architectures = options.dtypes.split(","), options.architectures.split(",")
     machines: dict[str, Machine] = {}
     trials: list[Trial] = []
+
+    def took(trial: Trial) -> None:
+        trials.append(trial)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(asdict(trial)) + "\n")
+
+    if options.again:
+        for file in sorted(options.again.glob("*/trial-*/planted.json")):
+            took(judged(file.parent))
+        tables(trials)
+        return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         if not options.faults_only:
@@ -459,13 +487,10 @@ def main() -> None:
         if not options.health_only:
             for architecture, dtype in itertools.product(architectures, dtypes):
                 print(f"faults: {architecture} {dtype}", file=sys.stderr, flush=True)
-                for trial in sweep(
-                    root, architecture, dtype, options.share, options.seed, machines
-                ):
-                    trials.append(trial)
-                    if options.out:
-                        with options.out.open("a") as file:
-                            file.write(json.dumps(asdict(trial)) + "\n")
+                where = options.keep or root
+                for trial in sweep(where, architecture, dtype, options.share, options.seed,
+                                   machines, keep=options.keep is not None):  # fmt: skip
+                    took(trial)
             tables(trials)
         for machine in machines.values():
             machine.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from divergence.run.call import Call
+from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import is_operator_site
 
-__all__ = ["Forward", "Node", "forwards_of", "operator_passes"]
+__all__ = ["Forward", "Node", "forwards_of", "maker_of", "operator_passes"]
 
 Forward = tuple[int, int]
 """(sample, step)"""
@@ -69,12 +69,17 @@ def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:
     return found
 
 
+def maker_of(operand: Operand) -> str | None:
+    """Path of the call whose result an operand is, or is a view of; None where none is known."""
+    for site in (operand.site, operand.origin):
+        maker, _, port = (site or "").rpartition(":")
+        if port.startswith("out") and is_operator_site(site):
+            return maker
+    return None
+
+
 def _connect(nodes: list[Node]) -> None:
     known = {node.path for node in nodes}
     for node in nodes:
-        for operand in node.call.operands:
-            for site in (operand.site, operand.origin):
-                maker, _, port = (site or "").rpartition(":")
-                if port.startswith("out") and maker in known and maker not in node.feeds:
-                    node.feeds.append(maker)
-                    break
+        makers = dict.fromkeys(maker_of(operand) for operand in node.call.operands)
+        node.feeds += [maker for maker in makers if maker in known]

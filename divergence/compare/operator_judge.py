@@ -18,6 +18,7 @@ values chosen between are nearer to each other than the two sides' inputs are.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,12 @@ from divergence.compare.operators import Measured, OperatorUnit
 from divergence.compare.operators_result import (
     OperatorResult,
     OperatorsResult,
+    OtherInput,
     UnmatchedOperator,
 )
 from divergence.numerics.chance import spread
 from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.operator import slices_of
 from divergence.run.manifest import ModuleNote
 from divergence.run.site import module_of
 
@@ -51,6 +54,7 @@ class _Pooled:
     floor: torch.Tensor
     raw: tuple[float, float]
     columns: tuple[torch.Tensor, torch.Tensor] | None
+    slices: list[torch.Tensor]
     num_values: int
     num_columns: int
     nonfinite: tuple[int, int]
@@ -87,9 +91,10 @@ def judge_operators(
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result.w_entering = math.exp(max(entering)) if entering else None
         result.fed_by = _only_there(unit.match.candidate, extra)
+        result.other_inputs = _telling(unit, result, feeds, thresholds)
         results.append(result)
         by_path[result.site, unit.phase] = result
-    onset = _onset(measured, by_path)
+    onset = _onset(measured, by_path, thresholds)
     return OperatorsResult(
         frame="operator" if measured.frame == "operator" else "block",
         judged="truth" if measured.with_truth else "difference",
@@ -108,6 +113,23 @@ def judge_operators(
             for node in measured.lone[side]
         ],
     )
+
+
+def _telling(
+    unit: OperatorUnit,
+    result: OperatorResult,
+    feeds: list[OperatorResult],
+    thresholds: Thresholds,
+) -> list[OtherInput]:
+    """Of the arguments that come from elsewhere those whose values differ by more than what feeds
+    the operator does."""
+    entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
+    base = math.hypot(math.sqrt(2) * (result.floor or 0.0), entering)
+    return [
+        item
+        for item in unit.other_inputs
+        if item.difference is None or item.difference > thresholds.operator_growth * base
+    ]
 
 
 def _only_there(node: Node, extra: dict[str, Node]) -> list[str]:
@@ -177,6 +199,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         floor=floor,
         raw=raw,
         columns=columns,
+        slices=slices_of([e for e in found if len(e.reference)], least=_ENOUGH_ROWS),
         num_values=sum(len(e.reference) * len(e.column_floor) for e in found),
         num_columns=min(widths, default=0),
         nonfinite=nonfinite,
@@ -217,6 +240,12 @@ def _against_truth(
         peak = thresholds.operator_column * spread(len(pooled.floor))
         asked += [(columns[s] / peak, "column", s) for s in columns]
         result.peak = max(result.peak, *columns.values())
+    for rows in pooled.slices:
+        one, two = (float(side[rows].median()) for side in (pooled.reference, pooled.candidate))
+        times = max(one / two, two / one)
+        wide = thresholds.operator_column * spread(len(rows) * pooled.num_columns)
+        asked.append((times / wide, "slice", _side(two > one)))
+        result.peak = max(result.peak, times)
     result.share, result.why, side = max(asked)
     result.verdict = side if result.share > 1 else "fine"
     if result.share <= 1:
@@ -273,7 +302,7 @@ def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None
 
 
 def _onset(
-    measured: Measured, by_path: dict[tuple[str, str], OperatorResult]
+    measured: Measured, by_path: dict[tuple[str, str], OperatorResult], thresholds: Thresholds
 ) -> OperatorResult | None:
     """The first source in execution order; the prefill comes before the decode steps."""
     nodes: dict[tuple[str, str], Node] = {
@@ -291,20 +320,34 @@ def _onset(
     if not sources:
         return flagged[0] if flagged else None
     onset = min(sources, key=lambda r: (r.phase == "decode", r.order))
-    while measured.with_truth and onset.why == "typical":
-        same = [
+    return _moved_back(onset, feeds, thresholds) if measured.with_truth else onset
+
+
+def _moved_back(
+    onset: OperatorResult,
+    feeds: Callable[[OperatorResult], list[OperatorResult]],
+    thresholds: Thresholds,
+) -> OperatorResult:
+    """To what feeds it, while that is on the same side's way to the limit and the step from it
+    is less than the limit itself: an error that is mostly inherited was made before."""
+    if onset.w is None or onset.why not in ("typical", "row", "column", "slice"):
+        return onset
+    side = onset.verdict
+    while True:
+        before = [
             feed
             for feed in feeds(onset)
-            if feed.w and (feed.w > 1) == (onset.w > 1) and _height(feed.w, onset) > _HALFWAY
+            if feed.w
+            and _side(feed.w > 1) == side
+            and _height(feed.w, thresholds) > _HALFWAY
+            and max(onset.w / feed.w, feed.w / onset.w) < thresholds.operator
         ]
-        if not same:
-            break
-        onset = max(same, key=lambda feed: _height(feed.w, onset))
-        onset.verdict = _side(onset.w > 1)
-    return onset
+        if not before:
+            return onset
+        onset = max(before, key=lambda feed: _height(feed.w, thresholds))
+        onset.verdict = side
 
 
-def _height(w: float, onset: OperatorResult) -> float:
-    """How far ``w`` is on the way to the limit that the onset exceeded, logarithmically."""
-    limit = max(onset.w, 1 / onset.w) / onset.share
-    return abs(math.log(w)) / math.log(limit) if limit > 1 else 0.0
+def _height(w: float, thresholds: Thresholds) -> float:
+    """How far ``w`` is on the way to the limit of a typical row, logarithmically."""
+    return abs(math.log(w)) / math.log(thresholds.operator)

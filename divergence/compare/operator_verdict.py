@@ -13,6 +13,7 @@ from divergence.compare.result import Evidence, Onset, Verdict
 
 __all__ = ["onset_result", "operator_evidence", "with_operators"]
 
+_WHERE = {"row": " in one row", "column": " in one column", "slice": " in one slice"}
 _QUIET = ("identical", "within_floor", "undetermined", "drift")
 
 
@@ -48,16 +49,26 @@ def with_operators(
     return msgspec.structs.replace(
         verdict,
         kind="nonfinite" if first.why == "nonfinite" else "localized",
-        summary=f"the error {seems} {first.site}{by}"
-        if not first.fed_by
-        else f"the error comes into {first.site} from operators that only the candidate calls: "
-        f"{', '.join(first.fed_by[:3])}{by}",
+        summary=f"{_what_happens(first, seems)}{by}",
         onset=onset,
         side=side if side is not None else verdict.side if verdict.kind not in _QUIET else None,
         confidence=sure,
         evidence=[*found, *(verdict.evidence if verdict.kind not in _QUIET else [])],
         next=advice.operator(first.site, first.candidate_site, side),
     )
+
+
+def _what_happens(first: OperatorResult, seems: str) -> str:
+    if first.fed_by:
+        names = ", ".join(first.fed_by[:3])
+        return (
+            f"the error comes into {first.site} from operators that only the candidate "
+            f"calls: {names}"
+        )
+    for item in first.other_inputs:
+        how = "is looked at differently" if item.viewed else "comes from elsewhere"
+        return f"the error comes into {first.site}: its input {item.argument} {how}"
+    return f"the error {seems} {first.site}"
 
 
 def _none_to_blame(verdict: Verdict, operators: OperatorsResult, *, alone: bool) -> Verdict:
@@ -113,7 +124,16 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         found.append(
             Evidence(text=f"what feeds it is fine: W at most {figure(first.w_entering)} there")
         )
-    elif operators.frame == "operator":
+    for item in first.other_inputs:
+        differ = "" if item.difference is None else f" (they differ by {item.difference:.2g})"
+        looked = "is looked at differently" if item.viewed else "comes from elsewhere"
+        found.append(
+            Evidence(
+                text=f"its input {item.argument} {looked}: {item.reference} in the reference, "
+                f"{item.candidate} in the candidate{differ}"
+            )
+        )
+    if operators.frame == "operator":
         found.append(Evidence(text="both sides had the same inputs, bit for bit"))
     before = [u for u in operators.unmatched if u.site in first.fed_by]
     if before:
@@ -155,7 +175,7 @@ def _reason(first: OperatorResult) -> str:
     if first.verdict in ("reference", "candidate"):
         mine = first.verdict
         other = "reference" if mine == "candidate" else "candidate"
-    where = {"row": " in one row", "column": " in one column"}.get(first.why or "", "")
+    where = _WHERE.get(first.why or "", "")
     times = first.peak if where else max(first.w, 1 / first.w)
     errors = {"reference": first.reference_error, "candidate": first.candidate_error}
     shown = f"{times:.3g}" if math.isfinite(times) else "infinitely"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from divergence.compare.graph import Forward, Node, forwards_of, operator_passes
+from divergence.compare.inputs import other_inputs
 from divergence.compare.match import Match, match_calls, match_paths
+from divergence.compare.operators_result import OtherInput
 from divergence.numerics.formats import format_named
 from divergence.numerics.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
@@ -42,6 +44,7 @@ class OperatorUnit:
     num_equal: int = 0
     num_codes: int = 0
     codes: Codes = field(default_factory=lambda: Codes())
+    other_inputs: list[OtherInput] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -90,10 +93,16 @@ def measure_operators(
                 ours[forward], theirs[forward], same_value=same, rename=rename
             )
         rights = _Rights(truth, ours[forward], right.get(forward, []), exact=exact, run=a)
+        partners = {match.reference.path: match.candidate.path for match in matches}
         for match in matches:
             key = (match.reference.path, match.candidate.path, phase)
             unit = units.setdefault(key, OperatorUnit(match, phase))
             _measure(unit, forward, match, a, b, rights)
+            if not replays:
+                unit.other_inputs = _worse(
+                    unit.other_inputs,
+                    other_inputs(match.reference, match.candidate, a, b, partner=partners.get),
+                )
         for side, nodes in (("reference", only_a), ("candidate", only_b)):
             known = {node.path for node in lone[side]}
             lone[side] += [node for node in nodes if node.path not in known]
@@ -105,6 +114,16 @@ def measure_operators(
         with_truth=exact or truth is not None,
         skipped={},
     )
+
+
+def _worse(known: list[OtherInput], new: list[OtherInput]) -> list[OtherInput]:
+    """Of each argument the one that differs most, over the forwards."""
+    by_argument = {item.argument: item for item in known}
+    for item in new:
+        before = by_argument.get(item.argument)
+        if before is None or (item.difference or 0.0) > (before.difference or 0.0):
+            by_argument[item.argument] = item
+    return list(by_argument.values())
 
 
 class _Rights:

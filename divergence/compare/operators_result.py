@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["CausalCheck", "OperatorResult", "OperatorsResult", "UnmatchedOperator"]
+__all__ = ["CausalCheck", "OperatorResult", "OperatorsResult", "OtherInput", "UnmatchedOperator"]
 
 OperatorVerdict = Literal["fine", "candidate", "reference", "both", "differs", "unjudged"]
 
@@ -18,12 +18,29 @@ class _Part(msgspec.Struct, kw_only=True):
     """Shared options; no fields of its own."""
 
 
+class OtherInput(_Part, frozen=True, kw_only=True):
+    """An argument that is not the same thing on both sides: another operator's result, another
+    view of one, another weight, or a value from outside that differs.
+
+    ``reference``, ``candidate``: where it comes from, in words; ``viewed``: the same origin, looked
+    at differently. ``difference``: relative, of the values as the operator saw them; None where
+    a side did not store them.
+    """
+
+    argument: str
+    reference: str
+    candidate: str
+    viewed: bool = False
+    difference: float | None = None
+
+
 class OperatorResult(_Part, kw_only=True):
     """One operator of the reference and its partner, all forwards of a phase together.
 
     ``site``: of the reference's first result, without the port. ``match``: ``exact`` (same module,
     operator, number and shape), ``sequence`` (same place in the order of calls), ``value``
-    (different operators that come to the same value: a fused kernel's end). ``kind``: class
+    (different operators that come to the same value: a fused kernel's end), ``dataflow`` (they
+    are the same argument of matched operators, and do not hold the same value). ``kind``: class
     of the module that called it; ``source``: the Python line.
 
     Errors are relative L2 norms, median over rows (the last axis):
@@ -31,16 +48,17 @@ class OperatorResult(_Part, kw_only=True):
     rows, as most of them may be equal;
     ``floor``: the ideal store error ‖round(R) - R‖ / ‖R‖ and the rounding of the sum, together.
     ``w``: err(b, R) / err(a, R), each with the floor added in quadrature; ``w_entering``: the
-    largest w among what feeds it. ``peak``: the largest row's or column's error of one side over
-    the other side's. ``ulp_share_reference``, ``ulp_share_candidate``: share of elements more than
-    one ulp of their dtype from R. ``codes``: for integers, the share of elements that differ.
-    ``fed_by``: what feeds it that only the candidate calls, in order. ``share``: how much of the
-    limit is used. None where there was no truth, or nothing to measure.
+    largest w among what feeds it. ``peak``: the largest error of one row, column or slice (a head,
+    say) of one side over the other side's. ``ulp_share_reference``, ``ulp_share_candidate``: share
+    of elements more than one ulp of their dtype from R. ``codes``: for integers, the share of
+    elements that differ. ``fed_by``: what feeds it that only the candidate calls, in order.
+    ``other_inputs``: arguments that the sides take from elsewhere. ``share``: how much of the limit
+    is used. None where there was no truth, or nothing to measure.
     """
 
     site: str
     candidate_site: str
-    match: Literal["exact", "sequence", "value"]
+    match: Literal["exact", "sequence", "value", "dataflow"]
     operator: str
     candidate_operator: str
     kind: str | None = None
@@ -66,8 +84,9 @@ class OperatorResult(_Part, kw_only=True):
     codes: float | None = None
     share: float = 0.0
     fed_by: list[str] = []
-    why: Literal["typical", "row", "column", "codes", "nonfinite"] | None = None
+    why: Literal["typical", "row", "column", "slice", "codes", "nonfinite"] | None = None
     verdict: OperatorVerdict = "unjudged"
+    other_inputs: list[OtherInput] = []
 
 
 class UnmatchedOperator(_Part, frozen=True, kw_only=True):

@@ -13,11 +13,12 @@ finite number of their dtype on both sides, and infinities that both sides have.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["OperatorErrors", "measure_operator", "sum_rounding"]
+__all__ = ["OperatorErrors", "measure_operator", "slices_of", "sum_rounding"]
 
 _SINGLE = 2.0**-24
 
@@ -27,7 +28,8 @@ class OperatorErrors:
     """Relative to the rows' ‖R‖: (T,) float64. ``floor``: of the coarser of both sides' dtypes that
     the reference stores; ``column_*``: (D,) sums of squared relative errors; ``num_nonfinite``:
     elements that are nan or inf on that side alone; ``over_1_ulp``: share of elements more
-    than one ulp from R, on each side."""
+    than one ulp from R, on each side; ``rows``: (T,) numbers of these rows among all of them
+    (those of R = 0, or masked altogether, have none), whose axes ``shape`` gives."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -38,6 +40,8 @@ class OperatorErrors:
     column_floor: torch.Tensor
     num_nonfinite: tuple[int, int]
     over_1_ulp: tuple[float, float]
+    rows: torch.Tensor
+    shape: tuple[int, ...]
 
 
 def sum_rounding(num_terms: int) -> float:
@@ -73,7 +77,7 @@ def measure_operator(
         if not any(counts):
             return None
         none = torch.zeros(0, dtype=torch.float64)
-        return OperatorErrors(*[none] * 7, counts, (0.0, 0.0))
+        return OperatorErrors(*[none] * 7, counts, (0.0, 0.0), none.long(), tuple(a.shape[:-1]))
     x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
     rounding = sum_rounding(num_terms)
     if truth is None:
@@ -92,7 +96,26 @@ def measure_operator(
         column_floor=own.square().sum(0) + len(r) * rounding**2 / r.shape[1],
         num_nonfinite=counts,
         over_1_ulp=(_over(x, r, a.dtype), _over(y, r, b.dtype)),
+        rows=kept.nonzero().flatten(),
+        shape=tuple(a.shape[:-1]),
     )
+
+
+def slices_of(errors: Sequence[OperatorErrors], *, least: int) -> list[torch.Tensor]:
+    """Rows that belong together, one head for example: all that have one index of one axis in
+    common, over all of ``errors``. Positions among their rows laid end to end; slices of fewer
+    than ``least`` rows, and axes that are not equally long throughout, are left out."""
+    if not errors or len({len(one.shape) for one in errors}) > 1:
+        return []
+    found: list[torch.Tensor] = []
+    for axis in range(len(errors[0].shape)):
+        size = errors[0].shape[axis]
+        if size < 2 or any(one.shape[axis] != size for one in errors):
+            continue
+        index = torch.cat([one.rows // math.prod(one.shape[axis + 1 :]) % size for one in errors])
+        counts = torch.bincount(index, minlength=size)
+        found += [(index == n).nonzero().flatten() for n in range(size) if counts[n] >= least]
+    return found
 
 
 def _largest(dtype: torch.dtype) -> float:

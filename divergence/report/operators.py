@@ -9,6 +9,7 @@ from divergence.report.numbers import count, decimal, share, times
 __all__ = ["operator_lines"]
 
 _AROUND, _WORST = 4, 6
+_MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
 _WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}
 
 
@@ -72,10 +73,10 @@ def _row(
     mark = (">" if onset else " ") + ("!" if flagged else " ")
     name = _short(result, operators)
     if result.match != "exact":
-        name += " ~" if result.match == "sequence" else " ="
+        name += f" {_MATCHED[result.match]}"
     over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
     verdict = _WORDS.get(result.verdict, result.verdict)
-    if result.why in ("row", "column", "codes", "nonfinite") and verdict:
+    if result.why in ("row", "column", "slice", "codes", "nonfinite") and verdict:
         verdict += f" ({result.why})"
     values = [
         times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
@@ -109,6 +110,8 @@ def _footer(operators: OperatorsResult, *, with_truth: bool) -> str:
         parts.append("~ by order")
     if operators.num_value_matches:
         parts.append("= by value")
+    if any(result.match == "dataflow" for result in operators.results):
+        parts.append("& by dataflow")
     if with_truth:
         parts.append("W: err cand over err ref")
     return "; ".join(parts)

@@ -3,13 +3,14 @@
 For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added in
 quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
 ``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
-may spread wider (numerics.chance). Two narrower questions see what a median cannot: one
-row's error over the other side's there, and one column's.
+may spread wider (numerics.chance). Narrower questions see what a median cannot: one row's error
+over the other side's there, one column's, and one slice's (a head's typical row).
 
 Within a block errors are inherited: what feeds a wrong operator's result into others makes
 those look wrong too. So an operator is a *source* only if nothing that feeds it is beyond its
 limit (coremltools calls it the failure source), and where something that feeds it is already
-more than halfway there, the onset is moved back to that.
+near it on the same side, and the step from it is less than a limit, the onset is moved back to
+that: what doubles an error (a square, a mean) does not make it.
 
 Integers are codes: chosen indices may differ only where rounding explains it, that is where the
 values chosen between are nearer to each other than the two sides' inputs are.
@@ -31,7 +32,7 @@ from divergence.compare.operators_result import (
     OtherInput,
     UnmatchedOperator,
 )
-from divergence.numerics.chance import spread
+from divergence.numerics.chance import rare_ratio
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.operator import slices_of
 from divergence.run.manifest import ModuleNote
@@ -39,7 +40,7 @@ from divergence.run.site import module_of
 
 __all__ = ["judge_operators"]
 
-_HALFWAY = 0.6  # of the limit, on a logarithmic scale
+_NEAR = 0.55  # of the limit: as far as healthy operators go
 _ENOUGH_ROWS = 16
 _ENOUGH_COLUMNS = 16
 
@@ -224,8 +225,8 @@ def _against_truth(
         return
     if not len(pooled.floor):
         return
-    wider = spread(pooled.num_values)
-    a, b = (float(rows.median()) for rows in (pooled.reference, pooled.candidate))
+    wider = rare_ratio(pooled.num_values)
+    a, b = (_typical(rows) for rows in (pooled.reference, pooled.candidate))
     result.w = b / a
     asked: list[tuple[float, str, str]] = []  # (share of the limit, why, side)
     limit = thresholds.operator * wider
@@ -237,23 +238,29 @@ def _against_truth(
         result.peak = max(rows.values())
     if pooled.columns is not None:
         columns = _excess(*pooled.columns)
-        peak = thresholds.operator_column * spread(len(pooled.floor))
+        peak = thresholds.operator_column * rare_ratio(len(pooled.floor))
         asked += [(columns[s] / peak, "column", s) for s in columns]
         result.peak = max(result.peak, *columns.values())
     for rows in pooled.slices:
-        one, two = (float(side[rows].median()) for side in (pooled.reference, pooled.candidate))
+        one, two = (_typical(side[rows]) for side in (pooled.reference, pooled.candidate))
         times = max(one / two, two / one)
-        wide = thresholds.operator_column * spread(len(rows) * pooled.num_columns)
+        wide = thresholds.operator_column * rare_ratio(len(rows) * pooled.num_columns)
         asked.append((times / wide, "slice", _side(two > one)))
         result.peak = max(result.peak, times)
     result.share, result.why, side = max(asked)
+    result.leans = side
     result.verdict = side if result.share > 1 else "fine"
     if result.share <= 1:
-        result.why = None
         far = thresholds.typical * wider * float(pooled.floor.median())
         if alone and min(a, b) > far:
             result.verdict, result.why = "both", "typical"
             result.share = min(a, b) / far
+
+
+def _typical(rows: torch.Tensor) -> float:
+    """The median row; of a few rows their rms, as their median is one of a few."""
+    few = len(rows) < _ENOUGH_ROWS
+    return float(rows.square().mean().sqrt() if few else rows.median())
 
 
 def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, float]:
@@ -279,7 +286,7 @@ def _against_each_other(
         return
     entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
     base = math.hypot(math.sqrt(2) * result.floor, entering)
-    limit = thresholds.operator_growth * spread(pooled.num_values)
+    limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
     result.share = result.difference / base / limit if base > 0 else 0.0
     result.verdict = "differs" if result.share > 1 else "fine"
     result.why = "typical" if result.share > 1 else None
@@ -330,24 +337,17 @@ def _moved_back(
 ) -> OperatorResult:
     """To what feeds it, while that is on the same side's way to the limit and the step from it
     is less than the limit itself: an error that is mostly inherited was made before."""
-    if onset.w is None or onset.why not in ("typical", "row", "column", "slice"):
-        return onset
     side = onset.verdict
-    while True:
+    while onset.why in ("typical", "row", "column", "slice", None):
         before = [
             feed
             for feed in feeds(onset)
-            if feed.w
-            and _side(feed.w > 1) == side
-            and _height(feed.w, thresholds) > _HALFWAY
-            and max(onset.w / feed.w, feed.w / onset.w) < thresholds.operator
+            if feed.leans == side
+            and feed.share > _NEAR
+            and onset.share / feed.share < thresholds.operator
         ]
         if not before:
-            return onset
-        onset = max(before, key=lambda feed: _height(feed.w, thresholds))
+            break
+        onset = max(before, key=lambda feed: feed.share)
         onset.verdict = side
-
-
-def _height(w: float, thresholds: Thresholds) -> float:
-    """How far ``w`` is on the way to the limit of a typical row, logarithmically."""
-    return abs(math.log(w)) / math.log(thresholds.operator)
+    return onset

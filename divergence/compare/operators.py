@@ -11,6 +11,7 @@ from divergence.compare.graph import Forward, Node, forwards_of, operator_passes
 from divergence.compare.inputs import other_inputs
 from divergence.compare.match import Match, match_calls, match_paths
 from divergence.compare.operators_result import OtherInput
+from divergence.compare.rerouted import CHOOSING, Rerouted, rerouted_in
 from divergence.numerics.formats import format_named
 from divergence.numerics.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
@@ -94,10 +95,20 @@ def measure_operators(
             )
         rights = _Rights(truth, ours[forward], right.get(forward, []), exact=exact, run=a)
         partners = {match.reference.path: match.candidate.path for match in matches}
+
+        def read(match: Match, index: int) -> tuple[torch.Tensor | None, ...]:
+            right_there = rights.of(match.reference, index)  # noqa: B023
+            return (
+                a.read(match.reference.results[index]),
+                b.read(match.candidate.results[index]),
+                None if right_there is None else right_there[0].read(right_there[1]),
+            )
+
+        routings = [] if replays else rerouted_in(matches, read)
         for match in matches:
             key = (match.reference.path, match.candidate.path, phase)
             unit = units.setdefault(key, OperatorUnit(match, phase))
-            _measure(unit, forward, match, a, b, rights)
+            _measure(unit, forward, match, a, b, rights, routings)
             if not replays:
                 unit.other_inputs = _worse(
                     unit.other_inputs,
@@ -153,7 +164,13 @@ class _Rights:
 
 
 def _measure(
-    unit: OperatorUnit, forward: Forward, match: Match, a: Run, b: Run, rights: _Rights
+    unit: OperatorUnit,
+    forward: Forward,
+    match: Match,
+    a: Run,
+    b: Run,
+    rights: _Rights,
+    routings: list[Rerouted],
 ) -> None:
     """All results of one call; the first that is floating-point is the measured one."""
     errors: OperatorErrors | None = None
@@ -174,12 +191,13 @@ def _measure(
             if not same:
                 _count_codes(unit.codes, match, x, y, r, a, b)
         elif kinds == {"float"} and errors is None:
-            errors = measure_operator(x, y, r, num_terms=num_terms(match.reference))
+            aligned: tuple[torch.Tensor | None, ...] | None = (x, y, r)
+            for routing in routings:
+                aligned = aligned and routing.align(match.reference.path, aligned)
+            if aligned is not None:
+                errors = measure_operator(*aligned, num_terms=num_terms(match.reference))
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
-
-
-_CHOOSING = ("topk", "argmax", "argmin", "max", "min", "sort", "argsort")
 
 
 def _count_codes(
@@ -195,7 +213,7 @@ def _count_codes(
     codes.differing += int(other.sum())
     entering = [_entering(node, run) for node, run in ((match.reference, a), (match.candidate, b))]
     name = match.reference.name.partition(".")[2]
-    if name in _CHOOSING and all(t is not None and t.is_floating_point() for t in entering):
+    if name in CHOOSING and all(t is not None and t.is_floating_point() for t in entering):
         odd = other & ~_rounding_explains(*entering, x, y.reshape(x.shape), match.reference)
     else:  # the same numbers went in: the codes must be the same; else they may not be
         equal = None not in entering and torch.equal(*entering)

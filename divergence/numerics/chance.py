@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["normal_deviate", "spread"]
+__all__ = ["normal_deviate", "rare_ratio", "spread"]
 
 _ENOUGH = 64
 """With this many values, thresholds already hold what is left of chance."""
+_RARE = 1e-6
 
 
 def spread(num_values: int) -> float:
@@ -24,6 +25,22 @@ def spread(num_values: int) -> float:
         return 3.7 / 2 * math.sqrt(4 / n + 4 / n**2)
 
     return math.exp(max(0.0, width(max(1, num_values)) - width(_ENOUGH)))
+
+
+def rare_ratio(num_values: int) -> float:
+    """How much wider a limit of two errors' ratio must be for few numbers than for 64, where one in
+    a million healthy ones may exceed it: the operators of one block are thousands of questions.
+
+    The square of the ratio of two rms errors of n random numbers has the F(n, n) distribution,
+    whose tail is P(F > f) ≈ 2 / (n B(n/2, n/2)) f^(-n/2); of a single number it is
+    Cauchy's. Beyond 64 numbers the normal approximation (``spread``) does.
+    """
+
+    def ratio(n: int) -> float:
+        beta = 2 * math.lgamma(n / 2) - math.lgamma(n)
+        return math.exp((math.log(2 / n / _RARE) - beta) / n)
+
+    return max(1.0, ratio(max(1, num_values)) / ratio(_ENOUGH))
 
 
 def normal_deviate(t: float, freedom: int) -> float:

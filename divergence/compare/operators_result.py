@@ -53,7 +53,8 @@ class OperatorResult(_Part, kw_only=True):
     of elements more than one ulp of their dtype from R. ``codes``: for integers, the share of
     elements that differ. ``fed_by``: what feeds it that only the candidate calls, in order.
     ``other_inputs``: arguments that the sides take from elsewhere. ``share``: how much of the limit
-    is used, ``leans``: by which side, ``why``: by which question. None where there was no truth, or nothing to measure.
+    is used, ``leans``: by which side, ``why``: by which question. None where there was no truth, or
+    nothing to measure.
     """
 
     site: str

@@ -300,12 +300,13 @@ def _softmax_bf16(s: float, func: Any, args: tuple, kwargs: dict, healthy: Any) 
 
     if not isinstance(healthy, tuple):
         return _mixed(healthy, softmax(args[0]), s)
-    return (_mixed(healthy[0], softmax(_scores(args, kwargs)) @ args[2].float(), s), *healthy[1:])
+    wrong = softmax(_scores(args, kwargs)) @ _for_each_head(args[2], args[0])
+    return (_mixed(healthy[0], wrong, s), *healthy[1:])
 
 
 def _scores(args: tuple, kwargs: dict) -> torch.Tensor:
     """Of a fused attention: (B, N, T, K), masked."""
-    query, key = args[0].float(), args[1].float()
+    query, key = args[0].float(), _for_each_head(args[1], args[0])
     scores = query @ key.transpose(-1, -2) * (kwargs.get("scale") or query.shape[-1] ** -0.5)
     if kwargs.get("attn_mask") is not None:
         return scores + kwargs["attn_mask"].float()
@@ -313,6 +314,11 @@ def _scores(args: tuple, kwargs: dict) -> torch.Tensor:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not()
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores
+
+
+def _for_each_head(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values of grouped heads, repeated for the queries' heads."""
+    return tensor.float().repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
 def _softmax_sum(s: float, func: Any, args: tuple, kwargs: dict, healthy: torch.Tensor) -> Any:

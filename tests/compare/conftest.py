@@ -1,12 +1,19 @@
-"""The hand-made reports, by way of a fixture: test files cannot import each other."""
+"""Hand-made reports and toy runs, by way of fixtures: test files cannot import each other."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+
+from divergence.capture.operators import OperatorRecorder
+from divergence.numerics.summary import summarize
+from divergence.run.fingerprint import digest_tensor
+from divergence.run.record import Place, Record
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +24,61 @@ def reports() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class Toy:
+    """A run in memory: what ``forward(*inputs)`` calls, recorded as a capture records it.
+
+    Has of a Run what comparing operators needs: records, ``read``, ``find`` and the settings.
+    """
+
+    def __init__(self, forward, inputs, *, weights=None, compute_dtype=None, steps=1):
+        self.records, self._tensors = [], {}
+        self.manifest = SimpleNamespace(settings=SimpleNamespace(compute_dtype=compute_dtype))
+        module = _Toy(forward, weights or {})
+        for step in range(steps):
+            recorder = OperatorRecorder(
+                module, {"."}, emit=functools.partial(self._emit, step),
+                call_of=lambda path: "", active=lambda: True,
+                copy=lambda t: t.detach().clone(memory_format=torch.contiguous_format),
+                weights=True,
+            )  # fmt: skip
+            with torch.no_grad(), recorder.installed():
+                module(*(tensor.clone() for tensor in inputs))
+
+    def _emit(self, step, site, item, call=None):
+        digest = digest_tensor(item.tensor)
+        self._tensors[step, site] = item.tensor
+        self.records.append(
+            Record(
+                pass_="anchored", sample=0, step=step, site=site, order=len(self.records),
+                shape=item.shape, dtype=item.dtype, xxh3=digest, call=call,
+                place=Place(shard="tensors/r00000-000000.safetensors", key=digest),
+                summary=summarize(item.tensor),
+            )
+        )  # fmt: skip
+
+    def read(self, record):
+        return self._tensors[record.step, record.site]
+
+    def find(self, key):
+        _, _, step, site = key
+        return next((r for r in self.records if (r.step, r.site) == (step, site)), None)
+
+
+class _Toy(torch.nn.Module):
+    def __init__(self, function, weights):
+        super().__init__()
+        self.function = function
+        for name, value in weights.items():
+            self.register_buffer(name, value)
+
+    def forward(self, *inputs):
+        names = dict(self.named_buffers())
+        return self.function(*inputs, **names)
+
+
+@pytest.fixture(scope="session")
+def toy() -> type[Toy]:
+    """``toy(forward, inputs)``: a run in memory."""
+    return Toy

@@ -43,6 +43,8 @@ __all__ = ["judge_operators"]
 _NEAR = 0.55  # of the limit: as far as healthy operators go
 _ENOUGH_ROWS = 16
 _ENOUGH_COLUMNS = 16
+_EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
+"""d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ def judge_operators(
     extra = {node.path: node for node in measured.lone["candidate"]}
     results: list[OperatorResult] = []
     by_path: dict[tuple[str, str], OperatorResult] = {}
+    norms: dict[str, float] = {}
     for unit in measured.units:
         result = _result(unit, notes, blocks)
         feeds = [
@@ -86,7 +89,10 @@ def judge_operators(
             if measured.with_truth:
                 _against_truth(result, pooled, thresholds, alone=measured.frame == "operator")
             else:
-                _against_each_other(result, pooled, feeds, thresholds)
+                norm = max((norms.get(feed.site, 1.0) for feed in feeds), default=1.0)
+                grows = max(1.0, norm) if unit.match.reference.name in _EXPONENTIAL else 1.0
+                _against_each_other(result, pooled, feeds, thresholds, grows)
+            norms[result.site] = max(e.largest_norm for _, _, e in unit.forwards if e is not None)
         _codes(result, unit, measured.with_truth)
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
@@ -276,16 +282,21 @@ def _side(candidate: bool) -> str:
 
 
 def _against_each_other(
-    result: OperatorResult, pooled: _Pooled, feeds: list[OperatorResult], thresholds: Thresholds
+    result: OperatorResult,
+    pooled: _Pooled,
+    feeds: list[OperatorResult],
+    thresholds: Thresholds,
+    grows: float,
 ) -> None:
-    """Without a truth: by how much the difference grows over what came in. No side is named."""
+    """Without a truth: by how much the difference grows over what came in, which correct code makes
+    ``grows`` times as large. No side is named."""
     if any(pooled.nonfinite):
         result.share, result.why, result.verdict = math.inf, "nonfinite", "differs"
         return
     if not len(pooled.floor):
         return
     entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
-    base = math.hypot(math.sqrt(2) * result.floor, entering)
+    base = math.hypot(math.sqrt(2) * result.floor, grows * entering)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
     result.share = result.difference / base / limit if base > 0 else 0.0
     result.verdict = "differs" if result.share > 1 else "fine"

@@ -29,7 +29,8 @@ class OperatorErrors:
     the reference stores; ``column_*``: (D,) sums of squared relative errors; ``num_nonfinite``:
     elements that are nan or inf on that side alone; ``over_1_ulp``: share of elements more
     than one ulp from R, on each side; ``rows``: (T,) numbers of these rows among all of them
-    (those of R = 0, or masked altogether, have none), whose axes ``shape`` gives."""
+    (those of R = 0, or masked altogether, have none), whose axes ``shape`` gives;
+    ``largest_norm``: of their ‖R‖."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -42,6 +43,7 @@ class OperatorErrors:
     over_1_ulp: tuple[float, float]
     rows: torch.Tensor
     shape: tuple[int, ...]
+    largest_norm: float
 
 
 def sum_rounding(num_terms: int) -> float:
@@ -77,7 +79,9 @@ def measure_operator(
         if not any(counts):
             return None
         none = torch.zeros(0, dtype=torch.float64)
-        return OperatorErrors(*[none] * 7, counts, (0.0, 0.0), none.long(), tuple(a.shape[:-1]))
+        return OperatorErrors(
+            *[none] * 7, counts, (0.0, 0.0), none.long(), tuple(a.shape[:-1]), 0.0
+        )
     x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
     rounding = sum_rounding(num_terms)
     if truth is None:
@@ -98,6 +102,7 @@ def measure_operator(
         over_1_ulp=(_over(x, r, a.dtype), _over(y, r, b.dtype)),
         rows=kept.nonzero().flatten(),
         shape=tuple(a.shape[:-1]),
+        largest_norm=float(norm.max()),
     )
 
 

@@ -134,7 +134,7 @@ def test_one_head(judged):
     result = judged(off(1e-4), off(7e-4), [HEADS], right=times(1.0))
     found = named(result, "aten.mul")
     assert (result.onset, result.side, found.why) == ("./aten.mul", "candidate", "slice")
-    assert found.w == pytest.approx(1.0)
+    assert found.w == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("side", ["candidate", "reference"])
@@ -295,6 +295,22 @@ def test_without_a_truth_no_side_is_named(judged):
     """The difference grows at the product; whose it is, nobody can tell."""
     result = judged(lambda x: (x + 1) * 1.0, lambda x: (x + 1) * 1.001, [X])
     assert (result.onset, result.side, result.judged) == ("./aten.mul", None, "difference")
+
+
+def test_softmax_turns_absolute_differences_into_relative_ones(judged):
+    """Scores of magnitude 20 that differ by 1e-4 of themselves: their exponentials by 2e-3."""
+    scores = 20 * torch.randn(4, 40, 40, generator=torch.Generator().manual_seed(5))
+    other = scores * (
+        1 + 1e-4 * torch.randn(scores.shape, generator=torch.Generator().manual_seed(6))
+    )
+
+    def attend(factor):
+        return lambda x: (x * factor).softmax(-1)
+
+    result = judged(attend(scores / scores), attend(other / scores), [scores])
+    softmax = named(result, "aten._softmax")
+    assert softmax.difference > 8 * named(result, "aten.mul").difference
+    assert softmax.verdict == "fine"
 
 
 def test_few_numbers_may_differ_widely(toy):

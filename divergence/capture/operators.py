@@ -334,8 +334,12 @@ def _name(func: Any) -> str:
 
 def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that were given, by the schema's names."""
-    names = [argument.name for argument in func._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
+    return dict(zip(_argument_names(func), args, strict=False)) | kwargs
+
+
+@functools.cache
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
 def _draws(func: Any, named: dict[str, Any]) -> bool:

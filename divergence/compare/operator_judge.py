@@ -328,8 +328,16 @@ def _onset(
     }
 
     def feeds(result: OperatorResult) -> list[OperatorResult]:
-        found = nodes[result.site, result.phase].feeds
-        return [by_path[p, result.phase] for p in found if (p, result.phase) in by_path]
+        """Those that are judged: what feeds an unjudged one (a copy that the truth's layout does
+        not need) feeds what that feeds."""
+        found: list[OperatorResult] = []
+        waiting = [result]
+        while waiting:
+            node = nodes[waiting.pop().site, result.phase]
+            known = [by_path[p, result.phase] for p in node.feeds if (p, result.phase) in by_path]
+            found += [feed for feed in known if feed.verdict != "unjudged"]
+            waiting += [feed for feed in known if feed.verdict == "unjudged"]
+        return found
 
     flagged = [r for r in by_path.values() if r.share > 1 and r.verdict != "unjudged"]
     if measured.frame == "operator":

@@ -144,6 +144,7 @@ class _Rights:
         self, truth: Run | None, ours: list[Node], right: list[Node], *, exact: bool, run: Run
     ) -> None:
         self._truth, self._run, self._exact = truth, run, exact
+        self.exist = exact or truth is not None
         matches, _, _ = match_calls(ours, right)
         self._by_path = {match.reference.path: match.candidate.results for match in matches}
         for node in ours:  # in exact arithmetic a cast changes nothing
@@ -194,7 +195,7 @@ def _measure(
             aligned: tuple[torch.Tensor | None, ...] | None = (x, y, r)
             for routing in routings:
                 aligned = aligned and routing.align(match.reference.path, aligned)
-            if aligned is not None:
+            if aligned is not None and (r is not None or not rights.exist):
                 errors = measure_operator(*aligned, num_terms=num_terms(match.reference))
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))

@@ -324,3 +324,16 @@ def test_few_numbers_may_differ_widely(toy):
         truth = toy(times(1.0), [X[:rows, :2].double()], compute_dtype="float64")
         result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
         assert result.onset == onset
+
+
+def test_what_the_truth_does_not_call_is_not_judged(judged):
+    """A copy of both sides that float64 code does without: no side can be nearer to the truth, and
+    what feeds it feeds what comes after it."""
+
+    def copied(wrong):
+        factor = 1 + wrong * torch.ones(40, 1)
+        return lambda x: (x * factor).T.contiguous().T + 1
+
+    result = judged(copied(1e-7), copied(1e-3), [X], right=lambda x: (x * 1.0) + 1)
+    assert named(result, "aten.clone").verdict == "unjudged"
+    assert (result.onset, result.side) == ("./aten.mul", "candidate")

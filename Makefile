@@ -1,6 +1,6 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
-.PHONY: bench bench-localization clean demo lint setup test test-slow
+.PHONY: bench bench-localization bench-operators clean demo lint setup test test-slow
 
 PYTHON ?= python3
 VENV := .venv
@@ -31,7 +31,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 bench: $(STAMP)
-	@set -e; for program in $(filter-out benchmarks/localization.py,$(wildcard benchmarks/[!_]*.py)); do \
+	@set -e; for program in $(filter-out benchmarks/localization.py benchmarks/operator_localization.py,$(wildcard benchmarks/[!_]*.py)); do \
 		test -e "$$program" || { echo "benchmarks/ holds no programs yet" >&2; exit 1; }; \
 		echo "== $$program"; $(BIN)/python "$$program"; \
 	done
@@ -39,6 +39,10 @@ bench: $(STAMP)
 # An hour and more: every fault in every third of three architectures, and health on five machines.
 bench-localization: $(STAMP)
 	$(BIN)/python benchmarks/localization.py
+
+# Two hours: every fault of one operator in four architectures, and healthy pairs of ten machines.
+bench-operators: $(STAMP)
+	$(BIN)/python benchmarks/operator_localization.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

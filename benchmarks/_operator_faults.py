@@ -367,10 +367,14 @@ def _overflow(s: float, func: Any, args: tuple, kwargs: dict, healthy: torch.Ten
 
 
 def _topk_ties(s: float, func: Any, args: tuple, kwargs: dict, healthy: Any) -> Any:
-    """Of equal values the one with the larger index first; else as it should be."""
-    values, order = args[0].flip(-1).sort(dim=-1, descending=True, stable=True)
-    chosen = args[0].shape[-1] - 1 - order[..., : args[1]]
-    return values[..., : args[1]].contiguous(), chosen
+    """Of equal values the other one first; else as it should be."""
+    scores, count = args[0], args[1]
+    last = scores.shape[-1] - 1
+    chosen = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    if torch.equal(chosen, healthy[1]):
+        chosen = last - scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        chosen = chosen[..., :count]
+    return scores.gather(-1, chosen), chosen.contiguous()
 
 
 _KERNELS: dict[str, Callable[..., Any]] = {

@@ -59,15 +59,15 @@ def _rival(group: list[Trial], rule: str) -> str:
     return rate(group, lambda t: t.rivals[rule] == "exact")
 
 
-def upper(num_bad: int, num_all: int) -> float:
+def upper(num_bad: int, num_all: int, chance: float = 0.05) -> float:
     """95% upper bound of a rate (Clopper and Pearson): the p with P(X <= num_bad) = 0.05."""
     low, high = 0.0, 1.0
     for _ in range(60):
         p = (low + high) / 2
-        chance = sum(
+        below = sum(
             math.comb(num_all, k) * p**k * (1 - p) ** (num_all - k) for k in range(num_bad + 1)
         )
-        low, high = (p, high) if chance > 0.05 else (low, p)
+        low, high = (p, high) if below > chance else (low, p)
     return high
 
 

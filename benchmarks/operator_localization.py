@@ -320,8 +320,8 @@ def _turn(side: str) -> str:
 
 
 def interval(num: int, count: int) -> tuple[float, float]:
-    """95% interval of a rate (Clopper and Pearson, 5% on either side as in ``upper``)."""
-    return 1 - upper(count - num, count), upper(num, count)
+    """95% interval of a rate (Clopper and Pearson): 2.5% on either side."""
+    return 1 - upper(count - num, count, 0.025), upper(num, count, 0.025)
 
 
 def _share(num: int, count: int) -> str:

@@ -49,7 +49,8 @@ _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
 
 @dataclass(slots=True)
 class _Pooled:
-    """All forwards of a unit: per row (T,), each side's error with the floor in quadrature."""
+    """All forwards of a unit: per row (T,), each side's error with the floor in quadrature.
+    ``wide``: rows of enough numbers to be looked at alone (masked scores are short at first)."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -58,6 +59,7 @@ class _Pooled:
     raw: tuple[float, float]
     columns: tuple[torch.Tensor, torch.Tensor] | None
     slices: list[torch.Tensor]
+    wide: torch.Tensor
     num_values: int
     num_columns: int
     nonfinite: tuple[int, int]
@@ -206,6 +208,7 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         floor=floor,
         raw=raw,
         columns=columns,
+        wide=torch.cat([errors.counts for errors in found]) >= _ENOUGH_COLUMNS,
         slices=slices_of([e for e in found if len(e.reference)], least=_ENOUGH_ROWS),
         num_values=sum(len(e.reference) * len(e.column_floor) for e in found),
         num_columns=min(widths, default=0),
@@ -238,8 +241,8 @@ def _against_truth(
     limit = thresholds.operator * wider
     asked.append((max(result.w, 1 / result.w) / limit, "typical", _side(b > a)))
     result.peak = 1.0
-    if pooled.num_columns >= _ENOUGH_COLUMNS:  # the error of few numbers says little of a row
-        rows = _excess(pooled.reference, pooled.candidate)
+    if bool(pooled.wide.any()):  # the error of few numbers says little of a row
+        rows = _excess(pooled.reference[pooled.wide], pooled.candidate[pooled.wide])
         asked += [(rows[s] / (thresholds.operator_row * wider), "row", s) for s in rows]
         result.peak = max(rows.values())
     if pooled.columns is not None:

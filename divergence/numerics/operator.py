@@ -21,6 +21,9 @@ import torch
 __all__ = ["OperatorErrors", "measure_operator", "slices_of", "sum_rounding"]
 
 _SINGLE = 2.0**-24
+_WIDE = 16
+"""A row that is masked but for fewer numbers is in no column's sum: one of them may be off by many
+times its own size, as scores of a first token are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class OperatorErrors:
     elements that are nan or inf on that side alone; ``over_1_ulp``: share of elements more
     than one ulp from R, on each side; ``rows``: (T,) numbers of these rows among all of them
     (those of R = 0, or masked altogether, have none), whose axes ``shape`` gives;
-    ``largest_norm``: of their ‖R‖."""
+    ``largest_norm``: of their ‖R‖; ``counts``: (T,) elements of each that were not masked."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -44,6 +47,7 @@ class OperatorErrors:
     rows: torch.Tensor
     shape: tuple[int, ...]
     largest_norm: float
+    counts: torch.Tensor
 
 
 def sum_rounding(num_terms: int) -> float:
@@ -90,19 +94,22 @@ def measure_operator(
     own = (r.to(kept_in).to(torch.float64) - r) / norm
     floor = torch.hypot(own.norm(dim=1), torch.tensor(rounding, dtype=torch.float64))
     da, db = (x - r) / norm, (y - r) / norm
+    counts = (~away).sum(1)[kept]
+    wide = counts >= min(_WIDE, columns)
     return OperatorErrors(
         reference=da.norm(dim=1),
         candidate=db.norm(dim=1),
         between=((x - y) / norm).norm(dim=1),
         floor=floor,
-        column_reference=da.square().sum(0),
-        column_candidate=db.square().sum(0),
-        column_floor=own.square().sum(0) + len(r) * rounding**2 / r.shape[1],
+        column_reference=da[wide].square().sum(0),
+        column_candidate=db[wide].square().sum(0),
+        column_floor=own[wide].square().sum(0) + int(wide.sum()) * rounding**2 / r.shape[1],
         num_nonfinite=counts,
         over_1_ulp=(_over(x, r, a.dtype), _over(y, r, b.dtype)),
         rows=kept.nonzero().flatten(),
         shape=tuple(a.shape[:-1]),
         largest_norm=float(norm.max()),
+        counts=counts,
     )
 
 

@@ -337,3 +337,19 @@ def test_what_the_truth_does_not_call_is_not_judged(judged):
     result = judged(copied(1e-7), copied(1e-3), [X], right=lambda x: (x * 1.0) + 1)
     assert named(result, "aten.clone").verdict == "unjudged"
     assert (result.onset, result.side) == ("./aten.mul", "candidate")
+
+
+def test_a_row_that_is_masked_but_for_few_numbers_is_not_looked_at_alone(judged):
+    """The first token sees itself alone: one score, which one side may have right by luck."""
+    scores = torch.randn(40, 40, generator=torch.Generator().manual_seed(7))
+    mask = torch.zeros(40, 40).masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+    lucky = torch.full((40, 40), 1 + 1e-4)
+    unlucky = lucky.clone()
+    unlucky[0, 0] = 1 + 3e-3
+
+    def masked(factor):
+        return lambda x: x * factor + mask
+
+    result = judged(masked(lucky), masked(unlucky), [scores], right=masked(torch.ones(40, 40)))
+    assert named(result, "aten.add").verdict == "fine"
+    assert result.onset is None or result.onset.endswith("mul")

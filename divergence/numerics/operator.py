@@ -94,8 +94,8 @@ def measure_operator(
     own = (r.to(kept_in).to(torch.float64) - r) / norm
     floor = torch.hypot(own.norm(dim=1), torch.tensor(rounding, dtype=torch.float64))
     da, db = (x - r) / norm, (y - r) / norm
-    counts = (~away).sum(1)[kept]
-    wide = counts >= min(_WIDE, columns)
+    num_kept = (~away).sum(1)[kept]
+    wide = num_kept >= min(_WIDE, columns)
     return OperatorErrors(
         reference=da.norm(dim=1),
         candidate=db.norm(dim=1),
@@ -109,7 +109,7 @@ def measure_operator(
         rows=kept.nonzero().flatten(),
         shape=tuple(a.shape[:-1]),
         largest_norm=float(norm.max()),
-        counts=counts,
+        counts=num_kept,
     )
 
 

@@ -89,7 +89,7 @@ def command(
 
     Compares the runs, captures the block's operators on both sides from equal inputs and in
     float64, names the first operator that is to blame, puts the healthy side's result in its
-    place to see that the rest is fine then, and writes a reproducer.
+    place to see that the rest is fine then, and writes a reproducer if it is wrong by itself.
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")

@@ -9,14 +9,9 @@ import pytest
 import torch
 
 from divergence.capture.api import capture, reference
-from divergence.compare.api import compare
-from divergence.compare.golden import bless
 from divergence.errors import UsageError
 from divergence.experiments.localize import localize
-from divergence.report.capturing import captured_lines
-from divergence.report.inspection import run_lines
 from divergence.report.localization import localization_lines
-from divergence.report.summary import report_lines
 from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"
@@ -61,26 +56,6 @@ def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(r
     assert max(own.times for own in result.alone) < 3  # the product itself is right on both sides
     assert result.repro is None  # so there is nothing to show its vendor
     assert result.commands == []
-
-
-def test_a_run_with_results_of_another_says_so(runs, tmp_path):
-    """In preflight, in the heading of both, and it becomes no golden."""
-    a = capture(like=runs / "a", out=tmp_path / "a", anchor=False, sites=["blocks", f"ops@{BLOCK}"])
-    site = f"{BLOCK}.mlp/aten.mul:out"
-    b = capture(like=a, out=tmp_path / "b", substitutes={site: a})
-    said = f"{site} from {a.manifest.id}"
-    report = compare(a, b)
-    assert report.candidate.substitutes == [said]
-    line = next(line for line in report.preflight if line.check == "substituted operators")
-    assert (line.status, line.reference, line.candidate) == ("differs", "none", said)
-    held = (str(b.path), b.manifest, b.records)
-    for lines in (report_lines(report), run_lines(*held), captured_lines(*held)):
-        assert any(f"SUBSTITUTED: {said}" in line.text for line in lines)
-    with pytest.raises(UsageError, match="holds results of another run"):
-        bless(tmp_path / "golden", b.path)
-    assert not any(
-        line.check == "substituted operators" for line in compare(runs / "a", a).preflight
-    )
 
 
 def low_bits_lost(model):

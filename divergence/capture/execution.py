@@ -104,6 +104,7 @@ class Execution:
         manifest = self._manifest(self._plan(passes), command)
         with RunWriter(out, manifest, force=force) as writer:
             first = RememberingSink(writer) if request.repeat > 1 else writer
+            num_substituted = 0
             for one in passes:
                 free = one.name == "free"
                 anchor = recorded_inputs(request.like) if one.anchored else None
@@ -114,11 +115,12 @@ class Execution:
                 self._run_pass(recorder, one, writer if free else None)
                 self._check_pass(recorder, one, manifest)
                 if recorder.operators is not None:
-                    if request.substitutes and not recorder.operators.num_substituted:
-                        self._note("no operator was met whose result was to be replaced")
+                    num_substituted += recorder.operators.num_substituted
                     for reason, count in recorder.operators.skipped.items():
                         skipped = manifest.plan.skipped_operators
                         skipped[reason] = skipped.get(reason, 0) + count
+            if request.substitutes and not num_substituted:
+                self._note("no operator was met whose result was to be replaced")
             manifest.settings.nondeterministic_warnings = self.determinism.warnings
             if request.repeat > 1:
                 writer.drain()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import Json, Quiet, Truth, Verbose, show
+from divergence.cli.options import Json, Quiet, Verbose, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -19,12 +19,12 @@ Examples:
 
   divergence localize a b --reference truth -o a-b    # on a machine that has the model
 
-  divergence localize a b -o a-b --model /data/llama  # makes the truth, too
+  divergence localize a b -o a-b --model /data/llama  # makes the truth too
 
   divergence localize a b -o a-b --block model.layers.17
 
-What another machine must capture is printed as a command; copy the directory there and
-back, and the same localize goes on where it stopped.
+What another machine must capture is printed as a command: run it there with DIR copied, or run
+the same localize there. It goes on where the other one stopped.
 """
 
 
@@ -47,7 +47,14 @@ def command(
             "--out", "-o", metavar="DIR", help="Directory for the runs that are made; needed."
         ),
     ] = None,
-    truth: Truth = None,
+    truth: Annotated[
+        Path | None,
+        typer.Option(
+            "--reference",
+            metavar="TRUTH",
+            help="The float64 run of `divergence reference`. Default: made in DIR.",
+        ),
+    ] = None,
     block: Annotated[
         str | None,
         typer.Option(
@@ -78,11 +85,11 @@ def command(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Descend from block to module to operator, and prove it: captures what is missing.
+    """Go from the block to the operator, and prove it; captures what is missing.
 
     Compares the runs, captures the block's operators on both sides from equal inputs and in
     float64, names the first operator that is to blame, puts the healthy side's result in its
-    place to see that the rest is fine then, and writes a reproducer.
+    place to see that the rest is fine then, and writes a reproducer if it is wrong by itself.
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")

@@ -49,7 +49,11 @@ Examples:
 
   divergence capture --like a -o b                 # machine B: same tokens, same sites
 
-  divergence compare a b                           # anywhere: the verdict, and where it starts
+  divergence reference a -o truth                  # anywhere with the model: what is right
+
+  divergence compare a b --reference truth         # anywhere: where it starts, which side is wrong
+
+  divergence localize a b --reference truth -o ab  # with the model: down to the operator
 
 Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code);
 2 wrong usage or incomparable runs; 3 a fault of divergence itself; 130 interrupted.

@@ -19,7 +19,7 @@ Examples:
 
   divergence probe -o here
 
-  divergence probe -o here --quick                    # a second: what each capture notes
+  divergence probe -o here --quick                    # seconds: what each capture notes
 
   divergence probe -o here --terms 1024 --svg trees   # the trees as drawings
 
@@ -41,7 +41,7 @@ def command(
     ] = "auto",
     quick: Annotated[
         bool,
-        typer.Option("--quick", metavar="", help="The form that every capture notes."),
+        typer.Option("--quick", metavar="", help="The short form, as every capture makes it."),
     ] = False,
     terms: Annotated[
         list[int] | None,

@@ -20,7 +20,7 @@ Examples:
 
   divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out --against a2 -o bug
 
-  python bug/repro.py                             # anywhere: torch and safetensors alone
+Then, anywhere with torch and safetensors: python bug/repro.py
 
 The folder holds repro.py, the inputs, the recorded output and the float64 truth as
 safetensors, and report.md: a bug report that is ready to be sent.

@@ -71,10 +71,12 @@ class Advice:
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}")
         sites = " ".join(["--sites blocks", *(f"--sites {shlex.quote(one)}" for one in inside)])
-        escalate, right = (" --escalate", beside(one, "-truth")) if hidden else ("", None)
+        escalate = " --escalate" if hidden else ""
+        right = beside(one, "-truth") if hidden or self._truth else None
         return [
             f"{down}   # on a machine with the model; or by hand:",
-            f"divergence capture --like {self._a} -o {one} {sites}"
+            # operators of a pass that is anchored itself would have no partner in the candidate's
+            f"divergence capture --like {self._a} -o {one} --no-anchor {sites}"
             f"{_options(self._reference, self._reference)}   # on the reference's machine",
             f"divergence capture --like {one} -o {two}{escalate}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",

@@ -47,8 +47,8 @@ def bless(
     """Store ``new`` as the golden and say what that changes.
 
     The run is copied beside its place and renamed into it; the old golden stays as
-    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run
-    and one with planted faults.
+    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run,
+    one with planted faults, and one with results of another run.
     """
     from divergence.run.reader import Run
 
@@ -94,6 +94,8 @@ def _refuse_unfit(run: Any, source: Path) -> None:
         problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
     if manifest.plan.plants:
         problems.append(f"it carries planted faults ({', '.join(manifest.plan.plants)})")
+    if manifest.plan.substitutes:
+        problems.append(f"it holds results of another run ({', '.join(manifest.plan.substitutes)})")
     problems += run.verify()[:3]
     if problems:
         raise UsageError(

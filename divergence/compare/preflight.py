@@ -61,9 +61,16 @@ def preflight(reference: Run, candidate: Run) -> list[PreflightLine]:
         _same(
             "planted faults", ", ".join(a.plan.plants) or "none", ", ".join(b.plan.plants) or "none"
         ),
+        *_substituted(a, b),
         _complete(a, b),
     ]
     return lines
+
+
+def _substituted(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """Results of another run in the place of a run's own; nothing where there are none."""
+    mine, theirs = (", ".join(one.plan.substitutes) or "none" for one in (a, b))
+    return [_same("substituted operators", mine, theirs)] if (mine, theirs) != ("none",) * 2 else []
 
 
 def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLine:

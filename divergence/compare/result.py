@@ -284,6 +284,7 @@ class RunSummary(_Part, frozen=True, kw_only=True):
     stopped_by: str | None = None
     num_records: int = 0
     plants: list[str] = []
+    substitutes: list[str] = []
 
 
 class Report(_Part, kw_only=True):

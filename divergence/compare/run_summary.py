@@ -21,4 +21,5 @@ def summary_of(run: Run) -> RunSummary:
         stopped_by=manifest.stopped_by,
         num_records=len(run.records),
         plants=manifest.plan.plants,
+        substitutes=manifest.plan.substitutes,
     )

@@ -39,6 +39,9 @@ def captured_lines(
     )
     if manifest.plan.plants:
         lines.append(prose("", f"PLANTED FAULT: {', '.join(manifest.plan.plants)}", style="yellow"))
+    if manifest.plan.substitutes:
+        said = ", ".join(manifest.plan.substitutes)
+        lines.append(prose("", f"SUBSTITUTED: {said}", style="yellow"))
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += repeat_lines(manifest.repeatability)

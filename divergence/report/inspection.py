@@ -63,6 +63,8 @@ def run_lines(
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     if plan.plants:
         lines.append(prose("", f"PLANTED FAULT: {', '.join(plan.plants)}", style="yellow"))
+    if plan.substitutes:
+        lines.append(prose("", f"SUBSTITUTED: {', '.join(plan.substitutes)}", style="yellow"))
     lines += [BLANK, *model_lines(manifest), BLANK]
     lines += [heading("settings")]
     lines.append(

@@ -113,6 +113,8 @@ def _run_lines(report: Report) -> list[Line]:
             )
         if run.plants:
             lines.append(prose("", f"PLANTED FAULT: {', '.join(run.plants)}", style="yellow"))
+        if run.substitutes:
+            lines.append(prose("", f"SUBSTITUTED: {', '.join(run.substitutes)}", style="yellow"))
     return lines
 
 

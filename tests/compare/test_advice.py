@@ -88,3 +88,16 @@ def test_a_truth_of_the_other_run_is_replaced(llama, tmp_path, capsys):
     b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
     report = compare(a, b, truth=reference(b, out=tmp_path / "of-b"))
     assert "confidence  high" in follow(report, capsys)
+
+
+def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
+    """The first run is not anchored: the operators of an anchored one would have no partner."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
+    b = capture(like=a, out=tmp_path / "b", plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.5"])
+    by_hand = compare(a, b, truth=reference(a, out=tmp_path / "truth")).verdict.next[1:]
+    report = compare(a, b)
+    report.verdict.next[:] = by_hand
+    said = follow(report, capsys)
+    assert said.startswith(f"LOCALIZED: the error comes into {BLOCK}/aten.add#2 from operators")
+    assert "side        the candidate is wrong" in said
+    assert "operators  inside model.layers.1, from equal inputs" in said

@@ -306,7 +306,9 @@ class FakeRun(SimpleNamespace):
             manifest=SimpleNamespace(
                 complete=tables.get("complete", True),
                 stopped_by=tables.get("stopped_by"),
-                plan=SimpleNamespace(plants=tables.get("plants", [])),
+                plan=SimpleNamespace(
+                    plants=tables.get("plants", []), substitutes=tables.get("substitutes", [])
+                ),
             ),
             records=[SimpleNamespace(site=site) for site in tables["sites"]],
             verify=lambda progress=None: tables.get("problems", []),
@@ -371,6 +373,7 @@ def test_bless_replaces_an_incomparable_golden(make_folder, monkeypatch):
     [
         ({"complete": False, "stopped_by": "SIGTERM"}, "incomplete"),
         ({"plants": ["a:out=nan"]}, "planted"),
+        ({"substitutes": ["a/aten.mm:out from 0f"]}, "results of another run"),
         ({"problems": ["shard 0 is damaged"]}, "damaged"),
     ],
 )

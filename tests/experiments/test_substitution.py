@@ -1,0 +1,50 @@
+"""A run that holds another run's results is not taken for a machine's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.capture.api import capture
+from divergence.compare.api import compare
+from divergence.compare.golden import bless
+from divergence.errors import UsageError
+from divergence.report.capturing import captured_lines
+from divergence.report.inspection import run_lines
+from divergence.report.summary import report_lines
+
+BLOCK = "model.layers.1"
+SITE = f"{BLOCK}.mlp/aten.mul:out"
+
+
+@pytest.fixture(scope="module")
+def operators(llama, tmp_path_factory):
+    """A run of one forward with a block's operators."""
+    return capture(llama, out=tmp_path_factory.mktemp("substitution") / "a", prompts=["one two"],
+                   max_new_tokens=1, sites=["blocks", f"ops@{BLOCK}"])  # fmt: skip
+
+
+def test_a_run_with_results_of_another_says_so(operators, tmp_path):
+    """In preflight, in the heading of every report, and it becomes no golden."""
+    b = capture(like=operators, out=tmp_path / "b", substitutes={SITE: operators})
+    said = f"{SITE} from {operators.manifest.id}"
+    report = compare(operators, b)
+    assert report.candidate.substitutes == [said]
+    line = next(line for line in report.preflight if line.check == "substituted operators")
+    assert (line.status, line.reference, line.candidate) == ("differs", "none", said)
+    held = (str(b.path), b.manifest, b.records)
+    for lines in (report_lines(report), run_lines(*held), captured_lines(*held)):
+        assert any(f"SUBSTITUTED: {said}" in line.text for line in lines)
+    with pytest.raises(UsageError, match="holds results of another run"):
+        bless(tmp_path / "golden", b.path)
+    healthy = compare(operators, capture(like=operators, out=tmp_path / "c"))
+    assert "substituted operators" not in [line.check for line in healthy.preflight]
+
+
+def test_a_substitution_that_met_no_operator_is_said(operators, tmp_path):
+    """No operators were recorded in this capture, so none could be replaced."""
+    notes = []
+    capture(
+        like=operators, out=tmp_path / "b", sites=["blocks"], substitutes={SITE: operators},
+        progress=lambda event, done, total, text: notes.append(text),
+    )  # fmt: skip
+    assert "no operator was met whose result was to be replaced" in notes

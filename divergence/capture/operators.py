@@ -27,7 +27,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from divergence.capture.dataflow import Dataflow, misalignment_bytes, storage_of, tensors_in
+from divergence.capture.arguments import as_json, as_word
+from divergence.capture.dataflow import (
+    Dataflow,
+    lies_inside,
+    misalignment_bytes,
+    storage_of,
+    tensors_in,
+)
 from divergence.capture.leaves import argument_names, input_leaves
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
@@ -259,7 +266,7 @@ class OperatorRecorder(TorchDispatchMode):
                 self._encode(item, f"{site}.{index}", operands, pending)
                 for index, item in enumerate(value)
             ]
-        return _scalar(value)
+        return as_json(value)
 
     def _operand(self, tensor: torch.Tensor, site: str, pending: list[tuple[str, Item]]) -> Operand:
         common: dict[str, Any] = {
@@ -269,7 +276,7 @@ class OperatorRecorder(TorchDispatchMode):
             "misalignment_bytes": misalignment_bytes(tensor),
             "via": self._flow.via(tensor),
         }
-        weight = self._weights.get(storage_of(tensor))
+        weight = self._weight_of(tensor)
         if weight is not None:
             name, parameter = weight
             if name not in self._weight_digests:
@@ -290,6 +297,14 @@ class OperatorRecorder(TorchDispatchMode):
             self._flow.holds(tensor, site)
         return Operand(site=known, origin=self._flow.origin_of(tensor), **common)
 
+    def _weight_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """(name, weight) of which this is a view; None for what is no part of a single weight
+        (two in one memory seen as one, other bytes of it): that is recorded as any value."""
+        for name, weight in self._weights.get(storage_of(tensor), ()):
+            if lies_inside(tensor, weight):
+                return name, weight
+        return None
+
     def _weight_site(self, name: str, parameter: torch.Tensor) -> str:
         """The weight's record in this forward, made when it is first needed there."""
         module, _, last = name.rpartition(".")
@@ -303,18 +318,19 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _note_view(self, func: Any, args: tuple, kwargs: dict, results: list) -> None:
         source = next(iter(tensors_in(args)), None)
-        words = [_word(value) for value in args if not isinstance(value, torch.Tensor)]
-        words += [f"{name}={_word(value)}" for name, value in kwargs.items()]
+        words = [as_word(value) for value in args if not isinstance(value, torch.Tensor)]
+        words += [f"{name}={as_word(value)}" for name, value in kwargs.items()]
         step = f"{func.overloadpacket.__name__}({', '.join(words)})"
         for index, tensor in enumerate(results):
             part = f"[{index}]" if len(results) > 1 else ""
             self._flow.looked_at(tensor, step + part, source)
 
 
-def _weights_by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+def _weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.Tensor]]]:
+    """Several may share one memory: the parts of a fused weight, for example."""
+    found: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.setdefault(storage_of(tensor), (name, tensor))
+        found.setdefault(storage_of(tensor), []).append((name, tensor))
     return found
 
 
@@ -346,40 +362,6 @@ def _draws(func: Any, named: dict[str, Any]) -> bool:
         if argument.name in ("dropout_p", "p") and argument.type.kind() == "FloatType":
             return bool(named.get(argument.name, argument.default_value))
     return True
-
-
-def _scalar(value: Any) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        finite = value == value and abs(value) != float("inf")
-        return value if finite else {"float": str(value)}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    for kind, word in (
-        (torch.device, "device"),
-        (torch.layout, "layout"),
-        (torch.memory_format, "memory_format"),
-    ):
-        if isinstance(value, kind):
-            return {word: str(value).removeprefix("torch.")}
-    return {"object": type(value).__name__}
-
-
-def _word(value: Any) -> str:
-    """For people: numbers and names; the end of a slice as such."""
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_word(item) for item in value) + "]"
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if isinstance(value, int) and value == sys.maxsize:
-        return "end"
-    encoded = _scalar(value)
-    return str(next(iter(encoded.values())) if isinstance(encoded, dict) else encoded)
 
 
 def _source() -> str | None:

@@ -267,3 +267,44 @@ def test_a_buffer_that_is_written_to_is_no_weight():
     (_, count) = found.calls["./aten.mul:out"].operands
     assert count.weight is None
     assert torch.equal(found.tensors[count.site], torch.ones(3))
+
+
+def test_the_parts_of_one_memory_are_weights_each_from_its_own_beginning():
+    """Two parameters cut from one tensor: each operand lies inside the one that it is."""
+
+    class Fused(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            memory = torch.arange(12.0).reshape(4, 3)
+            self.second = torch.nn.Parameter(memory[2:], requires_grad=False)
+            self.first = torch.nn.Parameter(memory[:2], requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.first[1:].t() + x @ self.second.t()
+
+    found = Seen(Fused(), torch.ones(1, 3))
+    operands = [found.calls[f"./aten.mm{n}:out"].operands[1] for n in ("", "#2")]
+    assert [(o.weight, o.offset) for o in operands] == [("first", 3), ("second", 0)]
+
+
+def test_what_is_no_part_of_one_contiguous_weight_is_recorded_by_value():
+    """A weight kept transposed, or seen beyond its end: its bytes have another order, or more."""
+
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            memory = torch.arange(12.0).reshape(4, 3)
+            self.turned = torch.nn.Parameter(memory.t(), requires_grad=False)
+            self.part = torch.nn.Parameter(torch.arange(6.0)[:3], requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.turned.t(), self.part.as_strided((6,), (1,)) * 2
+
+    found = Seen(Turned(), torch.ones(1, 4))
+    for site, wanted in (
+        ("./aten.mm:out", torch.arange(12.0).reshape(4, 3)),
+        ("./aten.mul:out", torch.arange(6.0)),
+    ):
+        operand = found.calls[site].operands[-1]
+        assert operand.weight is None
+        assert torch.equal(found.tensors[operand.site], wanted)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from divergence.capture.arguments import as_json, as_word
 from divergence.capture.dataflow import (
@@ -36,6 +36,7 @@ from divergence.capture.dataflow import (
     tensors_in,
 )
 from divergence.capture.leaves import argument_names, input_leaves
+from divergence.errors import UsageError
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.site import ROOT, join_site, operator_path
@@ -117,7 +118,9 @@ class OperatorRecorder(TorchDispatchMode):
                     continue
                 push = self._push(path, argument_names(module))
                 handles.append(module.register_forward_pre_hook(push, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._pop(path)))
+                # also after an exception, which a model may catch (a fast path that is not there)
+                pop = self._pop(path)
+                handles.append(module.register_forward_hook(pop, always_call=True))
             yield
         finally:
             for handle in handles:
@@ -156,9 +159,10 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _pop(self, path: str) -> Callable:
         def pop(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            if not self._entered:
+            if not self._entered or path not in self._stack:
                 return
-            self._stack.pop()
+            while self._stack.pop() != path:  # modules that an exception left
+                pass
             if not self._stack:
                 self._leave()
 
@@ -185,6 +189,8 @@ class OperatorRecorder(TorchDispatchMode):
         if func.namespace == "aten" and func.overloadpacket.__name__ in _UNINITIALISED:
             self.skipped["its result is uninitialised memory"] += 1
             return func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return self._turned(func, args, kwargs)
         named = _named(func, args, kwargs)
         writes = _written(func)
         if writes:  # its operands must be copied before
@@ -211,11 +217,25 @@ class OperatorRecorder(TorchDispatchMode):
             self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
         return result
 
+    def _turned(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """``detach_``, ``t_``: a view in place of its source. No byte is written."""
+        before = args[0].detach()
+        result = func(*args, **kwargs)
+        with self.paused():
+            self._note_view(func, (before, *args[1:]), kwargs, tensors_in(result))
+        return result
+
     def _put_in_place(self, where: str, results: list[torch.Tensor]) -> None:
         """Another run's results, in the memory of these."""
         for index, tensor in enumerate(results):
             new = self._substitute(f"{where}:out" + (f".{index}" if index else ""))
             if new is not None:
+                if new.numel() != tensor.numel():
+                    raise UsageError(
+                        f"{where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is to "
+                        "be put in its place",
+                        hint="substitute from a run of the same tokens, at the same operator",
+                    )
                 tensor.copy_(new.reshape(tensor.shape))
                 self.num_substituted += 1
 
@@ -281,7 +301,7 @@ class OperatorRecorder(TorchDispatchMode):
             name, parameter = weight
             if name not in self._weight_digests:
                 real = parameter.device.type != "meta"  # of a dry run there are no bytes
-                digest = digest_tensor(self._copy(parameter)) if real else "0" * 32
+                digest = digest_tensor(self._as_loaded(parameter)) if real else "0" * 32
                 self._weight_digests[name] = digest
             return Operand(
                 site=self._weight_site(name, parameter) if self._keep_weights else None,
@@ -310,11 +330,16 @@ class OperatorRecorder(TorchDispatchMode):
         module, _, last = name.rpartition(".")
         site = join_site(module, f"in.{last}")
         if name not in self._weight_items:
-            self._weight_items[name] = Item(self._copy(parameter))
+            self._weight_items[name] = Item(self._as_loaded(parameter))
         if site not in self._weight_sites:  # a block's dataflow is forgotten, its records are not
             self._emit(site, self._weight_items[name])
             self._weight_sites.add(site)
         return site
+
+    def _as_loaded(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy in the weight's own dtype, also where a mode below computes in a wider one."""
+        with _disable_current_modes():
+            return self._copy(weight)
 
     def _note_view(self, func: Any, args: tuple, kwargs: dict, results: list) -> None:
         source = next(iter(tensors_in(args)), None)

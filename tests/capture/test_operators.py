@@ -308,3 +308,58 @@ def test_what_is_no_part_of_one_contiguous_weight_is_recorded_by_value():
         operand = found.calls[site].operands[-1]
         assert operand.weight is None
         assert torch.equal(found.tensors[operand.site], wanted)
+
+
+def test_a_view_in_place_is_a_view():
+    """`t_()` turns a tensor and writes no byte of it."""
+    found = seen(lambda x: (x * 2).t_() + 1, X)
+    assert list(found.calls) == ["./aten.mul:out", "./aten.add:out"]
+    (operand,) = found.calls["./aten.add:out"].operands
+    assert (operand.origin, operand.via) == ("./aten.mul:out", ("t_()",))
+    assert torch.equal(found.tensors[operand.site], (X * 2).t())
+
+
+def test_an_exception_that_the_model_catches_leaves_its_module():
+    """A fast path that fails: what follows belongs to the module that tries another."""
+
+    class Missing(torch.nn.Module):
+        def forward(self, x):
+            raise ImportError("no such kernel")
+
+    class Trying(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fast = Missing()
+
+        def forward(self, x):
+            try:
+                return self.fast(x)
+            except ImportError:
+                return x * 2
+
+    model = torch.nn.Sequential(Trying())
+    found = Seen(model, X)
+    assert list(found.calls) == ["0/aten.mul:out"]
+
+
+def test_wide_passes_record_weights_as_they_were_loaded(recorded, tmp_path):
+    """One digest in every pass and in the truth, and bytes in the model's own dtype."""
+    a, ops, truth = recorded
+    wide = capture(like=a, out=tmp_path / "wide", sites=[f"ops@{BLOCK}"], weights=True,
+                   escalate=True, anchor=False)  # fmt: skip
+    digests = [
+        {o.weight: o.xxh3 for r in run.records if r.call for o in r.call.operands if o.weight}
+        for run in (ops, truth, wide)
+    ]
+    assert digests[0] and digests[0] == digests[1] == digests[2]
+    assert {r.dtype for r in wide.records if r.site.endswith("in.weight")} == {"bfloat16"}
+
+
+def test_a_substitute_of_another_size_is_refused(recorded, llama, tmp_path):
+    """With both sizes and the operator."""
+    a, _, _ = recorded
+    site = f"{BLOCK}.mlp.down_proj/aten.mm:out"
+    longer = capture(llama, out=tmp_path / "longer", prompts=["one two three four five six"],
+                     max_new_tokens=1, dtype="bfloat16", sites=[f"ops@{BLOCK}"])  # fmt: skip
+    with pytest.raises(UsageError, match=r"down_proj/aten.mm gives \(\d+, 64\) here, and \("):
+        capture(like=a, out=tmp_path / "x", sites=[f"ops@{BLOCK}"], substitutes={site: longer})

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Dataflow", "misalignment_bytes", "storage_of", "tensors_in", "view_of"]
+__all__ = ["Dataflow", "lies_inside", "misalignment_bytes", "storage_of", "tensors_in", "view_of"]
 
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage, offset, shape, stride, dtype: one way of looking at one piece of memory."""
@@ -91,6 +91,19 @@ def view_of(tensor: torch.Tensor) -> View:
     if tensor.is_contiguous():
         return storage, tensor.storage_offset(), (tensor.numel(),), (1,), tensor.dtype
     return storage, tensor.storage_offset(), shape, tuple(tensor.stride()), tensor.dtype
+
+
+def lies_inside(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Are the elements of ``tensor`` all elements of ``whole``, in whose memory it lies? Only of a
+    contiguous whole, whose memory and values have one order."""
+    if tensor.layout != torch.strided or whole.layout != torch.strided:
+        return False
+    if tensor.dtype != whole.dtype or not whole.is_contiguous():
+        return False
+    first = tensor.storage_offset() - whole.storage_offset()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum(max(size - 1, 0) * step for size, step in sizes)
+    return first >= 0 and last < max(whole.numel(), 1)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

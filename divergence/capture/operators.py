@@ -25,10 +25,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from divergence.capture.dataflow import Dataflow, misalignment_bytes, storage_of, tensors_in
+from divergence.capture.arguments import as_json, as_word
+from divergence.capture.dataflow import (
+    Dataflow,
+    lies_inside,
+    misalignment_bytes,
+    storage_of,
+    tensors_in,
+)
 from divergence.capture.leaves import argument_names, input_leaves
+from divergence.errors import UsageError
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.site import ROOT, join_site, operator_path
@@ -110,7 +118,9 @@ class OperatorRecorder(TorchDispatchMode):
                     continue
                 push = self._push(path, argument_names(module))
                 handles.append(module.register_forward_pre_hook(push, with_kwargs=True))
-                handles.append(module.register_forward_hook(self._pop(path)))
+                # also after an exception, which a model may catch (a fast path that is not there)
+                pop = self._pop(path)
+                handles.append(module.register_forward_hook(pop, always_call=True))
             yield
         finally:
             for handle in handles:
@@ -149,9 +159,10 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _pop(self, path: str) -> Callable:
         def pop(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            if not self._entered:
+            if not self._entered or path not in self._stack:
                 return
-            self._stack.pop()
+            while self._stack.pop() != path:  # modules that an exception left
+                pass
             if not self._stack:
                 self._leave()
 
@@ -178,6 +189,8 @@ class OperatorRecorder(TorchDispatchMode):
         if func.namespace == "aten" and func.overloadpacket.__name__ in _UNINITIALISED:
             self.skipped["its result is uninitialised memory"] += 1
             return func(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return self._turned(func, args, kwargs)
         named = _named(func, args, kwargs)
         writes = _written(func)
         if writes:  # its operands must be copied before
@@ -204,11 +217,25 @@ class OperatorRecorder(TorchDispatchMode):
             self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
         return result
 
+    def _turned(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """``detach_``, ``t_``: a view in place of its source. No byte is written."""
+        before = args[0].detach()
+        result = func(*args, **kwargs)
+        with self.paused():
+            self._note_view(func, (before, *args[1:]), kwargs, tensors_in(result))
+        return result
+
     def _put_in_place(self, where: str, results: list[torch.Tensor]) -> None:
         """Another run's results, in the memory of these."""
         for index, tensor in enumerate(results):
             new = self._substitute(f"{where}:out" + (f".{index}" if index else ""))
             if new is not None:
+                if new.numel() != tensor.numel():
+                    raise UsageError(
+                        f"{where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is to "
+                        "be put in its place",
+                        hint="substitute from a run of the same tokens, at the same operator",
+                    )
                 tensor.copy_(new.reshape(tensor.shape))
                 self.num_substituted += 1
 
@@ -259,7 +286,7 @@ class OperatorRecorder(TorchDispatchMode):
                 self._encode(item, f"{site}.{index}", operands, pending)
                 for index, item in enumerate(value)
             ]
-        return _scalar(value)
+        return as_json(value)
 
     def _operand(self, tensor: torch.Tensor, site: str, pending: list[tuple[str, Item]]) -> Operand:
         common: dict[str, Any] = {
@@ -269,12 +296,12 @@ class OperatorRecorder(TorchDispatchMode):
             "misalignment_bytes": misalignment_bytes(tensor),
             "via": self._flow.via(tensor),
         }
-        weight = self._weights.get(storage_of(tensor))
+        weight = self._weight_of(tensor)
         if weight is not None:
             name, parameter = weight
             if name not in self._weight_digests:
                 real = parameter.device.type != "meta"  # of a dry run there are no bytes
-                digest = digest_tensor(self._copy(parameter)) if real else "0" * 32
+                digest = digest_tensor(self._as_loaded(parameter)) if real else "0" * 32
                 self._weight_digests[name] = digest
             return Operand(
                 site=self._weight_site(name, parameter) if self._keep_weights else None,
@@ -290,31 +317,45 @@ class OperatorRecorder(TorchDispatchMode):
             self._flow.holds(tensor, site)
         return Operand(site=known, origin=self._flow.origin_of(tensor), **common)
 
+    def _weight_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """(name, weight) of which this is a view; None for what is no part of a single weight
+        (two in one memory seen as one, other bytes of it): that is recorded as any value."""
+        for name, weight in self._weights.get(storage_of(tensor), ()):
+            if lies_inside(tensor, weight):
+                return name, weight
+        return None
+
     def _weight_site(self, name: str, parameter: torch.Tensor) -> str:
         """The weight's record in this forward, made when it is first needed there."""
         module, _, last = name.rpartition(".")
         site = join_site(module, f"in.{last}")
         if name not in self._weight_items:
-            self._weight_items[name] = Item(self._copy(parameter))
+            self._weight_items[name] = Item(self._as_loaded(parameter))
         if site not in self._weight_sites:  # a block's dataflow is forgotten, its records are not
             self._emit(site, self._weight_items[name])
             self._weight_sites.add(site)
         return site
 
+    def _as_loaded(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy in the weight's own dtype, also where a mode below computes in a wider one."""
+        with _disable_current_modes():
+            return self._copy(weight)
+
     def _note_view(self, func: Any, args: tuple, kwargs: dict, results: list) -> None:
         source = next(iter(tensors_in(args)), None)
-        words = [_word(value) for value in args if not isinstance(value, torch.Tensor)]
-        words += [f"{name}={_word(value)}" for name, value in kwargs.items()]
+        words = [as_word(value) for value in args if not isinstance(value, torch.Tensor)]
+        words += [f"{name}={as_word(value)}" for name, value in kwargs.items()]
         step = f"{func.overloadpacket.__name__}({', '.join(words)})"
         for index, tensor in enumerate(results):
             part = f"[{index}]" if len(results) > 1 else ""
             self._flow.looked_at(tensor, step + part, source)
 
 
-def _weights_by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+def _weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, torch.Tensor]]]:
+    """Several may share one memory: the parts of a fused weight, for example."""
+    found: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.setdefault(storage_of(tensor), (name, tensor))
+        found.setdefault(storage_of(tensor), []).append((name, tensor))
     return found
 
 
@@ -350,40 +391,6 @@ def _draws(func: Any, named: dict[str, Any]) -> bool:
         if argument.name in ("dropout_p", "p") and argument.type.kind() == "FloatType":
             return bool(named.get(argument.name, argument.default_value))
     return True
-
-
-def _scalar(value: Any) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        finite = value == value and abs(value) != float("inf")
-        return value if finite else {"float": str(value)}
-    if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    for kind, word in (
-        (torch.device, "device"),
-        (torch.layout, "layout"),
-        (torch.memory_format, "memory_format"),
-    ):
-        if isinstance(value, kind):
-            return {word: str(value).removeprefix("torch.")}
-    return {"object": type(value).__name__}
-
-
-def _word(value: Any) -> str:
-    """For people: numbers and names; the end of a slice as such."""
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_word(item) for item in value) + "]"
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if isinstance(value, int) and value == sys.maxsize:
-        return "end"
-    encoded = _scalar(value)
-    return str(next(iter(encoded.values())) if isinstance(encoded, dict) else encoded)
 
 
 def _source() -> str | None:

@@ -87,13 +87,14 @@ class OwnError(msgspec.Struct, kw_only=True, frozen=True):
 
 class Localization(msgspec.Struct, kw_only=True):
     """The answer of `localize`. ``stopped``: why it went no deeper; ``commands``: what another
-    machine must make first. ``alone``: empty where the operator could not be run by itself.
+    machine must make first, ``again``: what then goes on. ``truth``: None where none was needed.
+    ``alone``: empty where the operator could not be run by itself.
     ``repro``: directory of the reproducer."""
 
     schema_version: int = LOCALIZATION_SCHEMA_VERSION
     reference: str
     candidate: str
-    truth: str
+    truth: str | None = None
     out: str
     levels: list[Level] = []
     operator: OperatorResult | None = None
@@ -103,6 +104,7 @@ class Localization(msgspec.Struct, kw_only=True):
     repro: str | None = None
     stopped: str | None = None
     commands: list[str] = []
+    again: str = ""
     report: Report | None = None
 
     def to_json(self, *, indent: int | None = None) -> str:

@@ -14,6 +14,7 @@ there goes on where this one stopped.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from divergence.ops.replay import replay
 from divergence.ops.repro import repro
 from divergence.run.layout import expanded
 from divergence.run.reader import Run
+from divergence.run.site import module_of
 
 __all__ = ["localize"]
 
@@ -36,6 +38,7 @@ Progress = Callable[..., None]
 Prepare = Callable[[Any], None]
 
 _SIDES = ("reference", "candidate")
+_NOTHING_TO_JUDGE = ("identical", "incomparable")
 _NEAR = 3.0  # times an ideal operator's error: nearer than that there is nothing to show a vendor
 
 
@@ -73,14 +76,20 @@ def localize(
         trust_remote_code=trust_remote_code,
         prepare={"reference": prepare_reference, "candidate": prepare_candidate}, progress=tell,
     )  # fmt: skip
-    right = truth if truth is not None else maker.truth("truth")
     tell("localize", 0, 4, "blocks")
-    report = compare(a, b, truth=right, progress=tell)
+    right, report = truth, None
+    if right is None and block is None:  # a truth is dear: not where there is nothing to judge
+        report = compare(a, b, progress=tell)
+    if report is None or report.verdict.kind not in _NOTHING_TO_JUDGE:
+        right = truth if truth is not None else maker.truth("truth")
+        report = compare(a, b, truth=right, progress=tell)
     levels = [Level.of_report("block", report)]
     chosen, why = _choose(report, block)
     done = Localization(
-        reference=str(a.path), candidate=str(b.path), truth=_path(right), out=str(folder),
-        levels=levels,
+        reference=str(a.path), candidate=str(b.path), out=str(folder), levels=levels,
+        truth=None if right is None else _path(right),
+        again=_again(a, b, right, folder, block=block, model=model, device=device,
+                     trust_remote_code=trust_remote_code),
     )  # fmt: skip
     if chosen is None:
         done.stopped = why
@@ -106,7 +115,7 @@ def localize(
     done.levels = [level for level in levels if level is not None]
     first = None if deep.operators is None else onset_result(deep.operators)
     if first is None:
-        done.stopped = f"no operator of {chosen} is beyond its limit"
+        done.stopped = f"no operator of {chosen} is beyond its limit" + _alone_there(deep)
         return done
     side = deep.operators.side or report.verdict.side
     tell("localize", 4, 4, first.site)
@@ -134,13 +143,41 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
     if verdict.kind in ("localized", "systematic", "nonfinite") and verdict.onset is not None:
         if verdict.onset.block is not None:
             return verdict.onset.block, None
-        return verdict.onset.site.partition(":")[0].partition("#")[0], None
+        return module_of(verdict.onset.site), None
     return None, {
         "identical": "the runs are equal bit for bit: there is nothing to find",
         "within_floor": "no block makes an error beyond rounding: there is nothing to go into "
         "(--block PATH goes into one all the same)",
         "incomparable": "the runs are not the same experiment",
     }.get(verdict.kind, "no block could be named (--block PATH goes into one all the same)")
+
+
+def _alone_there(report: Report) -> str:
+    """Operators that one side alone calls: where no operator that both call is wrong, they are
+    what is left."""
+    parts = []
+    for side in _SIDES:
+        unmatched = [] if report.operators is None else report.operators.unmatched
+        names = list(dict.fromkeys(one.site for one in unmatched if one.side == side))
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            parts.append(f"only the {side} calls {shown}")
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+def _again(
+    a: Run, b: Run, truth: str | Path | Run | None, folder: Path, *, block: str | None,
+    model: str | Path | None, device: str, trust_remote_code: bool,
+) -> str:  # fmt: skip
+    """The command that goes on from here."""
+    words = ["divergence", "localize", str(a.path), str(b.path)]
+    words += ["--reference", _path(truth)] if truth is not None else []
+    words += ["-o", str(folder)]
+    words += ["--block", block] if block is not None else []
+    words += ["--model", str(model)] if model is not None else []
+    words += ["--device", device] if device != "auto" else []
+    words += ["--trust-remote-code"] if trust_remote_code else []
+    return shlex.join(words)
 
 
 def _inner_modules(run: Run, block: str) -> list[str]:

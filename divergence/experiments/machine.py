@@ -7,6 +7,7 @@ are the same, else in one of its own in which they are set.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -18,13 +19,22 @@ from typing import Any
 from divergence.capture.api import capture, reference
 from divergence.capture.environment import VARIABLES, collect_environment, resolve_device
 from divergence.capture.substitute import Substitute
-from divergence.errors import ModelError, UsageError
+from divergence.errors import (
+    DivergenceError,
+    ModelError,
+    RunExistsError,
+    RunWriteError,
+    UsageError,
+)
+from divergence.run.layout import MANIFEST
 from divergence.run.reader import Run
 
 __all__ = ["HERE", "Maker"]
 
 HERE = ("auto", "reference", "candidate", "both", "none")
 _PACKAGES = ("torch", "transformers")
+_PAIR = "pair.json"
+"""In the folder: the ids of the two runs that it belongs to."""
 
 
 class Maker:
@@ -50,14 +60,15 @@ class Maker:
         self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
         self._here = here
         self.commands: list[str] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        self._prepare_folder()
 
     def truth(self, name: str, *, sites: list[str] | None = None, step: int | None = None) -> Run:
         """The float64 run of the reference, with these sites."""
         out, source = self._folder / name, self._runs["reference"]
-        known = self._known(out, source, sites)
+        known = self._known(out, "reference", sites, step)
         if known is not None:
             return known
+        self._claim()
         return reference(
             source, out=out, model=self._model, sites=sites or (), force=True,
             trust_remote_code=self._trust, progress=self._tell,
@@ -77,9 +88,10 @@ class Maker:
         """That side's operators, anchored to the reference; None where this is not its machine,
         with the command for there in ``commands``."""
         out, source = self._folder / (name or f"{side}-operators"), self._runs["reference"]
-        known = None if substitute is not None else self._known(out, source, sites)
-        if known is not None:
-            return known
+        if substitute is None:
+            known = self._known(out, side, sites, step, escalate=escalate)
+            if known is not None:
+                return known
         own = self._runs[side].manifest
         values: dict[str, Any] = {"sites": sites, "weights": True, "escalate": escalate}
         if step is not None:
@@ -93,6 +105,7 @@ class Maker:
         if own.plan.plants:
             values["plants"] = own.plan.plants
         values["label"] = own.environment.label
+        self._claim()
         if not self._is_here(side):
             self.commands.append(self._command(side, out, values))
             return None
@@ -118,15 +131,71 @@ class Maker:
             words += ["--substitute", f"{site}={run.path}" + (f"={other}" if other != site else "")]
         return _elsewhere(words, out, variables)
 
-    def _known(self, out: Path, source: Run, sites: list[str] | None) -> Run | None:
+    def _prepare_folder(self) -> None:
+        """There, and neither a run itself nor another pair's."""
+        folder = self._folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = (folder / _PAIR).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            text = None
+        except FileExistsError as error:
+            raise RunExistsError(
+                f"{folder} exists and is not a directory", hint="choose another -o"
+            ) from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise RunWriteError(f"{folder} cannot be used: {reason}") from error
+        if (folder / MANIFEST).exists():
+            raise RunExistsError(
+                f"{folder} is a run itself", hint="choose another directory with -o"
+            )
+        if text is not None and text != self._pair():
+            raise RunExistsError(
+                f"{folder} holds what was made for another pair of runs",
+                hint="choose another directory with -o, or remove this one",
+            )
+
+    def _pair(self) -> str:
+        """Whose runs lie in the folder, so that none is taken for another machine's."""
+        ids = {side: run.manifest.id for side, run in self._runs.items()}
+        return json.dumps(ids, indent=1) + "\n"
+
+    def _claim(self) -> None:
+        try:
+            (self._folder / _PAIR).write_text(self._pair(), encoding="utf-8")
+        except OSError as error:
+            raise RunWriteError(
+                f"writing failed: {error.strerror or error}", where=str(self._folder),
+                hint="choose another disk with -o",
+            ) from error  # fmt: skip
+
+    def _known(
+        self,
+        out: Path,
+        side: str,
+        sites: list[str] | None,
+        step: int | None,
+        *,
+        escalate: bool = False,
+    ) -> Run | None:
         """A finished run that lies there already and is what would be made."""
         try:
             run = Run.open(out)
-        except Exception:  # nothing there, or damaged: it is made anew
+        except DivergenceError:  # nothing there, or damaged: it is made anew
             return None
-        plan = run.manifest.plan
-        same = run.manifest.like == source.manifest.id and run.manifest.complete
-        return run if same and (sites is None or plan.sites == sites) else None
+        source, own = self._runs["reference"].manifest, self._runs[side].manifest
+        made = run.manifest
+        num_steps = source.settings.max_new_tokens if step is None else step + 1
+        same = (
+            made.like == source.id
+            and made.complete
+            and made.model.digest == own.model.digest
+            and made.settings.max_new_tokens >= min(num_steps, source.settings.max_new_tokens)
+            and (sites is None or made.plan.sites == sites)
+            and (not escalate or "escalated" in made.plan.passes)
+        )
+        return run if same else None
 
     def _is_here(self, side: str) -> bool:
         if self._here != "auto":
@@ -144,8 +213,11 @@ class Maker:
         return all(recorded.versions.get(p) == mine.versions.get(p) for p in _PACKAGES)
 
     def _command(self, side: str, out: Path, values: dict[str, Any]) -> str:
-        source = self._runs["reference"]
+        source, own = self._runs["reference"], self._runs[side].manifest.model
         words = ["divergence", "capture", "--like", str(source.path), "-o", str(out)]
+        if own.source != source.manifest.model.source:  # as it is called on that machine
+            words += ["--model", own.source]
+        words += ["--trust-remote-code"] if own.trust_remote_code else []
         return f"{shlex.join(words + _words(values))}   # on the {side}'s machine"
 
 

@@ -36,7 +36,7 @@ def decoded(value: Any, tensors: Sequence[Any], device: str | torch.device) -> A
             return tensors[inner]
         if kind == "device":
             return torch.device(device)
-        if kind == "float" and inner in _FLOATS:
+        if kind == "float" and isinstance(inner, str) and inner in _FLOATS:
             return _FLOATS[inner]
         if kind == "complex" and isinstance(inner, list) and len(inner) == 2:
             parts = [decoded(part, tensors, device) for part in inner]

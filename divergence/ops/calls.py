@@ -70,7 +70,9 @@ def replayable_pass(run: Run, wanted: str | None = None) -> PassName:
     raise UsageError(
         f"{run.path} holds no operators"
         + (f", only those of the {', '.join(sorted(held))} pass" if held else ""),
-        hint=_make(run),
+        hint=f"divergence replay {run.path} -o RUN2 --pass escalated"
+        if "escalated" in held
+        else _make(run),
     )
 
 

@@ -30,6 +30,7 @@ from divergence.capture.engines.identity import without_home
 from divergence.capture.engines.weights import Weights
 from divergence.capture.environment import collect_environment, resolve_device
 from divergence.capture.execution import Progress
+from divergence.capture.widening import Widening
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
@@ -73,7 +74,7 @@ def replay(
     interrupts it, a readable run is left behind.
     """
     source = run if isinstance(run, Run) else Run.open(run)
-    if reference and source.manifest.settings.compute_dtype is not None:
+    if source.manifest.settings.compute_dtype is not None:
         raise UsageError(
             f"{source.path} was computed in {source.manifest.settings.compute_dtype} itself",
             hint="give the run that was captured in the model's own dtype",
@@ -155,13 +156,15 @@ def _run_one(
     """One operator: its results go to the writer, and nothing of it is kept."""
     if one.first.rank:
         raise Refusal("it was recorded by another process of a distributed run")
-    found = execute_ports(
-        one.call,
-        operand_values(source, one, weights),
-        device=device,
-        compute_dtype=torch.float64 if reference else None,
-        aligned=source.manifest.environment.device_type != device.partition(":")[0],
-    )
+    wide = one.first.pass_ == "escalated" and not reference  # as that pass ran it
+    with Widening(torch.float32) if wide else contextlib.nullcontext():
+        found = execute_ports(
+            one.call,
+            operand_values(source, one, weights),
+            device=device,
+            compute_dtype=torch.float64 if reference else None,
+            aligned=source.manifest.environment.device_type != device.partition(":")[0],
+        )
     missing = sorted(set(one.results) - set(found))
     if missing:
         raise Refusal("it returned other results than were recorded", detail=one.path)

@@ -18,6 +18,7 @@ from divergence.ops.arguments import decoded
 from divergence.ops.lookup import find_operator
 from divergence.ops.pasted import pasted_source
 from divergence.ops.registry import PREFIX
+from divergence.ops.refusal import Refusal
 from divergence.ops.strided import contiguous_stride
 from divergence.run.call import Call
 from divergence.run.manifest import Manifest, Switch
@@ -49,7 +50,10 @@ def portable_truth(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def operand_names(call: Call) -> list[str]:
-    """A name for each operand: of the argument, with its place in a list (``tensors.1``)."""
+    """A name for each operand: of the argument, with its place in a list (``tensors.1``).
+
+    Raises Refusal for an argument that is no operand's number.
+    """
     names = [""] * len(call.operands)
 
     def walk(value: Any, name: str) -> None:
@@ -57,7 +61,10 @@ def operand_names(call: Call) -> list[str]:
             for index, item in enumerate(value):
                 walk(item, f"{name}.{index}")
         elif isinstance(value, dict) and set(value) == {"tensor"}:
-            names[value["tensor"]] = names[value["tensor"]] or name
+            number = value["tensor"]
+            if type(number) is not int or not 0 <= number < len(names):
+                raise Refusal("its arguments cannot be read", detail=repr(value)[:80])
+            names[number] = names[number] or name
 
     for name, value in call.arguments.items():
         walk(value, name)

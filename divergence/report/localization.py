@@ -34,7 +34,7 @@ def localization_lines(
     lines += [
         prose("reference", result.reference),
         prose("candidate", result.candidate),
-        prose("truth", result.truth),
+        *([] if result.truth is None else [prose("truth", result.truth)]),
         prose("runs in", result.out),
     ]
     return lines + _next(result)
@@ -126,8 +126,5 @@ def _next(result: Localization) -> list[Line]:
         BLANK,
         heading("next"),
         *(line(f"  {command}") for command in result.commands),
-        line(
-            f"  divergence localize {result.reference} {result.candidate} "
-            f"--reference {result.truth} -o {result.out}   # goes on from there"
-        ),
+        line(f"  {result.again}   # goes on from there"),
     ]

@@ -267,3 +267,99 @@ def test_a_buffer_that_is_written_to_is_no_weight():
     (_, count) = found.calls["./aten.mul:out"].operands
     assert count.weight is None
     assert torch.equal(found.tensors[count.site], torch.ones(3))
+
+
+def test_the_parts_of_one_memory_are_weights_each_from_its_own_beginning():
+    """Two parameters cut from one tensor: each operand lies inside the one that it is."""
+
+    class Fused(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            memory = torch.arange(12.0).reshape(4, 3)
+            self.second = torch.nn.Parameter(memory[2:], requires_grad=False)
+            self.first = torch.nn.Parameter(memory[:2], requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.first[1:].t() + x @ self.second.t()
+
+    found = Seen(Fused(), torch.ones(1, 3))
+    operands = [found.calls[f"./aten.mm{n}:out"].operands[1] for n in ("", "#2")]
+    assert [(o.weight, o.offset) for o in operands] == [("first", 3), ("second", 0)]
+
+
+def test_what_is_no_part_of_one_contiguous_weight_is_recorded_by_value():
+    """A weight kept transposed, or seen beyond its end: its bytes have another order, or more."""
+
+    class Turned(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            memory = torch.arange(12.0).reshape(4, 3)
+            self.turned = torch.nn.Parameter(memory.t(), requires_grad=False)
+            self.part = torch.nn.Parameter(torch.arange(6.0)[:3], requires_grad=False)
+
+        def forward(self, x):
+            return x @ self.turned.t(), self.part.as_strided((6,), (1,)) * 2
+
+    found = Seen(Turned(), torch.ones(1, 4))
+    for site, wanted in (
+        ("./aten.mm:out", torch.arange(12.0).reshape(4, 3)),
+        ("./aten.mul:out", torch.arange(6.0)),
+    ):
+        operand = found.calls[site].operands[-1]
+        assert operand.weight is None
+        assert torch.equal(found.tensors[operand.site], wanted)
+
+
+def test_a_view_in_place_is_a_view():
+    """`t_()` turns a tensor and writes no byte of it."""
+    found = seen(lambda x: (x * 2).t_() + 1, X)
+    assert list(found.calls) == ["./aten.mul:out", "./aten.add:out"]
+    (operand,) = found.calls["./aten.add:out"].operands
+    assert (operand.origin, operand.via) == ("./aten.mul:out", ("t_()",))
+    assert torch.equal(found.tensors[operand.site], (X * 2).t())
+
+
+def test_an_exception_that_the_model_catches_leaves_its_module():
+    """A fast path that fails: what follows belongs to the module that tries another."""
+
+    class Missing(torch.nn.Module):
+        def forward(self, x):
+            raise ImportError("no such kernel")
+
+    class Trying(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fast = Missing()
+
+        def forward(self, x):
+            try:
+                return self.fast(x)
+            except ImportError:
+                return x * 2
+
+    model = torch.nn.Sequential(Trying())
+    found = Seen(model, X)
+    assert list(found.calls) == ["0/aten.mul:out"]
+
+
+def test_wide_passes_record_weights_as_they_were_loaded(recorded, tmp_path):
+    """One digest in every pass and in the truth, and bytes in the model's own dtype."""
+    a, ops, truth = recorded
+    wide = capture(like=a, out=tmp_path / "wide", sites=[f"ops@{BLOCK}"], weights=True,
+                   escalate=True, anchor=False)  # fmt: skip
+    digests = [
+        {o.weight: o.xxh3 for r in run.records if r.call for o in r.call.operands if o.weight}
+        for run in (ops, truth, wide)
+    ]
+    assert digests[0] and digests[0] == digests[1] == digests[2]
+    assert {r.dtype for r in wide.records if r.site.endswith("in.weight")} == {"bfloat16"}
+
+
+def test_a_substitute_of_another_size_is_refused(recorded, llama, tmp_path):
+    """With both sizes and the operator."""
+    a, _, _ = recorded
+    site = f"{BLOCK}.mlp.down_proj/aten.mm:out"
+    longer = capture(llama, out=tmp_path / "longer", prompts=["one two three four five six"],
+                     max_new_tokens=1, dtype="bfloat16", sites=[f"ops@{BLOCK}"])  # fmt: skip
+    with pytest.raises(UsageError, match=r"down_proj/aten.mm gives \(\d+, 64\) here, and \("):
+        capture(like=a, out=tmp_path / "x", sites=[f"ops@{BLOCK}"], substitutes={site: longer})

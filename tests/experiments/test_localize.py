@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 
 import pytest
 import torch
 
 from divergence.capture.api import capture, reference
-from divergence.errors import UsageError
+from divergence.errors import RunExistsError, UsageError
 from divergence.experiments.localize import localize
 from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
@@ -170,3 +171,62 @@ def test_the_page_and_the_json_say_the_same(runs, tmp_path):
     answer = json.loads(result.to_json())
     assert (answer["schema_version"], answer["side"]) == (1, "candidate")
     assert answer["causal"]["holds"] is True
+
+
+def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path):
+    """It would take the model and minutes, to say what the runs alone say."""
+    for other, kind in (("a", "identical"), ("other", "incomparable")):
+        b = runs / "a"
+        if other == "other":
+            source = Run.open(runs / "a").manifest.model.source
+            b = capture(source, out=tmp_path / "b", prompts=["five six"], max_new_tokens=1)
+        result = localize(runs / "a", b, out=tmp_path / "work", model=tmp_path / "no such model")
+        assert (result.levels[0].verdict, result.truth) == (kind, None)
+        assert result.stopped
+        assert not any(line.text.startswith("truth") for line in localization_lines(result))
+
+
+def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
+    """A file, a run, and the runs of another pair: those are not the candidate's."""
+    options = {"truth": runs / "truth", "block": BLOCK, "here": "reference"}
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunExistsError, match="is not a directory"):
+        localize(runs / "a", runs / "planted", out=tmp_path / "file", **options)
+    with pytest.raises(RunExistsError, match="is a run itself"):
+        localize(runs / "a", runs / "planted", out=runs / "a", **options)
+    localize(runs / "a", runs / "planted", out=tmp_path / "work", **options)
+    with pytest.raises(RunExistsError, match="made for another pair"):
+        localize(runs / "a", runs / "healthy", out=tmp_path / "work", **options)
+
+
+def test_what_was_made_for_fewer_tokens_or_of_other_weights_is_made_anew(runs, tmp_path, llama):
+    """A run in the directory is taken only where it is what would be made."""
+    a, work = Run.open(runs / "a"), tmp_path / "work"
+    reference(a, out=work / "truth", max_new_tokens=1)
+    result = localize(a, runs / "planted", out=work, here="none")
+    assert Run.open(work / "truth").manifest.settings.max_new_tokens == 2
+    assert len(result.commands) == 2
+    made = (work / "truth/manifest.json").stat().st_mtime_ns
+    localize(a, runs / "planted", out=work, here="none")
+    assert (work / "truth/manifest.json").stat().st_mtime_ns == made
+
+
+def test_commands_run_as_they_are_printed(runs, tmp_path):
+    """Paths with spaces are quoted, and what was asked for is asked for again."""
+    work = tmp_path / "a b"
+    result = localize(
+        runs / "a", runs / "planted", truth=runs / "truth", out=work, here="none", block=BLOCK
+    )
+    words = shlex.split(result.again)
+    assert words[:2] == ["divergence", "localize"]
+    assert words[words.index("-o") + 1] == str(work)
+    assert words[words.index("--block") + 1] == BLOCK
+    assert any(line.text.strip().startswith(result.again) for line in localization_lines(result))
+
+
+def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp_path):
+    """A head whose result is scaled: its product is right, and the candidate goes on with it."""
+    scaled = capture(like=runs / "a", out=tmp_path / "b", plants=["lm_head:out=scale:1.1"])
+    result = localize(runs / "a", scaled, truth=runs / "truth", out=tmp_path / "work")
+    assert result.operator is None
+    assert "only the candidate calls lm_head/aten.mul" in result.stopped

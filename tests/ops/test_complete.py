@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from divergence.capture.api import capture
+from divergence.capture.api import capture, reference
 from divergence.errors import UsageError
 from divergence.ops.replay import replay
 from divergence.run.reader import Run
@@ -133,3 +133,18 @@ def test_fused_experts_are_taken_from_the_loaded_model(tiny_model, tmp_path):
     model = tiny_model("mixtral", dtype="bfloat16")
     run = capture(str(model), out=tmp_path / "run", sites=[f"ops@{BLOCK}"], **OPTIONS)
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu", model=model))
+
+
+def test_the_escalated_pass_gives_the_recorded_bits(tiny_model, tmp_path):
+    """Its weights are widened again as that pass widened them; a truth is not replayed at all."""
+    a = capture(str(tiny_model("llama", dtype="bfloat16")), out=tmp_path / "a", **OPTIONS)
+    options = {"sites": [f"ops@{BLOCK}"], "weights": True, "escalate": True, "anchor": False}
+    run = capture(like=a, out=tmp_path / "run", **options)
+    with pytest.raises(UsageError, match="only those of the escalated pass") as caught:
+        replay(run, out=tmp_path / "none")
+    assert caught.value.hint.endswith("--pass escalated")
+    again = replay(run, out=tmp_path / "again", device="cpu", replayed_pass="escalated")
+    same_bits(run, again)
+    truth = reference(a, out=tmp_path / "truth", sites=[f"ops@{BLOCK}"])
+    with pytest.raises(UsageError, match="was computed in float64 itself"):
+        replay(truth, out=tmp_path / "none")

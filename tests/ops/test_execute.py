@@ -231,6 +231,7 @@ def test_names_that_run_nothing(operator, reason):
         ({"self": {"tensor": True}}, "cannot be read"),
         ({"self": {"dtype": "load"}}, "no dtype load"),
         ({"self": {"float": "1e999"}}, "cannot be read"),
+        ({"self": {"float": [1]}}, "cannot be read"),
         ({"self": {"object": "Generator"}}, "cannot be read"),
         ({"self": "text"}, "aten.relu does not run on cpu"),
     ],

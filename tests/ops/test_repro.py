@@ -218,6 +218,10 @@ def test_nothing_in_a_run_becomes_code(tmp_path):
         bad = msgspec.structs.replace(call, operands=(wrong, call.operands[1]))
         with pytest.raises(UsageError):
             repro(_by_hand(tmp_path / f"{change.keys()}", bad, site), site=site, out=tmp_path / "y")
+    for number in (7, -1, "x", 0.0, True):
+        bad = msgspec.structs.replace(call, arguments={"self": {"tensor": number}})
+        with pytest.raises(UsageError, match="its arguments cannot be read"):
+            repro(_by_hand(tmp_path / f"n{number}", bad, site), site=site, out=tmp_path / "z")
 
 
 SCALE = 0.5

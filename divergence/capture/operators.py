@@ -16,7 +16,6 @@ they were called, and tensors are copied before they can be written to.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections import Counter
@@ -36,6 +35,12 @@ from divergence.capture.dataflow import (
     tensors_in,
 )
 from divergence.capture.leaves import argument_names, input_leaves
+from divergence.capture.schema import (
+    draws_random_numbers,
+    named_arguments,
+    operator_name,
+    written_arguments,
+)
 from divergence.errors import UsageError
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
@@ -191,8 +196,8 @@ class OperatorRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             return self._turned(func, args, kwargs)
-        named = _named(func, args, kwargs)
-        writes = _written(func)
+        named = named_arguments(func, args, kwargs)
+        writes = written_arguments(func)
         if writes:  # its operands must be copied before
             told = self._told(func, named)
             result = func(*args, **kwargs)
@@ -242,7 +247,7 @@ class OperatorRecorder(TorchDispatchMode):
     def _told(self, func: Any, named: dict[str, Any]) -> _Told:
         """The call as it is recorded, and the operands that no record holds yet."""
         module = self._stack[-1]
-        key = (module + self._call_of(module), _name(func))
+        key = (module + self._call_of(module), operator_name(func))
         where = operator_path(*key, self._numbers[key] + 1)
         operands: list[Operand] = []
         pending: list[tuple[str, Item]] = []
@@ -256,7 +261,7 @@ class OperatorRecorder(TorchDispatchMode):
             arguments=arguments,
             operands=tuple(operands),
             source=_source(),
-            note=_DRAWS if _draws(func, named) else None,
+            note=_DRAWS if draws_random_numbers(func, named) else None,
         )
         return _Told(key, where, call, pending)
 
@@ -357,40 +362,6 @@ def _weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, tor
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         found.setdefault(storage_of(tensor), []).append((name, tensor))
     return found
-
-
-@functools.cache
-def _written(func: Any) -> tuple[str, ...]:
-    """Names of the arguments that the operator writes to."""
-    arguments = func._schema.arguments
-    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
-@functools.cache
-def _name(func: Any) -> str:
-    """``aten.mm``: namespace and operator, without the overload."""
-    packet = func.overloadpacket
-    return f"{func.namespace}.{packet.__name__}"
-
-
-def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that were given, by the schema's names."""
-    return dict(zip(_argument_names(func), args, strict=False)) | kwargs
-
-
-@functools.cache
-def _argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
-
-
-def _draws(func: Any, named: dict[str, Any]) -> bool:
-    """Does this call draw random numbers? Attention kernels may, but for a dropout of 0 do not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for argument in func._schema.arguments:
-        if argument.name in ("dropout_p", "p") and argument.type.kind() == "FloatType":
-            return bool(named.get(argument.name, argument.default_value))
-    return True
 
 
 def _source() -> str | None:

@@ -17,8 +17,8 @@ from divergence.numerics.formats import format_named, format_of
 from divergence.ops.arguments import decoded
 from divergence.ops.lookup import find_operator
 from divergence.ops.pasted import pasted_source
-from divergence.ops.registry import PREFIX
 from divergence.ops.refusal import Refusal
+from divergence.ops.registry import PREFIX
 from divergence.ops.strided import contiguous_stride
 from divergence.run.call import Call
 from divergence.run.manifest import Manifest, Switch

@@ -35,7 +35,7 @@ from divergence.capture.passes import (
 )
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
-from divergence.capture.structure import describe_modules, output_paths
+from divergence.capture.structure import compiled_modules, describe_modules, output_paths
 from divergence.capture.substitute import substitute_from
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
@@ -102,6 +102,12 @@ class Execution:
         request = self.request
         passes = self._made = self._passes()
         manifest = self._manifest(self._plan(passes), command)
+        compiled = compiled_modules(self.loaded.module, self.selection.operators)
+        if compiled:
+            self._note(
+                f"{', '.join(compiled[:3])} runs through torch.compile: while operators are "
+                "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
+            )
         with RunWriter(out, manifest, force=force) as writer:
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0

@@ -118,6 +118,11 @@ class Advice:
             f"-o {beside(path, '-repro')}   # a script that shows it without the model"
         ]
 
+    def operator_input(self, site: str, side: str | None) -> list[str]:
+        """What one side alone calls, and how."""
+        path = self._a if side == "reference" else self._b
+        return [f"divergence inspect {path} --site {shlex.quote(site)}"]
+
     def look_at(self, site: str) -> list[str]:
         """The tensor itself, on both sides."""
         return [

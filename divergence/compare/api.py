@@ -20,7 +20,7 @@ from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Found, Measurer
 from divergence.compare.names import NameMap, load_name_map
 from divergence.compare.operator_arithmetic import with_arithmetic
-from divergence.compare.operator_runs import compare_operators
+from divergence.compare.operator_runs import compare_operators, operator_notes
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.preflight import preflight
@@ -156,8 +156,9 @@ def measure_runs(
     escalated = compare_escalated(a, b, right, thresholds, _measure_all, progress)
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
-    unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     notes = _notes(a, b, alignment)
+    notes += operator_notes(a, b, operators)
+    unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     if right is not None and not right.run.manifest.complete:
         notes.append(
             f"the truth is incomplete ({right.run.manifest.stopped_by or 'it was cut off'}): what "

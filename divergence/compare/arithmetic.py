@@ -70,7 +70,11 @@ class Explained:
         """A few lines, for a report on something else."""
         rest = len(self.evidence) - _MOST_LINES
         more = (
-            [Evidence(text=f"{rest} more differences of arithmetic: divergence inspect RUN -v")]
+            [
+                Evidence(
+                    text=f"{rest} more differences of arithmetic; inspect -v lists a run's facts"
+                )
+            ]
             if rest > 0
             else []
         )

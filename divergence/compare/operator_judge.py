@@ -74,7 +74,7 @@ def judge_operators(
 ) -> OperatorsResult:
     """Judge every unit; ``notes``: the reference's modules, for their class and block."""
     blocks = [path for path, note in notes.items() if note.role == "block"]
-    extra = {node.path: node for node in measured.lone["candidate"]}
+    extra = {side: {n.path: n for n in nodes} for side, nodes in measured.lone.items()}
     results: list[OperatorResult] = []
     by_path: dict[tuple[str, str], OperatorResult] = {}
     norms: dict[str, float] = {}
@@ -99,7 +99,13 @@ def judge_operators(
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result.w_entering = math.exp(max(entering)) if entering else None
-        result.fed_by = _only_there(unit.match.candidate, extra)
+        for side, node in (
+            ("candidate", unit.match.candidate),
+            ("reference", unit.match.reference),
+        ):
+            if not result.fed_by:
+                result.fed_by = _only_there(node, extra[side])
+                result.fed_by_side = side if result.fed_by else None
         result.other_inputs = _telling(unit, result, feeds, thresholds)
         results.append(result)
         by_path[result.site, unit.phase] = result

@@ -17,7 +17,7 @@ from divergence.numerics.floor import Thresholds
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 
-__all__ = ["compare_operators"]
+__all__ = ["compare_operators", "operator_notes"]
 
 _ESCALATED = "escalated"
 
@@ -58,3 +58,22 @@ def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
     if same and all(_ESCALATED in plan.passes for plan in plans):
         passes.append((_ESCALATED, _ESCALATED))
     return passes
+
+
+def operator_notes(a: Run, b: Run, found: OperatorsResult | None) -> list[str]:
+    """Why operators that were recorded are not compared; nothing where they are."""
+    counts = {
+        name: sum(record.call is not None for record in run.records)
+        for name, run in (("reference", a), ("candidate", b))
+    }
+    if found is not None or not any(counts.values()):
+        return []
+    if all(counts.values()):
+        return [
+            "both runs recorded operators, but in passes whose blocks had other inputs: they are "
+            "not compared (repeat one from the other: capture --like)"
+        ]
+    one, other = sorted(counts, key=lambda name: -counts[name])
+    return [
+        f"the {one} recorded {counts[one]:,} operators, the {other} none: they are not compared"
+    ]

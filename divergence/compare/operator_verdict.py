@@ -54,16 +54,23 @@ def with_operators(
         side=side if side is not None else verdict.side if verdict.kind not in _QUIET else None,
         confidence=sure,
         evidence=[*found, *(verdict.evidence if verdict.kind not in _QUIET else [])],
-        next=advice.operator(first.site, first.candidate_site, side),
+        next=_next(first, side, advice),
     )
+
+
+def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[str]:
+    """The operator by itself; where it was given something else, that."""
+    if first.fed_by:
+        return advice.operator_input(f"{first.fed_by[-1]}:out", first.fed_by_side)
+    return advice.operator(first.site, first.candidate_site, side)
 
 
 def _what_happens(first: OperatorResult, seems: str) -> str:
     if first.fed_by:
         names = ", ".join(first.fed_by[:3])
         return (
-            f"the error comes into {first.site} from operators that only the candidate "
-            f"calls: {names}"
+            f"the error comes into {first.site} from operators that only the "
+            f"{first.fed_by_side} calls: {names}"
         )
     for item in first.other_inputs:
         how = "is looked at differently" if item.viewed else "comes from elsewhere"
@@ -98,8 +105,11 @@ def _none_to_blame(verdict: Verdict, operators: OperatorsResult, *, alone: bool)
 
 
 def onset_result(operators: OperatorsResult) -> OperatorResult | None:
-    """The result that the onset names: where it is used most."""
+    """The result that the onset names, of the first phase in which it is beyond its limit."""
     found = [r for r in operators.results if r.site == operators.onset]
+    beyond = [r for r in found if r.share > 1]
+    if beyond:
+        return min(beyond, key=lambda r: r.phase == "decode")
     return max(found, key=lambda r: r.share, default=None)
 
 
@@ -120,7 +130,9 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
                 f"{first.candidate_dtype} in the candidate"
             )
         )
-    if first.w_entering is not None and operators.frame == "block" and first.why != "codes":
+    given = first.fed_by or first.other_inputs  # then what feeds it is the question
+    told = first.w_entering is not None and operators.frame == "block" and not given
+    if told and first.why != "codes":
         found.append(
             Evidence(text=f"what feeds it is fine: W at most {figure(first.w_entering)} there")
         )
@@ -138,7 +150,8 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
     before = [u for u in operators.unmatched if u.site in first.fed_by]
     if before:
         names = ", ".join(f"{u.site} ({u.source})" if u.source else u.site for u in before[:3])
-        found.append(Evidence(text=f"what feeds it has no partner in the reference: {names}"))
+        other = "reference" if first.fed_by_side == "candidate" else "candidate"
+        found.append(Evidence(text=f"what feeds it has no partner in the {other}: {names}"))
     if operators.causal is not None:
         check = operators.causal
         found.append(

@@ -51,7 +51,7 @@ class OperatorResult(_Part, kw_only=True):
     largest w among what feeds it. ``peak``: the largest error of one row, column or slice (a head,
     say) of one side over the other side's. ``ulp_share_reference``, ``ulp_share_candidate``: share
     of elements more than one ulp of their dtype from R. ``codes``: for integers, the share of
-    elements that differ. ``fed_by``: what feeds it that only the candidate calls, in order.
+    elements that differ. ``fed_by``: what feeds it that only ``fed_by_side`` calls, in order.
     ``other_inputs``: arguments that the sides take from elsewhere. ``share``: how much of the limit
     is used, ``leans``: by which side, ``why``: by which question. None where there was no truth, or
     nothing to measure.
@@ -86,6 +86,7 @@ class OperatorResult(_Part, kw_only=True):
     share: float = 0.0
     leans: Literal["reference", "candidate"] | None = None
     fed_by: list[str] = []
+    fed_by_side: Literal["reference", "candidate"] | None = None
     why: Literal["typical", "row", "column", "slice", "codes", "nonfinite"] | None = None
     verdict: OperatorVerdict = "unjudged"
     other_inputs: list[OtherInput] = []

@@ -54,7 +54,7 @@ def arithmetic_lines(facts: Sequence[ArithmeticFact], *, verbose: bool = False) 
             continue
         rest = len(mine) - len(shown)
         more = f"{rest} as usual" if rest else ""
-        lines.append(prose(f"  {TITLES.get(probe, probe)}:", more, width=36))
+        lines.append(prose(f"  {TITLES.get(probe, probe)}:", more, width=38))
         lines += columns(
             [(fact.subject, _answer(fact, verbose=verbose)) for fact in shown], indent=4
         )

@@ -363,3 +363,18 @@ def test_a_substitute_of_another_size_is_refused(recorded, llama, tmp_path):
                      max_new_tokens=1, dtype="bfloat16", sites=[f"ops@{BLOCK}"])  # fmt: skip
     with pytest.raises(UsageError, match=r"down_proj/aten.mm gives \(\d+, 64\) here, and \("):
         capture(like=a, out=tmp_path / "x", sites=[f"ops@{BLOCK}"], substitutes={site: longer})
+
+
+def test_a_compiled_module_is_said_to_be_recorded_uncompiled(llama, tmp_path):
+    """Its kernels are not what the records are of."""
+    said = []
+
+    def prepare(model):
+        mlp = model.get_submodule(f"{BLOCK}.mlp")
+        mlp.compile(backend="eager")
+
+    capture(
+        llama, out=tmp_path / "a", prompts=["one"], max_new_tokens=1, sites=[f"ops@{BLOCK}"],
+        prepare=prepare, progress=lambda event, done, total, detail: said.append(detail),
+    )  # fmt: skip
+    assert any(f"{BLOCK}.mlp runs through torch.compile" in text for text in said)

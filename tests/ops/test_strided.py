@@ -21,7 +21,7 @@ BASE = torch.arange(24.0)
         BASE[:4].reshape(4, 1).expand(4, 3),
         BASE.unfold(0, 5, 2),  # windows share elements
         BASE.reshape(2, 3, 4).permute(2, 0, 1),
-        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.tensor(3.0),
         torch.empty(0, 3),
         BASE.to(torch.complex64).reshape(4, 6).t(),

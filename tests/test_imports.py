@@ -51,6 +51,7 @@ REPORT_READS = (
     "divergence.experiments.sensitivity_result",
     "divergence.run.site",
     "divergence.run.arithmetic",
+    "divergence.run.call",
     "divergence.run.record",
     "divergence.run.manifest",
 )

@@ -326,7 +326,10 @@ class Report(_Part, kw_only=True):
 
 
 def json_safe(value: Any) -> Any:
-    """Replace non-finite floats, which JSON cannot hold, by their names."""
+    """Replace non-finite floats, which JSON cannot hold, by their names, and what UTF-8 cannot
+    (undecodable bytes of a path) by escapes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float):
         if value != value:
             return "nan"

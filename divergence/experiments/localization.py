@@ -39,8 +39,8 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
 
     @classmethod
     def of_modules(cls, report: Report, block: str) -> Level | None:
-        """The first module inside ``block`` whose output is flagged; None where none was
-        recorded."""
+        """The first module inside ``block`` whose output differs and is flagged (an equal one is
+        where both sides are off: the runs do not part there); None where none was recorded."""
         inside = [
             site
             for site in report.sites
@@ -49,7 +49,7 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
         ]  # fmt: skip
         if not inside:
             return None
-        flagged = [site for site in inside if site.flagged]
+        flagged = [site for site in inside if site.flagged and not site.identical]
         if not flagged:
             return cls(level="module", verdict="within_floor", site=None)
         first = min(flagged, key=lambda s: (s.step, s.sample, s.order))

@@ -344,6 +344,7 @@ def _inputs_differ(
 def _write(
     out: Path, script: str, report: str, inputs: Tensors, expected: Tensors, true: Tensors
 ) -> tuple[str, ...]:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     saved = {
@@ -360,8 +361,9 @@ def _write(
                 save_file(tensors, out / name)
         (out / "repro.py").write_text(script, encoding="utf-8")
         (out / "report.md").write_text(report, encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors' own, where the disk is full
+        reason = getattr(error, "strerror", None) or error
         raise RunWriteError(
-            f"writing failed: {error.strerror or error}", where=str(out), hint="choose another -o"
+            f"writing failed: {reason}", where=str(out), hint="choose another -o"
         ) from error
     return tuple(name for name in FILES if (out / name).exists())

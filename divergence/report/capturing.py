@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.report.environment import repeat_lines, switch_lines
-from divergence.report.inspection import model_lines, shape_text, skipped_lines, stored
+from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count, size
+from divergence.report.numbers import count, shape_text, size
 from divergence.run.manifest import Manifest, SampleTokens
 from divergence.run.record import Record
 

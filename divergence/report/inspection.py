@@ -14,9 +14,10 @@ from divergence.compare.result import AuditResult
 from divergence.errors import UsageError
 from divergence.report.arithmetic import arithmetic_lines
 from divergence.report.audit import audit_lines
+from divergence.report.calls import call_lines
 from divergence.report.environment import environment_lines, repeat_lines, switch_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count, size
+from divergence.report.numbers import count, shape_text, size
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record, Summary
 from divergence.run.site import compile_patterns, natural_key, near_names
@@ -25,7 +26,6 @@ __all__ = [
     "model_lines",
     "run_lines",
     "select_records",
-    "shape_text",
     "site_lines",
     "skipped_lines",
     "stored",
@@ -204,10 +204,6 @@ def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
     return lines
 
 
-def shape_text(shape: Sequence[int]) -> str:
-    return "x".join(str(length) for length in shape) or "scalar"
-
-
 def select_records(records: Sequence[Record], site: str) -> list[Record]:
     """The records of one site, or of the sites that a pattern matches; UsageError if none is."""
     found = [record for record in records if record.site == site]
@@ -227,7 +223,7 @@ def select_records(records: Sequence[Record], site: str) -> list[Record]:
 
 
 def site_lines(records: Sequence[Record]) -> list[Line]:
-    """The recorded summary of each tensor of one or a few sites."""
+    """The recorded summary of each tensor of one or a few sites; of an operator its first call."""
     lines: list[Line] = []
     by_site: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -248,7 +244,10 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
                     f"/{summary.num_zero:,}",
                 )
             )
-        lines += [*columns(rows), BLANK]
+        lines += columns(rows)
+        calls = [record.call for record in group if record.call is not None]
+        lines += call_lines(calls[0]) if calls else []  # shapes are the first forward's
+        lines.append(BLANK)
     return lines[:-1]
 
 

@@ -7,7 +7,6 @@ Every document has ``schema_version``; keys are only ever added within a version
 from __future__ import annotations
 
 import csv
-import math
 from typing import Any, TextIO
 
 import msgspec
@@ -19,6 +18,7 @@ from divergence.compare.result import (
     Report,
     SiteResult,
     TruthDiff,
+    json_safe,
 )
 
 __all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_csv"]
@@ -26,18 +26,8 @@ __all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_c
 
 def strict_json(value: Any, *, indent: int = 2) -> str:
     """Structs, dicts and lists as JSON text that any parser reads."""
-    text = msgspec.json.encode(_finite(msgspec.to_builtins(value)))
+    text = msgspec.json.encode(json_safe(msgspec.to_builtins(value)))
     return msgspec.json.format(text, indent=indent).decode()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value:g}"
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def check_json(result: Any) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-__all__ = ["bar", "count", "decimal", "fixed", "share", "size", "times"]
+__all__ = ["bar", "count", "decimal", "fixed", "shape_text", "share", "size", "times"]
 
 BAR_WIDTH = 10
 RATIO_DECADES = (-1, 3)
@@ -78,3 +79,8 @@ def size(num_bytes: float) -> str:
         if num_bytes < 1024:
             return f"{num_bytes:.1f} {unit}"
     return f"{num_bytes / 1024:.1f} TiB"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``4x64``."""
+    return "x".join(str(length) for length in shape) or "scalar"

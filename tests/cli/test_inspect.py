@@ -33,3 +33,19 @@ def test_inspect_of_a_run_without_operators_has_no_audit(invoke, tiny_model, tmp
     capture(str(tiny_model("llama")), out=path, prompts=["A bridge."], max_new_tokens=1)
     assert "precision  " not in invoke("inspect", path)[1]
     assert "audit" not in json.loads(invoke("inspect", path, "--json")[1])
+
+
+def test_inspect_of_an_operator_tells_how_it_was_called(invoke, tiny_model, tmp_path):
+    """Its name, the line of Python, and of each operand where its value is from."""
+    path = str(tmp_path / "a")
+    capture(
+        str(tiny_model("llama")), out=path, prompts=["A bridge."], max_new_tokens=1,
+        sites=["ops@model.layers.1.mlp"],
+    )  # fmt: skip
+    code, out, _ = invoke("inspect", path, "--site", "model.layers.1.mlp.down_proj/aten.mm:out")
+    assert code == 0
+    text = " ".join(out.split())
+    assert "operator aten.mm.default called at modeling_llama.py:" in text
+    assert "operand self: model.layers.1.mlp/aten.mul:out, bfloat16 " in text
+    assert "operand mat2: weight model.layers.1.mlp.down_proj.weight, bfloat16 " in text
+    assert "by t()" in text

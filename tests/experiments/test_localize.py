@@ -230,3 +230,13 @@ def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp
     result = localize(runs / "a", scaled, truth=runs / "truth", out=tmp_path / "work")
     assert result.operator is None
     assert "only the candidate calls lm_head/aten.mul" in result.stopped
+
+
+def test_a_module_whose_output_is_equal_is_not_where_the_runs_part(tiny_model, tmp_path):
+    """In BERT, a healthy dropout before the planted fault, flagged against the truth on both."""
+    model, dense = str(tiny_model("bert")), "bert.encoder.layer.1.intermediate.dense:out"
+    a = capture(model, out=tmp_path / "a", prompts=["hello there", "a b c"], batch=True,
+                dtype="float32")  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", plants=[f"{dense}=scale:1.1"])
+    result = localize(a, b, out=tmp_path / "work")
+    assert [level.site for level in result.levels][1] == dense

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from divergence.errors import RunExistsError, UsageError
+from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops import registry
 from divergence.ops.replay import replay
 from divergence.ops.repro import FILES, repro
@@ -193,6 +194,18 @@ def test_the_folder(record, tmp_path):
         repro(run, site="block/aten.mm:out", out=made.path, force=True)
     with pytest.raises(RunExistsError, match=r"holds manifest\.json"):
         repro(run, site="block/aten.mm:out", out=run.path, force=True)
+
+
+def test_a_full_disk_is_an_error_of_the_disk(record, tmp_path, monkeypatch):
+    """Also where safetensors notices it, in an error of its own."""
+    run = record(lambda: X @ X.t())
+
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(RunWriteError, match="No space left"):
+        repro(run, site="block/aten.mm:out", out=tmp_path / "bug")
 
 
 def test_nothing_in_a_run_becomes_code(tmp_path):

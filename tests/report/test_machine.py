@@ -82,3 +82,13 @@ def test_columns_are_those_of_to_records(reports):
     keys = {key for row in report.to_records() for key in row}
     assert keys == set(csv_columns())
     assert msgspec.json.decode(report.to_json())["schema_version"] == 1
+
+
+def test_a_path_that_is_no_utf8_is_escaped(reports):
+    """As the terminal shows it; a report is never lost for the name of a directory."""
+    report = reports.make_nonfinite_report()
+    report = msgspec.structs.replace(
+        report, reference=msgspec.structs.replace(report.reference, path="n\udcff")
+    )
+    assert json.loads(report.to_json())["reference"]["path"] == "n\\udcff"
+    assert json.loads(strict_json({"path": "n\udcff"})) == {"path": "n\\udcff"}

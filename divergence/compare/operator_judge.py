@@ -71,8 +71,13 @@ def judge_operators(
     *,
     notes: dict[str, ModuleNote],
     thresholds: Thresholds = THRESHOLDS,
+    two_dtypes: bool = False,
 ) -> OperatorsResult:
-    """Judge every unit; ``notes``: the reference's modules, for their class and block."""
+    """Judge every unit; ``notes``: the reference's modules, for their class and block.
+
+    ``two_dtypes``: the models' dtypes differ, so the coarser side is farther from the truth by
+    right, and by more with every operator: only nan and inf are judged then.
+    """
     blocks = [path for path, note in notes.items() if note.role == "block"]
     extra = {side: {n.path: n for n in nodes} for side, nodes in measured.lone.items()}
     results: list[OperatorResult] = []
@@ -96,6 +101,8 @@ def judge_operators(
                 _against_each_other(result, pooled, feeds, thresholds, grows)
             norms[result.site] = max(e.largest_norm for _, _, e in unit.forwards if e is not None)
         _codes(result, unit, measured.with_truth)
+        if two_dtypes and result.why != "nonfinite":
+            result.share, result.why, result.verdict = 0.0, None, "unjudged"
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result.w_entering = math.exp(max(entering)) if entering else None

@@ -40,7 +40,10 @@ def compare_operators(
         )  # fmt: skip
         if measured is None:
             continue
-        found = judge_operators(measured, notes=a.manifest.plan.modules, thresholds=thresholds)
+        found = judge_operators(
+            measured, notes=a.manifest.plan.modules, thresholds=thresholds,
+            two_dtypes=_two_dtypes(a.manifest, b.manifest),
+        )  # fmt: skip
         if passes[1] == _ESCALATED:
             found.pass_ = _ESCALATED
         if found.onset is not None:
@@ -60,12 +63,18 @@ def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
     return passes
 
 
+def _two_dtypes(a: Manifest, b: Manifest) -> bool:
+    return a.model.dtype != b.model.dtype
+
+
 def operator_notes(a: Run, b: Run, found: OperatorsResult | None) -> list[str]:
     """Why operators that were recorded are not compared; nothing where they are."""
     counts = {
         name: sum(record.call is not None for record in run.records)
         for name, run in (("reference", a), ("candidate", b))
     }
+    if found is not None and _two_dtypes(a.manifest, b.manifest):
+        return ["the runs are of two dtypes: their operators are shown, but not judged"]
     if found is not None or not any(counts.values()):
         return []
     if all(counts.values()):

@@ -26,6 +26,7 @@ from divergence.compare.result import Report
 from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.localization import Level, Localization, OwnError
 from divergence.experiments.machine import Maker
+from divergence.experiments.replaced import replaced_sites
 from divergence.ops.replay import replay
 from divergence.ops.repro import repro
 from divergence.run.layout import expanded
@@ -202,11 +203,11 @@ def _causal(
     assert deep.operators is not None
     first = onset_result(deep.operators)
     assert first is not None
-    names = {"reference": first.site, "candidate": first.candidate_site}
     other = "candidate" if side == "reference" else "reference"
+    guilty, healthy = replaced_sites(made, first, side)
     run = maker.operators(
         side, sites=sites, escalate=escalate, step=step, name=f"{side}-substituted",
-        substitute=(f"{names[side]}:out", made[other], f"{names[other]}:out"),
+        substitute=(guilty, made[other], healthy),
     )  # fmt: skip
     if run is None:
         return None
@@ -215,10 +216,12 @@ def _causal(
     if again.operators is None:
         return None
     place = (first.phase == "decode", first.order)
+    itself = guilty.rpartition(":")[0] not in (first.site, first.candidate_site)
     before, after = (
-        [r for r in o.results if (r.phase == "decode", r.order) > place and r.site != first.site]
+        [r for r in o.results if ((r.phase == "decode", r.order) > place and r.site != first.site)
+         or (itself and r.site == first.site)]
         for o in (deep.operators, again.operators)
-    )
+    )  # fmt: skip
     still = [r.site for r in after if r.share > 1]
     still += [s.site for s in again.sites if s.flagged and s.site == f"{s.block}:out"
               and s.pass_ != "free" and s.block == first.block]  # fmt: skip

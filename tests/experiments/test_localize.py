@@ -102,6 +102,16 @@ def test_a_kernel_that_is_wrong_by_itself_is_shown_as_a_reproducer(runs, tmp_pat
     assert "linear" not in report.partition("## Arithmetic")[2]
 
 
+def test_what_several_operators_read_is_replaced_for_all_of_them(runs, tmp_path):
+    """A norm reads its input twice, for the mean and for the product: proven all the same."""
+    plant = f"{BLOCK}.post_attention_layernorm:in=noise:0.05"
+    b = capture(like=runs / "a", out=tmp_path / "b", plants=[plant])
+    result = localize(runs / "a", b, truth=runs / "truth", out=tmp_path / "work")
+    assert result.side == "candidate"
+    assert result.operator.fed_by_side == "candidate"
+    assert result.causal.holds
+
+
 def test_a_wrong_side_may_be_the_reference(runs, tmp_path):
     """The healthy side's result is then put in the reference's place."""
     planted, healthy = Run.open(runs / "planted"), runs / "healthy"

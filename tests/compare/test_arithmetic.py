@@ -189,7 +189,7 @@ def test_a_report_gets_a_few_lines():
     brief = explain_arithmetic(a, b).brief()
     assert len(brief) == 4
     assert "TF32" in brief[0].text
-    assert brief[-1].text == "7 more differences of arithmetic: divergence inspect RUN -v"
+    assert brief[-1].text == "7 more differences of arithmetic; inspect -v lists a run's facts"
 
 
 CASE = Case(sites=[], preflight=[], tokens=None, anchored=False, routed=frozenset(), advice=None,

@@ -102,13 +102,15 @@ class Measurer:
             if right is None:
                 return None
         note = self._notes.get(module_of(pair.reference.record.site))
-        found = self._find(pair, note is not None and note.role == "block")
+        is_block = note is not None and note.role == "block"
+        found = self._find(pair, is_block)
         if right is None or format_named(right.dtype).kind != "float":
             return found
-        return replace(found, against=self._against(pair, right))
+        return replace(found, against=self._against(pair, right, is_block))
 
-    def _against(self, pair: Pair, right: Record) -> AgainstTruth | None:
-        """Both sides against the truth, where all three can be laid side by side."""
+    def _against(self, pair: Pair, right: Record, is_block: bool) -> AgainstTruth | None:
+        """Both sides against the truth, where all three can be laid side by side. Only a block adds
+        to what it gets: of a dropout that hands its input on, nothing would be left."""
         pieces, run = self._pieces, self._truth.run
         a = pieces.tensor(self._reference, pair.reference)
         b = pieces.tensor(self._candidate, pair.candidate)
@@ -116,7 +118,7 @@ class Measurer:
             return None
         own = pair.reference if right.shape == pair.reference.record.shape else pair.candidate
         truth = pieces.rows_of(run.read(right), own)
-        base = pieces.base(pair) if right.site.endswith(":out") else None
+        base = pieces.base(pair) if is_block and right.site.endswith(":out") else None
         if base is not None and base.shape != a.shape:
             base = None
         mask = pieces.row_mask(pair.reference, tuple(a.shape))

@@ -304,3 +304,12 @@ def test_torch_stays_out_of_the_widened_state(case):
     """After a truth, operators compute in their own dtype again."""
     case()
     assert (torch.ones(2, dtype=torch.bfloat16) * 1.5).dtype is torch.bfloat16
+
+
+def test_a_module_that_hands_its_input_on_is_not_far_from_the_truth(tiny_model, tmp_path):
+    """BERT's dropouts inherit the error of what is before them; equal runs are wrong nowhere."""
+    a = capture(tiny_model("bert"), out=tmp_path / "a", prompts=["one two three four five six"],
+                sites=["blocks", "modules"], dtype="float32")  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b")
+    report = compare(a, b, truth=reference(a, out=tmp_path / "t"))
+    assert (report.verdict.kind, report.verdict.side) == ("identical", "neither")

@@ -10,20 +10,17 @@ anchored to this run's own free pass). A truth makes the first two, both in floa
 from __future__ import annotations
 
 import contextlib
-import datetime
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from divergence._version import __version__
 from divergence.capture.determinism import Determinism
 from divergence.capture.engines.generate import GroupResult, check_ids
-from divergence.capture.engines.identity import identify, without_home
+from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
-from divergence.capture.environment import collect_environment
 from divergence.capture.hooks import Anchor, Recorder, inside
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
@@ -33,6 +30,7 @@ from divergence.capture.passes import (
     recorded_inputs,
     run_pass,
 )
+from divergence.capture.provenance import provenance
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
 from divergence.capture.structure import compiled_modules, describe_modules, output_paths
@@ -45,7 +43,7 @@ from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens,
 from divergence.run.reader import Run
 from divergence.run.record import PassName
 from divergence.run.site import ROOT, near_names
-from divergence.run.writer import RunWriter, new_run_id
+from divergence.run.writer import RunWriter
 
 __all__ = ["Execution", "Pass", "Progress"]
 
@@ -243,11 +241,10 @@ class Execution:
                 f"there {recorded.digest[:12]}): compare will say which differ"
             )
         return Manifest(
-            id=new_run_id(),
-            tool_version=__version__,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=None if command is None else without_home(command),
-            like=None if request.like is None else request.like.manifest.id,
+            **provenance(
+                self.device, label=request.label, command=command,
+                like=None if request.like is None else request.like.manifest,
+            ),
             model=identity,
             tokens=Tokens(
                 samples=self.samples,
@@ -268,11 +265,10 @@ class Execution:
                 if self.compute_dtype is None
                 else str(self.compute_dtype).removeprefix("torch."),
             ),
-            environment=collect_environment(self.device, label=request.label),
             arithmetic=self._arithmetic(),
             plan=plan,
             overrides=request.overrides,
-        )
+        )  # fmt: skip
 
     def _arithmetic(self) -> list[ArithmeticFact]:
         if not self.request.probe:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import Json, Quiet, Verbose, show
+from divergence.cli.options import Device, Json, Model, Quiet, TrustRemoteCode, Verbose, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -61,14 +61,8 @@ def command(
             "--block", metavar="PATH", help="Go into this block, whatever the comparison says."
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="PATH", help="Where this machine has the model."),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
-    ] = "auto",
+    model: Model = None,
+    device: Device = "auto",
     here: Annotated[
         Here,
         typer.Option(
@@ -77,10 +71,7 @@ def command(
             help="Whose machine this is: reference, candidate, both, none; auto asks the runs.",
         ),
     ] = Here.AUTO,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -10,12 +10,16 @@ import typer
 __all__ = [
     "ARGUMENTS",
     "VERBOSE",
+    "Device",
     "FloorRuns",
     "Force",
     "Json",
+    "Model",
+    "ModelOfWeights",
     "NameMap",
     "NoProbe",
     "Quiet",
+    "TrustRemoteCode",
     "Truth",
     "Verbose",
     "settings",
@@ -83,6 +87,26 @@ NameMap = Annotated[
     ),
 ]
 
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="PATH", help="Where this machine has the model."),
+]
+ModelOfWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="PATH",
+        help="Where this machine has the model, for weights that the run does not hold.",
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
+]
 Truth = Annotated[
     Path | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose, show
+from divergence.cli.options import ARGUMENTS, Device, Force, Json, Quiet, Verbose, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -35,10 +35,7 @@ def command(
         Path | None,
         typer.Option("--out", "-o", metavar="RUN", help="Directory to write; needed."),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
-    ] = "auto",
+    device: Device = "auto",
     quick: Annotated[
         bool,
         typer.Option("--quick", metavar="", help="The short form, as every capture makes it."),

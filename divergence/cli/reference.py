@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from divergence.cli.made import show_run
-from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose
+from divergence.cli.options import ARGUMENTS, Force, Json, Model, Quiet, TrustRemoteCode, Verbose
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -36,10 +36,7 @@ def command(
         Path | None,
         typer.Option("--out", "-o", metavar="TRUTH", help="Directory to write; needed."),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="PATH", help="Where this machine has the model."),
-    ] = None,
+    model: Model = None,
     sites: Annotated[
         list[str] | None,
         typer.Option(
@@ -60,10 +57,7 @@ def command(
             help="eager or sdpa. Default: as recorded; eager for fused kernels.",
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     label: Annotated[
         str | None,
         typer.Option(

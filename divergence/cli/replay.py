@@ -9,7 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from divergence.cli.made import show_run
-from divergence.cli.options import ARGUMENTS, Force, Json, Quiet, Verbose
+from divergence.cli.options import (
+    ARGUMENTS,
+    Force,
+    Json,
+    ModelOfWeights,
+    Quiet,
+    TrustRemoteCode,
+    Verbose,
+)
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -58,14 +66,7 @@ def command(
         bool,
         typer.Option("--reference", metavar="", help="Compute in float64: makes a truth."),
     ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="PATH",
-            help="Where this machine has the model, for weights that the run does not hold.",
-        ),
-    ] = None,
+    model: ModelOfWeights = None,
     replayed_pass: Annotated[
         str | None,
         typer.Option(
@@ -74,10 +75,7 @@ def command(
             help="free, anchored or escalated. Default: anchored where it holds operators.",
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     label: Annotated[
         str | None,
         typer.Option(

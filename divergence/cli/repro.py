@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import Json, Quiet, Verbose, show
+from divergence.cli.options import Json, ModelOfWeights, Quiet, TrustRemoteCode, Verbose, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -66,18 +66,8 @@ def command(
             help="Which forward's call. Default: where RUN2 differs most, else the first.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="PATH",
-            help="Where this machine has the model, for weights that the run does not hold.",
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
-    ] = False,
+    model: ModelOfWeights = None,
+    trust_remote_code: TrustRemoteCode = False,
     force: Annotated[
         bool, typer.Option("--force", metavar="", help="Replace an existing reproducer.")
     ] = False,

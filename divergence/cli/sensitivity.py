@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import FloorRuns, Json, Quiet, Truth, Verbose, show
+from divergence.cli.options import (
+    Device,
+    FloorRuns,
+    Json,
+    Model,
+    Quiet,
+    TrustRemoteCode,
+    Truth,
+    Verbose,
+    show,
+)
 from divergence.cli.progress import progress_bars
 
 __all__ = ["EPILOG", "command"]
@@ -78,18 +88,9 @@ def command(
             help="Also plant the found sizes in the running model, in one block; needs the model.",
         ),
     ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="PATH", help="Where this machine has the model."),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
-    ] = "auto",
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
-    ] = False,
+    model: Model = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -15,7 +15,6 @@ recording is known to be complete.
 from __future__ import annotations
 
 import contextlib
-import datetime
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,14 +23,14 @@ from typing import Any
 import msgspec
 import torch
 
-from divergence._version import __version__
 from divergence.capture.determinism import Determinism, deterministic_settings
-from divergence.capture.engines.identity import without_home
 from divergence.capture.engines.weights import Weights
-from divergence.capture.environment import collect_environment, resolve_device
+from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Progress
+from divergence.capture.provenance import provenance
+from divergence.capture.target import check_output
 from divergence.capture.widening import Widening
-from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.errors import UsageError
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
@@ -39,8 +38,7 @@ from divergence.probe.quick import quick_facts
 from divergence.run.layout import expanded
 from divergence.run.manifest import Manifest, Plan
 from divergence.run.reader import Run
-from divergence.run.target import check_target
-from divergence.run.writer import Item, RunWriter, new_run_id
+from divergence.run.writer import Item, RunWriter
 
 __all__ = ["replay"]
 
@@ -83,7 +81,7 @@ def replay(
     calls = recorded_calls(source, pass_, sites)
     device = resolve_device("cpu" if reference and device == "auto" else device)
     out = expanded(out)
-    _check_output(out, force=force, source=source)
+    check_output(out, force=force, like=source)
     weights = None
     if model is not None:
         weights = Weights(str(model), source.manifest.model, trust_remote_code=trust_remote_code)
@@ -202,17 +200,13 @@ def _manifest(
         "compute_dtype": "float64" if reference else None,
     }
     return Manifest(
-        id=new_run_id(),
-        tool_version=__version__,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=None if command is None else without_home(command),
-        like=theirs.id,
+        **provenance(
+            device, command=command, like=theirs,
+            label=label or ("float64 reference" if reference else None),
+        ),
         model=theirs.model,
         tokens=theirs.tokens,
         settings=msgspec.structs.replace(theirs.settings, **settings),
-        environment=collect_environment(
-            device, label=label or ("float64 reference" if reference else None)
-        ),
         arithmetic=[] if reference else quick_facts(device),
         plan=Plan(
             passes=["replayed"],
@@ -223,15 +217,4 @@ def _manifest(
             replayed_pass=pass_,
             modules=theirs.plan.modules,
         ),
-    )
-
-
-def _check_output(out: Path, *, force: bool, source: Run) -> None:
-    """Refuse at once what the writer would refuse, and to replace what is being read."""
-    with contextlib.suppress(OSError):
-        if out.exists() and out.resolve() == source.path.resolve():
-            raise RunExistsError(f"{out} is the run to be replayed", hint="choose another -o")
-    try:
-        check_target(out, force=force)
-    except OSError as error:
-        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error
+    )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,11 @@ from pathlib import Path
 import torch
 import xxhash
 
-from divergence._version import __version__
 from divergence.capture.determinism import deterministic_settings
-from divergence.capture.environment import collect_environment, resolve_device
-from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.capture.environment import resolve_device
+from divergence.capture.provenance import provenance
+from divergence.capture.target import check_output
+from divergence.errors import RunExistsError, UsageError
 from divergence.probe.drawing import write_drawings
 from divergence.probe.notebook import Notebook
 from divergence.probe.order import Finding
@@ -30,8 +30,7 @@ from divergence.run.manifest import (
     Tokens,
 )
 from divergence.run.reader import Run
-from divergence.run.target import check_target
-from divergence.run.writer import Item, RunWriter, new_run_id
+from divergence.run.writer import Item, RunWriter
 
 __all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]
 
@@ -72,10 +71,7 @@ def probe(
                 hint=f"a power of two from {MIN_TERMS} to {MAX_TERMS}",
             )
     out = expanded(out)
-    try:
-        check_target(out, force=force)
-    except OSError as error:
-        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error
+    check_output(out, force=force, like=None)
     if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
         raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")
     device = resolve_device(device)
@@ -85,11 +81,13 @@ def probe(
         manifest.settings.switches = state.switches
         with RunWriter(out, manifest, force=force) as writer:
             notebook = Notebook()
-            findings = _probe_all(notebook, device, lengths, quick, tell)
-            manifest.settings.nondeterministic_warnings = state.warnings
-            manifest.arithmetic = notebook.facts
-            for order, (site, tensor) in enumerate(notebook.tensors):
-                writer.put(Item(tensor), pass_="free", sample=0, step=0, site=site, order=order)
+            manifest.arithmetic = notebook.facts  # as far as it comes, if it is interrupted
+            try:
+                findings = _probe_all(notebook, device, lengths, quick, tell)
+            finally:
+                manifest.settings.nondeterministic_warnings = state.warnings
+                for order, (site, tensor) in enumerate(notebook.tensors):
+                    writer.put(Item(tensor), pass_="free", sample=0, step=0, site=site, order=order)
     if svg is not None:
         write_drawings(Path(svg), findings)
     return Run.open(out)
@@ -136,10 +134,7 @@ def _manifest(
 ) -> Manifest:
     plan = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"
     return Manifest(
-        id=new_run_id(),
-        tool_version=__version__,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=command,
+        **provenance(device, label=label, command=command),
         model=ModelIdentity(
             source="probe", model_class="probe", task="operators",
             config_digest=xxhash.xxh3_128_hexdigest(plan.encode()), dtype="float32",
@@ -149,6 +144,5 @@ def _manifest(
         settings=Settings(
             deterministic=deterministic, seed=0, device=device, max_new_tokens=0, batch=False
         ),
-        environment=collect_environment(device, label=label),
         plan=Plan(passes=["free"], sites=["probe.*"]),
     )  # fmt: skip

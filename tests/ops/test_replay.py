@@ -98,7 +98,7 @@ def test_the_source_is_never_replaced(record):
     """Not even with force."""
     x = _seeded(3, 4)
     run = record(lambda: torch.relu(x))
-    with pytest.raises(RunExistsError, match="is the run to be replayed"):
+    with pytest.raises(RunExistsError, match="is the run to be repeated"):
         replay(run, out=run.path, force=True, device="cpu")
 
 

@@ -91,3 +91,26 @@ def test_two_probes_of_one_machine_are_identical(probed, tmp_path):
     report = divergence.compare(run, again)
     assert report.verdict.kind == "identical"
     assert report.verdict.summary.startswith("the probed arithmetic is the same")
+
+
+def test_an_interrupted_probe_keeps_what_it_found(tmp_path):
+    """Readable, incomplete, with the facts and tensors made so far."""
+
+    def stop(event, done, total, detail):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        divergence.probe(out=tmp_path / "p", quick=True, progress=stop)
+    run = divergence.Run.open(tmp_path / "p")
+    assert (run.manifest.complete, run.manifest.stopped_by) == (False, "interrupted")
+    assert run.manifest.arithmetic
+    assert run.records
+
+
+def test_the_command_names_no_home(tmp_path, monkeypatch):
+    """As in every other run."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    command = "divergence probe -o /home/somebody/p"
+    run = divergence.probe(out=tmp_path / "p", quick=True, terms=(64,), command=command)
+    assert run.manifest.command == "divergence probe -o ~/p"

@@ -7,7 +7,6 @@ float64. Whatever an implementation here cannot do is skipped, and counted with 
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,9 @@ from typing import Any
 
 import torch
 
-from divergence._version import __version__
 from divergence.capture.determinism import Determinism, deterministic_settings
-from divergence.capture.engines.identity import without_home
-from divergence.capture.environment import collect_environment, resolve_device
+from divergence.capture.environment import resolve_device
+from divergence.capture.provenance import provenance
 from divergence.capture.suites import SOURCE
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
@@ -43,7 +41,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import Run
 from divergence.run.site import compile_patterns, join_site, module_of, operator_path
-from divergence.run.writer import RunWriter, new_run_id
+from divergence.run.writer import RunWriter
 
 __all__ = ["capture_suite", "plan_cases", "reference_suite"]
 
@@ -321,11 +319,10 @@ def _manifest(
     used = sorted({f"{one.name}" for one in chosen.values() if one.name != DEFAULT})
     model_class = "suite"
     return Manifest(
-        id=new_run_id(),
-        tool_version=__version__,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=None if command is None else without_home(command),
-        like=None if recorded is None else recorded.id,
+        **provenance(
+            device, command=command, like=recorded,
+            label=label if label or chosen else "float64 reference",
+        ),
         model=ModelIdentity(
             source=source, model_class=model_class, task="operators",
             config_digest="" if recorded is None else recorded.model.config_digest,
@@ -337,9 +334,6 @@ def _manifest(
         settings=Settings(
             deterministic=deterministic, seed=seed, device=device, max_new_tokens=0, batch=False,
             switches=determinism.switches,
-        ),
-        environment=collect_environment(
-            device, label=label if label or chosen else "float64 reference"
         ),
         plan=Plan(
             passes=["free" if recorded is None else "replayed"],

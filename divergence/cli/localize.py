@@ -105,3 +105,5 @@ def command(
         show(result.to_json(indent=2))
     else:
         print_lines(localization_lines(result, answer_only=quiet, verbose=verbose))
+    if result.levels[0].verdict == "incomparable":  # as compare ends
+        raise typer.Exit(2)

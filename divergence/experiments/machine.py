@@ -35,6 +35,8 @@ HERE = ("auto", "reference", "candidate", "both", "none")
 _PACKAGES = ("torch", "transformers")
 _PAIR = "pair.json"
 """In the folder: the ids of the two runs that it belongs to."""
+_RUNS = {"truth", "truth-operators", "reference-operators", "candidate-operators"}
+"""Runs that may be brought from another machine."""
 
 
 class Maker:
@@ -60,7 +62,7 @@ class Maker:
         self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
         self._here = here
         self.commands: list[str] = []
-        self._prepare_folder()
+        self._check_folder()
 
     def truth(self, name: str, *, sites: list[str] | None = None, step: int | None = None) -> Run:
         """The float64 run of the reference, with these sites."""
@@ -131,24 +133,29 @@ class Maker:
             words += ["--substitute", f"{site}={run.path}" + (f"={other}" if other != site else "")]
         return _elsewhere(words, out, variables)
 
-    def _prepare_folder(self) -> None:
-        """There, and neither a run itself nor another pair's."""
-        folder = self._folder
+    def _check_folder(self) -> None:
+        """Free, empty, or made for this pair: neither a run itself nor anybody else's files."""
+        folder, text, others = self._folder, None, []
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            text = (folder / _PAIR).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            text = None
-        except FileExistsError as error:
-            raise RunExistsError(
-                f"{folder} exists and is not a directory", hint="choose another -o"
-            ) from error
+            if folder.exists() and not folder.is_dir():
+                raise RunExistsError(
+                    f"{folder} exists and is not a directory", hint="choose another -o"
+                )
+            if (folder / _PAIR).exists():
+                text = (folder / _PAIR).read_text(encoding="utf-8")
+            elif folder.exists():
+                others = sorted({entry.name for entry in folder.iterdir()} - _RUNS)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RunWriteError(f"{folder} cannot be used: {reason}") from error
         if (folder / MANIFEST).exists():
             raise RunExistsError(
                 f"{folder} is a run itself", hint="choose another directory with -o"
+            )
+        if others:
+            raise RunExistsError(
+                f"{folder} holds other files ({others[0]}) and nothing of a descent",
+                hint="choose another directory with -o",
             )
         if text is not None and text != self._pair():
             raise RunExistsError(
@@ -163,6 +170,7 @@ class Maker:
 
     def _claim(self) -> None:
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / _PAIR).write_text(self._pair(), encoding="utf-8")
         except OSError as error:
             raise RunWriteError(

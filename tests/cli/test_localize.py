@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 
-def test_answers_and_refuses(invoke, tiny_model):
+def test_answers_and_refuses(invoke, tiny_model, tmp_path):
     """A page, the answer alone, JSON; without a directory, or for no run, exit code 2."""
     model = tiny_model("llama")
     plant = "model.layers.1.mlp.act_fn:out=scale:1.05"
@@ -22,3 +22,14 @@ def test_answers_and_refuses(invoke, tiny_model):
     code, _, err = invoke("localize", "a", "missing", "-o", "work")
     assert code == 2
     assert "does not exist" in err
+    assert invoke("capture", model, "-o", "other", "--max-new-tokens", 1, "--prompt", "two")[0] == 0
+    code, out, _ = invoke("localize", "a", "other", "-o", "nothing")
+    assert code == 2
+    assert out.startswith("STOPPED: the runs are not the same experiment")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    code, _, err = invoke("localize", "a", "b", "-o", "mine")
+    assert code == 2
+    assert "mine holds other files (notes.txt)" in err
+    assert sorted(entry.name for entry in (tmp_path / "mine").iterdir()) == ["notes.txt"]
+    assert not (tmp_path / "nothing").exists()

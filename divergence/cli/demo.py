@@ -147,9 +147,10 @@ def _localize(a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bo
     from divergence.report.localization import localization_lines
     from divergence.report.terminal import print_lines
 
-    words = ["divergence", "localize", str(a), str(b), "--reference", str(truth), "-o", str(out)]
+    words = ["divergence", "localize", str(a), str(b), "--reference", str(truth), "-o", str(out),
+             "--force"]  # fmt: skip
     _say(f"\n{title}\n   $ {shlex.join(words)}\n")
-    result = localize(a, b, truth=truth, out=out, device="cpu")
+    result = localize(a, b, truth=truth, out=out, device="cpu", force=True)
     print_lines(localization_lines(result, answer_only=quiet))
     return result
 

@@ -71,6 +71,9 @@ def command(
             help="Whose machine this is: reference, candidate, both, none; auto asks the runs.",
         ),
     ] = Here.AUTO,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace what DIR holds of another pair of runs.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -98,6 +101,7 @@ def command(
             model=model,
             device=device,
             here=here.value,
+            force=force,
             trust_remote_code=trust_remote_code,
             progress=progress,
         )

@@ -53,6 +53,7 @@ def localize(
     model: str | Path | None = None,
     device: str = "auto",
     here: str = "auto",
+    force: bool = False,
     trust_remote_code: bool = False,
     prepare_reference: Prepare | None = None,
     prepare_candidate: Prepare | None = None,
@@ -64,7 +65,8 @@ def localize(
     into this one, whatever the comparison says. ``here``: which side's machine this is
     (``reference``, ``candidate``, ``both``, ``none``); ``auto`` asks the recorded environments.
     ``prepare_*``: what ``capture`` was given to make that side's run, called here too. ``out``
-    holds the runs that are made, and is gone on with where it holds some.
+    holds the runs that are made, and is gone on with where it holds some of this pair; those of
+    another pair are refused, or removed with ``force``.
 
     Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
     what capture, reference and compare raise.
@@ -74,7 +76,7 @@ def localize(
     folder = expanded(out)
     maker = Maker(
         a, b, folder, model=None if model is None else str(model), device=device, here=here,
-        trust_remote_code=trust_remote_code,
+        force=force, trust_remote_code=trust_remote_code,
         prepare={"reference": prepare_reference, "candidate": prepare_candidate}, progress=tell,
     )  # fmt: skip
     tell("localize", 0, 4, "blocks")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -37,6 +38,11 @@ _PAIR = "pair.json"
 """In the folder: the ids of the two runs that it belongs to."""
 _RUNS = {"truth", "truth-operators", "reference-operators", "candidate-operators"}
 """Runs that may be brought from another machine."""
+_MADE = _RUNS | {
+    _PAIR, "reference-substituted", "candidate-substituted", "reference-float64",
+    "candidate-float64", "repro",
+}  # fmt: skip
+"""All that a descent leaves in its folder."""
 
 
 class Maker:
@@ -51,6 +57,7 @@ class Maker:
         model: str | None,
         device: str,
         here: str,
+        force: bool,
         trust_remote_code: bool,
         prepare: Mapping[str, Callable[[Any], None] | None],
         progress: Callable[..., None],
@@ -62,7 +69,7 @@ class Maker:
         self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
         self._here = here
         self.commands: list[str] = []
-        self._check_folder()
+        self._check_folder(force=force)
 
     def truth(self, name: str, *, sites: list[str] | None = None, step: int | None = None) -> Run:
         """The float64 run of the reference, with these sites."""
@@ -133,34 +140,41 @@ class Maker:
             words += ["--substitute", f"{site}={run.path}" + (f"={other}" if other != site else "")]
         return _elsewhere(words, out, variables)
 
-    def _check_folder(self) -> None:
-        """Free, empty, or made for this pair: neither a run itself nor anybody else's files."""
-        folder, text, others = self._folder, None, []
+    def _check_folder(self, *, force: bool) -> None:
+        """Free, empty, or made for this pair: neither a run itself nor anybody else's files.
+        With ``force`` an earlier descent of another pair is removed."""
+        folder, text = self._folder, None
+        names: set[str] = set()
         try:
             if folder.exists() and not folder.is_dir():
                 raise RunExistsError(
                     f"{folder} exists and is not a directory", hint="choose another -o"
                 )
-            if (folder / _PAIR).exists():
+            if folder.exists():
+                names = {entry.name for entry in folder.iterdir()}
+            if _PAIR in names:
                 text = (folder / _PAIR).read_text(encoding="utf-8")
-            elif folder.exists():
-                others = sorted({entry.name for entry in folder.iterdir()} - _RUNS)
+            if force and names <= _MADE and text != self._pair() and not names <= _RUNS:
+                shutil.rmtree(folder)
+                return
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RunWriteError(f"{folder} cannot be used: {reason}") from error
-        if (folder / MANIFEST).exists():
+        if MANIFEST in names:
             raise RunExistsError(
                 f"{folder} is a run itself", hint="choose another directory with -o"
             )
-        if others:
+        others = sorted(names - (_RUNS if text is None else _MADE))
+        if others and (text is None or (force and text != self._pair())):
             raise RunExistsError(
-                f"{folder} holds other files ({others[0]}) and nothing of a descent",
+                f"{folder} holds other files ({others[0]})"
+                + (" and nothing of a descent" if text is None else ""),
                 hint="choose another directory with -o",
             )
         if text is not None and text != self._pair():
             raise RunExistsError(
                 f"{folder} holds what was made for another pair of runs",
-                hint="choose another directory with -o, or remove this one",
+                hint="choose another directory with -o, or pass --force to replace it",
             )
 
     def _pair(self) -> str:

@@ -207,6 +207,12 @@ def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
     localize(runs / "a", runs / "planted", out=tmp_path / "work", **options)
     with pytest.raises(RunExistsError, match="made for another pair"):
         localize(runs / "a", runs / "healthy", out=tmp_path / "work", **options)
+    localize(runs / "a", runs / "healthy", out=tmp_path / "work", force=True, **options)
+    ours = (tmp_path / "work" / "pair.json").read_text()
+    (tmp_path / "work" / "notes.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match=r"other files \(notes.txt\)"):
+        localize(runs / "a", runs / "planted", out=tmp_path / "work", force=True, **options)
+    assert (tmp_path / "work" / "pair.json").read_text() == ours
 
 
 def test_what_was_made_for_fewer_tokens_or_of_other_weights_is_made_anew(runs, tmp_path, llama):

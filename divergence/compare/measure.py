@@ -295,7 +295,7 @@ def _work_format(*manifests: Manifest) -> Format:
 def _equal(pair: Pair) -> bool:
     one, two = pair.reference.record, pair.candidate.record
     return (
-        one.xxh3 == two.xxh3 and one.dtype == two.dtype and one.shape == two.shape
+        one.xxh3 == two.xxh3 is not None and one.dtype == two.dtype and one.shape == two.shape
         and one.positions == two.positions
         and pair.reference.row is None and pair.candidate.row is None
     )  # fmt: skip

@@ -7,7 +7,7 @@ in the shards; nothing here is executed.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -19,6 +19,8 @@ __all__ = [
     "ArithmeticFact",
     "Environment",
     "Manifest",
+    "Mesh",
+    "MeshAxis",
     "ModelIdentity",
     "ModuleNote",
     "Override",
@@ -27,16 +29,21 @@ __all__ = [
     "SampleTokens",
     "Settings",
     "Sizes",
+    "Store",
     "Switch",
     "Task",
     "Tokens",
 ]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TokenId = Count
 Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
 """``operators``: no model; a suite, a replay or a probe of single operators."""
+
+
+Store = Literal["full", "sketch", "stats", "hash"]
+"""What is kept of a tensor: every byte, projections and statistics, statistics, or digests."""
 
 
 class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -169,6 +176,7 @@ class ModuleNote(_Strict, kw_only=True):
 class Plan(_Strict, kw_only=True):
     """What was to be recorded. ``modules``: every hooked module, by path.
 
+    ``only_changed``: id of the run that holds the bytes of records which have none here.
     ``substitutes``: operators whose results were replaced by another run's.
     ``replayed_pass``: in a replay, the pass of the run in ``anchored_to`` whose operators were run
     again. ``skipped_operators``: calls that were not recorded or not run again, by reason.
@@ -178,7 +186,8 @@ class Plan(_Strict, kw_only=True):
     sites: list[str]
     steps: str | None = None
     positions: str | None = None
-    store: Literal["full"] = "full"
+    store: Store = "full"
+    only_changed: str | None = None
     anchored_to: str | None = None
     plants: list[str] = []
     logits_site: str | None = None
@@ -186,6 +195,23 @@ class Plan(_Strict, kw_only=True):
     substitutes: list[str] = []
     skipped_operators: dict[str, Count] = {}
     modules: dict[str, ModuleNote] = {}
+
+
+class MeshAxis(_Strict, kw_only=True):
+    """One way in which the work is divided, and into how many parts."""
+
+    name: str
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
+class Mesh(_Strict, kw_only=True):
+    """The processes of a run of several ranks: rank r stands at the row-major place r of ``axes``.
+
+    ``environments``: of the ranks, in order, where they are not all that of the manifest.
+    """
+
+    axes: list[MeshAxis]
+    environments: list[Environment] = []
 
 
 class Repeatability(_Strict, kw_only=True):
@@ -216,7 +242,8 @@ class Sizes(_Strict, kw_only=True):
 
 
 class Manifest(_Strict, kw_only=True):
-    """The whole of manifest.json. ``arithmetic``: what probes found of this machine."""
+    """The whole of manifest.json. ``arithmetic``: what probes found of this machine; ``mesh``:
+    None where one process made the run."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -235,3 +262,4 @@ class Manifest(_Strict, kw_only=True):
     overrides: list[Override] = []
     sizes: Sizes = msgspec.field(default_factory=Sizes)
     arithmetic: list[ArithmeticFact] = []
+    mesh: Mesh | None = None

@@ -116,8 +116,15 @@ class Run:
         """The record's tensor, bit-exact, as a read-only view. Never write to it.
 
         Raises RunFormatError naming file and record when the bytes do not have the
-        recorded checksum.
+        recorded checksum, and UsageError where the run keeps no bytes of it.
         """
+        if record.place is None:
+            raise UsageError(
+                f"the run keeps no bytes of this tensor (store: {self.manifest.plan.store})",
+                where=f"{self.path}, {_name(record)}",
+                hint=f"capture it in full: divergence capture --like {self.path} -o RUN "
+                f"--store full --sites '{record.site}'",
+            )
         shard = self._shard(record)
         form = format_named(record.dtype)
         tensor = shard.view(record.place.key, dtype=form.torch_dtype, shape=record.shape)
@@ -158,6 +165,8 @@ class Run:
         for number, record in enumerate(self.records):
             if progress is not None:
                 progress("verify", number, len(self.records), record.site)
+            if record.place is None:
+                continue
             identity = (record.place.shard, record.place.key, record.xxh3)
             if identity in seen:
                 continue
@@ -176,6 +185,8 @@ class Run:
 
     def _check_places(self) -> None:
         for record in self.records:
+            if record.place is None:
+                continue
             shard = self._shard(record)
             entry = shard.entries.get(record.place.key)
             if entry is None:
@@ -330,6 +341,8 @@ def _broken_record(record: Record, first_samples: set[int]) -> str | None:
         return f"sample {record.sample} is not the first of any group in {MANIFEST}"
     if math.prod(size for size in record.shape if size) > MAX_NUMEL:
         return f"shape {list(record.shape)} is larger than any memory"
+    if record.place is not None and record.xxh3 is None:
+        return "bytes in `place` without their `xxh3`"
     positions = record.positions
     if positions is not None:
         if len(record.shape) < 2 or record.shape[1] != len(positions):

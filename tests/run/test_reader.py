@@ -125,7 +125,7 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path):
         ("null", "is damaged"),
         ("{}", "schema_version"),
         ('{"schema_version": "1"}', "schema_version"),
-        ('{"schema_version": 3, "anything": 1}', "schema version 3"),
+        ('{"schema_version": 4, "anything": 1}', "schema version 4"),
         ('{"schema_version": 0}', "schema version 0"),
         ('{"schema_version": 1}', "missing required field `id`"),
         ("[" * 100_000, "is damaged"),
@@ -143,8 +143,8 @@ def test_a_broken_manifest_is_named(small_run, text, said):
 
 def test_a_newer_run_asks_for_a_newer_tool(small_run):
     """Before anything else is complained about."""
-    edit_manifest(small_run, lambda m: m.update(schema_version=3, later="key"))
-    refused(small_run, "schema version 3", "reads up to 2", "pip install -U")
+    edit_manifest(small_run, lambda m: m.update(schema_version=4, later="key"))
+    refused(small_run, "schema version 4", "reads up to 3", "pip install -U")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from divergence.capture.api import capture
 from divergence.capture.engines.tiny import build
+from divergence.capture.keep import CopyKeeper
 from divergence.capture.operators import OperatorRecorder
 from divergence.run.call import Call
 from divergence.run.manifest import Manifest, Sizes
@@ -94,7 +95,7 @@ class Bench:
     def _under(self, emit: Callable[..., Any]) -> None:
         recorder = OperatorRecorder(
             self.model, {BLOCK}, emit=emit, call_of=lambda path: "", active=lambda: True,
-            copy=lambda t: t.detach().clone(memory_format=torch.contiguous_format),
+            keep=CopyKeeper().keep,
         )  # fmt: skip
         recorder._weight_digests = self._digests = getattr(self, "_digests", {})
         with recorder.installed():

@@ -19,6 +19,7 @@ import torch
 from divergence.capture.engines.load import LoadedModel, empty_model
 from divergence.capture.engines.tokenizing import group_samples, tokenize
 from divergence.capture.hooks import Recorder
+from divergence.capture.keep import ShapeKeeper
 from divergence.capture.passes import can_anchor
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.selection import step_selected
@@ -27,9 +28,9 @@ from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.suites import opened, plan_suite, wants_suite
 from divergence.capture.whole import why_not_whole
 from divergence.errors import ModelError
+from divergence.run.item import Item
 from divergence.run.reader import Run
 from divergence.run.site import module_of
-from divergence.run.writer import Item
 
 __all__ = ["DryRun", "PlannedSite", "plan_capture"]
 
@@ -175,7 +176,7 @@ def _count(
         logit_paths=frozenset(output_paths(loaded.module))
         if loaded.task == "causal-lm"
         else frozenset(),
-        copy=lambda tensor: tensor.detach(),
+        keeper=ShapeKeeper(),
         operators=selection.operators,
         weights=request.weights,
     )

@@ -22,6 +22,7 @@ from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.hooks import Anchor, Recorder, inside
+from divergence.capture.keep import CopyKeeper, Keeper
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
     RememberingSink,
@@ -85,6 +86,7 @@ class Execution:
         self.device, self.determinism = device, determinism
         self.notes = describe_modules(loaded.module)
         self.selection = SiteSelection(request.sites, self.notes)
+        self.keeper: Keeper = CopyKeeper()
         for plant in request.plants:
             if plant.path not in self.notes:
                 near = near_names(plant.path, self.notes)
@@ -308,6 +310,7 @@ class Execution:
             else frozenset(),
             plants=own_plants(request.plants, self.notes) if one.whole else request.plants,
             anchor=anchor,
+            keeper=self.keeper,
             operators=self.selection.operators if self._with_operators(one) else None,
             weights=request.weights,
             substitute=substitute_from(request.substitutes) if request.substitutes else None,

@@ -2,11 +2,10 @@
 
 One pre-hook and one hook a module. The pre-hook puts a recorded input in place
 (anchored pass), then a planted fault, then records; the hook plants, then
-records. Tensors are cloned at once, because later operators may write to them in
-place. A tensor that passes through unchanged from one module to the next is
-cloned once: recognised by identity and by torch's version counter, which every
-in-place write of torch's own operators advances. A kernel that bypasses the counter
-is noticed where its module returns the tensor it was given.
+records. What is kept of a tensor is the keeper's to say, and taken at once, because later
+operators may write to it in place. A tensor that passes through unchanged from one module to
+the next is kept once. A kernel that bypasses torch's counter of writes is noticed where its
+module returns the tensor it was given.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from divergence.capture.keep import CopyKeeper, Keeper, Recent
 from divergence.capture.leaves import (
     argument_names,
     input_leaves,
@@ -29,15 +29,12 @@ from divergence.capture.plant import FORWARDS, Plant
 from divergence.capture.selection import select_positions, step_selected
 from divergence.errors import PlantError
 from divergence.run.call import Call
+from divergence.run.item import Item
 from divergence.run.manifest import ModuleNote
 from divergence.run.record import PassName
 from divergence.run.site import ROOT, join_site
-from divergence.run.writer import Item
 
 __all__ = ["Anchor", "Recorder", "Sink", "inside"]
-
-_REMEMBERED = 16
-"""Live tensors kept for recognition; a block hands its input to at most a few readers."""
 
 
 class Sink(Protocol):
@@ -87,7 +84,7 @@ class Recorder:
         anchor: Anchor | None = None,
         on_step: Callable[[int], None] | None = None,
         on_block: Callable[[str], None] | None = None,
-        copy: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        keeper: Keeper | None = None,
         operators: set[str] | None = None,
         weights: bool = False,
         substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
@@ -108,7 +105,7 @@ class Recorder:
             self._plants.setdefault(plant.path, []).append(plant)
         self._anchor = anchor
         self._on_step, self._on_block = on_step, on_block
-        self._copy = copy or _detached_copy
+        self._keep = (keeper or CopyKeeper()).keep
         self.operators: OperatorRecorder | None = None
         if operators:
             self.operators = OperatorRecorder(
@@ -117,7 +114,7 @@ class Recorder:
                 emit=self._emit_operator,
                 call_of=lambda path: self._calls.get(path, ""),
                 active=lambda: self._selected and not self._anchor_broken,
-                copy=self._copy,
+                keep=self._keep,
                 weights=weights,
                 substitute=None
                 if substitute is None
@@ -126,7 +123,7 @@ class Recorder:
             self._hooked |= {path for path in notes if inside(path, operators)}
         self.fired: set[str] = set()
         self.anchored = self.num_emitted = 0
-        self._recent: dict[int, tuple[torch.Tensor, int, Item]] = {}
+        self._recent = Recent()
         self._sites: dict[tuple[str, str], str | None] = {}
         self.begin(sample=0, batch=1, num_tokens=0)
 
@@ -211,7 +208,7 @@ class Recorder:
             for _, tensor in input_leaves(args, kwargs):
                 if id(tensor) in returned:
                     # Given back, so perhaps written to by a kernel that advances no counter.
-                    self._recent.pop(id(tensor), None)
+                    self._recent.forget(tensor)
             for port, tensor in leaves:
                 self._emit(path, call, port, tensor)
             if self._on_block is not None and self._notes[path].role == "block":
@@ -310,7 +307,7 @@ class Recorder:
         with self._quiet():
             if self._step == 0:
                 tensor, positions = self._narrowed(path, port, tensor)
-            item = self._item(tensor) if positions is None else Item(self._copy(tensor))
+            item = self._item(tensor) if positions is None else self._keep(tensor)
         self._put(site, item, positions=positions)
 
     def _emit_operator(self, site: str, item: Item, call: Call | None = None) -> None:
@@ -353,16 +350,11 @@ class Recorder:
         return tensor[:, list(positions)], positions
 
     def _item(self, tensor: torch.Tensor) -> Item:
-        """A copy of the tensor, or the one made when this very tensor last came by."""
-        version = _version(tensor)
-        known = self._recent.get(id(tensor))
-        # The tensor is kept alive with its entry, so that its id cannot be another's.
-        if known is not None and version is not None and known[1] == version:
-            return known[2]
-        item = Item(self._copy(tensor))
-        self._recent[id(tensor)] = (tensor, version, item)
-        if len(self._recent) > _REMEMBERED:
-            del self._recent[next(iter(self._recent))]
+        """What is kept of the tensor, or was when this very tensor last came by."""
+        item = self._recent.find(tensor)
+        if item is None:
+            item = self._keep(tensor)
+            self._recent.add(tensor, item)
         return item
 
     def check_plants(self) -> None:
@@ -380,21 +372,3 @@ class Recorder:
 def inside(path: str, roots: set[str]) -> bool:
     """Is the module one of ``roots`` or in one?"""
     return any(path == root or root == ROOT or path.startswith(root + ".") for root in roots)
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """torch's in-place write counter; None where it is not kept (inference mode)."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
-
-
-def _detached_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU copy that nobody else writes to."""
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.device.type != "cpu":
-        return tensor.to("cpu").contiguous()
-    return tensor.clone(memory_format=torch.contiguous_format)

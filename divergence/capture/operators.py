@@ -44,8 +44,8 @@ from divergence.capture.schema import (
 from divergence.errors import UsageError
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
+from divergence.run.item import Item
 from divergence.run.site import ROOT, join_site, operator_path
-from divergence.run.writer import Item
 
 __all__ = ["Emit", "OperatorRecorder"]
 
@@ -93,13 +93,13 @@ class OperatorRecorder(TorchDispatchMode):
         emit: Emit,
         call_of: Callable[[str], str],
         active: Callable[[], bool],
-        copy: Callable[[torch.Tensor], torch.Tensor],
+        keep: Callable[[torch.Tensor], Item],
         weights: bool = False,
         substitute: Substitution | None = None,
     ) -> None:
         super().__init__()
         self._model, self._roots = model, roots
-        self._emit, self._call_of, self._active, self._copy = emit, call_of, active, copy
+        self._emit, self._call_of, self._active, self._keep = emit, call_of, active, keep
         self._keep_weights = weights
         self._substitute, self.num_substituted = substitute, 0
         self.skipped: Counter[str] = Counter()
@@ -276,7 +276,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._weights.pop(storage_of(tensor), None)  # a state from now on, not a weight
         for index, tensor in enumerate(results):
             site = f"{told.where}:out" + (f".{index}" if index else "")
-            self._emit(site, Item(self._copy(tensor)), told.call if index == 0 else None)
+            self._emit(site, self._keep(tensor), told.call if index == 0 else None)
             self._flow.made(tensor, site)
 
     def _encode(
@@ -306,7 +306,7 @@ class OperatorRecorder(TorchDispatchMode):
             name, parameter = weight
             if name not in self._weight_digests:
                 real = parameter.device.type != "meta"  # of a dry run there are no bytes
-                digest = digest_tensor(self._as_loaded(parameter)) if real else "0" * 32
+                digest = self._digest_as_loaded(parameter) if real else "0" * 32
                 self._weight_digests[name] = digest
             return Operand(
                 site=self._weight_site(name, parameter) if self._keep_weights else None,
@@ -318,7 +318,7 @@ class OperatorRecorder(TorchDispatchMode):
         known = self._flow.site_of(tensor)
         if known is None:
             known = site
-            pending.append((site, Item(self._copy(tensor))))
+            pending.append((site, self._keep(tensor)))
             self._flow.holds(tensor, site)
         return Operand(site=known, origin=self._flow.origin_of(tensor), **common)
 
@@ -335,16 +335,20 @@ class OperatorRecorder(TorchDispatchMode):
         module, _, last = name.rpartition(".")
         site = join_site(module, f"in.{last}")
         if name not in self._weight_items:
-            self._weight_items[name] = Item(self._as_loaded(parameter))
+            self._weight_items[name] = self._as_loaded(parameter)
         if site not in self._weight_sites:  # a block's dataflow is forgotten, its records are not
             self._emit(site, self._weight_items[name])
             self._weight_sites.add(site)
         return site
 
-    def _as_loaded(self, weight: torch.Tensor) -> torch.Tensor:
-        """A copy in the weight's own dtype, also where a mode below computes in a wider one."""
+    def _as_loaded(self, weight: torch.Tensor) -> Item:
+        """In the weight's own dtype, also where a mode below computes in a wider one."""
         with _disable_current_modes():
-            return self._copy(weight)
+            return self._keep(weight)
+
+    def _digest_as_loaded(self, weight: torch.Tensor) -> str:
+        with _disable_current_modes():
+            return digest_tensor(weight)
 
     def _note_view(self, func: Any, args: tuple, kwargs: dict, results: list) -> None:
         source = next(iter(tensors_in(args)), None)

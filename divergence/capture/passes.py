@@ -16,11 +16,12 @@ from divergence.capture.engines.load import LoadedModel
 from divergence.capture.hooks import Recorder
 from divergence.capture.selection import step_selected
 from divergence.run.fingerprint import digest_tensor
+from divergence.run.item import Item
 from divergence.run.manifest import ModuleNote, Repeatability, SampleTokens
 from divergence.run.reader import Run
 from divergence.run.record import PassName
 from divergence.run.site import module_of
-from divergence.run.writer import Item, RunWriter
+from divergence.run.writer import RunWriter
 
 if TYPE_CHECKING:
     import torch

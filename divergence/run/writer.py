@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.errors import RunWriteError
-from divergence.numerics.formats import format_of
 from divergence.numerics.summaries import summarize_many
 from divergence.run.call import Call
 from divergence.run.fingerprint import digest_tensor, plain_tensor
+from divergence.run.item import Item
 from divergence.run.layout import (
     MANIFEST,
     RECORDS,
@@ -59,19 +59,6 @@ batches it leaves the processor (and Python's lock) to the model."""
 def new_run_id() -> str:
     """A fresh run id: 32 hex digits."""
     return uuid.uuid4().hex
-
-
-class Item:
-    """A tensor handed to the writer once, whatever number of sites it was seen at."""
-
-    __slots__ = ("digest", "dtype", "num_bytes", "shape", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor  # until the writer has taken it
-        self.num_bytes = tensor.numel() * tensor.element_size()
-        self.dtype = format_of(tensor.dtype).name
-        self.shape = tuple(tensor.shape)
-        self.digest: str | None = None
 
 
 class RunWriter:
@@ -268,34 +255,42 @@ class RunWriter:
                 self._progress.set()
 
     def _take(self, batch: list[tuple[Item, dict]]) -> None:
-        fresh: list[tuple[tuple, torch.Tensor]] = []
-        for item, _ in batch:
-            if item.tensor is not None:
-                tensor, item.tensor = plain_tensor(item.tensor), None
-                item.digest = digest_tensor(tensor)
-                identity = (item.digest, item.dtype, item.shape)
-                if identity not in self._known:
-                    self._known[identity] = (self._store(item.digest, tensor, item.num_bytes), None)
-                    fresh.append((identity, tensor))
-        summaries = summarize_many([tensor for _, tensor in fresh])
-        for (identity, _), summary in zip(fresh, summaries, strict=True):
-            self._known[identity] = (self._known[identity][0], summary)
+        self._complete([item for item, _ in batch if item.tensor is not None])
         for item, coordinates in batch:
-            place, summary = self._known[item.digest, item.dtype, item.shape]
             self._pending_records.append(
                 Record(
                     **coordinates,
                     rank=self._rank,
                     shape=item.shape,
                     dtype=item.dtype,
-                    place=place,
+                    place=item.place,
                     xxh3=item.digest,
-                    summary=summary,
+                    fold=item.fold,
+                    sketch=item.sketch,
+                    summary=item.summary,
                 )
             )
             self._pending_seen_bytes += item.num_bytes
         if self._pending_bytes >= SHARD_BYTES:
             self._flush()
+
+    def _complete(self, items: list[Item]) -> None:
+        """Digest, place and summary of items that hold their bytes, which are then let go."""
+        fresh: list[tuple[tuple, torch.Tensor]] = []
+        for item in items:
+            if item.tensor is None:  # twice in one batch
+                continue
+            tensor, item.tensor = plain_tensor(item.tensor), None
+            item.digest = digest_tensor(tensor)
+            identity = (item.digest, item.dtype, item.shape)
+            if identity not in self._known:
+                self._known[identity] = (self._store(item.digest, tensor, item.num_bytes), None)
+                fresh.append((identity, tensor))
+        summaries = summarize_many([tensor for _, tensor in fresh])
+        for (identity, _), summary in zip(fresh, summaries, strict=True):
+            self._known[identity] = (self._known[identity][0], summary)
+        for item in items:
+            item.place, item.summary = self._known[item.digest, item.dtype, item.shape]
 
     def _store(self, digest: str, tensor: torch.Tensor, num_bytes: int) -> Place:
         """Queue the bytes for the current shard, and say where they will be."""

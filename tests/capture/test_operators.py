@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from divergence.capture.api import capture, plan_capture, reference
+from divergence.capture.keep import CopyKeeper
 from divergence.capture.operators import OperatorRecorder
 from divergence.errors import UsageError
 from divergence.run.reader import Run
@@ -20,7 +21,7 @@ class Seen:
         self.tensors, self.calls = {}, {}
         recorder = OperatorRecorder(
             module, {"."}, emit=self._emit, call_of=lambda path: "", active=lambda: True,
-            copy=lambda t: t.detach().clone(memory_format=torch.contiguous_format),
+            keep=CopyKeeper().keep,
             weights=weights,
         )  # fmt: skip
         with torch.no_grad(), recorder.installed():

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from divergence.capture.keep import CopyKeeper
 from divergence.capture.operators import OperatorRecorder
 from divergence.numerics.summary import summarize
 from divergence.run.fingerprint import digest_tensor
@@ -40,7 +41,7 @@ class Toy:
             recorder = OperatorRecorder(
                 module, {"."}, emit=functools.partial(self._emit, step),
                 call_of=lambda path: "", active=lambda: True,
-                copy=lambda t: t.detach().clone(memory_format=torch.contiguous_format),
+                keep=CopyKeeper().keep,
                 weights=True,
             )  # fmt: skip
             with torch.no_grad(), recorder.installed():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from divergence.capture.keep import CopyKeeper
 from divergence.capture.operators import OperatorRecorder
 from divergence.compare.audit_parts import find_parts
 from divergence.compare.graph import Node, forwards_of
@@ -31,7 +32,7 @@ def parts(module, *inputs, blocks=(), logits=None):
 
     recorder = OperatorRecorder(
         module, {"."}, emit=emit, call_of=lambda path: "", active=lambda: True,
-        copy=lambda tensor: tensor.detach().clone(),
+        keep=CopyKeeper().keep,
     )  # fmt: skip
     with torch.no_grad(), recorder.installed():
         module(*inputs)

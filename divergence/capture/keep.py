@@ -1,0 +1,85 @@
+"""What is kept of a tensor that a hook sees: one object decides.
+
+A keeper is called in the hook, on the model's thread, while the tensor still holds what the
+site saw: before it returns, whatever is kept must have been taken (later operators may write
+to the tensor in place). A tensor that passes unchanged from one module to the next is kept
+once: it is recognised by identity and by torch's version counter, which every in-place write
+of torch's own operators advances.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+
+from divergence.run.item import Item
+
+__all__ = ["CopyKeeper", "Keeper", "Recent", "ShapeKeeper"]
+
+_REMEMBERED = 16
+"""Tensors kept for recognition; a block hands its input to at most a few readers."""
+
+
+class Keeper(Protocol):
+    """``keep(tensor)``: any tensor of the model, on any device, as the module holds it."""
+
+    def keep(self, tensor: torch.Tensor) -> Item: ...
+
+
+class CopyKeeper:
+    """Keeps every byte: a contiguous host copy that nobody else writes to."""
+
+    def keep(self, tensor: torch.Tensor) -> Item:
+        tensor = tensor.detach()
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        if tensor.device.type != "cpu":
+            return Item(tensor.to("cpu").contiguous())
+        return Item(tensor.clone(memory_format=torch.contiguous_format))
+
+
+class ShapeKeeper:
+    """Keeps no byte: for counting what a capture would write, on the meta device."""
+
+    def keep(self, tensor: torch.Tensor) -> Item:
+        return Item(tensor.detach())
+
+
+class Recent:
+    """Items of the tensors that came by last. Holds no tensor alive."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[torch.Tensor], int, Item]] = {}
+
+    def find(self, tensor: torch.Tensor) -> Item | None:
+        """The item made of this very tensor, if nothing has been written to it since."""
+        known = self._items.get(id(tensor))
+        # the reference is gone with its tensor, so that the id cannot be another's
+        if known is None or known[0]() is not tensor or known[1] != _version(tensor):
+            return None
+        return known[2]
+
+    def add(self, tensor: torch.Tensor, item: Item) -> None:
+        version = _version(tensor)
+        if version is None:
+            return
+        self._items.pop(id(tensor), None)
+        self._items[id(tensor)] = (weakref.ref(tensor), version, item)
+        if len(self._items) > _REMEMBERED:
+            del self._items[next(iter(self._items))]
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        self._items.pop(id(tensor), None)
+
+    def clear(self) -> None:
+        self._items.clear()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """torch's in-place write counter; None where it is not kept (inference mode)."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
-from divergence.compare.align import Alignment, Pair, align, renaming, why_nothing
+from divergence.compare.align import Alignment, align, renaming, why_nothing
 from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
-from divergence.compare.measure import Found, Measurer
+from divergence.compare.measure import Measurer
+from divergence.compare.measuring import measure_all
 from divergence.compare.names import NameMap, load_name_map
 from divergence.compare.operator_arithmetic import with_arithmetic
 from divergence.compare.operator_runs import compare_operators, operator_notes
@@ -152,8 +151,8 @@ def measure_runs(
             hint=why_nothing(alignment),
         )
     measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
-    sites = _measure_all(measurer, alignment.pairs, progress)
-    escalated = compare_escalated(a, b, right, thresholds, _measure_all, progress)
+    sites = measure_all(measurer, alignment.pairs, progress)
+    escalated = compare_escalated(a, b, right, thresholds, measure_all, progress)
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
     notes = _notes(a, b, alignment)
@@ -198,7 +197,7 @@ def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | No
             hint=why_nothing(alignment),
         )
     measurer = Measurer(run, run, ModelFloor(thresholds), inputs=run)
-    sites = _measure_all(measurer, alignment.pairs, progress)
+    sites = measure_all(measurer, alignment.pairs, progress)
     lines, coverage = preflight(run, run), _coverage(alignment)
     case = _case(run, run, alignment, sites, lines, None, None, len(coverage.unmatched))
     case = replace(case, advice=WithinAdvice(run), notes=())
@@ -263,46 +262,11 @@ def _shown(
                 hint=f"divergence capture --like {a.path} -o RUN on a trusted machine",
             )
         measurer = Measurer(a, run, ModelFloor(thresholds), inputs=inputs_of(a, run), truth=right)
-        sites = _measure_all(measurer, alignment.pairs, None)
+        sites = measure_all(measurer, alignment.pairs, None)
         case = _case(a, run, alignment, sites, [], None, right and measurer.tallies, 0)
         for key, share in shown_by(judge_units(case, thresholds)[0]).items():
             shown[key] = max(share, shown.get(key, 0.0))
     return shown
-
-
-def _measure_all(
-    measurer: Measurer, pairs: list[Pair], progress: Callable[..., None] | None
-) -> list[SiteResult]:
-    """Read ahead on one thread, measure on others, judge in order.
-
-    Reading and measuring overlap; one measuring thread for two cores (a second one shares
-    Python's lock and gains little: benchmarks/compare_kernel.py), up to four.
-    """
-    import torch
-
-    measuring = max(1, min(4, torch.get_num_threads() // 2))
-    window = 2 * measuring + 2
-    sites: list[SiteResult] = []
-    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-read")
-    pool = ThreadPoolExecutor(max_workers=measuring, thread_name_prefix="divergence-measure")
-
-    def start(pair: Pair) -> Future[Found | None]:
-        read = reader.submit(measurer.read_ahead, pair)
-        return pool.submit(lambda: (read.result(), measurer.look(pair))[1])
-
-    try:
-        ahead = deque(start(pair) for pair in pairs[:window])
-        for number, pair in enumerate(pairs):
-            if progress is not None:
-                progress("compare", number, len(pairs), pair.reference.record.site)
-            found = ahead.popleft().result()
-            if number + window < len(pairs):
-                ahead.append(start(pairs[number + window]))
-            sites.append(measurer.judge(pair, found))
-    finally:
-        for one in (reader, pool):
-            one.shutdown(wait=True, cancel_futures=True)
-    return sites
 
 
 def _incomparable(

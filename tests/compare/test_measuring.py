@@ -1,0 +1,111 @@
+"""Measuring many pairs: what is found may come from anywhere, as long as it comes in order."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+
+import msgspec
+import pytest
+import torch
+
+from divergence.capture.api import capture
+from divergence.compare.align import align
+from divergence.compare.floors import ModelFloor
+from divergence.compare.measure import Measurer
+from divergence.compare.measuring import judge_pairs, measure_all, measure_pairs
+from divergence.errors import RunFormatError
+from divergence.run.manifest import ModuleNote, Sizes
+from divergence.run.reader import Run
+from divergence.run.writer import Item, RunWriter
+
+NUM_BLOCKS = 7
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory, tiny_model):
+    """Two runs of seven blocks, each block's input the output of the one before; the fourth
+    block's output is equal on both sides."""
+    folder = tmp_path_factory.mktemp("dumps")
+    small = capture(str(tiny_model("llama", dtype="float32")), out=folder / "small",
+                    prompts=["Snow fell"], max_new_tokens=1)  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    writers = []
+    for name in ("a", "b"):
+        manifest = Run.open(small.path).manifest
+        manifest.sizes = Sizes()
+        manifest.plan.modules = {
+            f"model.layers.{n}": ModuleNote(kind="Block", role="block") for n in range(NUM_BLOCKS)
+        }
+        writers.append(RunWriter(folder / name, manifest))
+    before = None
+    for number in range(NUM_BLOCKS):
+        values = torch.randn(1, 40, 96, generator=generator)
+        noise = 1 + 1e-3 * torch.randn(values.shape, generator=generator)
+        after = (values, values if number == 3 else values * noise)
+        for port, tensors in (("in", before), ("out", after)):
+            for writer, tensor in zip(writers, tensors or (), strict=False):
+                writer.put(
+                    Item(tensor.bfloat16()), pass_="free", sample=0, step=0,
+                    site=f"model.layers.{number}:{port}", order=2 * number + (port == "out"),
+                )  # fmt: skip
+        before = after
+    for writer in writers:
+        writer.close(complete=True)
+    return folder / "a", folder / "b"
+
+
+@pytest.fixture
+def case(dumps):
+    """(measurer, pairs) of the two runs, opened anew; ``case()`` opens them once more."""
+
+    def make():
+        a, b = (Run.open(path) for path in dumps)
+        return Measurer(a, b, ModelFloor()), align(a, b).pairs
+
+    return make
+
+
+def plain(results):
+    return [msgspec.to_builtins(result) for result in results]
+
+
+def test_found_apart_and_judged_together_is_the_same(case):
+    """Halves measured by different measurers, sent as bytes and judged in order give the same."""
+    measurer, pairs = case()
+    whole = measure_all(measurer, pairs)
+    assert len(whole) == 2 * NUM_BLOCKS - 1
+    found = {}
+    for first in range(2):
+        other, own = case()
+        mine = range(first, len(own), 2)
+        for number, one in zip(mine, measure_pairs(other, own[first::2]), strict=True):
+            found[number] = pickle.loads(pickle.dumps(one))
+    fresh, pairs = case()
+    parts = judge_pairs(fresh, pairs, [found[number] for number in range(len(pairs))])
+    assert plain(parts) == plain(whole)
+    assert [result.site for result in whole if result.identical] == [
+        "model.layers.3:out", "model.layers.4:in"
+    ]  # fmt: skip
+
+
+def test_too_few_found_are_no_answer(case):
+    """Judging refuses a list that is not one found for each pair."""
+    measurer, pairs = case()
+    found = list(measure_pairs(measurer, pairs))
+    with pytest.raises(ValueError):
+        judge_pairs(measurer, pairs, found[:-1])
+
+
+def test_damage_is_named_by_the_pair_that_has_it(case, dumps, tmp_path):
+    """Bytes that do not have their checksum stop the measuring with the record's name."""
+    for path in dumps:
+        shutil.copytree(path, tmp_path / path.name)
+    shard = next((tmp_path / "b" / "tensors").iterdir())
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    a, b = Run.open(tmp_path / "a"), Run.open(tmp_path / "b")
+    with pytest.raises(RunFormatError, match="wrong checksum") as error:
+        list(measure_pairs(Measurer(a, b, ModelFloor()), align(a, b).pairs))
+    assert "model.layers." in error.value.where

@@ -115,8 +115,7 @@ class Execution:
                 free = one.name == "free"
                 anchor = recorded_inputs(request.like) if one.anchored else None
                 if one.whole:
-                    writer.flush()
-                    anchor = own_inputs(Run.open(writer.path))
+                    anchor = own_inputs(Run.open(writer.flush()))
                 recorder = self._recorder(first if free else writer, one, anchor)
                 self._run_pass(recorder, one, writer if free else None)
                 self._check_pass(recorder, one, manifest)

@@ -1,18 +1,88 @@
-"""The directory a run is written to: what is refused, what may be replaced.
+"""Where a run is written: what is refused, what may be replaced, and what is done with files.
 
-Asked twice with the same answer: before the model is loaded, so that a refusal costs
-nothing, and by the writer.
+The writer makes shards, lines and manifests; a target puts them where they belong, so that the
+writer is the same for every kind of place. What may stand at a place is asked twice with the same
+answer: before the model is loaded, so that a refusal costs nothing, and when the writer begins.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from divergence.errors import RunExistsError
-from divergence.run.layout import MANIFEST, RUN_NAMES, TENSORS
+from divergence.run.layout import MANIFEST, RECORDS, RUN_NAMES, TENSORS
+from divergence.run.shard import write_shard
 
-__all__ = ["check_target", "prepare_target"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DirectoryTarget", "Target", "check_target", "open_target", "prepare_target"]
+
+
+class Target(Protocol):
+    """What the writer asks of a place. Each method raises OSError, or RunWriteError with more.
+
+    Called from one thread at a time. Shards come before the lines that point at them; the target
+    keeps that order for whoever reads meanwhile.
+    """
+
+    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Store a shard: whole under its name, or not at all."""
+
+    def append_records(self, lines: bytes) -> None:
+        """Add whole lines to records.jsonl: all of them or none."""
+
+    def replace_manifest(self, text: bytes) -> None:
+        """Store manifest.json: a reader meets the old or the new one, never a part."""
+
+    def flush(self) -> str | os.PathLike[str]:
+        """Wait until all of the above can be read; returns where (what Run.open takes)."""
+
+    def close(self) -> None:
+        """Let go of what is open, after the last manifest. An archive is packed here."""
+
+
+class DirectoryTarget:
+    """A directory of this machine: a shard is written beside its place and renamed."""
+
+    def __init__(self, path: Path, *, force: bool) -> None:
+        self.path = path
+        prepare_target(path, force=force)
+        self._records = open(path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
+
+    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        final = self.path / name
+        with _beside(final.with_suffix(".tmp"), final) as temporary:
+            write_shard(temporary, tensors)
+
+    def append_records(self, lines: bytes) -> None:
+        before = os.fstat(self._records.fileno()).st_size
+        try:
+            while lines:  # unbuffered, so that nothing half-written waits for a later retry
+                lines = lines[self._records.write(lines) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._records.truncate(before)
+            raise
+
+    def replace_manifest(self, text: bytes) -> None:
+        with _beside(self.path / (MANIFEST + ".tmp"), self.path / MANIFEST) as temporary:
+            temporary.write_bytes(text)
+
+    def flush(self) -> Path:
+        return self.path
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def open_target(path: Path, *, force: bool) -> Target:
+    """The target for ``path``, checked, emptied and ready to write. Raises as check_target."""
+    return DirectoryTarget(path, force=force)
 
 
 def check_target(path: Path, *, force: bool) -> None:
@@ -46,3 +116,15 @@ def prepare_target(path: Path, *, force: bool) -> None:
     if path.exists():
         shutil.rmtree(path)
     (path / TENSORS).mkdir(parents=True)
+
+
+@contextlib.contextmanager
+def _beside(temporary: Path, final: Path):
+    """``temporary`` to write to; renamed to ``final`` where that went well, else removed."""
+    try:
+        yield temporary
+        os.replace(temporary, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -26,16 +26,10 @@ from divergence.numerics.summaries import summarize_many
 from divergence.run.call import Call
 from divergence.run.fingerprint import digest_tensor, plain_tensor
 from divergence.run.item import Item
-from divergence.run.layout import (
-    MANIFEST,
-    RECORDS,
-    expanded,
-    shard_name,
-)
+from divergence.run.layout import expanded, shard_name
 from divergence.run.manifest import Manifest
 from divergence.run.record import PassName, Place, Record, Summary
-from divergence.run.shard import write_shard
-from divergence.run.target import prepare_target
+from divergence.run.target import open_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,9 +86,8 @@ class RunWriter:
         self._closing = self._flush_asked = False
         self._failure: BaseException | None = None
         self._closed = False
-        self._prepare(force)
         try:
-            self._records = open(self.path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
+            self._target = open_target(self.path, force=force)
         except OSError as error:
             raise _refused(error, self.path) from error
         self.update_manifest()
@@ -157,12 +150,16 @@ class RunWriter:
         self._wait_until(lambda: self._done_count >= self._put_count)
         self._raise_failure()
 
-    def flush(self) -> None:
-        """Wait until everything put so far is on disk: the run can then be opened and read."""
+    def flush(self) -> str | os.PathLike[str]:
+        """Wait until everything put so far can be read; returns where, for ``Run.open``."""
         self.drain()
         self._flush_asked = True
         self._wait_until(lambda: not self._flush_asked)
         self._raise_failure()
+        try:
+            return self._target.flush()
+        except OSError as error:
+            raise _refused(error, self.path) from error
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         while not done() and self._failure is None and self._thread.is_alive():
@@ -176,14 +173,9 @@ class RunWriter:
             data = msgspec.json.encode(self.manifest)
         except UnicodeEncodeError:  # a file name or argument that is no UTF-8
             data = msgspec.json.encode(_printable(msgspec.to_builtins(self.manifest)))
-        data = msgspec.json.format(data, indent=1)
-        temporary = self.path / (MANIFEST + ".tmp")
         try:
-            temporary.write_bytes(data)
-            os.replace(temporary, self.path / MANIFEST)
+            self._target.replace_manifest(msgspec.json.format(data, indent=1))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise _refused(error, self.path) from error
 
     def close(self, *, complete: bool, stopped_by: str | None = None) -> None:
@@ -194,23 +186,23 @@ class RunWriter:
         self._closing = True
         self._wake.set()
         self._thread.join()
-        self._records.close()
+        self._try(self._target.flush)
         if self._failure is not None:
             complete, stopped_by = False, str(self._failure).splitlines()[0]
         self.manifest.complete = complete
         self.manifest.stopped_by = stopped_by
-        try:
-            self.update_manifest()
-        except RunWriteError:
-            if self._failure is None:
-                raise
+        self._try(self.update_manifest)
+        self._try(self._target.close)
         self._raise_failure()
 
-    def _prepare(self, force: bool) -> None:
+    def _try(self, step: Callable[[], object]) -> None:
+        """A step of closing, which goes on after it failed; the first failure is kept."""
         try:
-            prepare_target(self.path, force=force)
-        except OSError as error:
-            raise _refused(error, self.path) from error
+            step()
+        except Exception as error:
+            if self._failure is None:
+                failed = isinstance(error, OSError)
+                self._failure = _refused(error, self.path) if failed else error
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -308,17 +300,11 @@ class RunWriter:
         if not self._pending_records:
             return
         if self._pending:
-            final = self.path / shard_name(self._rank, self._shard)
-            temporary = final.with_suffix(".tmp")
-            try:
-                write_shard(temporary, self._pending)
-                os.replace(temporary, final)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
+            self._target.write_shard(shard_name(self._rank, self._shard), self._pending)
             self._shard += 1
-        self._append_records()
+        encoder = msgspec.json.Encoder()
+        lines = b"".join(encoder.encode(record) + b"\n" for record in self._pending_records)
+        self._target.append_records(lines)
         sizes = self.manifest.sizes  # of what is on disk, also in a run that ends early
         sizes.num_records += len(self._pending_records)
         sizes.num_tensors += len(self._pending)
@@ -327,19 +313,6 @@ class RunWriter:
         sizes.seen_bytes += self._pending_seen_bytes
         self._pending, self._pending_bytes = {}, 0
         self._pending_records, self._pending_seen_bytes = [], 0
-
-    def _append_records(self) -> None:
-        """All pending lines or, where the disk refuses, none of them."""
-        encoder = msgspec.json.Encoder()
-        lines = b"".join(encoder.encode(record) + b"\n" for record in self._pending_records)
-        before = os.fstat(self._records.fileno()).st_size
-        try:
-            while lines:  # unbuffered, so that nothing half-written waits for a later retry
-                lines = lines[self._records.write(lines) :]
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._records.truncate(before)
-            raise
 
 
 def _printable(value: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.numerics.formats import FORMATS
+from divergence.run import target as target_of_runs
 from divergence.run import writer as writing
 from divergence.run.reader import Run
 from divergence.run.writer import Item, RunWriter
@@ -368,7 +369,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path, manifest, monkeypatch):
     writer = RunWriter(tmp_path / "r", manifest())
     put(writer, torch.arange(50.0))
     writer.drain()
-    monkeypatch.setattr(writing, "write_shard", full)
+    monkeypatch.setattr(target_of_runs, "write_shard", full)
     with pytest.raises(RunWriteError, match="No space left"), writer:
         for step in range(1, 50):
             put(writer, torch.full((50,), float(step)), step=step)
@@ -386,7 +387,7 @@ def test_a_record_line_cut_by_a_full_disk_is_taken_back(tmp_path, manifest):
     """Half a line in the middle of the file would make the whole run unreadable."""
     writer = RunWriter(tmp_path / "r", manifest())
     put(writer, torch.ones(3))
-    file = writer._records
+    file = writer._target._records
 
     class Filling:
         def write(self, data):
@@ -397,7 +398,7 @@ def test_a_record_line_cut_by_a_full_disk_is_taken_back(tmp_path, manifest):
         def __getattr__(self, name):
             return getattr(file, name)
 
-    writer._records = Filling()
+    writer._target._records = Filling()
     with pytest.raises(RunWriteError, match="No space left"):
         writer.close(complete=True)
     assert (tmp_path / "r/records.jsonl").read_bytes() == b""

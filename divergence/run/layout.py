@@ -24,9 +24,9 @@ __all__ = [
     "SHARD_PATTERN",
     "TENSORS",
     "checked_file",
+    "checked_shard_name",
     "expanded",
     "shard_name",
-    "shard_path",
 ]
 
 MANIFEST = "manifest.json"
@@ -82,15 +82,15 @@ def shard_name(rank: int, number: int) -> str:
     return f"{TENSORS}/r{rank:05d}-{number:06d}.safetensors"
 
 
-def shard_path(root: Path, name: str, *, where: str) -> Path:
-    """The shard's path; RunFormatError where the name leads out of the run."""
+def checked_shard_name(name: str, *, where: str) -> str:
+    """The name as it is; RunFormatError where it leads out of the run."""
     if re.match(SHARD_PATTERN, name) is None or name.endswith("\n"):
         raise RunFormatError(
             f"shard name {name!r} is not allowed",
             where=where,
             hint="a shard is named tensors/NAME.safetensors, inside the run's own directory",
         )
-    return checked_file(root, name)
+    return name
 
 
 def checked_file(root: Path, name: str) -> Path:

@@ -2,16 +2,17 @@
 
 Opening reads the manifest, every record line and every shard's header, so that a
 record without bytes is found before any number is printed. Tensors are views of
-memory maps; each is checked against its checksum the first time it is read.
+memory maps, or of ranges fetched from a URL; each is checked against its checksum the
+first time it is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,14 +27,14 @@ from divergence.run.layout import (
     MAX_NUMEL,
     RECORDS,
     SHARD_DTYPES,
-    checked_file,
-    expanded,
-    shard_path,
+    checked_shard_name,
 )
 from divergence.run.manifest import SCHEMA_VERSION, Manifest
+from divergence.run.place import Place, Url, place_of
 from divergence.run.record import Coordinates, Record
 from divergence.run.shard import Shard
 from divergence.run.site import natural_key, near_names
+from divergence.run.store import Store, open_store
 
 if TYPE_CHECKING:
     import torch
@@ -55,9 +56,11 @@ class Run:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, records: list[Record], *, torn_tail: bool = False
-    ) -> None:
+        self, path: Place, manifest: Manifest, records: list[Record], *,
+        torn_tail: bool = False, store: Store | None = None,
+    ) -> None:  # fmt: skip
         self.path = path
+        self._store = store
         self.manifest = manifest
         self.records = records
         self.torn_tail = torn_tail
@@ -70,41 +73,53 @@ class Run:
         return f"<Run {self.path} {state}, {len(self.records)} records>"
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Run:
-        """Open the run in directory ``path``.
+    def open(cls, path: str | os.PathLike[str] | Url) -> Run:
+        """Open the run at ``path``: a directory, a tar or zip of one, or the URL of either.
 
         Raises RunFormatError for anything that breaks docs/dump-format.md: no such
-        directory, no manifest, a newer schema, an unknown key, a broken line, a
+        place, no manifest, a newer schema, an unknown key, a broken line, a
         truncated or missing shard, a path or link that leaves the directory.
         """
-        root = expanded(path)
-        try:
-            if not root.is_dir():
-                kind = "is not a directory" if root.exists() else "does not exist"
+        place = place_of(path)
+        with contextlib.ExitStack() as stack:
+            try:
+                store = open_store(place)
+                stack.callback(store.close)
+                manifest = _read_manifest(store)
+                run = cls(place, manifest, [], store=store)
+                run.records, run.torn_tail = _read_records(store, manifest)
+                run._check_places()
+            except OSError as error:
                 raise RunFormatError(
-                    f"{root} {kind}",
-                    hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
-                )
-            if not os.path.lexists(root / MANIFEST):
-                raise RunFormatError(
-                    f"{root} is not a run: it has no {MANIFEST}",
-                    hint="give the directory that `divergence capture MODEL -o RUN` wrote",
-                )
-            manifest = _read_manifest(checked_file(root, MANIFEST))
-            run = cls(root, manifest, [])
-            run.records, run.torn_tail = _read_records(root, manifest)
-            run._check_places()
-        except OSError as error:
-            raise RunFormatError(
-                f"cannot be read: {error.strerror or error}", where=str(error.filename or root)
-            ) from error
+                    f"cannot be read: {error.strerror or error}",
+                    where=str(error.filename or place),
+                ) from error
+            stack.pop_all()
         return run
 
+    @property
+    def far(self) -> bool:
+        """Are its bytes brought here over a network? Then only those are read that must be."""
+        return self._store is not None and self._store.far
+
+    def expect(self, records: Iterable[Record]) -> None:
+        """Say what will be read, in about which order: from a URL it is then fetched ahead, in few
+        requests. Anything may be read all the same."""
+        if self.far:
+            self._store.expect(
+                (record.place.shard, entry.begin, entry.begin + entry.num_bytes)
+                for record in records
+                if record.place is not None
+                and (entry := self._shard(record).entries.get(record.place.key)) is not None
+            )
+
     def close(self) -> None:
-        """Release the memory maps."""
+        """Release memory maps and connections."""
         for shard in self._shards.values():
             shard.close()
         self._shards.clear()
+        if self._store is not None:
+            self._store.close()
 
     def find(self, coordinates: Coordinates) -> Record | None:
         """The record at (pass, sample, step, site), or None."""
@@ -136,7 +151,7 @@ class Run:
             if found != record.xxh3:
                 raise RunFormatError(
                     f"wrong checksum: recorded {record.xxh3}, the bytes on disk give {found}",
-                    where=f"{shard.path}, {_name(record)}",
+                    where=f"{shard.name}, {_name(record)}",
                     hint="the file was changed or damaged; copy it again, or capture again",
                 )
         return tensor
@@ -162,6 +177,7 @@ class Run:
         """Check every checksum; returns the problems found, one line each."""
         problems: list[str] = []
         seen: set[tuple[str, str, str]] = set()
+        self.expect(self.records)
         for number, record in enumerate(self.records):
             if progress is not None:
                 progress("verify", number, len(self.records), record.site)
@@ -180,7 +196,9 @@ class Run:
     def _shard(self, record: Record) -> Shard:
         name = record.place.shard
         if name not in self._shards:
-            self._shards[name] = Shard(shard_path(self.path, name, where=_name(record)))
+            checked_shard_name(name, where=_name(record))
+            store = self._store or open_store(self.path)
+            self._shards[name] = Shard(store.blob(name))
         return self._shards[name]
 
     def _check_places(self) -> None:
@@ -192,14 +210,14 @@ class Run:
             if entry is None:
                 raise RunFormatError(
                     f"record without bytes: shard has no tensor {record.place.key}",
-                    where=f"{shard.path}, {_name(record)}",
+                    where=f"{shard.name}, {_name(record)}",
                     hint="the shard belongs to another run, or was cut; copy the run again",
                 )
             wanted = record.numel * format_named(record.dtype).itemsize
             if entry.num_bytes != wanted:
                 raise RunFormatError(
                     f"record needs {wanted} bytes, its tensor holds {entry.num_bytes}",
-                    where=f"{shard.path}, {_name(record)}",
+                    where=f"{shard.name}, {_name(record)}",
                 )
             if entry.dtype == "U8" and record.dtype != "uint8":
                 continue  # raw bytes: the record alone says what they are
@@ -207,7 +225,7 @@ class Run:
                 raise RunFormatError(
                     f"record says {record.dtype} {list(record.shape)}, "
                     f"the shard's header says {entry.dtype} {list(entry.shape)}",
-                    where=f"{shard.path}, {_name(record)}",
+                    where=f"{shard.name}, {_name(record)}",
                 )
 
 
@@ -218,33 +236,36 @@ def _name(record: Record) -> str:
     )
 
 
-def _read_manifest(path: Path) -> Manifest:
-    size = path.stat().st_size
-    if size > MAX_MANIFEST_BYTES:
-        raise RunFormatError(f"{MANIFEST} has {size} bytes, which no run needs", where=str(path))
-    data = path.read_bytes()
+def _read_manifest(store: Store) -> Manifest:
+    where = store.where(MANIFEST)
+    with store.open(MANIFEST) as file:
+        data = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise RunFormatError(
+            f"{MANIFEST} has over {MAX_MANIFEST_BYTES} bytes, which no run needs", where=where
+        )
     try:
         version = msgspec.json.decode(data, type=_Version).schema_version
     except _BROKEN_JSON as error:
         raise RunFormatError(
             f"{MANIFEST} is damaged: {error}" if data else f"{MANIFEST} is empty",
-            where=str(path),
+            where=where,
             hint="copy it again; without it the run cannot be read",
         ) from error
     if version > SCHEMA_VERSION:
         raise RunFormatError(
             f"the run has schema version {version}, this divergence reads up to {SCHEMA_VERSION}",
-            where=str(path),
+            where=where,
             hint="upgrade: pip install -U divergence-debug",
         )
     if version < 1:
-        raise RunFormatError(f"schema version {version} does not exist", where=str(path))
+        raise RunFormatError(f"schema version {version} does not exist", where=where)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except _BROKEN_JSON as error:
         raise RunFormatError(
             f"{MANIFEST} breaks the format: {error}",
-            where=str(path),
+            where=where,
             hint="docs/dump-format.md describes every key",
         ) from error
     problem = _broken_groups(manifest)
@@ -253,7 +274,7 @@ def _read_manifest(path: Path) -> Manifest:
     if problem is not None:
         raise RunFormatError(
             f"{MANIFEST} breaks the format: {problem}",
-            where=str(path),
+            where=where,
             hint="docs/dump-format.md describes every key",
         )
     return manifest
@@ -276,33 +297,30 @@ def _broken_groups(manifest: Manifest) -> str | None:
     return None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(store: Store) -> Iterator[tuple[int, bytes]]:
     """Numbered lines with their ends; never holds more than the limit of one line."""
-    with open(path, "rb") as file:
+    with store.open(RECORDS) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
                 raise RunFormatError(
                     f"line {number} is longer than {MAX_LINE_BYTES} bytes",
-                    where=str(path),
+                    where=store.where(RECORDS),
                     hint="a record takes some 500 bytes; the file is damaged",
                 )
             yield number, line
 
 
-def _read_records(root: Path, manifest: Manifest) -> tuple[list[Record], bool]:
-    if not os.path.lexists(root / RECORDS):
-        if manifest.complete:
-            checked_file(root, RECORDS)  # raises
+def _read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
+    if not manifest.complete and not store.has(RECORDS):
         return [], False
-    path = checked_file(root, RECORDS)
     first_samples = {group[0] for group in manifest.tokens.groups}
     decoder = msgspec.json.Decoder(Record)
     records: list[Record] = []
     seen: dict[tuple, int] = {}
-    for number, line in _lines(path):
-        where = f"{path}, line {number}"
+    for number, line in _lines(store):
+        where = f"{store.where(RECORDS)}, line {number}"
         try:
             record = decoder.decode(line)
         except _BROKEN_JSON as error:
@@ -326,7 +344,7 @@ def _read_records(root: Path, manifest: Manifest) -> tuple[list[Record], bool]:
     if manifest.complete and len(records) != manifest.sizes.num_records:
         raise RunFormatError(
             f"{len(records)} records in a complete run of {manifest.sizes.num_records}",
-            where=str(path),
+            where=store.where(RECORDS),
             hint="lines were lost or added; copy records.jsonl again",
         )
     return records, False

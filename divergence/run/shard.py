@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.errors import RunFormatError
+from divergence.run.blob import Blob
 from divergence.run.fingerprint import tensor_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Shard", "write_shard"]
 
+HEADER_BYTES = 64 << 10
+"""What is read before the header's length is known: room for some 500 tensors, and the whole of a
+small shard."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
 
@@ -52,12 +54,12 @@ class _HeaderEntry(msgspec.Struct):
 
 
 class Shard:
-    """An open shard. ``entries`` by key; ``view`` gives a tensor over the map."""
+    """An open shard. ``entries`` by key; ``view`` gives a tensor over its bytes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries = _read_header(path)
-        self._map: mmap.mmap | None = None
+    def __init__(self, blob: Blob) -> None:
+        self.name = blob.name
+        self.entries = _read_header(blob)
+        self._blob = blob
 
     def view(self, key: str, *, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor at ``key`` as a view (never write to it). Raises RunFormatError."""
@@ -68,29 +70,24 @@ class Shard:
         if entry.num_bytes != wanted:
             raise RunFormatError(
                 f"tensor {key} holds {entry.num_bytes} bytes, its record needs {wanted}",
-                where=str(self.path),
+                where=self.name,
             )
         if wanted == 0:
             return torch.empty(shape, dtype=dtype)
-        if self._map is None:
-            try:
-                with open(self.path, "rb") as file:
-                    # Private copy-on-write: torch wants a writable buffer, the file stays as it is.
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:  # removed or emptied since it was opened
-                raise RunFormatError(
-                    f"shard cannot be read: {error}", where=str(self.path)
-                ) from error
-        if entry.begin + wanted > len(self._map):
-            raise RunFormatError("shard was cut off while it was read", where=str(self.path))
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=wanted, offset=entry.begin)
-        if entry.begin % dtype.itemsize:
-            raw = raw.clone()  # an unaligned writer: view() below needs alignment
+        try:
+            buffer = self._blob.view(entry.begin, wanted)
+        except OSError as error:  # removed or emptied since it was opened
+            raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
+        if len(buffer) < wanted:
+            raise RunFormatError("shard was cut off while it was read", where=self.name)
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
         return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
 
     def close(self) -> None:
         """Drop the map; views that are still alive keep it open."""
-        self._map = None
+        self._blob.close()
 
 
 def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -127,8 +124,8 @@ _CODES = {
 """dtypes that every safetensors release in use knows by these names."""
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
-    where = str(path)
+def _read_header(blob: Blob) -> dict[str, Entry]:
+    where, size = blob.name, blob.size
 
     def damaged(what: str) -> RunFormatError:
         return RunFormatError(
@@ -138,19 +135,20 @@ def _read_header(path: Path) -> dict[str, Entry]:
         )
 
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise damaged(f"{size} bytes, too short for a header")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(size - 8, _MAX_HEADER_BYTES):
-                raise damaged(f"header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
+        head = blob.read(0, HEADER_BYTES)
+        if len(head) < 8:
+            raise damaged(f"{len(head)} bytes, too short for a header")
+        (length,) = struct.unpack_from("<Q", head)
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            raise damaged(f"header of {length} bytes in a file of {size}")
+        text = head[8 : 8 + length]
+        if len(text) < length:
+            text += blob.read(len(head), 8 + length - len(head))
+        header = json.loads(text)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise damaged(f"header is not JSON ({error})") from error
     except OSError as error:
-        raise damaged(f"cannot be read ({error.strerror})") from error
+        raise damaged(f"cannot be read ({error.strerror or error})") from error
     if not isinstance(header, dict):
         raise damaged("header is not a JSON object")
     header.pop("__metadata__", None)

@@ -1,0 +1,114 @@
+"""Bytes of a file of a run: of a local file, of a member of an archive, or of a remote object.
+
+A blob is a stretch of one file. Local ones are views of a private memory map (also inside a tar,
+or a zip whose members are stored), so a comparison streams through dumps larger than memory
+without a copy; remote ones are ranges that were fetched.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+__all__ = ["Blob", "LocalBlob", "reader"]
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+
+class Blob(Protocol):
+    """``size`` bytes under a printable ``name``. Methods raise OSError."""
+
+    name: str
+    size: int
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        """A copy of a stretch; shorter at the end."""
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        """A stretch as a writable buffer that must not be written to; shorter where it was cut."""
+
+    def part(self, begin: int, num_bytes: int, name: str) -> Blob:
+        """A stretch as a blob of its own."""
+
+    def close(self) -> None:
+        """Let go of maps; views that are still alive keep theirs."""
+
+
+class LocalBlob:
+    """A stretch of a local file. ``offset``: where in the file it begins."""
+
+    def __init__(
+        self, path: Path, *, offset: int = 0, size: int | None = None, name: str | None = None,
+        mapped: Callable[[], mmap.mmap] | None = None,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.offset = offset
+        self.size = os.stat(path).st_size if size is None else size
+        self.name = str(path) if name is None else name
+        self._map: mmap.mmap | None = None
+        self._mapped = mapped or self._open_map
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset + begin)
+            return file.read(max(0, min(num_bytes, self.size - begin)))
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        first = self.offset + begin
+        return memoryview(self._mapped())[first : first + min(num_bytes, self.size - begin)]
+
+    def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
+        # one map for all members of an archive
+        return LocalBlob(
+            self.path, offset=self.offset + begin, size=num_bytes, name=name, mapped=self._mapped
+        )
+
+    def close(self) -> None:
+        self._map = None
+
+    def _open_map(self) -> mmap.mmap:
+        if self._map is None:
+            with open(self.path, "rb") as file:
+                # Private copy-on-write: torch wants a writable buffer, the file stays as it is.
+                try:
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                except ValueError as error:  # emptied since it was looked at
+                    raise OSError(str(error)) from error
+        return self._map
+
+
+class _Reading(io.RawIOBase):
+    """A blob as a file."""
+
+    def __init__(self, blob: Blob) -> None:
+        self._blob = blob
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._blob.size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        data = self._blob.read(self._at, min(len(buffer), max(0, self._blob.size - self._at)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def reader(blob: Blob, *, ahead_bytes: int = 1 << 16) -> BinaryIO:
+    """The blob as a file that reads ``ahead_bytes`` at a time."""
+    return io.BufferedReader(_Reading(blob), ahead_bytes)

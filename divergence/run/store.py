@@ -1,0 +1,257 @@
+"""Where a run's files are read from: a directory, an archive, or either of them far away.
+
+Two questions, answered apart: where bytes come from (blob.py: a local file, a remote object), and
+how a run's names map to them (here: a directory's entries, an archive's members, a store's
+objects). The reader sees names and blobs only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, Protocol
+
+from divergence.errors import RunFormatError
+from divergence.run.archive import Member, archive_kind_of, members_of
+from divergence.run.blob import Blob, LocalBlob, reader
+from divergence.run.layout import MANIFEST, RECORDS, SHARD_PATTERN, checked_file
+from divergence.run.place import Place, Url, archive_kind
+from divergence.run.ranges import SPAN_BYTES, Ranges
+from divergence.run.remote import Object, Remote
+from divergence.run.shard import HEADER_BYTES
+
+__all__ = ["Store", "open_store"]
+
+
+class Store(Protocol):
+    """The files of one run. Methods raise RunFormatError, or OSError of this machine's files.
+
+    ``far``: bytes cost time and money to bring here, so only those are read that must be.
+    """
+
+    place: Place
+    far: bool
+
+    def has(self, name: str) -> bool:
+        """Is there anything under this name?"""
+
+    def where(self, name: str) -> str:
+        """What to call a file of the run in messages."""
+
+    def blob(self, name: str) -> Blob:
+        """A file's bytes; RunFormatError where it is missing, a link, or no regular file."""
+
+    def open(self, name: str) -> BinaryIO:
+        """A file from end to end."""
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        """(name, begin, end) of what will be read, in about this order."""
+
+    def close(self) -> None:
+        """Let go of maps and connections."""
+
+
+class _Directory:
+    """A directory of this machine."""
+
+    far = False
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.place / name)
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        return LocalBlob(checked_file(self.place, name))
+
+    def open(self, name: str) -> BinaryIO:
+        return open(checked_file(self.place, name), "rb")
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Archive:
+    """One file that holds the run's files."""
+
+    def __init__(self, place: Place, archive: Blob, kind: str, ranges: Ranges | None) -> None:
+        self.place = place
+        self.far = ranges is not None
+        self._archive, self._ranges = archive, ranges
+        self._members: dict[str, Member] = members_of(archive, kind)
+
+    def has(self, name: str) -> bool:
+        return name in self._members
+
+    def where(self, name: str) -> str:
+        return f"{self.place}: {name}"
+
+    def blob(self, name: str) -> Blob:
+        return self._member(name).part(self._archive, name)
+
+    def open(self, name: str) -> BinaryIO:
+        return self._member(name).open(self._archive, name)
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        if self._ranges is None:
+            return
+        wanted = []
+        for name, begin, end in stretches:
+            member = self._members.get(name)
+            if member is not None:  # of a zip member the header lies before, some 100 bytes
+                first = member.begin + begin
+                wanted.append(("", first, min(member.begin + end + 1024, self._archive.size)))
+        self._ranges.expect(wanted)
+
+    def close(self) -> None:
+        self._archive.close()
+        if self._ranges is not None:
+            self._ranges.close()
+
+    def _member(self, name: str) -> Member:
+        if name not in self._members:
+            raise RunFormatError(
+                f"{name} is missing", where=str(self.place),
+                hint="pack the whole run; a run is not complete without it",
+            )  # fmt: skip
+        return self._members[name]
+
+
+class _Objects:
+    """Objects below a URL."""
+
+    far = True
+
+    def __init__(self, place: Url, remote: Remote, objects: dict[str, Object]) -> None:
+        self.place = place
+        self._objects = objects
+        self._ranges = Ranges(remote.fetch)
+
+    def has(self, name: str) -> bool:
+        return name in self._objects
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        found = self._objects.get(name)
+        if found is None:
+            raise RunFormatError(
+                f"{name} is missing", where=str(self.place),
+                hint="copy the whole run; a run is not complete without it",
+            )  # fmt: skip
+        return _RemoteBlob(self._ranges, name, size=found.size, shown=self.where(name))
+
+    def open(self, name: str) -> BinaryIO:
+        return reader(self.blob(name), ahead_bytes=SPAN_BYTES)
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        self._ranges.expect(
+            (name, begin, min(end, self._objects[name].size))
+            for name, begin, end in stretches
+            if name in self._objects
+        )
+
+    def close(self) -> None:
+        self._ranges.close()
+
+
+class _RemoteBlob:
+    """A stretch of a remote object."""
+
+    def __init__(self, ranges: Ranges, key: str, *, size: int, shown: str, offset: int = 0) -> None:
+        self.name, self.size = shown, size
+        self._ranges, self._key, self._offset = ranges, key, offset
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        return bytes(self.view(begin, num_bytes))
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        end = min(begin + num_bytes, self.size)
+        return self._ranges.get(self._key, self._offset + begin, self._offset + end)
+
+    def part(self, begin: int, num_bytes: int, name: str) -> _RemoteBlob:
+        return _RemoteBlob(
+            self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def open_store(place: Place) -> Store:
+    """The store of the run at ``place``. RunFormatError where there is none."""
+    store = _open_url(place) if isinstance(place, Url) else _open_path(place)
+    if not store.has(MANIFEST):
+        store.close()
+        raise RunFormatError(
+            f"{place} is not a run: it has no {MANIFEST}",
+            hint="give what `divergence capture MODEL -o RUN` wrote: a directory, or a .tar or "
+            ".zip of one, or its URL",
+        )
+    return store
+
+
+def _open_path(place: Place) -> Store:
+    if place.is_dir():
+        return _Directory(place)
+    if not place.is_file():
+        kind = "is neither a directory nor a file" if place.exists() else "does not exist"
+        raise RunFormatError(
+            f"{place} {kind}",
+            hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
+        )
+    archive = LocalBlob(place)
+    kind = archive_kind_of(archive)
+    if kind is None:
+        raise RunFormatError(
+            f"{place} is not a directory, and no tar or zip archive either",
+            hint="a run is what `divergence capture MODEL -o RUN` wrote",
+        )
+    return _Archive(place, archive, kind, None)
+
+
+def _open_url(place: Url) -> Store:
+    remote = Remote(place, refused=RunFormatError)
+    if archive_kind(place) is None:
+        objects = remote.objects()
+        if not objects:
+            raise RunFormatError(
+                f"there is nothing at {place}",
+                hint="is the bucket's name right, and the path in it?",
+            )
+        if "" not in objects:
+            store = _Objects(place, remote, objects)
+            store.expect(_needed_to_open(objects))
+            return store
+        found = objects[""]
+    else:
+        found = remote.look()
+        if found is None:
+            raise RunFormatError(f"there is nothing at {place}", hint="is the URL right?")
+    if not found.size:
+        raise RunFormatError(f"{place} is empty", hint="copy it again")
+    ranges = Ranges(remote.fetch)
+    archive = _RemoteBlob(ranges, "", size=found.size, shown=str(place))
+    kind = archive_kind_of(archive)
+    if kind is None:
+        raise RunFormatError(f"{place} is neither a tar nor a zip archive")
+    return _Archive(place, archive, kind, ranges)
+
+
+def _needed_to_open(objects: dict[str, Object]) -> Iterator[tuple[str, int, int]]:
+    for name in (MANIFEST, RECORDS):
+        size = objects[name].size if name in objects else 0
+        for begin in range(0, size, SPAN_BYTES):
+            yield name, begin, min(begin + SPAN_BYTES, size)
+    for name in sorted(objects):
+        if re.match(SHARD_PATTERN, name):
+            yield name, 0, HEADER_BYTES

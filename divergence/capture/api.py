@@ -19,6 +19,7 @@ from divergence.capture.suites import capture_suite, opened, reference_suite, wa
 from divergence.capture.target import check_output
 from divergence.errors import ModelError, UsageError
 from divergence.run.layout import expanded
+from divergence.run.location import location_of
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _execute(
     compute_dtype: torch.dtype | None = None,
 ) -> Run:
     """Load the model and run what was asked for."""
-    out = expanded(out)
+    out = location_of(out)
     check_output(out, force=force, like=request.like)
     tell: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.capture.target import check_output
 from divergence.errors import UsageError
-from divergence.run.layout import expanded
+from divergence.run.location import location_of
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def capture_suite(
     from divergence.ops.suite import capturing
 
     _refuse(options)
-    check_output(expanded(out), force=options["force"], like=like)
+    check_output(location_of(out), force=options["force"], like=like)
     kept = {name: value for name, value in options.items() if name not in _MEANT_FOR_MODELS}
     suite = None if model is None else str(model).removeprefix(SOURCE)
     return capturing.capture_suite(suite, like=like, impl=impl, out=out, **kept)
@@ -78,7 +78,7 @@ def reference_suite(run: Run, *, out: str | Path, device: str, **options: Any) -
         raise UsageError(
             f"--device {device}: a suite's truth is computed on the CPU", hint="leave it out"
         )
-    check_output(expanded(out), force=options["force"], like=run)
+    check_output(location_of(out), force=options["force"], like=run)
     kept = {name: value for name, value in options.items() if name not in _MEANT_FOR_MODELS}
     return capturing.reference_suite(run, out=out, **kept)
 

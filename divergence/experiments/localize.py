@@ -29,7 +29,7 @@ from divergence.experiments.machine import Maker
 from divergence.experiments.replaced import replaced_sites
 from divergence.ops.replay import replay
 from divergence.ops.repro import repro
-from divergence.run.layout import expanded
+from divergence.run.location import folder_of
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
@@ -73,7 +73,7 @@ def localize(
     """
     a, b = (run if isinstance(run, Run) else Run.open(run) for run in (reference, candidate))
     tell: Progress = progress or (lambda event, done, total, detail: None)
-    folder = expanded(out)
+    folder = folder_of(out)
     maker = Maker(
         a, b, folder, model=None if model is None else str(model), device=device, here=here,
         force=force, trust_remote_code=trust_remote_code,

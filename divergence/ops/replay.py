@@ -35,7 +35,7 @@ from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, r
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
 from divergence.probe.quick import quick_facts
-from divergence.run.layout import expanded
+from divergence.run.location import location_of
 from divergence.run.manifest import Manifest, Plan
 from divergence.run.reader import Run
 from divergence.run.writer import Item, RunWriter
@@ -80,7 +80,7 @@ def replay(
     pass_ = replayable_pass(source, replayed_pass)
     calls = recorded_calls(source, pass_, sites)
     device = resolve_device("cpu" if reference and device == "auto" else device)
-    out = expanded(out)
+    out = location_of(out)
     check_output(out, force=force, like=source)
     weights = None
     if model is not None:

@@ -28,7 +28,7 @@ from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.refusal import Refusal
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
 from divergence.run.fingerprint import digest_tensor
-from divergence.run.layout import expanded
+from divergence.run.location import folder_of
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import is_operator_site, module_of, natural_key, near_names
@@ -92,7 +92,7 @@ def repro(
     calls = _calls_at(source, pass_, site, sample=sample, step=step)
     if right is not None:
         _check_truth(right, source, pass_)
-    out = expanded(out)
+    out = folder_of(out)
     _check_folder(out, force=force)
     one = calls[0] if other is None else _worst(source, other, calls)
     weights = None

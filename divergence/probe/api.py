@@ -20,7 +20,7 @@ from divergence.probe.notebook import Notebook
 from divergence.probe.order import Finding
 from divergence.probe.orders import FULL, QUICK, operators, probe_orders
 from divergence.probe.quick import DTYPES, QUICK_TERMS, scalar_probes
-from divergence.run.layout import expanded
+from divergence.run.location import location_of
 from divergence.run.manifest import (
     Manifest,
     ModelIdentity,
@@ -70,7 +70,7 @@ def probe(
                 f"{length} is no length that can be probed",
                 hint=f"a power of two from {MIN_TERMS} to {MAX_TERMS}",
             )
-    out = expanded(out)
+    out = location_of(out)
     check_output(out, force=force, like=None)
     if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
         raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")

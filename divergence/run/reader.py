@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
@@ -29,8 +29,9 @@ from divergence.run.layout import (
     SHARD_DTYPES,
     checked_shard_name,
 )
+from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import SCHEMA_VERSION, Manifest
-from divergence.run.place import Place, Url, place_of
+from divergence.run.ranges import SPAN_BYTES
 from divergence.run.record import Coordinates, Record
 from divergence.run.shard import Shard
 from divergence.run.site import natural_key, near_names
@@ -56,7 +57,7 @@ class Run:
     """
 
     def __init__(
-        self, path: Place, manifest: Manifest, records: list[Record], *,
+        self, path: Location, manifest: Manifest, records: list[Record], *,
         torn_tail: bool = False, store: Store | None = None,
     ) -> None:  # fmt: skip
         self.path = path
@@ -80,7 +81,7 @@ class Run:
         place, no manifest, a newer schema, an unknown key, a broken line, a
         truncated or missing shard, a path or link that leaves the directory.
         """
-        place = place_of(path)
+        place = location_of(path)
         with contextlib.ExitStack() as stack:
             try:
                 store = open_store(place)
@@ -112,6 +113,24 @@ class Run:
                 if record.place is not None
                 and (entry := self._shard(record).entries.get(record.place.key)) is not None
             )
+
+    def files(self) -> dict[str, int]:
+        """The files that make the run, with their sizes: manifest, lines, the shards in use."""
+        shards = {record.place.shard for record in self.records if record.place is not None}
+        names = [MANIFEST, *([RECORDS] if self._store.has(RECORDS) else []), *sorted(shards)]
+        return {name: self._store.size(name) for name in names}
+
+    def open_files(self) -> Iterator[tuple[str, int, BinaryIO]]:
+        """(name, bytes, open file) of each of ``files``, one after the other."""
+        sizes = self.files()
+        self._store.expect(
+            (name, begin, min(begin + SPAN_BYTES, size))
+            for name, size in sizes.items()
+            for begin in range(0, size, SPAN_BYTES)
+        )
+        for name, size in sizes.items():
+            with self._store.open(name) as file:
+                yield name, size, file
 
     def close(self) -> None:
         """Release memory maps and connections."""

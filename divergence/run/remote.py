@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from divergence.errors import DivergenceError, RunError, UsageError
-from divergence.run.place import Url
+from divergence.run.location import Url
 
 __all__ = ["Object", "Remote"]
 
@@ -31,6 +31,8 @@ PACKAGES = {
     "hf": "huggingface_hub", "sftp": "paramiko", "ssh": "paramiko",
 }  # fmt: skip
 """Scheme → package that fsspec needs for it."""
+
+_WITH_BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 _T = TypeVar("_T")
 
@@ -72,6 +74,18 @@ class Remote:
             if entry.get("type") != "directory" and (path == root or path.startswith(root + "/")):
                 named[path[len(root) + 1 :]] = _object(entry)
         return named
+
+    def check_bucket(self) -> None:
+        """Refuse where the bucket does not exist, for stores that have buckets."""
+        bucket = self._root.strip("/").partition("/")[0]
+        if self.url.scheme in _WITH_BUCKETS:
+            try:
+                self._try(lambda: self._fs.info(bucket), "looking at the bucket")
+            except FileNotFoundError as error:
+                raise self._refused(
+                    f"there is no bucket {bucket!r}", where=str(self.url),
+                    hint="is its name right? divergence makes none",
+                ) from error  # fmt: skip
 
     def look(self, name: str = "") -> Object | None:
         """What is at ``name`` now; None where nothing is."""

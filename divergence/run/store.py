@@ -16,7 +16,7 @@ from divergence.errors import RunFormatError
 from divergence.run.archive import Member, archive_kind_of, members_of
 from divergence.run.blob import Blob, LocalBlob, reader
 from divergence.run.layout import MANIFEST, RECORDS, SHARD_PATTERN, checked_file
-from divergence.run.place import Place, Url, archive_kind
+from divergence.run.location import Location, Url, archive_kind
 from divergence.run.ranges import SPAN_BYTES, Ranges
 from divergence.run.remote import Object, Remote
 from divergence.run.shard import HEADER_BYTES
@@ -30,7 +30,7 @@ class Store(Protocol):
     ``far``: bytes cost time and money to bring here, so only those are read that must be.
     """
 
-    place: Place
+    place: Location
     far: bool
 
     def has(self, name: str) -> bool:
@@ -45,6 +45,9 @@ class Store(Protocol):
     def open(self, name: str) -> BinaryIO:
         """A file from end to end."""
 
+    def size(self, name: str) -> int:
+        """Bytes of what ``open`` gives."""
+
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         """(name, begin, end) of what will be read, in about this order."""
 
@@ -57,7 +60,7 @@ class _Directory:
 
     far = False
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Location) -> None:
         self.place = place
 
     def has(self, name: str) -> bool:
@@ -72,6 +75,9 @@ class _Directory:
     def open(self, name: str) -> BinaryIO:
         return open(checked_file(self.place, name), "rb")
 
+    def size(self, name: str) -> int:
+        return os.stat(checked_file(self.place, name)).st_size
+
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         pass
 
@@ -82,7 +88,7 @@ class _Directory:
 class _Archive:
     """One file that holds the run's files."""
 
-    def __init__(self, place: Place, archive: Blob, kind: str, ranges: Ranges | None) -> None:
+    def __init__(self, place: Location, archive: Blob, kind: str, ranges: Ranges | None) -> None:
         self.place = place
         self.far = ranges is not None
         self._archive, self._ranges = archive, ranges
@@ -99,6 +105,9 @@ class _Archive:
 
     def open(self, name: str) -> BinaryIO:
         return self._member(name).open(self._archive, name)
+
+    def size(self, name: str) -> int:
+        return self._member(name).size
 
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         if self._ranges is None:
@@ -153,6 +162,9 @@ class _Objects:
     def open(self, name: str) -> BinaryIO:
         return reader(self.blob(name), ahead_bytes=SPAN_BYTES)
 
+    def size(self, name: str) -> int:
+        return self.blob(name).size
+
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         self._ranges.expect(
             (name, begin, min(end, self._objects[name].size))
@@ -187,7 +199,7 @@ class _RemoteBlob:
         pass
 
 
-def open_store(place: Place) -> Store:
+def open_store(place: Location) -> Store:
     """The store of the run at ``place``. RunFormatError where there is none."""
     store = _open_url(place) if isinstance(place, Url) else _open_path(place)
     if not store.has(MANIFEST):
@@ -200,7 +212,7 @@ def open_store(place: Place) -> Store:
     return store
 
 
-def _open_path(place: Place) -> Store:
+def _open_path(place: Location) -> Store:
     if place.is_dir():
         return _Directory(place)
     if not place.is_file():

@@ -1,26 +1,24 @@
-"""Where a run is written: what is refused, what may be replaced, and what is done with files.
+"""Where a run is written, and what is done with its files there.
 
 The writer makes shards, lines and manifests; a target puts them where they belong, so that the
-writer is the same for every kind of place. What may stand at a place is asked twice with the same
-answer: before the model is loaded, so that a refusal costs nothing, and when the writer begins.
+writer is the same for a directory, an archive and an object store. What may stand at a place is
+asked twice with the same answer: before the model is loaded, so that a refusal costs nothing, and
+when the writer begins.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from divergence.errors import RunExistsError
-from divergence.run.layout import MANIFEST, RECORDS, RUN_NAMES, TENSORS
-from divergence.run.shard import write_shard
+from divergence.run.archive_target import ArchiveTarget, check_archive, partial_of
+from divergence.run.directory_target import DirectoryTarget, check_directory
+from divergence.run.location import Location, Url, archive_kind
+from divergence.run.remote_target import RemoteTarget, check_remote
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DirectoryTarget", "Target", "check_target", "open_target", "prepare_target"]
+__all__ = ["Target", "check_target", "open_target"]
 
 
 class Target(Protocol):
@@ -39,92 +37,32 @@ class Target(Protocol):
     def replace_manifest(self, text: bytes) -> None:
         """Store manifest.json: a reader meets the old or the new one, never a part."""
 
-    def flush(self) -> str | os.PathLike[str]:
+    def flush(self) -> Location:
         """Wait until all of the above can be read; returns where (what Run.open takes)."""
 
     def close(self) -> None:
         """Let go of what is open, after the last manifest. An archive is packed here."""
 
 
-class DirectoryTarget:
-    """A directory of this machine: a shard is written beside its place and renamed."""
-
-    def __init__(self, path: Path, *, force: bool) -> None:
-        self.path = path
-        prepare_target(path, force=force)
-        self._records = open(path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
-
-    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        final = self.path / name
-        with _beside(final.with_suffix(".tmp"), final) as temporary:
-            write_shard(temporary, tensors)
-
-    def append_records(self, lines: bytes) -> None:
-        before = os.fstat(self._records.fileno()).st_size
-        try:
-            while lines:  # unbuffered, so that nothing half-written waits for a later retry
-                lines = lines[self._records.write(lines) :]
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._records.truncate(before)
-            raise
-
-    def replace_manifest(self, text: bytes) -> None:
-        with _beside(self.path / (MANIFEST + ".tmp"), self.path / MANIFEST) as temporary:
-            temporary.write_bytes(text)
-
-    def flush(self) -> Path:
-        return self.path
-
-    def close(self) -> None:
-        self._records.close()
+def open_target(place: Location, *, force: bool) -> Target:
+    """The target for ``place``, checked, emptied and ready to write. Raises as check_target."""
+    if archive_kind(place) is not None:
+        check_target(place, force=force)
+        return ArchiveTarget(place, force=force)
+    if isinstance(place, Url):
+        return RemoteTarget(place, force=force)
+    return DirectoryTarget(place, force=force)
 
 
-def open_target(path: Path, *, force: bool) -> Target:
-    """The target for ``path``, checked, emptied and ready to write. Raises as check_target."""
-    return DirectoryTarget(path, force=force)
+def check_target(place: Location, *, force: bool) -> None:
+    """Raise RunExistsError unless ``place`` is free, empty, or (with ``force``) a run.
 
-
-def check_target(path: Path, *, force: bool) -> None:
-    """Raise RunExistsError unless ``path`` is free, empty, or (with ``force``) a run.
-
-    Raises OSError where it cannot be looked at.
+    Raises OSError, or RunWriteError, where it cannot be looked at.
     """
-    if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise RunExistsError(f"{path} exists and is not a directory")
-    names = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    if not names:
-        return
-    if not force:
-        raise RunExistsError(
-            f"{path} exists already",
-            hint="choose another directory with -o, or pass --force to replace it",
-        )
-    if MANIFEST not in names or not names <= RUN_NAMES:
-        # manifest.json alone proves little: other programs have files of that name
-        other = sorted(names - RUN_NAMES)
-        what = f"holds {other[0]}" if other else "is not a run"
-        raise RunExistsError(
-            f"{path} {what}, so --force does not remove it",
-            hint="choose another directory with -o, or remove it yourself",
-        )
-
-
-def prepare_target(path: Path, *, force: bool) -> None:
-    """Check, remove the run that is to be replaced, make the directories. May raise OSError."""
-    check_target(path, force=force)
-    if path.exists():
-        shutil.rmtree(path)
-    (path / TENSORS).mkdir(parents=True)
-
-
-@contextlib.contextmanager
-def _beside(temporary: Path, final: Path):
-    """``temporary`` to write to; renamed to ``final`` where that went well, else removed."""
-    try:
-        yield temporary
-        os.replace(temporary, final)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    if archive_kind(place) is not None:
+        check_archive(place, force=force)
+        check_directory(partial_of(place), force=force)
+    elif isinstance(place, Url):
+        check_remote(place, force=force)
+    else:
+        check_directory(place, force=force)

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +25,8 @@ from divergence.numerics.summaries import summarize_many
 from divergence.run.call import Call
 from divergence.run.fingerprint import digest_tensor, plain_tensor
 from divergence.run.item import Item
-from divergence.run.layout import expanded, shard_name
+from divergence.run.layout import shard_name
+from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.record import PassName, Place, Record, Summary
 from divergence.run.target import open_target
@@ -66,9 +66,14 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, *, force: bool = False, rank: int = 0
+        self,
+        path: str | os.PathLike[str] | Url,
+        manifest: Manifest,
+        *,
+        force: bool = False,
+        rank: int = 0,
     ) -> None:
-        self.path = expanded(path)  # as the reader does
+        self.path = location_of(path)  # as the reader does
         self.manifest = manifest
         self._rank = rank
         self._shard = 0
@@ -90,7 +95,11 @@ class RunWriter:
             self._target = open_target(self.path, force=force)
         except OSError as error:
             raise _refused(error, self.path) from error
-        self.update_manifest()
+        try:
+            self.update_manifest()
+        except BaseException:
+            self._target.close()
+            raise
         self._thread = threading.Thread(target=self._work, name="divergence-writer", daemon=True)
         self._thread.start()
 
@@ -150,7 +159,7 @@ class RunWriter:
         self._wait_until(lambda: self._done_count >= self._put_count)
         self._raise_failure()
 
-    def flush(self) -> str | os.PathLike[str]:
+    def flush(self) -> Location:
         """Wait until everything put so far can be read; returns where, for ``Run.open``."""
         self.drain()
         self._flush_asked = True
@@ -326,7 +335,7 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _refused(error: OSError, path: Path) -> RunWriteError:
+def _refused(error: OSError, path: Location) -> RunWriteError:
     return RunWriteError(
         f"writing failed: {error.strerror or error}",
         where=str(path),

@@ -27,7 +27,6 @@ from divergence.ops.suite.judging import truth_of
 from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
 from divergence.probe.quick import quick_facts
 from divergence.run.fingerprint import digest_many, digest_tensor
-from divergence.run.layout import expanded
 from divergence.run.manifest import (
     Manifest,
     ModelIdentity,
@@ -106,7 +105,7 @@ def capture_suite(
         if probe:
             _tell(progress, "probe", 0, None, "")
             manifest.arithmetic = quick_facts(device)
-        with RunWriter(expanded(out), manifest, force=force) as writer:
+        with RunWriter(out, manifest, force=force) as writer:
             runner = _Runner(writer, chosen, device, repeat, progress)
             runner.run(works)
             manifest.settings.nondeterministic_warnings = determinism.warnings
@@ -133,7 +132,7 @@ def reference_suite(
     manifest.settings.compute_dtype = "float64"
     manifest.plan.skipped_operators = skipped
     manifest.model.digest = run.manifest.model.digest
-    with RunWriter(expanded(out), manifest, force=force) as writer:
+    with RunWriter(out, manifest, force=force) as writer:
         cases = CaseWriter(writer, "replayed")
         for number, work in enumerate(works):
             _tell(progress, "truth", number, len(works), work.path)

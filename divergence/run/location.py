@@ -16,7 +16,15 @@ from urllib.parse import unquote
 from divergence.errors import UsageError
 from divergence.run.layout import expanded
 
-__all__ = ["ARCHIVES", "Place", "Url", "archive_kind", "place_of", "same_place"]
+__all__ = [
+    "ARCHIVES",
+    "Location",
+    "Url",
+    "archive_kind",
+    "folder_of",
+    "location_of",
+    "same_location",
+]
 
 ARCHIVES = (".tar", ".zip")
 """What a name ends in that is written as one file."""
@@ -46,10 +54,10 @@ class Url:
         return self.text.partition("://")[2].rpartition("/")[2]
 
 
-Place = Path | Url
+Location = Path | Url
 
 
-def place_of(given: str | os.PathLike[str] | Url) -> Place:
+def location_of(given: str | os.PathLike[str] | Url) -> Location:
     """The place that ``given`` names. UsageError for a URL that cannot be one."""
     if isinstance(given, Url):
         return given
@@ -78,7 +86,18 @@ def place_of(given: str | os.PathLike[str] | Url) -> Place:
     return Url(f"{scheme}://{rest.rstrip('/')}")
 
 
-def archive_kind(place: Place) -> str | None:
+def folder_of(given: str | os.PathLike[str]) -> Path:
+    """The directory of this machine that ``given`` names. UsageError for a URL."""
+    place = location_of(given)
+    if isinstance(place, Url):
+        raise UsageError(
+            f"{place} is a URL, and what is written here are plain files",
+            hint="give a directory of this machine",
+        )
+    return place
+
+
+def archive_kind(place: Location) -> str | None:
     """``tar`` or ``zip`` where a run written to ``place`` becomes one file, else None.
 
     UsageError for a compressed one: its bytes could not be read in place.
@@ -92,7 +111,7 @@ def archive_kind(place: Place) -> str | None:
     return suffix[1:] if suffix in ARCHIVES else None
 
 
-def same_place(one: Place, two: Place) -> bool:
+def same_location(one: Location, two: Location) -> bool:
     """Do both names mean the same file, directory or object?"""
     if isinstance(one, Url) or isinstance(two, Url):
         return one == two

@@ -1,0 +1,97 @@
+"""A run written to a directory of this machine: what is refused, what may be replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from divergence.errors import RunExistsError
+from divergence.run.layout import MANIFEST, RECORDS, RUN_NAMES, TENSORS
+from divergence.run.shard import write_shard
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DirectoryTarget", "check_directory", "prepare_directory"]
+
+
+class DirectoryTarget:
+    """A directory of this machine: a shard is written beside its place and renamed."""
+
+    def __init__(self, path: Path, *, force: bool) -> None:
+        self.path = path
+        prepare_directory(path, force=force)
+        self._records = open(path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
+
+    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        final = self.path / name
+        with _beside(final.with_suffix(".tmp"), final) as temporary:
+            write_shard(temporary, tensors)
+
+    def append_records(self, lines: bytes) -> None:
+        before = os.fstat(self._records.fileno()).st_size
+        try:
+            while lines:  # unbuffered, so that nothing half-written waits for a later retry
+                lines = lines[self._records.write(lines) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._records.truncate(before)
+            raise
+
+    def replace_manifest(self, text: bytes) -> None:
+        with _beside(self.path / (MANIFEST + ".tmp"), self.path / MANIFEST) as temporary:
+            temporary.write_bytes(text)
+
+    def flush(self) -> Path:
+        return self.path
+
+    def close(self) -> None:
+        self._records.close()
+
+
+def check_directory(path: Path, *, force: bool) -> None:
+    """Raise RunExistsError unless ``path`` is free, empty, or (with ``force``) a run.
+
+    Raises OSError where it cannot be looked at.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise RunExistsError(f"{path} exists and is not a directory")
+    names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    if not names:
+        return
+    if not force:
+        raise RunExistsError(
+            f"{path} exists already",
+            hint="choose another directory with -o, or pass --force to replace it",
+        )
+    if MANIFEST not in names or not names <= RUN_NAMES:
+        # manifest.json alone proves little: other programs have files of that name
+        other = sorted(names - RUN_NAMES)
+        what = f"holds {other[0]}" if other else "is not a run"
+        raise RunExistsError(
+            f"{path} {what}, so --force does not remove it",
+            hint="choose another directory with -o, or remove it yourself",
+        )
+
+
+def prepare_directory(path: Path, *, force: bool) -> None:
+    """Check, remove the run that is to be replaced, make the directories. May raise OSError."""
+    check_directory(path, force=force)
+    if path.exists():
+        shutil.rmtree(path)
+    (path / TENSORS).mkdir(parents=True)
+
+
+@contextlib.contextmanager
+def _beside(temporary: Path, final: Path):
+    """``temporary`` to write to; renamed to ``final`` where that went well, else removed."""
+    try:
+        yield temporary
+        os.replace(temporary, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

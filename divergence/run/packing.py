@@ -1,0 +1,203 @@
+"""A run as one file, and back.
+
+Packing copies bytes, it changes none: manifest first (so that whoever has the beginning of a file
+knows what it should be), then the lines, then the shards that lines point at, by name. Nothing of
+the machine goes in (no time, owner or mode), so that one run always gives the same archive, bit
+for bit. Nothing is compressed: floating-point noise does not shrink by more than some percent, and
+tensors are read where they lie. In a zip each file begins at a multiple of 64 bytes, by padding
+its extra field (as Android's zipalign does), so that tensors can be used without a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import struct
+import tarfile
+import tempfile
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.run.archive_target import check_archive
+from divergence.run.directory_target import check_directory
+from divergence.run.layout import TENSORS
+from divergence.run.location import (
+    ARCHIVES,
+    Location,
+    Url,
+    archive_kind,
+    location_of,
+    same_location,
+)
+from divergence.run.reader import Run
+
+__all__ = ["pack", "unpack", "write_archive"]
+
+Progress = Callable[[str, int, int | None, str], None]
+
+_COPY_BYTES = 8 << 20
+_ALIGNMENT = 64
+_ALIGNMENT_FIELD = 0xD935  # of an extra field: Android's "alignment", skipped by other readers
+
+
+def pack(
+    run: str | os.PathLike[str] | Url | Run,
+    *,
+    out: str | os.PathLike[str] | Url | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Put a run into one file, ``out``: a .tar or .zip, here or at a URL. Default: RUN.tar.
+
+    The file appears whole or not at all. Raises RunExistsError where ``out`` holds something
+    and ``force`` is not given, and RunWriteError where it cannot be written.
+    """
+    source = run if isinstance(run, Run) else Run.open(run)
+    target = _beside(source.path, ".tar") if out is None else location_of(out)
+    if archive_kind(target) is None:
+        raise UsageError(
+            f"{target} is not the name of an archive", hint="it ends in .tar or .zip; a run is "
+            "copied into a directory by `divergence unpack`",
+        )  # fmt: skip
+    if same_location(source.path, target):
+        raise RunExistsError(f"{target} is the run that is to be packed")
+    with _writing(target):
+        check_archive(target, force=force)
+        write_archive(source, target, progress=progress)
+    return Run.open(target)
+
+
+def unpack(
+    run: str | os.PathLike[str] | Url | Run,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Put a run (an archive, or what is at a URL) into the directory ``out``. Default: its name
+    without .tar or .zip.
+
+    The directory appears whole or not at all: it is filled beside and renamed. Raises as ``pack``.
+    """
+    source = run if isinstance(run, Run) else Run.open(run)
+    target = _beside(source.path, "") if out is None else location_of(out)
+    if isinstance(target, Url) or archive_kind(target) is not None:
+        raise UsageError(
+            f"{target} is not the name of a directory of this machine",
+            hint=f"divergence pack {source.path} -o OUT makes an archive, also at a URL",
+        )
+    if same_location(source.path, target):
+        raise RunExistsError(f"{target} is the run that is to be unpacked", hint="give another -o")
+    with _writing(target):
+        check_directory(target, force=force)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            (beside / TENSORS).mkdir()
+            for name, size, file in _files(source, "unpack", progress):
+                with open(beside / name, "wb") as written:
+                    _copied(file, written, size, f"{source.path}: {name}")
+            beside.chmod(0o777 & ~_umask())  # mkdtemp's are for the owner alone
+            if target.exists():
+                shutil.rmtree(target)
+            os.replace(beside, target)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+    return Run.open(target)
+
+
+def write_archive(run: Run, target: Location, *, progress: Progress | None = None) -> None:
+    """The run as one file, whole or not at all, whatever was there. May raise OSError."""
+    write = _write_tar if archive_kind(target) == "tar" else _write_zip
+    if isinstance(target, Url):
+        from divergence.run.remote import Remote
+
+        remote = Remote(target, refused=RunWriteError)
+        with tempfile.TemporaryDirectory(prefix="divergence-") as folder:
+            made = Path(folder, target.name)
+            write(made, run, progress)
+            remote.put("", made)
+        return
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary, run, progress)
+        os.replace(temporary, target)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _write_tar(path: Path, run: Run, progress: Progress | None) -> None:
+    with tarfile.TarFile(path, "w", format=tarfile.PAX_FORMAT, copybufsize=_COPY_BYTES) as tar:
+        for name, size, file in _files(run, "pack", progress):
+            entry = tarfile.TarInfo(name)  # mtime 0, mode 0644, nobody's
+            entry.size = size
+            tar.addfile(entry, file)
+
+
+def _write_zip(path: Path, run: Run, progress: Progress | None) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as folder:
+        for name, size, file in _files(run, "pack", progress):
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.create_system, entry.external_attr = 3, 0o100644 << 16
+            entry.file_size = size
+            # zipfile decides by the same rule whether the header gets 64-bit sizes (20 bytes)
+            wide = size * 1.05 > zipfile.ZIP64_LIMIT
+            begin = folder.fp.tell() + 30 + len(name) + (20 if wide else 0)
+            padding = -(begin + 6) % _ALIGNMENT
+            entry.extra = struct.pack(f"<HHH{padding}x", _ALIGNMENT_FIELD, 2 + padding, _ALIGNMENT)
+            with folder.open(entry, "w") as written:
+                _copied(file, written, size, f"{run.path}: {name}")
+
+
+def _files(run: Run, event: str, progress: Progress | None) -> Iterator[tuple[str, int, BinaryIO]]:
+    """(name, size, open file) of each file that makes the run, in the order of an archive."""
+    total = sum(run.files().values())
+    done = 0
+    for name, size, file in run.open_files():
+        if progress is not None:
+            progress(event, done >> 20, total >> 20, name)
+        yield name, size, file
+        done += size
+
+
+def _copied(source: BinaryIO, target: BinaryIO, size: int, shown: str) -> None:
+    left = size
+    while left:
+        data = source.read(min(_COPY_BYTES, left))
+        if not data:
+            raise RunWriteError("it became shorter while it was copied", where=shown)
+        target.write(data)
+        left -= len(data)
+
+
+def _beside(source: Location, suffix: str) -> Path:
+    """Where a run goes that no place was named for: beside it, or here where it is far away."""
+    path = Path(source.name) if isinstance(source, Url) else source
+    stem = path.name.removesuffix(path.suffix) if path.suffix in ARCHIVES else path.name
+    if not stem:  # "." or "/"
+        raise UsageError(f"{source} gives no name", hint="give one with -o")
+    return path.with_name(stem + suffix)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def _writing(target: Location) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunWriteError(
+            f"writing failed: {error.strerror or error}", where=str(target),
+            hint="free some space or choose another place with -o; nothing was left there",
+        ) from error  # fmt: skip

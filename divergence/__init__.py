@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from divergence.ops.replay import replay
     from divergence.ops.repro import repro
     from divergence.probe.api import probe
+    from divergence.run.packing import pack, unpack
     from divergence.run.reader import Run
 
 __all__ = [
@@ -43,11 +44,13 @@ __all__ = [
     "check",
     "compare",
     "localize",
+    "pack",
     "probe",
     "reference",
     "replay",
     "repro",
     "sensitivity",
+    "unpack",
 ]
 
 _HOMES = {
@@ -56,10 +59,12 @@ _HOMES = {
     "__version__": "divergence._version",
     "check": "divergence.compare.check",
     "localize": "divergence.experiments.localize",
+    "pack": "divergence.run.packing",
     "reference": "divergence.capture.api",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.repro",
     "sensitivity": "divergence.experiments.sensitivity",
+    "unpack": "divergence.run.packing",
 }
 _VERBS = ("capture", "compare", "probe")
 """Packages that are called like functions: ``divergence.NAME.api.NAME``."""

@@ -59,8 +59,8 @@ def command(
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="RUN", help="Directory to write; needed."),
+        str | None,
+        typer.Option("--out", "-o", metavar="RUN", help="Directory, archive or URL; needed."),
     ] = None,
     task: Annotated[
         TaskName | None,
@@ -262,7 +262,7 @@ def command(
         ),
     ] = None,
     like: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--like",
             metavar="RUN",

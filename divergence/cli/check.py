@@ -29,8 +29,8 @@ Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
 
 
 def command(
-    golden: Annotated[Path, typer.Argument(metavar="GOLDEN", help="The run kept as right.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The run to check.")],
+    golden: Annotated[str, typer.Argument(metavar="GOLDEN", help="The run kept as right.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The run to check.")],
     policy: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +97,7 @@ def command(
         raise typer.Exit(1)
 
 
-def _bless(golden: Path, new: Path, name_map: Path | None, *, json: bool, quiet: bool) -> None:
+def _bless(golden: str, new: str, name_map: Path | None, *, json: bool, quiet: bool) -> None:
     from divergence.compare.golden import bless
     from divergence.report.machine import blessing_json
     from divergence.report.outcome import blessing_lines

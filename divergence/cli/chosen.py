@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from divergence.cli.options import settings
@@ -37,7 +36,7 @@ def only_with_like(options: dict[str, Any]) -> None:
             )
 
 
-def capture_defaults(like: Path | None, model: str | None) -> dict[str, Any]:
+def capture_defaults(like: str | None, model: str | None) -> dict[str, Any]:
     """Settings from the environment and the file; with --like, and for a suite of operators, only
     those of the machine."""
     import msgspec

@@ -60,9 +60,9 @@ EXIT_CODES = {
 
 
 def command(
-    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference run.")],
+    reference: Annotated[str, typer.Argument(metavar="A", help="The reference run.")],
     candidate: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="B",
             help="The candidate run. Left out: A's decode steps against its whole pass.",

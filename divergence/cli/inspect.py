@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,7 +24,7 @@ Examples:
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run to look at.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run to look at.")],
     site: Annotated[
         str | None,
         typer.Option("--site", metavar="SITE", help="The tensors of one site, or of a pattern."),
@@ -63,7 +62,7 @@ def command(
     if json:
         answer = {
             "schema_version": 1,
-            "path": str(run),
+            "path": str(opened.path),
             "manifest": msgspec.to_builtins(opened.manifest),
             "records": msgspec.to_builtins(records),
         }
@@ -76,9 +75,11 @@ def command(
         if site is not None:
             print_lines(site_lines(records))
         elif not quiet:
-            print_lines(run_lines(str(run), opened.manifest, records, audit=audit, verbose=verbose))
+            print_lines(
+                run_lines(str(opened.path), opened.manifest, records, audit=audit, verbose=verbose)
+            )
         else:
-            print_lines(run_lines(str(run), opened.manifest, records)[:1])
+            print_lines(run_lines(str(opened.path), opened.manifest, records)[:1])
         if problems is not None:
             # after the answer, since it is what --verify was asked for
             show(
@@ -89,6 +90,6 @@ def command(
     if problems:
         raise RunFormatError(
             f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in the run",
-            where=str(run),
+            where=str(opened.path),
             hint="copy it again, or capture again",
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,16 +38,16 @@ class Here(enum.StrEnum):
 
 
 def command(
-    reference: Annotated[Path, typer.Argument(metavar="A", help="The reference run.")],
-    candidate: Annotated[Path, typer.Argument(metavar="B", help="The candidate run.")],
+    reference: Annotated[str, typer.Argument(metavar="A", help="The reference run.")],
+    candidate: Annotated[str, typer.Argument(metavar="B", help="The candidate run.")],
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--out", "-o", metavar="DIR", help="Directory for the runs that are made; needed."
         ),
     ] = None,
     truth: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--reference",
             metavar="TRUTH",

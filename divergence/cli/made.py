@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from divergence.cli.options import show
 
-__all__ = ["show_plan", "show_run"]
+__all__ = ["show_copy", "show_plan", "show_run"]
 
 
 def show_plan(plan: Any, *, json: bool) -> None:
@@ -24,17 +23,33 @@ def show_plan(plan: Any, *, json: bool) -> None:
         print_lines(plan_lines(built))
 
 
-def show_run(run: Any, *, like: Path | None, json: bool, quiet: bool) -> None:
+def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
+    from divergence.report.capturing import captured_lines
+    from divergence.report.terminal import print_lines
+
+    if json or quiet:
+        _show_briefly(run, json=json)
+    else:
+        print_lines(captured_lines(str(run.path), run.manifest, run.records, like=like))
+
+
+def show_copy(what: str, run: Any, *, json: bool, quiet: bool) -> None:
+    from divergence.report.capturing import copied_lines
+    from divergence.report.terminal import print_lines
+
+    if json or quiet:
+        _show_briefly(run, json=json)
+    else:
+        print_lines(copied_lines(what, str(run.path), run.manifest, run.records))
+
+
+def _show_briefly(run: Any, *, json: bool) -> None:
     import msgspec
 
-    from divergence.report.capturing import captured_lines
     from divergence.report.machine import strict_json
-    from divergence.report.terminal import print_lines
 
     if json:
         manifest = msgspec.to_builtins(run.manifest)
         show(strict_json({"schema_version": 1, "path": str(run.path), "manifest": manifest}))
-    elif quiet:
-        show(str(run.path))
     else:
-        print_lines(captured_lines(str(run.path), run.manifest, run.records, like=like))
+        show(str(run.path))

@@ -25,11 +25,13 @@ from divergence.cli import (
     env,
     inspect,
     localize,
+    pack,
     probe,
     reference,
     replay,
     repro,
     sensitivity,
+    unpack,
 )
 from divergence.cli.options import ARGUMENTS, VERBOSE
 from divergence.errors import DivergenceError
@@ -160,6 +162,8 @@ for _command in (
     repro,
     probe,
     inspect,
+    pack,
+    unpack,
     env,
     demo,
 ):

@@ -108,7 +108,7 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
 ]
 Truth = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--reference",
         metavar="TRUTH",
@@ -116,7 +116,7 @@ Truth = Annotated[
     ),
 ]
 FloorRuns = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
         "--floor",
         metavar="RUN",

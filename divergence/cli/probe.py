@@ -32,8 +32,8 @@ Each order of additions is proven by replaying it bit by bit, or marked unverifi
 def command(
     ctx: typer.Context,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="RUN", help="Directory to write; needed."),
+        str | None,
+        typer.Option("--out", "-o", metavar="RUN", help="Directory, archive or URL; needed."),
     ] = None,
     device: Device = "auto",
     quick: Annotated[

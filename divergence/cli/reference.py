@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,10 +30,10 @@ are rounded to the run's dtype first. Memory beside the model: about one operato
 
 def command(
     ctx: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run to repeat.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run to repeat.")],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="TRUTH", help="Directory to write; needed."),
+        str | None,
+        typer.Option("--out", "-o", metavar="TRUTH", help="Directory, archive or URL; needed."),
     ] = None,
     model: Model = None,
     sites: Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,10 +40,10 @@ The run holds operators where it was captured with --sites ops@MODULE, and their
 
 def command(
     ctx: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that holds operators.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run that holds operators.")],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="RUN2", help="Directory to write; needed."),
+        str | None,
+        typer.Option("--out", "-o", metavar="RUN2", help="Directory, archive or URL; needed."),
     ] = None,
     site: Annotated[
         list[str] | None,

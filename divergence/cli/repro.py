@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,9 +27,9 @@ safetensors, and report.md: a bug report that is ready to be sent.
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run that holds operators.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run that holds operators.")],
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option("--out", "-o", metavar="DIR", help="Directory to write; needed."),
     ] = None,
     site: Annotated[
@@ -38,7 +37,7 @@ def command(
         typer.Option("--site", metavar="SITE", help="The operator's site; needed."),
     ] = None,
     against: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--against",
             metavar="RUN2",
@@ -46,7 +45,7 @@ def command(
         ),
     ] = None,
     truth: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--reference",
             metavar="TRUTH",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -45,9 +44,9 @@ def _words(text: str) -> list[str]:
 
 
 def command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The reference run.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The reference run.")],
     candidate: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--candidate",
             metavar="B",

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
+from divergence.run.location import Location, Url, folder_of, location_of
+from divergence.run.packing import unpack
 from divergence.run.site import natural_key
 
 __all__ = ["Blessing", "bless"]
@@ -52,12 +54,15 @@ def bless(
     """
     from divergence.run.reader import Run
 
-    source, target = Path(new), Path(os.path.abspath(golden))
+    _refuse_packed(golden, new)
+    source, target = location_of(new), Path(os.path.abspath(folder_of(golden)))
     previous = target.with_name(target.name + ".previous")
     run = Run.open(source)
     _refuse_unfit(run, source)
-    real = source.resolve()
-    if target.resolve() in (real, *real.parents) or real in target.resolve().parents:
+    real = None if isinstance(source, Url) else source.resolve()
+    if real is not None and (
+        target.resolve() in (real, *real.parents) or real in target.resolve().parents
+    ):
         raise UsageError(f"{new} is the golden, or lies in it", hint="bless a run from elsewhere")
     for place in (target, previous):
         if place.exists() and not (place / "manifest.json").is_file():
@@ -81,12 +86,22 @@ def bless(
         new_sites = {record.site for record in run.records}
         said["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
         said["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
-    if _replace(source, target, previous):
+    if _replace(run, target, previous):
         said["previous"] = str(Path(golden).parent / previous.name)
     return Blessing(golden=str(golden), **said)
 
 
-def _refuse_unfit(run: Any, source: Path) -> None:
+def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+    """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
+    place = location_of(golden)
+    if isinstance(place, Url) or place.is_file():
+        raise UsageError(
+            f"{place} is no directory, and only one can be replaced and its old state kept",
+            hint=f"divergence pack {new} -o {place} --force, if it is an archive",
+        )
+
+
+def _refuse_unfit(run: Any, source: Location) -> None:
     """UsageError for a run that must not become a golden."""
     manifest = run.manifest
     problems = []
@@ -103,13 +118,16 @@ def _refuse_unfit(run: Any, source: Path) -> None:
         )
 
 
-def _replace(source: Path, target: Path, previous: Path) -> bool:
-    """Copy ``source`` to ``target`` by way of a temporary neighbour; True if one was kept."""
+def _replace(run: Any, target: Path, previous: Path) -> bool:
+    """Copy ``run`` to ``target`` by way of a temporary neighbour; True if one was kept."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            shutil.copytree(source, beside / "run")
+            if isinstance(run.path, Path) and run.path.is_dir():
+                shutil.copytree(run.path, beside / "run")
+            else:
+                unpack(run, out=beside / "run")
             kept = target.exists()
             if kept:
                 if previous.exists():

@@ -14,7 +14,7 @@ from divergence.report.numbers import count, shape_text, size
 from divergence.run.manifest import Manifest, SampleTokens
 from divergence.run.record import Record
 
-__all__ = ["captured_lines", "plan_lines"]
+__all__ = ["captured_lines", "copied_lines", "plan_lines"]
 
 
 def captured_lines(
@@ -61,6 +61,15 @@ def captured_lines(
         lines.append(line(f"  divergence compare {shlex.quote(os.fspath(like))} {run}"))
     if "whole" in manifest.plan.passes:
         lines.append(line(f"  divergence compare {run}    # its decode steps, against the whole"))
+    return lines
+
+
+def copied_lines(what: str, path: str, manifest: Manifest, records: Sequence[Record]) -> list[Line]:
+    """What `pack` and `unpack` say when they are done."""
+    text = f" {path}: {count(len(records), 'record')}, {stored(manifest)}"
+    lines = [line((what, "bold green"), text)]
+    if not manifest.complete:
+        lines.append(prose("", "the run is INCOMPLETE, as it was", style="yellow"))
     return lines
 
 

@@ -1,0 +1,54 @@
+"""`divergence unpack`: a run as a directory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from divergence.cli.made import show_copy
+from divergence.cli.options import Force, Json, Quiet, Verbose
+from divergence.cli.progress import progress_bars
+
+__all__ = ["EPILOG", "command"]
+
+EPILOG = """
+Examples:
+
+  divergence unpack a.tar
+
+  divergence unpack a.tar -o elsewhere
+
+  divergence unpack s3://bucket/runs/a -o a
+"""
+
+
+def command(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run to unpack: archive, URL or directory.")
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Directory to write. Default: RUN without .tar or .zip.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Put a run into a directory: out of an archive, or from a URL with all its bytes.
+
+    Needed only to read often what is far away: all commands take archives and URLs as they
+    are. The directory appears whole or not at all.
+    """
+    from divergence.run.packing import unpack
+
+    with progress_bars(quiet=quiet or json) as progress:
+        made = unpack(run, out=out, force=force, progress=progress)
+    show_copy("unpacked", made, json=json, quiet=quiet)

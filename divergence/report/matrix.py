@@ -6,6 +6,7 @@ says how many were left out.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 from divergence.compare.matrix_result import Matrix, MatrixRow
@@ -18,6 +19,8 @@ __all__ = ["matrix_headline", "matrix_lines"]
 MAX_ROWS = 40
 NUM_FIRST = 4
 """Agreeing rows of a long list that are shown all the same."""
+MAX_NAMED = 8
+"""Runs of one group that are named."""
 _GAP = "  "
 _TITLES = ("run", "machine", "verdict", "from", "wrong", "of limit", "logits L2", "top-1", "tokens")
 _LEFT = 5
@@ -68,7 +71,9 @@ def matrix_headline(matrix: Matrix) -> list[Line]:
         prose("candidates", ", ".join(f"{number:,} {kind}" for kind, number in tally.items())),
     ]
     lines += [prose("only there", text, style="bold") for text in matrix.only_odd]
-    lines += [prose("same bits", ", ".join(group)) for group in matrix.identical]
+    for group in matrix.identical:
+        more = f", {len(group) - MAX_NAMED:,} more" if len(group) > MAX_NAMED else ""
+        lines.append(prose("same bits", ", ".join(group[:MAX_NAMED]) + more))
     return lines
 
 
@@ -97,7 +102,13 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
     if len(rows) > MAX_ROWS and not all_runs:
         agreeing = [n for n, row in enumerate(rows) if row[1] == "agrees"]
         hidden = {n for n in agreeing[NUM_FIRST:] if rows[n][0] not in matrix.odd}
-    shown = [row for number, row in enumerate(rows) if number not in hidden]
+    folders = {os.path.dirname(path) for path, _, _ in rows}
+    folder = folders.pop() if len(folders) == 1 else ""
+    shown = [
+        (path, state, (_within(path, folder), *cells[1:]))
+        for number, (path, state, cells) in enumerate(rows)
+        if number not in hidden
+    ]
     widths = _widths([_TITLES, *(cells for _, _, cells in shown)])
     lines = [line(("    " + _joined(_TITLES, widths), "dim"))]
     for path, state, cells in shown:
@@ -111,6 +122,11 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
         lines.append(line((said, "dim")))
     lines.append(line(("    each against the first; > odd, ! diverged, ? not told", "dim")))
     return lines
+
+
+def _within(path: str, folder: str) -> str:
+    """``path`` without the folder, where all runs lie in one; the headline has it."""
+    return path.removeprefix(folder + "/") if folder else path
 
 
 def _cells(row: MatrixRow) -> tuple[str, ...]:

@@ -47,6 +47,8 @@ Examples:
 
   divergence compare a b c d --reports pairs      # with the report of each pair in a file
 
+  torchrun --nproc-per-node 8 -m divergence compare a b    # the work shared by 8 processes
+
 With --exit-code: 0 for identical and within_floor; 1 for systematic, localized, drift
 and nonfinite; 2 for incomparable and undetermined, which say neither. Of many runs: 1 if
 any diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
@@ -171,6 +173,7 @@ def command(
         name_map = settings("compare").map
 
     from divergence.compare.policy import load_policy
+    from divergence.compare.ranks import shared_with_ranks
 
     options: dict[str, Any] = {
         "force": force, "name_map": name_map, "truth": truth, "floor": floor or (),
@@ -179,7 +182,9 @@ def command(
     if many:
         from divergence.compare.many import compare_many
 
-        with progress_bars(quiet=quiet or json) as progress:
+        with shared_with_ranks() as here, progress_bars(quiet=quiet or json) as progress:
+            if not here:
+                return
             matrix = compare_many(
                 reference, candidates or (), reports=reports, keep_reports=json or verbose,
                 progress=progress, **options,
@@ -189,7 +194,9 @@ def command(
 
     from divergence.compare.api import compare
 
-    with progress_bars(quiet=quiet or json) as progress:
+    with shared_with_ranks() as here, progress_bars(quiet=quiet or json) as progress:
+        if not here:
+            return
         report = compare(reference, candidate, progress=progress, **options)
         if explain_token:
             from divergence.experiments.explain import explain_token as explain

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from divergence.capture.api import capture, reference
     from divergence.compare.api import compare
     from divergence.compare.check import check
+    from divergence.compare.many import compare_many
+    from divergence.compare.matrix_result import Matrix
     from divergence.compare.result import Report
     from divergence.experiments.localize import localize
     from divergence.experiments.sensitivity import sensitivity
@@ -37,12 +39,14 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 __all__ = [
+    "Matrix",
     "Report",
     "Run",
     "__version__",
     "capture",
     "check",
     "compare",
+    "compare_many",
     "localize",
     "pack",
     "probe",
@@ -54,10 +58,12 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Matrix": "divergence.compare.matrix_result",
     "Report": "divergence.compare.result",
     "Run": "divergence.run.reader",
     "__version__": "divergence._version",
     "check": "divergence.compare.check",
+    "compare_many": "divergence.compare.many",
     "localize": "divergence.experiments.localize",
     "pack": "divergence.run.packing",
     "reference": "divergence.capture.api",

@@ -46,6 +46,7 @@ APART = {("capture", "compare"), ("compare", "capture")}
 """Level 3 rooms may use each other (ops uses capture's hooks), except these pairs."""
 
 REPORT_READS = (
+    "divergence.compare.matrix_result",
     "divergence.compare.result",
     "divergence.experiments.localization",
     "divergence.experiments.sensitivity_result",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
 if TYPE_CHECKING:
+    from divergence.compare.matrix_result import Matrix
     from divergence.compare.result import Report
 
 __all__ = ["EPILOG", "command", "show_report"]
@@ -42,8 +43,15 @@ Examples:
 
   divergence compare a b --quiet --exit-code || echo "not the same"
 
+  divergence compare a b c d                      # a fleet: one row a machine, who is odd
+
+  divergence compare a b c d --reports pairs      # with the report of each pair in a file
+
+  torchrun --nproc-per-node 8 -m divergence compare a b    # the work shared by 8 processes
+
 With --exit-code: 0 for identical and within_floor; 1 for systematic, localized, drift
-and nonfinite; 2 for incomparable and undetermined, which say neither.
+and nonfinite; 2 for incomparable and undetermined, which say neither. Of many runs: 1 if
+any diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
 """
 
 EXIT_CODES = {
@@ -61,11 +69,12 @@ EXIT_CODES = {
 
 def command(
     reference: Annotated[str, typer.Argument(metavar="A", help="The reference run.")],
-    candidate: Annotated[
-        str | None,
+    candidates: Annotated[
+        list[str] | None,
         typer.Argument(
             metavar="B",
-            help="The candidate run. Left out: A's decode steps against its whole pass.",
+            help="The candidate run, or several, each compared with A. Left out: A's decode steps "
+            "against its whole pass.",
             show_default=False,
         ),
     ] = None,
@@ -125,6 +134,15 @@ def command(
             rich_help_panel="Output",
         ),
     ] = None,
+    reports: Annotated[
+        Path | None,
+        typer.Option(
+            "--reports",
+            metavar="DIR",
+            help="Of many runs: write each pair's report there as JSON.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -134,7 +152,11 @@ def command(
     The first run is the reference, as in diff old new. Neither the model nor an
     accelerator is needed, except for --explain-token. With one run, its decode steps are
     compared with one forward over the whole sequence, which capture --whole has made.
+    With more than two, each is compared with the first: one row a run, and which one is odd.
     """
+    candidate = candidates[0] if candidates else None
+    many = len(candidates or ()) > 1
+    _check_many(many, explain_token=explain_token, csv=csv, reports=reports)
     if json and csv is not None and str(csv) == "-":
         raise UsageError("--json and --csv - both want stdout", hint="give --csv a file")
     if explain_token and candidate is None:
@@ -150,20 +172,32 @@ def command(
     if name_map is None and candidate is not None:
         name_map = settings("compare").map
 
-    from divergence.compare.api import compare
     from divergence.compare.policy import load_policy
+    from divergence.compare.ranks import shared_with_ranks
 
-    with progress_bars(quiet=quiet or json) as progress:
-        report = compare(
-            reference,
-            candidate,
-            force=force,
-            name_map=name_map,
-            truth=truth,
-            floor=floor or (),
-            thresholds=load_policy(policy).thresholds,
-            progress=progress,
-        )
+    options: dict[str, Any] = {
+        "force": force, "name_map": name_map, "truth": truth, "floor": floor or (),
+        "thresholds": load_policy(policy).thresholds,
+    }  # fmt: skip
+    if many:
+        from divergence.compare.many import compare_many
+
+        with shared_with_ranks() as here, progress_bars(quiet=quiet or json) as progress:
+            if not here:
+                return
+            matrix = compare_many(
+                reference, candidates or (), reports=reports, keep_reports=json or verbose,
+                progress=progress, **options,
+            )  # fmt: skip
+        _show_matrix(matrix, every=every, json=json, quiet=quiet, verbose=verbose)
+        raise typer.Exit(_matrix_code(matrix, asked=exit_code))
+
+    from divergence.compare.api import compare
+
+    with shared_with_ranks() as here, progress_bars(quiet=quiet or json) as progress:
+        if not here:
+            return
+        report = compare(reference, candidate, progress=progress, **options)
         if explain_token:
             from divergence.experiments.explain import explain_token as explain
 
@@ -178,6 +212,49 @@ def command(
         raise typer.Exit(EXIT_CODES[report.verdict.kind])
     if report.verdict.kind == "incomparable":
         raise typer.Exit(2)
+
+
+def _check_many(many: bool, *, explain_token: bool, csv: Path | None, reports: Path | None) -> None:
+    """What is of two runs alone, and what of many."""
+    if many and explain_token:
+        raise UsageError(
+            "--explain-token looks at two runs", hint="divergence compare A B --explain-token"
+        )
+    if many and csv is not None:
+        raise UsageError(
+            "--csv is the table of two runs, and there are more",
+            hint="--reports DIR writes each pair's whole report, --json prints all of them",
+        )
+    if reports is not None and not many:
+        raise UsageError(
+            "--reports is for more than two runs",
+            hint="divergence compare A B --json > report.json",
+        )
+
+
+def _show_matrix(matrix: Matrix, *, every: bool, json: bool, quiet: bool, verbose: bool) -> None:
+    from divergence.report.lines import BLANK, heading
+    from divergence.report.matrix import matrix_headline, matrix_lines
+    from divergence.report.summary import report_lines
+    from divergence.report.terminal import print_lines
+
+    if json:
+        show(matrix.to_json(indent=2))
+        return
+    print_lines(matrix_headline(matrix) if quiet else matrix_lines(matrix, all_runs=every))
+    for row in matrix.rows if verbose and not quiet else ():
+        if row.report is not None:
+            print_lines([BLANK, heading(f"== {row.path}"), BLANK])
+            print_lines(report_lines(row.report, all_sites=every, verbose=True))
+
+
+def _matrix_code(matrix: Matrix, *, asked: bool) -> int:
+    """1 needs a divergence and the option; 2 a run that could not be compared, or with the option
+    one that could not be judged. A divergence that was found stands whatever else failed."""
+    if not asked:
+        return 2 if any(row.problem is not None for row in matrix.rows) else 0
+    codes = {EXIT_CODES[row.verdict] if row.verdict else 2 for row in matrix.rows}
+    return 1 if 1 in codes else max(codes)
 
 
 def show_report(

@@ -34,6 +34,7 @@ from divergence.cli import (
     unpack,
 )
 from divergence.cli.options import ARGUMENTS, VERBOSE
+from divergence.cli.ranks import one_voice, other_rank
 from divergence.errors import DivergenceError
 
 __all__ = ["app", "run"]
@@ -87,7 +88,7 @@ class _Group(TyperGroup):
         except DivergenceError as error:
             if ctx.meta.get(VERBOSE):
                 traceback.print_exc(file=sys.stderr)
-            _say(f"error: {error}")
+            _say(f"error: {error}", fault=error.exit_code == FAULT_CODE)
             raise typer.Exit(error.exit_code) from None
         except Exception as error:
             if hasattr(error, "format_message") and hasattr(error, "exit_code"):
@@ -100,7 +101,8 @@ class _Group(TyperGroup):
             else:
                 hint = "run the command again with -v for the traceback, and report it"
             text = " ".join(str(error).split("\n"))[:500]
-            _say(f"fault in divergence: {type(error).__name__}: {text}\n  try:   {hint}")
+            text = f"fault in divergence: {type(error).__name__}: {text}\n  try:   {hint}"
+            _say(text, fault=True)
             raise typer.Exit(FAULT_CODE) from None
 
 
@@ -111,9 +113,14 @@ def _reader_gone() -> typer.Exit:
     return typer.Exit(USAGE_CODE)
 
 
-def _say(text: str) -> None:
+def _say(text: str, *, fault: bool = False) -> None:
+    """To stderr; of several ranks the others are silent but for faults, which are theirs alone."""
     from divergence.report.terminal import harmless, write_text
 
+    rank = other_rank() if fault else None
+    if rank is not None and sys.__stderr__ is not None:
+        write_text(harmless(f"rank {rank}: {text}") + "\n", file=sys.__stderr__)
+        return
     write_text(harmless(text) + "\n", file=sys.stderr)
 
 
@@ -177,7 +184,8 @@ for _command in (
 def run() -> None:
     """The console script."""
     try:
-        app(prog_name="divergence")
+        with one_voice():
+            app(prog_name="divergence")
     except KeyboardInterrupt:
         _say("interrupted")
         sys.exit(INTERRUPTED_CODE)

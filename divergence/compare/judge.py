@@ -104,7 +104,7 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
 def _mark(units: list[Unit], flagged: list[Unit]) -> None:
     for unit in units:
         for result in unit.results:
-            result.limit = unit.limit
+            result.limit, result.strain = unit.limit, unit.strain
     for unit in flagged:
         for result in unit.results:
             if unit.blame is not None:

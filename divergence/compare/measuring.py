@@ -10,24 +10,41 @@ Reading and measuring overlap; one measuring thread for two cores, up to four.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 
 from divergence.compare.align import Pair
 from divergence.compare.measure import Found, Measurer
 from divergence.compare.result import SiteResult
 
-__all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs"]
+__all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by"]
 
 Progress = Callable[..., None]
+_MEASURE: ContextVar[Callable[..., Generator[Found | None]] | None] = ContextVar(
+    "measure", default=None
+)
 
 
 def measure_all(
     measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
 ) -> list[SiteResult]:
     """Measure and judge ``pairs``, in order; what was found of one is dropped once judged."""
-    return judge_pairs(measurer, pairs, measure_pairs(measurer, pairs, progress))
+    measure = _MEASURE.get() or measure_pairs
+    with contextlib.closing(measure(measurer, pairs, progress)) as found:
+        return judge_pairs(measurer, pairs, found)
+
+
+@contextlib.contextmanager
+def measured_by(measure: Callable[..., Generator[Found | None]]) -> Iterator[None]:
+    """Within it, ``measure_all`` has ``measure`` do what ``measure_pairs`` does."""
+    token = _MEASURE.set(measure)
+    try:
+        yield
+    finally:
+        _MEASURE.reset(token)
 
 
 def judge_pairs(
@@ -39,7 +56,7 @@ def judge_pairs(
 
 def measure_pairs(
     measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
-) -> Iterator[Found | None]:
+) -> Generator[Found | None]:
     """What ``Measurer.look`` finds of each pair, in order; None where the bytes are equal.
 
     ``pairs`` may be any part of an alignment. Lazy: nothing is read before the first is asked

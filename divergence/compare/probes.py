@@ -24,7 +24,8 @@ def judge_probes(a: Manifest, b: Manifest, found: Explained, case: Case) -> Verd
         return None
     sites, missing = case.sites, case.missing
     for site in sites:
-        site.floor = site.ratio = site.ratio_max = site.ratio_sink = site.limit = None
+        site.floor = site.ratio = site.ratio_max = site.ratio_sink = None
+        site.limit = site.strain = None
     different = [site for site in sites if not site.identical]
     tensors = f"{len(different)} of {len(sites)} recorded tensors differ"
     count = Evidence(text=tensors, values={"num_different": len(different)})

@@ -189,7 +189,8 @@ class SiteResult(_Part, kw_only=True):
     token); ``ratio``: the median token's error made here over its floor, ``ratio_max`` the
     worst token's, ``ratio_sink`` the worst sink token's (norm over 10 × the median), which is in
     neither of the two; ``limit``: the multiple of the floor at which the judge flags this site's
-    typical token; ``flagged``: beyond what rounding explains.
+    typical token; ``strain``: the largest share that any limit is used by this site, over all its
+    samples and steps of a phase; ``flagged``: beyond what rounding explains.
     ``match``: how the pair was found (``exact`` or the name map's rule). ``truth``: both sides
     against a float64 run, where one was given. ``of``: in the escalated pass, whose pass this is:
     it is compared with the truth (or, where None, with the reference's own escalated pass).
@@ -245,6 +246,7 @@ class SiteResult(_Part, kw_only=True):
     ratio_max: float | None = None
     ratio_sink: float | None = None
     limit: float | None = None
+    strain: float | None = None
     truth: TruthDiff | None = None
     of: Literal["reference", "candidate"] | None = None
     flagged: bool = False

@@ -200,3 +200,91 @@ def test_bless_tells_what_changes(invoke, monkeypatch):
     ]
     answer = json.loads(invoke("check", "golden", "new", "--bless", "--json")[1])
     assert answer["blessed"]["added_sites"] == ["a:out"]
+
+
+@pytest.fixture
+def matching(monkeypatch, reports):
+    """``matching(*kinds)`` makes compare_many() return rows of these verdicts (None: unreadable);
+    returns its calls."""
+    from divergence.compare import many
+    from divergence.compare.matrix_result import Camp, Matrix, MatrixRow
+
+    def answer(*kinds):
+        rows = [
+            MatrixRow(path="b", problem="gone")
+            if kind is None
+            else MatrixRow(
+                path="b", run=reports.make_run("b"), verdict=kind, report=reports.make_report(),
+                problem="other weights" if kind == "incomparable" else None,
+            )
+            for kind in kinds
+        ]  # fmt: skip
+        calls = []
+
+        def compare_many(*args, **options):
+            calls.append((args, options))
+            return Matrix(
+                tool_version="0", reference=reports.make_run("a"), rows=rows, agreement="so so",
+                camps=[Camp(runs=["a"])],
+            )  # fmt: skip
+
+        monkeypatch.setattr(many, "compare_many", compare_many)
+        return calls
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("kinds", "plain", "asked"),
+    [
+        (("identical", "within_floor"), 0, 0),
+        (("identical", "localized"), 0, 1),
+        (("identical", "undetermined"), 0, 2),
+        (("identical", None), 2, 2),
+        (("identical", "incomparable"), 2, 2),
+        ((None, "drift"), 2, 1),  # what was found stands
+    ],
+)
+def test_exit_codes_of_many_runs(invoke, matching, kinds, plain, asked):
+    """2 says that a row is missing; with --exit-code a divergence comes first."""
+    matching(*kinds)
+    assert invoke("compare", "a", "b", "c")[0] == plain
+    assert invoke("compare", "a", "b", "c", "--exit-code")[0] == asked
+
+
+def test_many_runs_reach_the_api(invoke, matching):
+    """The first is the reference; the options are those of two runs, and reports are only kept
+    where they are printed."""
+    calls = matching("identical")
+    invoke("compare", "a", "b", "c", "--reference", "t", "--force", "--reports", "r")
+    (args, options) = calls[0]
+    assert (str(args[0]), list(map(str, args[1]))) == ("a", ["b", "c"])
+    assert (str(options["truth"]), options["force"], str(options["reports"])) == ("t", True, "r")
+    assert options["keep_reports"] is False
+    invoke("compare", "a", "b", "c", "-v")
+    assert calls[1][1]["keep_reports"] is True
+
+
+def test_many_runs_as_text_and_json(invoke, matching):
+    """The matrix; -q its head; -v each pair's page behind it; --json one document."""
+    matching("within_floor", "within_floor")
+    whole, quiet, verbose = (
+        invoke("compare", "a", "b", "c", *o)[1] for o in ((), ("-q",), ("-v",))
+    )
+    assert whole.startswith(quiet)
+    assert len(whole) > len(quiet)
+    assert verbose.startswith(whole)
+    assert verbose.count("WITHIN_FLOOR: ") == 2
+    answer = json.loads(invoke("compare", "a", "b", "c", "--json")[1])
+    assert [row["verdict"] for row in answer["rows"]] == ["within_floor"] * 2
+
+
+def test_what_is_of_two_runs_alone_is_refused(invoke, matching):
+    """--csv and --explain-token with three runs, --reports with two."""
+    calls = matching("identical")
+    for option in (("--csv", "f"), ("--explain-token",)):
+        code, _, err = invoke("compare", "a", "b", "c", *option)
+        assert code == 2
+        assert option[0] in err
+    assert invoke("compare", "a", "b", "--reports", "r")[0] == 2
+    assert calls == []

@@ -11,7 +11,7 @@ import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.numerics.formats import FORMATS
-from divergence.run import target as target_of_runs
+from divergence.run import directory_target as target_of_runs
 from divergence.run import writer as writing
 from divergence.run.reader import Run
 from divergence.run.writer import Item, RunWriter

@@ -1,0 +1,155 @@
+"""Which of many runs belong together, and who is odd.
+
+Two runs agree where what differs between them is rounding or nothing. That is no equivalence: two
+runs may each be within the floor of a third and not of each other. So a camp is named by the run
+that all its members were held against, and nothing is claimed beyond that. The first camp is that
+of the first run, which costs nothing: every run was compared with it. Only where it holds no
+majority are the others compared among themselves, each with the first of them that is left, until
+some camp holds more than half or none can any more.
+
+Runs that are bit for bit the same have one answer, so one of each such group is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import xxhash
+
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+
+__all__ = ["agreement_text", "agrees", "find_camps", "fingerprints", "only_there", "outside"]
+
+_AGREEING = frozenset({"identical", "within_floor"})
+_TELLING = _AGREEING | {"systematic", "localized", "drift", "nonfinite"}
+
+Key = TypeVar("Key")
+
+
+def agrees(kind: str | None) -> bool | None:
+    """What a verdict says of agreement; None where it abstains."""
+    return kind in _AGREEING if kind in _TELLING else None
+
+
+def find_camps(
+    nodes: Sequence[Key], agree: Callable[[Key, Key], bool | None]
+) -> tuple[list[list[Key]], list[Key]]:
+    """(camps in order, nodes that were not asked any more).
+
+    ``nodes[0]`` is the first run; ``agree(pivot, other)`` is asked only as long as an answer can
+    change which camp, if any, holds more than half of all.
+    """
+    camps: list[list[Key]] = []
+    left = list(nodes)
+    while left:
+        pivot, *others = left
+        camp = [pivot, *(other for other in others if agree(pivot, other))]
+        camps.append(camp)
+        left = [other for other in others if other not in camp]
+        if 2 * len(camp) > len(nodes) or 2 * len(left) <= len(nodes):
+            break
+    return camps, left
+
+
+def fingerprints(runs: Sequence[Run]) -> list[str | None]:
+    """By run, one digest over what its own forward gave at each site that the first run recorded.
+
+    Equal ones mean equal bits, as far as recorded digests go: no tensor is read. None for a run
+    without digests, or without any of these sites.
+    """
+    first = _digests(runs[0], None)
+    kind = "fold" if first and not any(r.xxh3 for r in runs[0].records) else "xxh3"
+    wanted = sorted(_digests(runs[0], kind))
+    found: list[str | None] = []
+    for run in runs:
+        mine = _digests(run, kind)
+        known = [mine.get(key) for key in wanted]
+        if not any(known):
+            found.append(None)
+            continue
+        state = xxhash.xxh3_128()
+        for key, digest in zip(wanted, known, strict=True):
+            state.update(repr((key, digest)).encode())
+        found.append(state.hexdigest())
+    return found
+
+
+def _digests(run: Run, kind: str | None) -> dict[tuple, tuple]:
+    """(sample, step, site, rank) → what identifies the tensor. A suite's repeat holds as
+    ``replayed`` what a fresh run holds as ``free``, and no run holds both of a site."""
+    found = {}
+    for record in run.records:
+        digest = (record.xxh3 or record.fold) if kind is None else getattr(record, kind)
+        if record.pass_ in ("free", "replayed") and digest is not None:
+            key = (record.sample, record.step, record.site, record.rank)
+            found[key] = (digest, record.dtype, record.shape, record.positions)
+    return found
+
+
+def _traits(manifest: Manifest) -> dict[str, str]:
+    """What a manifest says of the machine and how it was set, by name."""
+    at, model = manifest.environment, manifest.model
+    found = {
+        "device": f"{at.device_type}: {at.device_name}",
+        "driver": at.driver or "-",
+        "runtime": at.runtime or "-",
+        "cpu": f"{at.cpu} {at.cpu_capability}",
+        "threads": str(at.num_threads),
+        "platform": at.platform,
+        "python": at.python,
+        "dtype": model.dtype,
+        "attention": model.attn_implementation or "none",
+        "quantization": model.quantization or "none",
+        "planted faults": ", ".join(manifest.plan.plants) or "none",
+        "substituted operators": ", ".join(manifest.plan.substitutes) or "none",
+    }
+    found |= {name: version for name, version in at.versions.items()}
+    found |= at.variables
+    for switch in manifest.settings.switches:
+        found[switch.name] = f"{switch.asked} ({switch.status})"
+    return found
+
+
+def only_there(odd: Sequence[Manifest], camp: Sequence[Manifest]) -> list[str]:
+    """What all odd machines share and no machine of the camp has, where the camp is of one mind."""
+    mine, others = ([_traits(one) for one in them] for them in (odd, camp))
+    found = []
+    for name in dict.fromkeys(name for one in (*mine, *others) for name in one):
+        here = {one.get(name, "-") for one in mine}
+        there = {one.get(name, "-") for one in others}
+        if len(here) == len(there) == 1 and here != there:
+            found.append(f"{name}: {here.pop()} (the others: {there.pop()})")
+    return found
+
+
+def agreement_text(
+    camps: Sequence[Sequence[str]], left: Sequence[str], *, num_silent: int, identical: bool
+) -> str:
+    """One sentence: who agrees with whom. ``num_silent``: runs that could not tell, ``identical``:
+    the largest camp is so bit for bit."""
+    total = sum(map(len, camps)) + len(left)
+    silent = f" ({num_silent} could not tell)" if num_silent else ""
+    largest = max(camps, key=len)
+    how = "bit for bit" if identical else "as far as rounding goes"
+    if total < 2:
+        return f"no two runs could be told apart{silent}"
+    if len(largest) == total:
+        return f"all {total} runs agree {how}{silent}"
+    odd = outside(camps, left)
+    if not odd:
+        most = "no two agree" if len(largest) == 1 else f"at most {len(largest)} agree {how}"
+        return f"no majority among {total} runs: {most}{silent}"
+    names = " and ".join(odd) if len(odd) <= 3 else f"{', '.join(odd[:3])}, {len(odd) - 3} more"
+    verb = "differs" if len(odd) == 1 else "differ"
+    return f"{len(largest)} of {total} runs agree {how}; {names} {verb} from them{silent}"
+
+
+def outside(camps: Sequence[Sequence[Key]], left: Sequence[Key]) -> list[Key]:
+    """The runs that are not of the camp that holds more than half; none where no camp does."""
+    total = sum(map(len, camps)) + len(left)
+    largest = max(camps, key=len)
+    if 2 * len(largest) <= total:
+        return []
+    return [run for camp in camps if camp is not largest for run in camp] + list(left)

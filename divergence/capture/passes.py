@@ -115,6 +115,11 @@ def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
 def recorded_inputs(run: Run) -> Callable[[int, int, str], torch.Tensor | None]:
     """An Anchor over a run's free pass."""
     free: PassName = "free"
+    blocks = {path for path, note in run.manifest.plan.modules.items() if note.role == "block"}
+    run.expect(
+        record for record in run.records
+        if record.pass_ == free and ":in" in record.site and module_of(record.site) in blocks
+    )  # fmt: skip
 
     def anchor(sample: int, step: int, site: str) -> torch.Tensor | None:
         record = run.find((free, sample, step, site))

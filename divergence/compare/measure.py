@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -86,10 +87,37 @@ class Measurer:
         with contextlib.suppress(RunFormatError):
             self._check(pair)
 
+    def announce(self, pairs: Sequence[Pair]) -> None:
+        """Say to runs that are far away what will be read of them, in which order."""
+        if not any(run.far for run in (self._reference, self._candidate)):
+            return
+        wanted: dict[int, tuple[Run, list[Record]]] = {}
+        for pair in pairs:
+            right = None if self._truth is None else self._truth.record(pair)
+            if _equal(pair) and right is None:
+                continue
+            one, two = pair.reference.record, pair.candidate.record
+            parts = [(self._reference, one), (self._candidate, two)]
+            if right is not None:
+                parts.append((self._truth.run, right))
+            if self._is_block(pair) and one.site.endswith(":out"):
+                base = self._pieces.base_record(pair)
+                parts += [] if base is None else [base[:2]]
+            for run, record in parts:
+                wanted.setdefault(id(run), (run, []))[1].append(record)
+        for run, records in wanted.values():
+            run.expect(records)
+
     def _check(self, pair: Pair) -> None:
-        """Both sides' bytes are what their records say; each tensor is looked at once."""
-        self._reference.read(pair.reference.record)
-        self._candidate.read(pair.candidate.record)
+        """Both sides' bytes are what their records say; each tensor is looked at once. Of a run
+        that is far away, what is equal by its record is not fetched to be looked at."""
+        for run, piece in ((self._reference, pair.reference), (self._candidate, pair.candidate)):
+            if not (run.far and _equal(pair)):
+                run.read(piece.record)
+
+    def _is_block(self, pair: Pair) -> bool:
+        note = self._notes.get(module_of(pair.reference.record.site))
+        return note is not None and note.role == "block"
 
     def look(self, pair: Pair) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
@@ -101,8 +129,7 @@ class Measurer:
             self._check(pair)  # equal by what was recorded: true only if the bytes agree with it
             if right is None:
                 return None
-        note = self._notes.get(module_of(pair.reference.record.site))
-        is_block = note is not None and note.role == "block"
+        is_block = self._is_block(pair)
         found = self._find(pair, is_block)
         if right is None or format_named(right.dtype).kind != "float":
             return found

@@ -64,6 +64,7 @@ def measure_pairs(
     """
     import torch
 
+    measurer.announce(pairs)
     measuring = max(1, min(4, torch.get_num_threads() // 2))
     window = 2 * measuring + 2
     reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-read")

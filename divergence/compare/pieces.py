@@ -36,7 +36,15 @@ class Pieces:
         return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
 
     def base(self, pair: Pair) -> torch.Tensor | None:
-        """The pair's part of the block's input in the reference, if it has the output's shape.
+        """The pair's part of the block's input in the reference, if it has the output's shape."""
+        found = self.base_record(pair)
+        if found is None:
+            return None
+        run, record, piece = found
+        return self.rows_of(run.read(record), piece)
+
+    def base_record(self, pair: Pair) -> tuple[Run, Record, Piece] | None:
+        """Where the block's input is recorded, and the pair's piece of it.
 
         In an anchored pass that is the free input of the run which anchored it. Where that is
         a third run, which is not at hand, the reference's own stands in for it.
@@ -53,7 +61,7 @@ class Pieces:
             return None
         if format_named(record.dtype).kind != "float":
             return None
-        return self.rows_of(run.read(record), piece)
+        return run, record, piece
 
     def row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
         """True for real tokens, per row (all leading axes); None where nothing is padded."""

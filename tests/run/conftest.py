@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,31 @@ def small_run(write_run: Callable[..., Path]) -> Path:
 
     first = torch.arange(12, dtype=torch.float32).reshape(1, 3, 4)
     return write_run({"a:out": first, "b:in": first.clone(), "b:out": first.to(torch.bfloat16)})
+
+
+@pytest.fixture
+def mutated() -> Callable[[bytes, random.Random], bytes]:
+    """``mutated(data, random)`` → the bytes with one kind of damage."""
+    return _mutated
+
+
+def _mutated(data: bytes, random_: random.Random) -> bytes:
+    kind = random_.choice(["flip", "flip", "cut", "insert", "remove", "swap", "token"])
+    place = random_.randrange(len(data) + 1)
+    if kind == "flip":
+        changed = bytearray(data)
+        for _ in range(random_.choice([1, 1, 4])):
+            changed[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
+        return bytes(changed)
+    if kind == "cut":
+        return data[:place]
+    if kind == "insert":
+        return data[:place] + random_.randbytes(random_.choice([1, 8])) + data[place:]
+    if kind == "remove":
+        return data[:place] + data[place + random_.choice([1, 9]) :]
+    if kind == "swap":
+        other = random_.randrange(len(data) + 1)
+        low, high = sorted((place, other))
+        return data[:low] + data[high:] + data[low:high]
+    token = random_.choice([b"1e999", b"-1", b"null", b"[]", b"{}", b'"', b"9" * 25, b"NaN", b"\n"])
+    return data[:place] + token + data[place + len(token) :]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.run import layout
 from divergence.run.reader import Run
 
 
@@ -484,7 +483,7 @@ def test_other_files_in_a_run_are_left_alone(small_run):
 # --- whatever else -----------------------------------------------------------------------------
 
 
-def test_random_damage_never_crashes_and_never_passes_unseen(small_run, tmp_path):
+def test_random_damage_never_crashes_and_never_passes_unseen(small_run, tmp_path, mutated):
     """300 mutations of each kind of file: RunFormatError, a problem found by verify, or the same
     tensors."""
     random_ = random.Random(20260101)
@@ -497,7 +496,7 @@ def test_random_damage_never_crashes_and_never_passes_unseen(small_run, tmp_path
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(small_run, copy)
         path = copy / files[number % 3]
-        path.write_bytes(_mutated(path.read_bytes(), random_))
+        path.write_bytes(mutated(path.read_bytes(), random_))
         try:
             run = Run.open(copy)
             problems = run.verify()
@@ -517,28 +516,6 @@ def test_random_damage_never_crashes_and_never_passes_unseen(small_run, tmp_path
             outcomes["refused"] += 1
     assert outcomes["refused"] > 100
     assert outcomes["reported"] > 10
-
-
-def _mutated(data: bytes, random_: random.Random) -> bytes:
-    kind = random_.choice(["flip", "flip", "cut", "insert", "remove", "swap", "token"])
-    place = random_.randrange(len(data) + 1)
-    if kind == "flip":
-        changed = bytearray(data)
-        for _ in range(random_.choice([1, 1, 4])):
-            changed[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
-        return bytes(changed)
-    if kind == "cut":
-        return data[:place]
-    if kind == "insert":
-        return data[:place] + random_.randbytes(random_.choice([1, 8])) + data[place:]
-    if kind == "remove":
-        return data[:place] + data[place + random_.choice([1, 9]) :]
-    if kind == "swap":
-        other = random_.randrange(len(data) + 1)
-        low, high = sorted((place, other))
-        return data[:low] + data[high:] + data[low:high]
-    token = random_.choice([b"1e999", b"-1", b"null", b"[]", b"{}", b'"', b"9" * 25, b"NaN", b"\n"])
-    return data[:place] + token + data[place + len(token) :]
 
 
 def test_limits_are_far_from_real_runs(small_run):

@@ -119,6 +119,7 @@ def _chunks(words: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(words: torch.Tensor, multipliers: torch.Tensor, *, each: bool) -> torch.Tensor:
+    import numpy as np
     import torch
 
     wide = words.to(torch.int64)  # (1 or 2, chunks, words)
@@ -126,7 +127,8 @@ def _sums(words: torch.Tensor, multipliers: torch.Tensor, *, each: bool) -> torc
         # numpy's product of two integer vectors is three times as fast as torch's two steps
         rows = [wide[at if each else 0, 0].numpy().view("uint64") for at in range(2)]
         found = [
-            row @ one.numpy().view("uint64") for row, one in zip(rows, multipliers, strict=True)
+            np.dot(row, one.numpy().view("uint64"))
+            for row, one in zip(rows, multipliers, strict=True)
         ]
         return torch.tensor([[int(one.view("int64")) for one in found]])
     return torch.stack(

@@ -89,8 +89,9 @@ def test_rows(shape, rows):
 @pytest.mark.parametrize(
     "features, dtype, k",
     [(1024, "bfloat16", 8), (2047, "bfloat16", 8), (2048, "bfloat16", 16), (8192, "float32", 64),
-     (151936, "float32", 64), (64, "bfloat16", 8), (32, "bfloat16", None), (32, "float32", 8), (16, "float32", None),
-     (1024, "int64", None), (1024, "float64", None), (1024, "complex64", None)],
+     (151936, "float32", 64), (64, "bfloat16", 8), (32, "bfloat16", None), (32, "float32", 8),
+     (16, "float32", None), (1024, "int64", None), (1024, "float64", None),
+     (1024, "complex64", None)],
     ids=str,
 )  # fmt: skip
 def test_how_many_projections(features, dtype, k):

@@ -11,6 +11,7 @@ from divergence.compare.result import Evidence, PreflightLine, SiteResult, Token
 from divergence.compare.suspects import Shown
 from divergence.compare.truth import Tallies
 from divergence.compare.units import Unit
+from divergence.compare.unmeasured import estimated_evidence, unmeasured_evidence
 
 __all__ = ["Case"]
 
@@ -40,7 +41,12 @@ class Case:
 
     def context(self) -> list[Evidence]:
         """What the reader must know beside the numbers."""
-        return [*context(self.notes, self.preflight, self.tokens), *self.arithmetic]
+        return [
+            *estimated_evidence(self.sites),
+            *unmeasured_evidence(self.sites),
+            *context(self.notes, self.preflight, self.tokens),
+            *self.arithmetic,
+        ]
 
     def next_commands(self, unit: Unit | None, *, escalated: bool) -> list[str]:
         """The commands that give certainty, or go deeper."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from divergence.compare.align import Pair
 from divergence.compare.floors import Floor, row_floor
 from divergence.compare.pieces import Pieces, same_positions
+from divergence.compare.reduced import look_reduced
 from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
 from divergence.compare.truth import Tallies, Truth, truth_diff
 from divergence.errors import RunFormatError
@@ -24,9 +25,10 @@ from divergence.numerics.against import AgainstTruth, measure_against, with_roun
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
+from divergence.numerics.pair_metrics import Estimate
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.record import Record, Summary
 from divergence.run.site import module_of
 
 if TYPE_CHECKING:
@@ -40,13 +42,17 @@ _REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was measured of one pair: metrics, rows for judging, the shape compared."""
+    """What was measured of one pair: metrics, rows for judging, the shape compared. ``estimate``:
+    how well, where it was estimated; ``least``: the least relative L2, where nothing else is known.
+    """
 
     metrics: PairMetrics
     logits: LogitsDiff | None
     rows: RowMetrics
     shape: tuple[int, ...]
     against: AgainstTruth | None = None
+    estimate: Estimate | None = None
+    least: float | None = None
 
 
 class Measurer:
@@ -88,14 +94,26 @@ class Measurer:
 
     def _check(self, pair: Pair) -> None:
         """Both sides' bytes are what their records say; each tensor is looked at once."""
-        self._reference.read(pair.reference.record)
-        self._candidate.read(pair.candidate.record)
+        sides = (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
+        for run, record in sides:
+            if run.has_bytes(record):
+                run.read(record)
+            elif record.sketch is not None:
+                run.read_sketch(record)
+
+    def _whole(self, pair: Pair) -> bool:
+        """Are the bytes of both sides at hand?"""
+        return self._reference.has_bytes(pair.reference.record) and self._candidate.has_bytes(
+            pair.candidate.record
+        )
 
     def look(self, pair: Pair) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
 
         Raises RunFormatError on bad bytes.
         """
+        if not self._whole(pair):
+            return self._reduced(pair)
         right = None if self._truth is None else self._truth.record(pair)
         if _equal(pair):
             self._check(pair)  # equal by what was recorded: true only if the bytes agree with it
@@ -107,6 +125,23 @@ class Measurer:
         if right is None or format_named(right.dtype).kind != "float":
             return found
         return replace(found, against=self._against(pair, right, is_block))
+
+    def _reduced(self, pair: Pair) -> Found | None:
+        """What can be known without the bytes of both sides."""
+        is_block = self._is_block(pair)
+        base = self._pieces.base_record(pair) if is_block else None
+        looked = look_reduced(self._pieces, pair, base=base)
+        self._check(pair)
+        if looked is None:
+            return None
+        metrics, rows, estimate, least, shape = looked
+        return Found(metrics, None, rows, shape, estimate=estimate, least=least)
+
+    def _is_block(self, pair: Pair) -> bool:
+        """Is it a block's output?"""
+        site = pair.reference.record.site
+        note = self._notes.get(module_of(site))
+        return note is not None and note.role == "block" and site.endswith(":out")
 
     def _against(self, pair: Pair, right: Record, is_block: bool) -> AgainstTruth | None:
         """Both sides against the truth, where all three can be laid side by side. Only a block adds
@@ -144,7 +179,7 @@ class Measurer:
             "reference_dtype": one.dtype,
             "candidate_dtype": two.dtype,
         }
-        if found is None or _equal(pair):
+        if found is None or (_equal(pair) and self._whole(pair)):
             result = self._identical(pair, place)
             if found is not None:
                 self._tally(result, found, pair)
@@ -159,8 +194,11 @@ class Measurer:
             worst_position=position,
             nonfinite=_nonfinite(found.metrics),
             logits=found.logits,
+            estimated=found.estimate,
+            at_least=found.least,
         )
-        self._judge_rows(pair, result, found.rows)
+        if result.rel_l2 is not None:
+            self._judge_rows(pair, result, found.rows)
         self._tally(result, found, pair)
         return result
 
@@ -303,8 +341,10 @@ def _equal(pair: Pair) -> bool:
 
 def _identical(record: Record, place: dict) -> SiteResult:
     """Bit for bit the same: every difference is 0, and nothing is measured."""
-    summary = record.summary
-    norm = (summary.rms or 0.0) * math.sqrt(record.numel)
+    summary = record.summary or Summary(min=None, max=None, mean=None, rms=None, absmax=None)
+    norm = None if summary.rms is None else summary.rms * math.sqrt(record.numel)
+    if record.summary is not None:
+        norm = norm or 0.0
     bad = NonfiniteCount(
         reference_nan=summary.num_nan,
         reference_inf=summary.num_posinf + summary.num_neginf,

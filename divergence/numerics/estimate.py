@@ -1,17 +1,21 @@
 """The metrics of a pair as far as two sketches tell them, and how well.
 
-With sketches s_a, s_b of row t (divergence.numerics.sketch), ‖s_a - s_b‖² estimates ‖d_t‖² with a
-relative variance of 2/k, and never lies below what the norms say, (‖a_t‖ - ‖b_t‖)². Rows' signs
-are independent, so for the whole, Σ_t ‖d_t‖²,
+Of a row a, b the norms are known exactly, and with them the part of d = a - b that is a difference
+of length: with beta = ‖b‖ / ‖a‖,
 
-    variance / square = (2/k) Σ ‖d_t‖⁴ / (Σ ‖d_t‖²)² = 2 / freedom,
-    freedom = k · (Σ ‖d_t‖²)² / Σ ‖d_t‖⁴,
+    ‖d‖² = (‖a‖ - ‖b‖)² + ‖b - beta a‖² / beta,
+
+and only the second term, how far the directions are apart, is left to estimate, from the sketches
+(divergence.numerics.sketch) by ‖s_b - beta s_a‖² / beta with a relative variance of 2/k. So a scale
+error is told exactly. Rows' signs are independent, so for the sum E of the second terms E_t
+
+    variance / square = (2/k) Σ E_t² / E² = 2 / freedom,    freedom = k · E² / Σ E_t²,
 
 k times the number of rows that make up the sum (Kish's effective number), from the estimates of
-the rows themselves. The sum is then spread like chi-square over its ``freedom`` degrees, and the
-interval holds the true ‖d‖ in 95 of 100 cases: freedom · estimate / chi-square at 2.5% and 97.5%
-(its quantiles by Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931). Errors in
-few features are estimated better than that: the interval errs to the wide side.
+the rows themselves. E is then spread like chi-square over its ``freedom`` degrees, and the
+interval holds the true ‖d‖ in 95 of 100 cases: freedom · E / chi-square at 2.5% and 97.5% (its
+quantiles by Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931). Errors in few
+features are estimated better than that: the interval errs to the wide side.
 
 1 - cos = (‖d‖² - (‖a‖ - ‖b‖)²) / (2 ‖a‖ ‖b‖), and gain = (‖b‖² - ‖a‖² - ‖d‖²) / (2 ‖a‖²), from
 exact norms. Elementwise metrics (ulp, the largest difference, channels) cannot be known: None.
@@ -22,35 +26,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from divergence.numerics.pair import SINK_FACTOR
-from divergence.numerics.pair_metrics import PairMetrics, RowMetrics
+from divergence.numerics.pair_metrics import Estimate, PairMetrics, RowMetrics
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Estimate", "estimate_pair"]
+__all__ = ["estimate_pair"]
 
 _TWO_SIDED_95 = 1.959964
-
-
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a difference is known that was estimated from sketches.
-
-    ``relative_error``: half the width of rel_l2's 95% interval, on its wider side, over rel_l2
-    (null where that is 0); ``low``, ``high``: the interval's ends. ``num_projections`` of a row,
-    ``num_values`` of all rows compared. ``resolution``: below this relative L2 an estimate says
-    nothing.
-    """
-
-    relative_error: float | None
-    low: float
-    high: float
-    num_projections: int
-    num_values: int
-    resolution: float
 
 
 def estimate_pair(
@@ -72,9 +58,8 @@ def estimate_pair(
     sides = [_Side(one) for one in (a, b)]
     one, two = sides
     with np.errstate(all="ignore"):
-        apart = np.square(one.sums - two.sums).sum(1)
-        bound = np.square(one.norm - two.norm)
-        d2 = np.maximum(apart, bound)
+        gaps, apart = np.square(one.norm - two.norm), _apart(one, two)
+        d2 = gaps + apart
         update = None if base is None else np.square(one.sums - _Side(base).sums).sum(1)
     usable = np.isfinite(d2) & np.isfinite(one.norm) & np.isfinite(two.norm)
     real = np.ones(len(d2), bool)
@@ -84,7 +69,7 @@ def estimate_pair(
     a2, b2 = float(np.square(one.norm[kept]).sum()), float(np.square(two.norm[kept]).sum())
     total = float(d2[kept].sum())
     rel_l2 = _root(total, a2)
-    estimate = _interval(d2[kept], float(bound[kept].sum()), a2, k, resolution)
+    estimate = _interval(apart[kept], float(gaps[kept].sum()), a2, k, resolution)
     # ‖a‖² - ‖b‖², as a difference of near numbers
     nearer = float(((one.norm - two.norm) * (one.norm + two.norm))[kept].sum())
     norms = math.sqrt(a2), math.sqrt(b2)
@@ -115,7 +100,7 @@ def estimate_pair(
         reference_norm=norms[0],
         candidate_norm=norms[1],
         gain=0.0 - (nearer + total) / (2 * a2) if a2 else 0.0,
-        gain_se=_spread_of(d2[kept], k) / (2 * a2) if a2 else math.inf,
+        gain_se=_spread_of(apart[kept], k) / (2 * a2) if a2 else math.inf,
         ulp_format=None,
         ulp_share_over_1=None,
         ulp_p99=None,
@@ -159,23 +144,31 @@ class _Side:
         self.sums, self.norm = values[:, :-2], values[:, -2] + values[:, -1]
 
 
-def _interval(d2: np.ndarray, bound: float, a2: float, k: int, resolution: float) -> Estimate:
-    total = float(d2.sum())
-    rel = _root(total, a2)
-    squares = float(np.square(d2).sum())
+def _apart(one: _Side, two: _Side) -> np.ndarray:
+    """By row, the estimate of ‖b - beta a‖² / beta; 0 where a side is zero: the norms say all."""
+    some = (one.norm > 0) & (two.norm > 0)
+    beta = np.where(some, two.norm / one.norm, 1.0)
+    found = np.square(two.sums - beta[:, None] * one.sums).sum(1) / beta
+    return np.where(some | ~np.isfinite(one.norm) | ~np.isfinite(two.norm), found, 0.0)
+
+
+def _interval(apart: np.ndarray, gaps: float, a2: float, k: int, resolution: float) -> Estimate:
+    """``apart``: of each row, what is estimated of its ‖d‖²; ``gaps``: the sum of what is known."""
+    total = float(apart.sum())
+    rel = _root(gaps + total, a2)
+    squares = float(np.square(apart).sum())
     low = high = rel
     if 0.0 < squares < math.inf and math.isfinite(rel):
         freedom = k * total**2 / squares
-        low = rel / math.sqrt(_chi_square_share(freedom, _TWO_SIDED_95))
-        high = rel / math.sqrt(_chi_square_share(freedom, -_TWO_SIDED_95))
-    low = min(rel, max(low, _root(bound, a2)))
+        low = _root(gaps + total / _chi_square_share(freedom, _TWO_SIDED_95), a2)
+        high = _root(gaps + total / _chi_square_share(freedom, -_TWO_SIDED_95), a2)
     high = math.hypot(high, resolution)
     return Estimate(
         relative_error=max(high - rel, rel - low) / rel if 0 < rel < math.inf else None,
         low=low,
         high=high,
         num_projections=k,
-        num_values=len(d2) * k,
+        num_values=len(apart) * k,
         resolution=resolution,
     )
 
@@ -186,9 +179,9 @@ def _chi_square_share(freedom: float, deviate: float) -> float:
     return (1.0 - part + deviate * math.sqrt(part)) ** 3
 
 
-def _spread_of(d2: np.ndarray, k: int) -> float:
-    """The standard deviation of Σ d²."""
-    return math.sqrt(2.0 / k * float(np.square(d2).sum()))
+def _spread_of(apart: np.ndarray, k: int) -> float:
+    """The standard deviation of the sum."""
+    return math.sqrt(2.0 / k * float(np.square(apart).sum()))
 
 
 def _sink_limit(norms: np.ndarray) -> float:

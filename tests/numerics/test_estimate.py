@@ -66,15 +66,15 @@ def test_gain():
     assert found.gain == pytest.approx(1e-3, abs=1e-5)
 
 
-def test_norms_bound_from_below():
-    """No estimate lies below what the rows' norms say, and neither does the interval."""
+def test_scale():
+    """Rows that differ in length alone are told exactly, and 1 - cos is 0, not sketch noise."""
     torch.manual_seed(4)
-    for _ in range(30):
-        a = torch.randn(1, 1, 256)
-        (exact, _), (found, _, estimate) = both(a, 1.5 * a)
-        assert found.rel_l2 >= 0.5 * (1 - 1e-6)
-        assert estimate.low >= 0.5 * (1 - 1e-6)
-        assert exact.rel_l2 == pytest.approx(0.5)
+    a = torch.randn(1, 3, 256)
+    (exact, _), (found, rows, estimate) = both(a, 1.5 * a)
+    assert found.rel_l2 == pytest.approx(0.5, rel=1e-6)
+    assert torch.allclose(rows.rel_l2, torch.full((3,), 0.5, dtype=torch.float64), rtol=1e-6)
+    assert found.one_minus_cosine < 1e-12 and estimate.high == pytest.approx(0.5, rel=1e-6)
+    assert exact.rel_l2 == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 100])

@@ -16,6 +16,11 @@ from divergence.compare.unmeasured import estimated_evidence, unmeasured_evidenc
 __all__ = ["Case"]
 
 
+def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
+    """Flagged sites that recording the blocks' own inputs and outputs would leave out."""
+    return list(dict.fromkeys(s.site for s in sites if s.flagged and s.role == "inner"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Everything the judge may look at. ``anchored``: pairs of an anchored pass are there;
@@ -52,7 +57,7 @@ class Case:
         """The commands that give certainty, or go deeper."""
         advice = self.advice
         if not self.anchored:
-            return advice.certainty()
+            return advice.certainty(_outside_blocks(self.sites))
         commands: list[str] = []
         if unit is not None:
             block = unit.results[0].block

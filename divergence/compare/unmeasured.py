@@ -20,15 +20,24 @@ def is_unmeasured(site: SiteResult) -> bool:
 def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
     """How well estimated numbers are known."""
     found = [site for site in sites if site.estimated is not None]
-    errors = [s.estimated.relative_error for s in found if s.estimated.relative_error is not None]
-    if not errors:
+    if not found:
         return []
-    middle, worst = statistics.median(errors), max(errors)
+    said, values = [], {"num_estimated": float(len(found))}
+    for phase, steps in (("prefill", False), ("decode", True)):
+        errors = [
+            site.estimated.relative_error
+            for site in found
+            if (site.step > 0) == steps and site.estimated.relative_error is not None
+        ]
+        if errors:
+            middle, worst = statistics.median(errors), max(errors)
+            values[phase] = middle
+            said.append(f"in the {phase} ±{100 * middle:.0f}% (at worst ±{100 * worst:.0f}%)")
     return [
         Evidence(
-            text=f"{len(found)} of {len(sites)} differences are estimated from sketches: relative "
-            f"L2 ±{100 * middle:.0f}% at the median site, ±{100 * worst:.0f}% at the worst (95%)",
-            values={"num_estimated": len(found), "relative_error": middle, "worst": worst},
+            text=f"{len(found)} of {len(sites)} differences are estimated from sketches; relative "
+            f"L2 {', '.join(said)}, in 95 of 100 cases",
+            values=values,
         )
     ]
 

@@ -122,7 +122,7 @@ class Run:
                 (place.shard, entry.begin, entry.begin + entry.num_bytes)
                 for record in records
                 for place in (part.place for part in parts_of(record))
-                if (entry := self._shard(place.shard, record).entries.get(place.key)) is not None
+                if (entry := self._shard(record, place.shard).entries.get(place.key)) is not None
             )
 
     def files(self) -> dict[str, int]:
@@ -200,7 +200,7 @@ class Run:
 
     def _view(self, record: Record, part: Part, *, verify: bool) -> torch.Tensor:
         place, form = part.place, format_named(part.dtype)
-        shard = self._shard(place.shard, record)
+        shard = self._shard(record, place.shard)
         tensor = shard.view(place.key, dtype=form.torch_dtype, shape=part.shape)
         if verify:
             found = self._digests.get((place.shard, place.key))
@@ -236,7 +236,8 @@ class Run:
         """Check every checksum; returns the problems found, one line each."""
         return verify_run(self, progress)
 
-    def _shard(self, name: str, record: Record) -> Shard:
+    def _shard(self, record: Record, name: str | None = None) -> Shard:
+        name = record.place.shard if name is None else name
         if name not in self._shards:
             checked_shard_name(name, where=_name(record))
             store = self._store or open_store(self.path)
@@ -246,7 +247,7 @@ class Run:
     def _check_places(self) -> None:
         for record in self.records:
             for part in parts_of(record):
-                check_part(self._shard(part.place.shard, record), part, where=_name(record))
+                check_part(self._shard(record, part.place.shard), part, where=_name(record))
 
 
 def _name(record: Record) -> str:

@@ -55,6 +55,8 @@ def capture(
     escalate: bool = False,
     whole: bool = False,
     weights: bool = False,
+    store: str | None = None,
+    only_changed: bool = False,
     substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
     probe: bool = True,
     plants: Sequence[str | Plant] = (),
@@ -73,9 +75,12 @@ def capture(
     Parameters are those of the command line; see ``divergence capture --help``.
     ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
     decode steps. ``weights``: store the weights that recorded operators (``ops@PATH``) use, so that
-    ``replay`` needs no model. ``substitutes``: by operator site, the run whose recorded result is
-    put in its place: what then is fine was made wrong there. ``probe``: note what this machine's
-    arithmetic does (divergence.probe.quick), under the run's own settings, before the first pass.
+    ``replay`` needs no model. ``store``: ``full`` keeps every byte, ``sketch`` projections of which
+    differences are estimated, ``stats`` statistics, ``hash`` digests alone. ``only_changed``: no
+    bytes of tensors that ``like`` holds bit for bit. ``substitutes``: by operator site, the run
+    whose recorded result is put in its place: what then is fine was made wrong there. ``probe``:
+    note what this machine's arithmetic does (divergence.probe.quick), under the run's own settings,
+    before the first pass.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
     what runs there: see divergence.ops.suite.implementations.
@@ -92,7 +97,8 @@ def capture(
         "chat": chat, "batch": batch, "max_new_tokens": max_new_tokens, "sites": sites,
         "steps": steps, "positions": positions, "deterministic": deterministic, "seed": seed,
         "repeat": repeat, "anchor": anchor, "escalate": escalate, "whole": whole,
-        "weights": weights, "substitutes": substitutes, "probe": probe,
+        "weights": weights, "store": store, "only_changed": only_changed,
+        "substitutes": substitutes, "probe": probe,
         "plants": plants, "label": label,
     }  # fmt: skip
     if wants_suite(model, like, impl):
@@ -156,7 +162,7 @@ def reference(
         trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
         batch=None, max_new_tokens=max_new_tokens, sites=sites, steps=None, positions=None,
         deterministic=None, seed=None, repeat=1, anchor=True, plants=(),
-        label=label or "float64 reference",
+        label=label or "float64 reference", store="full",
     )  # fmt: skip
     return _execute(
         request,

@@ -22,7 +22,7 @@ from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.hooks import Anchor, Recorder, inside
-from divergence.capture.keep import CopyKeeper, Keeper
+from divergence.capture.keep import Keeper
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
     RememberingSink,
@@ -34,6 +34,7 @@ from divergence.capture.passes import (
 from divergence.capture.provenance import provenance
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
+from divergence.capture.storing import check_operators, keeper_of, reducer_of
 from divergence.capture.structure import compiled_modules, describe_modules, output_paths
 from divergence.capture.substitute import substitute_from
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
@@ -86,7 +87,8 @@ class Execution:
         self.device, self.determinism = device, determinism
         self.notes = describe_modules(loaded.module)
         self.selection = SiteSelection(request.sites, self.notes)
-        self.keeper: Keeper = CopyKeeper()
+        check_operators(request, self.selection)
+        self.keeper: Keeper = keeper_of(request)
         for plant in request.plants:
             if plant.path not in self.notes:
                 near = near_names(plant.path, self.notes)
@@ -108,14 +110,16 @@ class Execution:
                 f"{', '.join(compiled[:3])} runs through torch.compile: while operators are "
                 "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
             )
-        with RunWriter(out, manifest, force=force) as writer:
+        with RunWriter(out, manifest, force=force, reducer=reducer_of(request)) as writer:
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0
             for one in passes:
                 free = one.name == "free"
                 anchor = recorded_inputs(request.like) if one.anchored else None
                 if one.whole:
-                    anchor = own_inputs(Run.open(writer.flush()))
+                    own = Run.open(writer.flush())
+                    own.borrow_from(request.like)
+                    anchor = own_inputs(own)
                 recorder = self._recorder(first if free else writer, one, anchor)
                 self._run_pass(recorder, one, writer if free else None)
                 self._check_pass(recorder, one, manifest)
@@ -217,6 +221,8 @@ class Execution:
             sites=self.selection.sites,
             steps=request.steps,
             positions=request.positions,
+            store=request.store,
+            only_changed=request.like.manifest.id if request.only_changed else None,
             anchored_to=request.like.manifest.id if anchored else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
             substitutes=[str(one) for one in request.substitutes.values()],

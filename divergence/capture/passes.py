@@ -15,6 +15,8 @@ from divergence.capture.engines.generate import GroupResult, run_group
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.hooks import Recorder
 from divergence.capture.selection import step_selected
+from divergence.numerics.fold import folds_of
+from divergence.run.contents import why_no_bytes
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.item import Item
 from divergence.run.manifest import ModuleNote, Repeatability, SampleTokens
@@ -51,11 +53,16 @@ class RepeatSink:
         self._result = result
 
     def put(self, item: Item, *, sample: int, step: int, site: str, **_: object) -> None:
-        if item.digest is None:
+        if item.reduced is not None:
+            item.fold, item.reduced = folds_of([item.reduced.sums])[0], None
+        elif item.digest is None and item.fold is None:
             item.digest, item.tensor = digest_tensor(item.tensor), None
         earlier = self._first.get((sample, step, site))
         self._result.num_compared += 1
-        if earlier is None or earlier.digest != item.digest:
+        same = earlier is not None and (
+            earlier.fold == item.fold if item.digest is None else earlier.digest == item.digest
+        )
+        if not same:
             self._result.num_different += 1
             if self._result.first_difference is None:
                 self._result.first_difference = f"{site} (sample {sample}, step {step})"
@@ -97,11 +104,21 @@ def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
         return f"it holds only the token positions {plan.positions}; capture it again without them"
     if plan.steps is not None and not step_selected(plan.steps, 0):
         return f"it holds only the steps {plan.steps}; capture it again with the prefill"
-    inputs = {
-        module_of(record.site)
+    found = [
+        record
         for record in run.records
         if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
-    }
+    ]
+    inputs = {module_of(record.site) for record in found}
+    without = [
+        record
+        for record in found
+        if not run.has_bytes(record)
+        and (note := notes.get(module_of(record.site))) is not None
+        and note.role == "block"
+    ]
+    if without:
+        return f"it keeps no bytes of {without[0].site} ({why_no_bytes(run.manifest)})"
     missing = [path for path, note in notes.items() if note.role == "block" and path not in inputs]
     if missing:
         return (
@@ -123,6 +140,7 @@ def recorded_inputs(run: Run) -> Callable[[int, int, str], torch.Tensor | None]:
 
     def anchor(sample: int, step: int, site: str) -> torch.Tensor | None:
         record = run.find((free, sample, step, site))
-        return None if record is None else run.read(record)
+        # of what was not kept (an input beside the stream, say) the own value stays
+        return None if record is None or not run.has_bytes(record) else run.read(record)
 
     return anchor

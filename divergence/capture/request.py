@@ -13,11 +13,12 @@ from pathlib import Path
 from divergence.capture.plant import Plant, parse_plant
 from divergence.capture.prompts import Prompt, collect_prompts
 from divergence.capture.selection import select_positions, step_selected
+from divergence.capture.storing import chosen_store
 from divergence.capture.substitute import Substitute, parse_substitutes
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.layout import MANIFEST, expanded
-from divergence.run.manifest import ModelIdentity, Override
+from divergence.run.manifest import ModelIdentity, Override, Store
 from divergence.run.reader import Run
 
 __all__ = ["DEFAULT_MAX_NEW_TOKENS", "Request", "resolve_request"]
@@ -57,6 +58,8 @@ class Request:
     label: str | None = None
     like: Run | None = None
     overrides: list[Override] = field(default_factory=list)
+    store: Store = "full"
+    only_changed: bool = False
 
 
 def resolve_request(
@@ -89,6 +92,8 @@ def resolve_request(
     weights: bool = False,
     substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
     probe: bool = False,
+    store: str | None = None,
+    only_changed: bool = False,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -118,6 +123,7 @@ def resolve_request(
         "weights": weights,
         "substitutes": parse_substitutes(substitutes or {}),
         "probe": probe,
+        "only_changed": only_changed,
         "plants": parsed,
         "label": label,
         "chat": chat,
@@ -146,6 +152,7 @@ def resolve_request(
             positions=positions,
             deterministic=True if deterministic is None else deterministic,
             seed=seed or 0,
+            store=chosen_store(store, only_changed=only_changed, like=None),
             **common,
         )
     if prompts or prompts_file or chat or batch:
@@ -174,6 +181,7 @@ def resolve_request(
         positions=positions,
         deterministic=deterministic,
         seed=seed,
+        store=chosen_store(store, only_changed=only_changed, like=run),
         common=common,
     )
 
@@ -193,6 +201,7 @@ def _like(
     positions: str | None,
     deterministic: bool | None,
     seed: int | None,
+    store: Store,
     common: dict,
 ) -> Request:
     """The recorded run's own request, with what the caller overrides."""
@@ -240,6 +249,7 @@ def _like(
         positions=choose("positions", positions, plan.positions),
         deterministic=choose("deterministic", deterministic, settings.deterministic),
         seed=choose("seed", seed, settings.seed),
+        store=choose("store", store, plan.store),
         overrides=overrides,
         **common,
     )

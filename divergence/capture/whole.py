@@ -52,6 +52,13 @@ def why_not_whole(
         )
     if request.positions is not None:
         return f"only the token positions {request.positions} are recorded; leave out --positions"
+    if request.store != "full":
+        return (
+            f"it repeats the free pass block by block, of which --store {request.store} keeps no "
+            "bytes; leave out --store"
+        )
+    if request.only_changed and request.like.manifest.plan.store != "full":
+        return "what has not changed is in no run; leave out --only-changed"
     if not all(step_selected(request.steps, step) for step in range(request.max_new_tokens)):
         return f"only the steps {request.steps} are recorded; leave out --steps"
     some = torch.empty(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,20 @@ import typer
 
 from divergence.cli.chosen import capture_defaults, chosen_substitutes, only_with_like
 from divergence.cli.made import show_plan, show_run
-from divergence.cli.options import ARGUMENTS, Force, Json, NoProbe, Quiet, Verbose
+from divergence.cli.options import (
+    ARGUMENTS,
+    DryRun,
+    Force,
+    Json,
+    NoProbe,
+    OnlyChanged,
+    Quiet,
+    Store,
+    TaskName,
+    Verbose,
+    Weights,
+    Whole,
+)
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -28,6 +40,8 @@ Examples:
 
   divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
 
+  divergence capture ./model -o a --sites modules --store sketch     # 1-2% of the bytes
+
   divergence capture ./model -o a --whole                     # then: divergence compare a
 
   divergence capture suite:llm -o a                           # the operators alone, no model
@@ -39,15 +53,6 @@ Examples:
 
 MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
 REPEATING, OUTPUT = "Repeating a run", "Output"
-
-
-class TaskName(enum.StrEnum):
-    """What the model is run as."""
-
-    AUTO = "auto"
-    CAUSAL_LM = "causal-lm"
-    ENCODER = "encoder"
-    ENCODER_DECODER = "encoder-decoder"
 
 
 def command(
@@ -196,15 +201,9 @@ def command(
             rich_help_panel=RECORDED,
         ),
     ] = None,
-    weights: Annotated[
-        bool,
-        typer.Option(
-            "--weights",
-            metavar="",
-            help="Store the weights that recorded operators use, so that replay needs no model.",
-            rich_help_panel=RECORDED,
-        ),
-    ] = False,
+    weights: Weights = False,
+    store: Store = None,
+    only_changed: OnlyChanged = False,
     substitutes: Annotated[
         list[str] | None,
         typer.Option(
@@ -214,25 +213,8 @@ def command(
             rich_help_panel=REPEATING,
         ),
     ] = None,
-    whole: Annotated[
-        bool,
-        typer.Option(
-            "--whole",
-            metavar="",
-            help="One more pass: prompt and generated tokens in one forward, to hold the decode "
-            "steps against (divergence compare RUN).",
-            rich_help_panel=RECORDED,
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            metavar="",
-            help="List sites, shapes and bytes; write nothing.",
-            rich_help_panel=RECORDED,
-        ),
-    ] = False,
+    whole: Whole = False,
+    dry_run: DryRun = False,
     no_deterministic: Annotated[
         bool,
         typer.Option(
@@ -344,7 +326,10 @@ def command(
             hint=f"if this machine has it elsewhere: --model {shlex.quote(model)}",
         )
     if like is None:
-        only_with_like({"--model": model_copy, "--no-anchor": no_anchor, "--escalate": escalate})
+        only_with_like({
+            "--model": model_copy, "--no-anchor": no_anchor, "--escalate": escalate,
+            "--only-changed": only_changed,
+        })  # fmt: skip
     if out is None and not dry_run:
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
@@ -371,6 +356,8 @@ def command(
         "escalate": escalate or None,
         "whole": whole or None,
         "weights": weights or None,
+        "store": None if store is None else store.value,
+        "only_changed": only_changed or None,
         "substitutes": chosen_substitutes(substitutes or []) or None,
         "probe": False if no_probe else None,
         "plants": plants or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ __all__ = [
     "ARGUMENTS",
     "VERBOSE",
     "Device",
+    "DryRun",
     "FloorRuns",
     "Force",
     "Json",
@@ -18,10 +20,16 @@ __all__ = [
     "ModelOfWeights",
     "NameMap",
     "NoProbe",
+    "OnlyChanged",
     "Quiet",
+    "Store",
+    "StoreName",
+    "TaskName",
     "TrustRemoteCode",
     "Truth",
     "Verbose",
+    "Weights",
+    "Whole",
     "settings",
     "show",
 ]
@@ -32,6 +40,8 @@ VERBOSE = "divergence.verbose"
 """Context key: whether errors print their traceback."""
 
 OUTPUT_PANEL = "Output"
+RECORDED_PANEL = "What is recorded"
+REPEATING_PANEL = "Repeating a run"
 
 
 def _note_verbose(ctx: typer.Context, value: bool) -> bool:
@@ -84,6 +94,73 @@ NameMap = Annotated[
         "--map",
         metavar="FILE",
         help="Name map (TOML) from the first run's module paths to the second's.",
+    ),
+]
+
+
+class TaskName(enum.StrEnum):
+    """What the model is run as."""
+
+    AUTO = "auto"
+    CAUSAL_LM = "causal-lm"
+    ENCODER = "encoder"
+    ENCODER_DECODER = "encoder-decoder"
+
+
+class StoreName(enum.StrEnum):
+    """What is kept of a tensor."""
+
+    FULL = "full"
+    SKETCH = "sketch"
+    STATS = "stats"
+    HASH = "hash"
+
+
+Store = Annotated[
+    StoreName | None,
+    typer.Option(
+        "--store",
+        metavar="MODE",
+        help="full: every byte; sketch: 1-2% of them, differences are estimated; stats: "
+        "statistics; hash: digests. Default: full, or as recorded.",
+        rich_help_panel=RECORDED_PANEL,
+    ),
+]
+Whole = Annotated[
+    bool,
+    typer.Option(
+        "--whole",
+        metavar="",
+        help="One more pass: prompt and generated tokens in one forward, to hold the decode "
+        "steps against (divergence compare RUN).",
+        rich_help_panel=RECORDED_PANEL,
+    ),
+]
+Weights = Annotated[
+    bool,
+    typer.Option(
+        "--weights",
+        metavar="",
+        help="Store the weights that recorded operators use, so that replay needs no model.",
+        rich_help_panel=RECORDED_PANEL,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        metavar="",
+        help="List sites, shapes and bytes; write nothing.",
+        rich_help_panel=RECORDED_PANEL,
+    ),
+]
+OnlyChanged = Annotated[
+    bool,
+    typer.Option(
+        "--only-changed",
+        metavar="",
+        help="With --like: store no bytes of tensors that RUN holds bit for bit.",
+        rich_help_panel=REPEATING_PANEL,
     ),
 ]
 

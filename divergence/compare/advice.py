@@ -7,12 +7,16 @@ a label) are repeated, so that a printed command followed literally asks the sam
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
 __all__ = ["Advice", "WithinAdvice", "beside"]
+
+_MOST_SITES = 6
+"""Named in one command."""
 
 
 class Advice:
@@ -25,13 +29,17 @@ class Advice:
         self._inputs = {
             module_of(record.site)
             for record in reference.records
-            if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
+            if record.pass_ == "free"
+            and record.step == 0
+            and record.site.endswith(":in")
+            and reference.has_bytes(record)
         }
 
-    def certainty(self) -> list[str]:
+    def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """An anchored pass, where there is none: capture the candidate like the reference, and
-        first the reference with all that anchors one."""
-        anchored, again = beside(self._b, "-anchored"), self._anchoring()
+        first the reference with all that anchors one. ``flagged``: sites to keep in full, where
+        not all were."""
+        anchored, again = beside(self._b, "-anchored"), self._anchoring(flagged)
         first = beside(self._a, "-blocks") if again else self._a
         return [
             *again,
@@ -40,7 +48,7 @@ class Advice:
             f"divergence compare {first} {anchored}",
         ]
 
-    def _anchoring(self) -> list[str]:
+    def _anchoring(self, flagged: Sequence[str]) -> list[str]:
         """The reference once more, with every block's input; nothing where it has them."""
         plan, settings = self._reference.plan, self._reference.settings
         blocks = _blocks(self._reference)
@@ -55,7 +63,10 @@ class Advice:
                 f"divergence capture {source} -o {out} --prompts FILE{where}: its prompts, all "
                 "token positions"
             ]
-        words = [f"--sites {shlex.quote(site)}" for site in dict.fromkeys(["blocks", *plan.sites])]
+        sites = plan.sites if plan.store == "full" else flagged[:_MOST_SITES]
+        words = [f"--sites {shlex.quote(site)}" for site in dict.fromkeys(["blocks", *sites])]
+        if plan.store != "full":
+            words.append("--store full")
         if plan.steps is not None:
             words.append(f"--steps 0-{max(settings.max_new_tokens, 1) - 1}")
         return [
@@ -140,7 +151,7 @@ class WithinAdvice(Advice):
     def __init__(self, run: Run) -> None:
         super().__init__(run, run)
 
-    def certainty(self) -> list[str]:
+    def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """Nothing: every pair is anchored."""
         return []
 

@@ -24,6 +24,7 @@ from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.preflight import preflight
 from divergence.compare.probes import judge_probes
+from divergence.compare.reduced import without_unknowable
 from divergence.compare.result import (
     Coverage,
     Evidence,
@@ -76,6 +77,8 @@ def compare(
         check_alone(truth=truth, floor=floor, name_map=name_map)
         return _within(a, thresholds, progress)
     b = _opened(candidate)
+    a.borrow_from(b)
+    b.borrow_from(a)
     if is_suite(a) and is_suite(b):
         return report_on_suites(
             a, b, truth=truth and _opened(truth), floor=floor, progress=progress
@@ -139,7 +142,7 @@ def measure_runs(
     progress: Callable[..., None] | None = None,
 ) -> Measured:
     """Align and measure. Parameters and errors are those of ``compare``; ``lines``: preflight."""
-    alignment = align(a, b, name_map=names)
+    alignment = without_unknowable(align(a, b, name_map=names), a, b)
     right = None if truth is None else Truth(_opened(truth), a, b)
     rename = names or renaming(a, b, None)[0]
     operators = compare_operators(a, b, right, rename=rename, thresholds=thresholds)
@@ -254,7 +257,8 @@ def _shown(
     shown: dict[tuple[str, str, str], float] = {}
     for run in map(_opened, runs):
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
-        alignment = align(a, run, name_map=names)
+        run.borrow_from(a)
+        alignment = without_unknowable(align(a, run, name_map=names), a, run)
         if blocking or not alignment.pairs:
             raise UsageError(
                 f"{run.path} shows no floor for {a.path}: "

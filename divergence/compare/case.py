@@ -11,8 +11,14 @@ from divergence.compare.result import Evidence, PreflightLine, SiteResult, Token
 from divergence.compare.suspects import Shown
 from divergence.compare.truth import Tallies
 from divergence.compare.units import Unit
+from divergence.compare.unmeasured import estimated_evidence, unmeasured_evidence
 
 __all__ = ["Case"]
+
+
+def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
+    """Flagged sites that recording the blocks' own inputs and outputs would leave out."""
+    return list(dict.fromkeys(s.site for s in sites if s.flagged and s.role == "inner"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +46,18 @@ class Case:
 
     def context(self) -> list[Evidence]:
         """What the reader must know beside the numbers."""
-        return [*context(self.notes, self.preflight, self.tokens), *self.arithmetic]
+        return [
+            *estimated_evidence(self.sites),
+            *unmeasured_evidence(self.sites),
+            *context(self.notes, self.preflight, self.tokens),
+            *self.arithmetic,
+        ]
 
     def next_commands(self, unit: Unit | None, *, escalated: bool) -> list[str]:
         """The commands that give certainty, or go deeper."""
         advice = self.advice
         if not self.anchored:
-            return advice.certainty()
+            return advice.certainty(_outside_blocks(self.sites))
         commands: list[str] = []
         if unit is not None:
             block = unit.results[0].block

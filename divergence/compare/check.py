@@ -238,7 +238,12 @@ def _tolerances(report: Report, policy: Policy) -> list[Failure]:
                     site=site.site,
                     allowed=f"<= {limit:g}",
                     found="unknown" if found is None else f"{found:.6g}",
-                    text=f"{name} is unknown at {place}, where there is no floor"
+                    text=f"{name} is unknown at {place}, "
+                    + (
+                        "where there is no floor"
+                        if name.startswith("ratio")
+                        else "where not both sides keep what it takes (--store)"
+                    )
                     if found is None
                     else f"{name} is {found:.3g} at {place}; the policy allows {limit:g}",
                 )

@@ -57,7 +57,7 @@ def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
     site = run.manifest.plan.logits_site
     group = next((g for g in run.manifest.tokens.groups if sample in g), [sample])
     record = run.find(("free", group[0], step, site)) if site else None
-    if record is None:
+    if record is None or not run.has_bytes(record):
         return None
     tensor = run.read(record)
     if tensor.ndim != 3 or tensor.shape[0] <= group.index(sample):

@@ -45,7 +45,9 @@ def find_drift(
         if s.pass_ == "free" and s.role == "block" and s.site.endswith(":out") and s.step == 0
     ]
     for sample in sorted({site.sample for site in free}):
-        mine = sorted((s for s in free if s.sample == sample), key=order_of)
+        mine = sorted(
+            (s for s in free if s.sample == sample and s.rel_l2 is not None), key=order_of
+        )
         if len(mine) < 2:
             continue
         by_truth = mine[-1].truth is not None and not two_dtypes

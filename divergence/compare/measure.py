@@ -9,7 +9,6 @@ token positions.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +17,16 @@ from typing import TYPE_CHECKING
 from divergence.compare.align import Pair
 from divergence.compare.floors import Floor, row_floor
 from divergence.compare.pieces import Pieces, same_positions
-from divergence.compare.result import LogitsDiff, NonfiniteCount, SiteResult
+from divergence.compare.reduced import look_reduced
+from divergence.compare.result import LogitsDiff, SiteResult
+from divergence.compare.site_fields import identical_site, nonfinite_of, shared_fields
 from divergence.compare.truth import Tallies, Truth, truth_diff
 from divergence.errors import RunFormatError
 from divergence.numerics.against import AgainstTruth, measure_against, with_rounding
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
+from divergence.numerics.pair_metrics import Estimate
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -41,13 +43,17 @@ _REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was measured of one pair: metrics, rows for judging, the shape compared."""
+    """What was measured of one pair: metrics, rows for judging, the shape compared. ``estimate``:
+    how well, where it was estimated; ``least``: the least relative L2, where nothing else is known.
+    """
 
     metrics: PairMetrics
     logits: LogitsDiff | None
     rows: RowMetrics
     shape: tuple[int, ...]
     against: AgainstTruth | None = None
+    estimate: Estimate | None = None
+    least: float | None = None
 
 
 class Measurer:
@@ -100,9 +106,9 @@ class Measurer:
             parts = [(self._reference, one), (self._candidate, two)]
             if right is not None:
                 parts.append((self._truth.run, right))
-            if self._is_block(pair) and one.site.endswith(":out"):
-                base = self._pieces.base_record(pair)
-                parts += [] if base is None else [base[:2]]
+            if self._is_block(pair):
+                base = self._pieces.base_source(pair)
+                parts += [] if base is None else [base]
             for run, record in parts:
                 wanted.setdefault(id(run), (run, []))[1].append(record)
         for run, records in wanted.values():
@@ -111,19 +117,28 @@ class Measurer:
     def _check(self, pair: Pair) -> None:
         """Both sides' bytes are what their records say; each tensor is looked at once. Of a run
         that is far away, what is equal by its record is not fetched to be looked at."""
-        for run, piece in ((self._reference, pair.reference), (self._candidate, pair.candidate)):
-            if not (run.far and _equal(pair)):
-                run.read(piece.record)
+        sides = (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
+        for run, record in sides:
+            if run.far and _equal(pair):
+                continue
+            if run.has_bytes(record):
+                run.read(record)
+            elif record.sketch is not None:
+                run.read_sketch(record)
 
-    def _is_block(self, pair: Pair) -> bool:
-        note = self._notes.get(module_of(pair.reference.record.site))
-        return note is not None and note.role == "block"
+    def _whole(self, pair: Pair) -> bool:
+        """Are the bytes of both sides at hand?"""
+        return self._reference.has_bytes(pair.reference.record) and self._candidate.has_bytes(
+            pair.candidate.record
+        )
 
     def look(self, pair: Pair) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
 
         Raises RunFormatError on bad bytes.
         """
+        if not self._whole(pair):
+            return self._reduced(pair)
         right = None if self._truth is None else self._truth.record(pair)
         if _equal(pair):
             self._check(pair)  # equal by what was recorded: true only if the bytes agree with it
@@ -134,6 +149,23 @@ class Measurer:
         if right is None or format_named(right.dtype).kind != "float":
             return found
         return replace(found, against=self._against(pair, right, is_block))
+
+    def _reduced(self, pair: Pair) -> Found | None:
+        """What can be known without the bytes of both sides."""
+        is_block = self._is_block(pair)
+        base = self._pieces.base_record(pair) if is_block else None
+        looked = look_reduced(self._pieces, pair, base=base)
+        self._check(pair)
+        if looked is None:
+            return None
+        metrics, rows, estimate, least, shape = looked
+        return Found(metrics, None, rows, shape, estimate=estimate, least=least)
+
+    def _is_block(self, pair: Pair) -> bool:
+        """Is it a block's output?"""
+        site = pair.reference.record.site
+        note = self._notes.get(module_of(site))
+        return note is not None and note.role == "block" and site.endswith(":out")
 
     def _against(self, pair: Pair, right: Record, is_block: bool) -> AgainstTruth | None:
         """Both sides against the truth, where all three can be laid side by side. Only a block adds
@@ -171,7 +203,7 @@ class Measurer:
             "reference_dtype": one.dtype,
             "candidate_dtype": two.dtype,
         }
-        if found is None or _equal(pair):
+        if found is None or (_equal(pair) and self._whole(pair)):
             result = self._identical(pair, place)
             if found is not None:
                 self._tally(result, found, pair)
@@ -179,15 +211,18 @@ class Measurer:
         sample, position = self._pieces.locate(pair.reference, found.shape, found.metrics.worst_row)
         result = SiteResult(
             **place,
-            **_of_metrics(found.metrics),
+            **shared_fields(found.metrics),
             shape=found.shape,
             identical=found.metrics.identical,
             worst_sample=sample,
             worst_position=position,
-            nonfinite=_nonfinite(found.metrics),
+            nonfinite=nonfinite_of(found.metrics),
             logits=found.logits,
+            estimated=found.estimate,
+            at_least=found.least,
         )
-        self._judge_rows(pair, result, found.rows)
+        if result.rel_l2 is not None:
+            self._judge_rows(pair, result, found.rows)
         self._tally(result, found, pair)
         return result
 
@@ -207,7 +242,7 @@ class Measurer:
             self.tallies.add(result, against, floor)
 
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
-        result = _identical(pair.reference.record, place)
+        result = identical_site(pair.reference.record, place)
         if result.ulp_format is not None:
             result.ratio = result.ratio_max = 0.0
         return result
@@ -326,43 +361,3 @@ def _equal(pair: Pair) -> bool:
         and one.positions == two.positions
         and pair.reference.row is None and pair.candidate.row is None
     )  # fmt: skip
-
-
-def _identical(record: Record, place: dict) -> SiteResult:
-    """Bit for bit the same: every difference is 0, and nothing is measured."""
-    summary = record.summary
-    norm = (summary.rms or 0.0) * math.sqrt(record.numel)
-    bad = NonfiniteCount(
-        reference_nan=summary.num_nan,
-        reference_inf=summary.num_posinf + summary.num_neginf,
-        candidate_nan=summary.num_nan,
-        candidate_inf=summary.num_posinf + summary.num_neginf,
-    )
-    is_float = format_named(record.dtype).kind == "float"
-    return SiteResult(
-        **place, shape=record.shape, identical=True, numel=record.numel, rel_l2=0.0, cosine=1.0,
-        one_minus_cosine=0.0, sqnr_db=math.inf, max_abs=0.0, reference_norm=norm,
-        candidate_norm=norm, gain=0.0, gain_se=0.0,
-        ulp_format=record.dtype if is_float else None,
-        ulp_share_over_1=0.0 if is_float else None, ulp_p99=0.0 if is_float else None,
-        ulp_max=0.0 if is_float else None, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
-        token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=bad if bad.total else None,
-    )  # fmt: skip
-
-
-_SHARED = frozenset(SiteResult.__struct_fields__) & frozenset(PairMetrics.__struct_fields__)
-
-
-def _of_metrics(metrics: PairMetrics) -> dict:
-    """The fields that SiteResult takes over as they are."""
-    return {name: getattr(metrics, name) for name in _SHARED - {"nonfinite", "identical"}}
-
-
-def _nonfinite(metrics: PairMetrics) -> NonfiniteCount | None:
-    found = NonfiniteCount(
-        reference_nan=metrics.reference_nan,
-        reference_inf=metrics.reference_inf,
-        candidate_nan=metrics.candidate_nan,
-        candidate_inf=metrics.candidate_inf,
-    )
-    return found if found.total else None

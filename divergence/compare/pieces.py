@@ -36,19 +36,27 @@ class Pieces:
         return tensor[piece.row : piece.row + 1, piece.left : piece.right].contiguous()
 
     def base(self, pair: Pair) -> torch.Tensor | None:
-        """The pair's part of the block's input in the reference, if it has the output's shape."""
-        found = self.base_record(pair)
-        if found is None:
-            return None
-        run, record, piece = found
-        return self.rows_of(run.read(record), piece)
-
-    def base_record(self, pair: Pair) -> tuple[Run, Record, Piece] | None:
-        """Where the block's input is recorded, and the pair's piece of it.
+        """The pair's part of the block's input in the reference, if it has the output's shape.
 
         In an anchored pass that is the free input of the run which anchored it. Where that is
         a third run, which is not at hand, the reference's own stands in for it.
         """
+        run, record, piece = self._base(pair)
+        if record is None or not run.has_bytes(record):
+            return None
+        return self.rows_of(run.read(record), piece)
+
+    def base_source(self, pair: Pair) -> tuple[Run, Record] | None:
+        """The run and record that ``base`` reads, if it reads any."""
+        run, record, _ = self._base(pair)
+        return None if record is None or not run.has_bytes(record) else (run, record)
+
+    def base_record(self, pair: Pair) -> Record | None:
+        """The record of the block's input in the reference, where that is the one that counts."""
+        run, record, _ = self._base(pair)
+        return record if run is self.reference else None
+
+    def _base(self, pair: Pair) -> tuple[Run, Record | None, Piece]:
         one, two = pair.reference.record, pair.candidate.record
         run, other, piece = self.reference, one, pair.reference
         if pair.pass_ != "free" and self._inputs is not None:
@@ -58,9 +66,9 @@ class Pieces:
         site = other.site.rpartition(":")[0] + ":in"
         record = run.find(("free", other.sample, other.step, site))
         if record is None or record.shape != other.shape or record.positions != other.positions:
-            return None
+            return run, None, piece
         if format_named(record.dtype).kind != "float":
-            return None
+            return run, None, piece
         return run, record, piece
 
     def row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:

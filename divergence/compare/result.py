@@ -25,6 +25,7 @@ from divergence.compare.tokens_result import (
     TokenDifference,
     TokensResult,
 )
+from divergence.numerics.pair_metrics import Estimate
 
 __all__ = [
     "REPORT_SCHEMA_VERSION",
@@ -34,6 +35,7 @@ __all__ = [
     "AuditedPlace",
     "CausalCheck",
     "Coverage",
+    "Estimate",
     "Evidence",
     "Explanation",
     "LogitsDiff",
@@ -194,6 +196,9 @@ class SiteResult(_Part, kw_only=True):
     ``match``: how the pair was found (``exact`` or the name map's rule). ``truth``: both sides
     against a float64 run, where one was given. ``of``: in the escalated pass, whose pass this is:
     it is compared with the truth (or, where None, with the reference's own escalated pass).
+    ``estimated``: how well this is known, where it was estimated from sketches; what cannot be is
+    None. Where a run keeps neither bytes nor a sketch, nothing is known but ``identical`` and, from
+    its statistics, ``at_least``: what ``rel_l2`` is no less than.
     """
 
     pass_: str = msgspec.field(name="pass")
@@ -212,28 +217,28 @@ class SiteResult(_Part, kw_only=True):
     identical: bool
     numel: int
     num_masked: int = 0
-    rel_l2: float
-    cosine: float
-    one_minus_cosine: float
-    sqnr_db: float
-    max_abs: float
+    rel_l2: float | None
+    cosine: float | None
+    one_minus_cosine: float | None
+    sqnr_db: float | None
+    max_abs: float | None
     max_abs_index: tuple[int, ...] | None = None
     max_abs_reference: float | None = None
     max_abs_candidate: float | None = None
-    reference_norm: float
-    candidate_norm: float
-    gain: float
-    gain_se: float
+    reference_norm: float | None
+    candidate_norm: float | None
+    gain: float | None
+    gain_se: float | None
     ulp_format: str | None = None
     ulp_share_over_1: float | None = None
     ulp_p99: float | None = None
     ulp_max: float | None = None
-    token_rel_l2_median: float
-    token_rel_l2_p99: float
-    token_rel_l2_max: float
+    token_rel_l2_median: float | None
+    token_rel_l2_p99: float | None
+    token_rel_l2_max: float | None
     worst_sample: int | None = None
     worst_position: int | None = None
-    channel_rel_l2_max: float
+    channel_rel_l2_max: float | None
     worst_channel: int | None = None
     update_rel_l2: float | None = None
     num_sink_tokens: int = 0
@@ -250,6 +255,8 @@ class SiteResult(_Part, kw_only=True):
     truth: TruthDiff | None = None
     of: Literal["reference", "candidate"] | None = None
     flagged: bool = False
+    estimated: Estimate | None = None
+    at_least: float | None = None
 
 
 class Skipped(_Part, frozen=True, kw_only=True):
@@ -313,7 +320,7 @@ class Report(_Part, kw_only=True):
         rows = []
         for site in self.sites:
             row = msgspec.to_builtins(site)
-            for name in ("logits", "nonfinite", "truth"):
+            for name in ("logits", "nonfinite", "truth", "estimated"):
                 nested = row.pop(name) or {}
                 row.update({f"{name}_{key}": value for key, value in nested.items()})
             rows.append(row)

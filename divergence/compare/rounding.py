@@ -6,7 +6,8 @@ from divergence.compare.case import Case
 from divergence.compare.escalation import Escalation
 from divergence.compare.evidence import unanchored_evidence
 from divergence.compare.result import Evidence, Verdict
-from divergence.compare.units import Unit
+from divergence.compare.units import Unit, order_of
+from divergence.compare.unmeasured import is_unmeasured
 
 __all__ = ["within_floor"]
 
@@ -19,6 +20,17 @@ def within_floor(
     escalation: Escalation,
 ) -> Verdict:
     judged = [unit for unit in units if unit.results]
+    unmeasured = [site for site in case.sites if is_unmeasured(site)]
+    if unmeasured and not any(site.ratio for site in case.sites):
+        first = min(unmeasured, key=order_of)
+        return Verdict(
+            kind="undetermined",
+            summary=f"the two differ, first at {first.site} (step {first.step}), but by how much "
+            "is not known: only digests or statistics of it were kept",
+            confidence="low",
+            evidence=case.context(),
+            next=case.next_commands(None, escalated=bool(escalation.judged)),
+        )
     if not judged:
         return Verdict(
             kind="undetermined",
@@ -66,7 +78,7 @@ def within_floor(
             if sure
             else "no block adds more than rounding explains (judged from free runs)"
         ),
-        confidence="high" if certain else "medium" if sure else "low",
+        confidence="low" if unmeasured or not sure else "high" if certain else "medium",
         side="neither" if told else None,
         evidence=[*evidence, *unanchored_evidence(unanchored), *case.context()],
         next=case.next_commands(None, escalated=bool(escalation.judged)),

@@ -136,8 +136,8 @@ def flag(
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], thresholds.least_sibling)
                 unit.limit = min(absolute, thresholds.lone * control)
-            numel = sum(result.numel for result in unit.results)
-            columns = min(r.shape[-1] if r.shape else 1 for r in unit.results)
+            numel = sum(_num_values(result) for result in unit.results)
+            columns = min(_num_columns(result) for result in unit.results)
             unit.limit *= spread(numel) * unit.widened
             unit.worst_limit *= spread(columns) * unit.widened
             unit.strain = unit.typical / unit.limit
@@ -152,6 +152,18 @@ def flag(
                 else:
                     unit.why = "token" if unit.worst > unit.worst_limit else "sink"
     return [unit for unit in units if unit.why is not None]
+
+
+def _num_values(result: SiteResult) -> int:
+    """How many independent numbers the result's errors are made of: of an estimate, projections."""
+    return result.numel if result.estimated is None else result.estimated.num_values
+
+
+def _num_columns(result: SiteResult) -> int:
+    """The same of one row."""
+    if result.estimated is not None:
+        return result.estimated.num_projections
+    return result.shape[-1] if result.shape else 1
 
 
 def _block_controls(units: list[Unit]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PairMetrics", "RowMetrics"]
+__all__ = ["Estimate", "PairMetrics", "RowMetrics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,23 @@ class RowMetrics:
     rel_l2: torch.Tensor
     norm: torch.Tensor
     update_norm: torch.Tensor | None
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """How well a difference is known that was estimated from sketches.
+
+    ``relative_error``: half the width of rel_l2's 95% interval, on its wider side, over rel_l2
+    (null where that is 0); ``low``, ``high``: the interval's ends. ``num_projections`` of a row,
+    ``num_values`` of all rows compared. ``resolution``: below this relative L2 an estimate says
+    nothing.
+    """
+
+    relative_error: float | None
+    low: float
+    high: float
+    num_projections: int
+    num_values: int
+    resolution: float
 
 
 class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +68,7 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     reference_nan ... candidate_inf: counts in the unmasked rows; first_nonfinite_row: the
     first row with any, on either side. identical: same dtype, shape and bytes, masked or not.
     numel: elements of the unmasked rows; num_finite: those of them that were measured.
+    What is estimated from sketches (divergence.numerics.estimate) leaves None what needs elements.
     Complex tensors are measured as their components; max_abs is a component's, the values
     there too, and a channel is a complex one.
     """
@@ -60,27 +78,27 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_finite: int
     num_rows: int
     num_masked: int
-    rel_l2: float
-    cosine: float
-    one_minus_cosine: float
-    sqnr_db: float
-    max_abs: float
+    rel_l2: float | None
+    cosine: float | None
+    one_minus_cosine: float | None
+    sqnr_db: float | None
+    max_abs: float | None
     max_abs_index: tuple[int, ...] | None
     max_abs_reference: float | None
     max_abs_candidate: float | None
-    reference_norm: float
-    candidate_norm: float
-    gain: float
-    gain_se: float
+    reference_norm: float | None
+    candidate_norm: float | None
+    gain: float | None
+    gain_se: float | None
     ulp_format: str | None
     ulp_share_over_1: float | None
     ulp_p99: float | None
     ulp_max: float | None
-    token_rel_l2_median: float
-    token_rel_l2_p99: float
-    token_rel_l2_max: float
+    token_rel_l2_median: float | None
+    token_rel_l2_p99: float | None
+    token_rel_l2_max: float | None
     worst_row: int | None
-    channel_rel_l2_max: float
+    channel_rel_l2_max: float | None
     worst_channel: int | None
     update_rel_l2: float | None
     update_norm: float | None

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 MAX_SITES = 60
+_NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None)
 
 
 def run_lines(
@@ -128,8 +129,12 @@ def skipped_lines(manifest: Manifest) -> list[Line]:
 
 
 def stored(manifest: Manifest) -> str:
-    sizes = manifest.sizes
+    sizes, plan = manifest.sizes, manifest.plan
     text = f"{size(sizes.stored_bytes)} in {count(sizes.num_shards, 'shard')}"
+    if plan.only_changed is not None:
+        return f"{text} (of {size(sizes.seen_bytes)}, what differs from run {plan.only_changed})"
+    if plan.store != "full":
+        return f"{text} ({plan.store} of {size(sizes.seen_bytes)})"
     if sizes.seen_bytes > sizes.stored_bytes:
         text += f" ({size(sizes.seen_bytes)} before equal tensors were shared)"
     return text
@@ -187,6 +192,7 @@ def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
         bad = sum(
             record.summary.num_nan + record.summary.num_posinf + record.summary.num_neginf
             for record in group
+            if record.summary is not None
         )
         rows.append(
             (
@@ -232,7 +238,7 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
         lines.append(heading(site, f"{group[0].dtype}, {count(len(group), 'record')}"))
         rows = [("pass", "sample", "step", "shape", "min", "max", "mean", "rms", "nan/inf/zero")]
         for record in group:
-            summary = record.summary
+            summary = record.summary or _NOTHING
             rows.append(
                 (
                     record.pass_,
@@ -241,7 +247,9 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
                     shape_text(record.shape),
                     *(_statistic(summary, name) for name in ("min", "max", "mean", "rms")),
                     f"{summary.num_nan:,}/{summary.num_posinf + summary.num_neginf:,}"
-                    f"/{summary.num_zero:,}",
+                    f"/{summary.num_zero:,}"
+                    if record.summary is not None
+                    else "-",
                 )
             )
         lines += columns(rows)

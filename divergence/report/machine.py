@@ -13,6 +13,7 @@ import msgspec
 
 from divergence.compare.result import (
     REPORT_SCHEMA_VERSION,
+    Estimate,
     LogitsDiff,
     NonfiniteCount,
     Report,
@@ -62,6 +63,7 @@ def csv_columns() -> list[str]:
             "logits": LogitsDiff,
             "nonfinite": NonfiniteCount,
             "truth": TruthDiff,
+            "estimated": Estimate,
         }.get(name)
         if nested is None:
             names.append(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from divergence.compare.result import Report, SiteResult
 from divergence.report.blocks import (
     Elision,
@@ -80,7 +82,7 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
     titles += ["float32".rjust(10) if escalated else scale.ljust(10)]
     titles += ["free L2".rjust(7)] if with_free else []
     lines = [
-        heading(what, _PASSES.get(main_pass(sites), main_pass(sites)) + worst),
+        heading(what, _PASSES.get(main_pass(sites), main_pass(sites)) + worst + _estimated(rows)),
         line(("    " + "  ".join(titles), "dim")),
     ]
     for row in shown:
@@ -104,6 +106,16 @@ def _phase_lines(report: Report, phase: str, *, all_sites: bool) -> list[Line]:
         _footer(rows, with_worst=with_worst, with_truth=with_truth, escalated=bool(escalated))
     )
     return lines
+
+
+def _estimated(rows: list[Row]) -> str:
+    """How well the rows are known that were estimated."""
+    found = [row.main.estimated for row in rows if row.main is not None and row.main.estimated]
+    errors = [one.relative_error for one in found if one.relative_error is not None]
+    if not found:
+        return ""
+    spread = f" ±{100 * statistics.median(errors):.0f}%" if errors else ""
+    return f"; estimated{spread}"
 
 
 def _footer(rows: list[Row], *, with_worst: bool, with_truth: bool, escalated: bool) -> Line:

@@ -19,6 +19,16 @@ import msgspec
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import FORMATS, format_named
+from divergence.run.contents import (
+    Content,
+    Part,
+    check_part,
+    find_content,
+    parts_of,
+    records_by_content,
+    verify_run,
+    why_no_bytes,
+)
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.layout import (
     MANIFEST,
@@ -26,7 +36,6 @@ from divergence.run.layout import (
     MAX_MANIFEST_BYTES,
     MAX_NUMEL,
     RECORDS,
-    SHARD_DTYPES,
     checked_shard_name,
 )
 from divergence.run.location import Location, Url, location_of
@@ -68,6 +77,8 @@ class Run:
         self._shards: dict[str, Shard] = {}
         self._digests: dict[tuple[str, str], str] = {}
         self._by_coordinates: dict[Coordinates, Record] = {}
+        self._by_content: dict[Content, Record] = {}
+        self._lender: Run | None = None
 
     def __repr__(self) -> str:
         state = "complete" if self.manifest.complete else "incomplete"
@@ -108,15 +119,15 @@ class Run:
         requests. Anything may be read all the same."""
         if self.far:
             self._store.expect(
-                (record.place.shard, entry.begin, entry.begin + entry.num_bytes)
+                (place.shard, entry.begin, entry.begin + entry.num_bytes)
                 for record in records
-                if record.place is not None
-                and (entry := self._shard(record).entries.get(record.place.key)) is not None
+                for place in (part.place for part in parts_of(record))
+                if (entry := self._shard(record, place.shard).entries.get(place.key)) is not None
             )
 
     def files(self) -> dict[str, int]:
         """The files that make the run, with their sizes: manifest, lines, the shards in use."""
-        shards = {record.place.shard for record in self.records if record.place is not None}
+        shards = {part.place.shard for record in self.records for part in parts_of(record)}
         names = [MANIFEST, *([RECORDS] if self._store.has(RECORDS) else []), *sorted(shards)]
         return {name: self._store.size(name) for name in names}
 
@@ -146,6 +157,25 @@ class Run:
             self._by_coordinates = {record.coordinates: record for record in self.records}
         return self._by_coordinates.get(coordinates)
 
+    def borrow_from(self, other: Run | None) -> None:
+        """Read what this run keeps no bytes of from ``other``, if it is the run that holds them
+        (``capture --only-changed``); else nothing changes."""
+        if other is not None and self.manifest.plan.only_changed == other.manifest.id:
+            self._lender = other
+
+    def has_bytes(self, record: Record) -> bool:
+        """Can the record's tensor be read, here or from the run that was borrowed from?"""
+        return record.place is not None or self._lent(record) is not None
+
+    def _lent(self, record: Record) -> Record | None:
+        return None if self._lender is None else self._lender.holding(record)
+
+    def holding(self, other: Record) -> Record | None:
+        """A record of this run that has the bytes of ``other``, of any run; or None."""
+        if not self._by_content:
+            self._by_content = records_by_content(self.records)
+        return find_content(self._by_content, other)
+
     def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
         """The record's tensor, bit-exact, as a read-only view. Never write to it.
 
@@ -153,23 +183,33 @@ class Run:
         recorded checksum, and UsageError where the run keeps no bytes of it.
         """
         if record.place is None:
+            lent = self._lent(record)
+            if lent is not None:
+                return self._lender.read(lent, verify=verify)
             raise UsageError(
-                f"the run keeps no bytes of this tensor (store: {self.manifest.plan.store})",
+                f"no bytes of this tensor are at hand: {why_no_bytes(self.manifest)}",
                 where=f"{self.path}, {_name(record)}",
                 hint=f"capture it in full: divergence capture --like {self.path} -o RUN "
                 f"--store full --sites '{record.site}'",
             )
-        shard = self._shard(record)
-        form = format_named(record.dtype)
-        tensor = shard.view(record.place.key, dtype=form.torch_dtype, shape=record.shape)
+        return self._view(record, parts_of(record)[0], verify=verify)
+
+    def read_sketch(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+        """The record's sketch, float32 (rows, num_projections + 2). Errors: as ``read``."""
+        return self._view(record, parts_of(record)[-1], verify=verify)
+
+    def _view(self, record: Record, part: Part, *, verify: bool) -> torch.Tensor:
+        place, form = part.place, format_named(part.dtype)
+        shard = self._shard(record, place.shard)
+        tensor = shard.view(place.key, dtype=form.torch_dtype, shape=part.shape)
         if verify:
-            found = self._digests.get((record.place.shard, record.place.key))
+            found = self._digests.get((place.shard, place.key))
             if found is None:
                 found = digest_tensor(tensor)
-                self._digests[record.place.shard, record.place.key] = found
-            if found != record.xxh3:
+                self._digests[place.shard, place.key] = found
+            if found != part.xxh3:
                 raise RunFormatError(
-                    f"wrong checksum: recorded {record.xxh3}, the bytes on disk give {found}",
+                    f"wrong checksum: recorded {part.xxh3}, the bytes on disk give {found}",
                     where=f"{shard.name}, {_name(record)}",
                     hint="the file was changed or damaged; copy it again, or capture again",
                 )
@@ -194,26 +234,10 @@ class Run:
 
     def verify(self, progress: Callable[[str, int, int | None, str], None] | None = None):
         """Check every checksum; returns the problems found, one line each."""
-        problems: list[str] = []
-        seen: set[tuple[str, str, str]] = set()
-        self.expect(self.records)
-        for number, record in enumerate(self.records):
-            if progress is not None:
-                progress("verify", number, len(self.records), record.site)
-            if record.place is None:
-                continue
-            identity = (record.place.shard, record.place.key, record.xxh3)
-            if identity in seen:
-                continue
-            seen.add(identity)
-            try:
-                self.read(record)
-            except RunFormatError as error:
-                problems.append(f"{error.message} ({error.where})")
-        return problems
+        return verify_run(self, progress)
 
-    def _shard(self, record: Record) -> Shard:
-        name = record.place.shard
+    def _shard(self, record: Record, name: str | None = None) -> Shard:
+        name = record.place.shard if name is None else name
         if name not in self._shards:
             checked_shard_name(name, where=_name(record))
             store = self._store or open_store(self.path)
@@ -222,30 +246,8 @@ class Run:
 
     def _check_places(self) -> None:
         for record in self.records:
-            if record.place is None:
-                continue
-            shard = self._shard(record)
-            entry = shard.entries.get(record.place.key)
-            if entry is None:
-                raise RunFormatError(
-                    f"record without bytes: shard has no tensor {record.place.key}",
-                    where=f"{shard.name}, {_name(record)}",
-                    hint="the shard belongs to another run, or was cut; copy the run again",
-                )
-            wanted = record.numel * format_named(record.dtype).itemsize
-            if entry.num_bytes != wanted:
-                raise RunFormatError(
-                    f"record needs {wanted} bytes, its tensor holds {entry.num_bytes}",
-                    where=f"{shard.name}, {_name(record)}",
-                )
-            if entry.dtype == "U8" and record.dtype != "uint8":
-                continue  # raw bytes: the record alone says what they are
-            if (entry.dtype, entry.shape) != (SHARD_DTYPES.get(record.dtype), record.shape):
-                raise RunFormatError(
-                    f"record says {record.dtype} {list(record.shape)}, "
-                    f"the shard's header says {entry.dtype} {list(entry.shape)}",
-                    where=f"{shard.name}, {_name(record)}",
-                )
+            for part in parts_of(record):
+                check_part(self._shard(record, part.place.shard), part, where=_name(record))
 
 
 def _name(record: Record) -> str:

@@ -74,8 +74,9 @@ class Record(
     ``positions``: the token index of each row of the tensor's token axis, where
     that is not simply every token of this forward (``--positions``, or logits of
     the deciding positions only). ``place``: None where no bytes are kept. ``xxh3``, ``fold``:
-    digests of the bytes, of which at least one is there unless only statistics are kept
+    digests of the bytes, of which at least one is there
     (``fold`` is defined by divergence.numerics.fold, for devices that xxh3 does not run on).
+    ``summary``: None where digests alone are kept.
     ``placement``: in a run of several ranks, by axis of the manifest's mesh, what of the tensor
     this record holds; ``shape`` is of that.
     """
@@ -87,7 +88,7 @@ class Record(
     order: Count
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
     dtype: DtypeName
-    summary: Summary
+    summary: Summary | None = None
     place: Place | None = None
     xxh3: Digest | None = None
     fold: Digest | None = None

@@ -29,6 +29,7 @@ from divergence.run.layout import shard_name
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.record import PassName, Place, Record, Summary
+from divergence.run.reduction import Reducer
 from divergence.run.target import open_target
 
 if TYPE_CHECKING:
@@ -72,10 +73,11 @@ class RunWriter:
         *,
         force: bool = False,
         rank: int = 0,
+        reducer: Reducer | None = None,
     ) -> None:
         self.path = location_of(path)  # as the reader does
         self.manifest = manifest
-        self._rank = rank
+        self._rank, self._reducer = rank, reducer
         self._shard = 0
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
@@ -256,7 +258,10 @@ class RunWriter:
                 self._progress.set()
 
     def _take(self, batch: list[tuple[Item, dict]]) -> None:
-        self._complete([item for item, _ in batch if item.tensor is not None])
+        items = [item for item, _ in batch]
+        if self._reducer is not None:
+            items = self._reducer.take(items, self._store)
+        self._complete([item for item in items if item.tensor is not None])
         for item, coordinates in batch:
             self._pending_records.append(
                 Record(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
+from divergence.run import layout
 from divergence.run.reader import Run
 
 

@@ -17,12 +17,10 @@ import math
 
 import msgspec
 import numpy as np
-import torch
 
 from divergence.numerics.blocks import BLOCK, Grid, Rows
 from divergence.numerics.formats import Format
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.ulp import key_array, stored_bits
 from divergence.numerics.ulp_tails import MOST_STEPS, Counting, InBlocks, InLoops, Tail
 
 __all__ = ["UlpCounts", "count_ulp"]
@@ -114,9 +112,16 @@ def _from_beyond(tails: list[Tail], num_above: int) -> int | None:
 
 
 def _smallest_key(form: Format, magnitude: float) -> int:
-    """Key of the smallest value of ``form`` that is >= magnitude (> 0 or 0)."""
+    """Key of the smallest value of ``form`` that is >= magnitude (> 0 or 0): subnormals number
+    the multiples of the smallest one, and each binade above holds 2^mantissa_bits values."""
     if magnitude == 0.0:
         return 0
-    value = torch.tensor([min(magnitude, form.max)], dtype=torch.float64).to(form.torch_dtype)
-    key = int(key_array(stored_bits(value, form), form)[0])
-    return key + (float(value) < magnitude)
+    magnitude = min(magnitude, form.max)
+    fraction, exponent = math.frexp(magnitude)  # magnitude = fraction · 2^exponent, in [1/2, 1)
+    lowest = math.frexp(form.smallest_normal)[1]
+    if exponent < lowest:
+        key = math.ceil(magnitude / form.smallest_subnormal)
+    else:
+        steps = math.ceil(math.ldexp(2 * fraction - 1, form.mantissa_bits))
+        key = ((exponent - lowest + 1) << form.mantissa_bits) + steps
+    return key if form.signed else key - 1  # e8m0fnu has no zero

@@ -207,5 +207,5 @@ def stored(grid: Grid, form: Format, rows: Rows, cols: slice) -> np.ndarray:
 
 
 def _percentiles(distances: np.ndarray) -> tuple[int, int]:
-    low, high = np.quantile(distances, [0.97, 0.999], method="lower")
-    return int(low), int(high)
+    ordered = np.sort(distances)
+    return tuple(int(ordered[int(share * (len(ordered) - 1))]) for share in (0.97, 0.999))

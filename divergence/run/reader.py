@@ -175,6 +175,12 @@ class Run:
                 )
         return tensor
 
+    def release(self, record: Record) -> None:
+        """Say that a record's bytes are not needed for now, so that memory stays flat on runs
+        larger than it. They may be read again, and views of them stay good."""
+        if record.place is not None:
+            self._shard(record).release(record.place.key)
+
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""
         return sorted({record.site for record in self.records}, key=natural_key)

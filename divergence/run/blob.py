@@ -15,8 +15,6 @@ from typing import BinaryIO, Protocol
 
 __all__ = ["Blob", "LocalBlob", "reader"]
 
-_GIVE_BACK_BYTES = 16 << 20
-
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
@@ -35,8 +33,8 @@ class Blob(Protocol):
     def part(self, begin: int, num_bytes: int, name: str) -> Blob:
         """A stretch as a blob of its own."""
 
-    def release(self, num_bytes: int) -> None:
-        """So much of what was viewed is not needed for now; views stay good."""
+    def release(self) -> None:
+        """What was viewed is not needed for now: let it leave memory. Views stay good."""
 
     def close(self) -> None:
         """Let go of maps; views that are still alive keep theirs."""
@@ -71,8 +69,8 @@ class LocalBlob:
             self.path, offset=self.offset + begin, size=num_bytes, name=name, mapped=self._map
         )
 
-    def release(self, num_bytes: int) -> None:
-        self._map.release(num_bytes)
+    def release(self) -> None:
+        self._map.release()
 
     def close(self) -> None:
         if self._owns:
@@ -89,7 +87,6 @@ class _Map:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._map: mmap.mmap | None = None
-        self._released_bytes = 0
 
     def open(self) -> mmap.mmap:
         if self._map is None:
@@ -101,15 +98,12 @@ class _Map:
                     raise OSError(str(error)) from error
         return self._map
 
-    def release(self, num_bytes: int) -> None:
-        """Count what is not needed; from 16 MiB on give all pages back. In one piece: the few that
-        are in use come back at little cost, and small neighbours share pages anyway."""
-        self._released_bytes += num_bytes
+    def release(self) -> None:
+        """Give all pages back, in one piece: the few that are in use come back at little cost, and
+        small neighbours share pages anyway."""
         given_back = getattr(mmap, "MADV_DONTNEED", None)
-        if self._released_bytes < _GIVE_BACK_BYTES or self._map is None or given_back is None:
-            return
-        self._released_bytes = 0
-        self._map.madvise(given_back)  # nothing was written to the private map: nothing is lost
+        if self._map is not None and given_back is not None:
+            self._map.madvise(given_back)  # the private map was never written to: nothing is lost
 
     def close(self) -> None:
         self._map = None

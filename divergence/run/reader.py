@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run"]
 
-
+_RELEASE_BYTES = 16 << 20
 _BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -66,6 +66,8 @@ class Run:
         self.records = records
         self.torn_tail = torn_tail
         self._shards: dict[str, Shard] = {}
+        self._touched: dict[str, Shard] = {}
+        self._released_bytes = 0
         self._digests: dict[tuple[str, str], str] = {}
         self._by_coordinates: dict[Coordinates, Record] = {}
 
@@ -137,6 +139,7 @@ class Run:
         for shard in self._shards.values():
             shard.close()
         self._shards.clear()
+        self._touched.clear()
         if self._store is not None:
             self._store.close()
 
@@ -159,7 +162,7 @@ class Run:
                 hint=f"capture it in full: divergence capture --like {self.path} -o RUN "
                 f"--store full --sites '{record.site}'",
             )
-        shard = self._shard(record)
+        shard = self._touched[record.place.shard] = self._shard(record)
         form = format_named(record.dtype)
         tensor = shard.view(record.place.key, dtype=form.torch_dtype, shape=record.shape)
         if verify:
@@ -176,10 +179,13 @@ class Run:
         return tensor
 
     def release(self, record: Record) -> None:
-        """Say that a record's bytes are not needed for now, so that memory stays flat on runs
-        larger than it. They may be read again, and views of them stay good."""
-        if record.place is not None:
-            self._shard(record).release(record.place.key)
+        """A record's bytes are not needed for now and may leave memory, in portions; views of them
+        stay good."""
+        self._released_bytes += record.numel * format_named(record.dtype).itemsize
+        if self._released_bytes >= _RELEASE_BYTES:
+            self._released_bytes = 0
+            while self._touched:
+                self._touched.popitem()[1].release()
 
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""

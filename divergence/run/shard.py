@@ -85,9 +85,9 @@ class Shard:
             raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
         return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
 
-    def release(self, key: str) -> None:
-        """The tensor at ``key`` is not needed for now; views of it stay good."""
-        self._blob.release(self.entries[key].num_bytes)
+    def release(self) -> None:
+        """Let what was viewed leave memory; views stay good."""
+        self._blob.release()
 
     def close(self) -> None:
         """Drop the map; views that are still alive keep it open."""

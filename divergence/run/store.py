@@ -195,7 +195,7 @@ class _RemoteBlob:
             self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
         )
 
-    def release(self, num_bytes: int) -> None:
+    def release(self) -> None:
         pass
 
     def close(self) -> None:

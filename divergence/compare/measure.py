@@ -24,6 +24,7 @@ from divergence.compare.truth import Tallies, Truth, truth_diff
 from divergence.errors import RunFormatError
 from divergence.numerics.against import AgainstTruth, measure_against, with_rounding
 from divergence.numerics.formats import Format, format_named
+from divergence.numerics.kernels import Kernel
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
 from divergence.numerics.pair_metrics import Estimate
@@ -74,6 +75,7 @@ class Measurer:
         self._reference, self._candidate = reference, candidate
         self._pieces = Pieces(reference, candidate, inputs)
         self._floor, self._truth = floor, truth
+        self.kernel: Kernel = "numpy"
         self.tallies = Tallies()
         self._work = work or _work_format(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
@@ -132,10 +134,18 @@ class Measurer:
             pair.candidate.record
         )
 
-    def look(self, pair: Pair) -> Found | None:
+    def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
+        """What of which run is read for a pair, a block's input apart."""
+        found = [
+            (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
+        ]  # fmt: skip
+        right = None if self._truth is None else self._truth.record(pair)
+        return found if right is None else [*found, (self._truth.run, right)]
+
+    def look(self, pair: Pair, *, threads: int = 1) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
 
-        Raises RunFormatError on bad bytes.
+        ``threads``: to measure this pair with. Raises RunFormatError on bad bytes.
         """
         if not self._whole(pair):
             return self._reduced(pair)
@@ -145,7 +155,7 @@ class Measurer:
             if right is None:
                 return None
         is_block = self._is_block(pair)
-        found = self._find(pair, is_block)
+        found = self._find(pair, is_block, threads)
         if right is None or format_named(right.dtype).kind != "float":
             return found
         return replace(found, against=self._against(pair, right, is_block))
@@ -295,7 +305,7 @@ class Measurer:
                 return block
         return None
 
-    def _find(self, pair: Pair, is_block: bool) -> Found:
+    def _find(self, pair: Pair, is_block: bool, threads: int) -> Found:
         one, two = pair.reference.record, pair.candidate.record
         base = self._pieces.base(pair) if is_block and one.site.endswith(":out") else None
         logits = one.site == self._logits_site
@@ -323,8 +333,9 @@ class Measurer:
             base = same_positions(base, one, b, two)[0]
         a, b = same_positions(a, one, b, two)
         mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
-        # One thread a pair: whole pairs are what runs side by side, where cores are many.
-        metrics, rows = measure_pair(a, b, row_mask=mask, base=base, threads=1)
+        metrics, rows = measure_pair(
+            a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel
+        )
         found = None
         if logits and a.ndim >= 1 and a.numel():
             values = measure_logits(a, b, row_mask=mask)

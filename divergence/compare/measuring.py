@@ -5,7 +5,11 @@ was found of each (``Found`` can be pickled and sent), whatever process does it;
 needs them all in the alignment's order, since in a free pass a module inherits what was judged
 before it.
 
-Reading and measuring overlap; one measuring thread for two cores, up to four.
+One thread reads ahead: it takes each pair's checksums (at some 20 GB/s), which brings the bytes
+into memory in the order they lie on disk, and into the last cache for the threads that measure. The
+map is simply touched: reading into buffers, or asking the system to fetch (posix_fadvise), was no
+faster (benchmarks/compare_throughput.py) and costs a copy. What was measured is given back, and
+what is under way is bounded in bytes, so memory stays flat on dumps larger than it.
 """
 
 from __future__ import annotations
@@ -19,10 +23,17 @@ from contextvars import ContextVar
 from divergence.compare.align import Pair
 from divergence.compare.measure import Found, Measurer
 from divergence.compare.result import SiteResult
+from divergence.numerics.formats import format_named
+from divergence.numerics.kernels import kernel_for
 
 __all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by"]
 
 Progress = Callable[..., None]
+_MOST_THREADS = 8
+_AHEAD_BYTES = 128 << 20
+"""Pairs are started until so much is under way; one at least, however large."""
+_LARGE_BYTES = 64 << 20
+"""From here on the threads share a pair: few as large are under way side by side."""
 _MEASURE: ContextVar[Callable[..., Generator[Found | None]] | None] = ContextVar(
     "measure", default=None
 )
@@ -32,6 +43,9 @@ def measure_all(
     measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
 ) -> list[SiteResult]:
     """Measure and judge ``pairs``, in order; what was found of one is dropped once judged."""
+    # decided over all pairs, so that every process that takes a part measures in the same way
+    differing = (pair for pair in pairs if pair.reference.record.xxh3 != pair.candidate.record.xxh3)
+    measurer.kernel = kernel_for(sum(map(_num_bytes, differing)))
     measure = _MEASURE.get() or measure_pairs
     with contextlib.closing(measure(measurer, pairs, progress)) as found:
         return judge_pairs(measurer, pairs, found)
@@ -65,24 +79,47 @@ def measure_pairs(
     import torch
 
     measurer.announce(pairs)
-    measuring = max(1, min(4, torch.get_num_threads() // 2))
-    window = 2 * measuring + 2
+    measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
     reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-read")
     pool = ThreadPoolExecutor(max_workers=measuring, thread_name_prefix="divergence-measure")
 
-    def start(pair: Pair) -> Future[Found | None]:
-        read = reader.submit(measurer.read_ahead, pair)
-        return pool.submit(lambda: (read.result(), measurer.look(pair))[1])
+    def look(pair: Pair, read: Future[None]) -> Found | None:
+        read.result()
+        # whole pairs side by side; the threads of one that is large share it
+        threads = measuring if _num_bytes(pair) >= _LARGE_BYTES else 1
+        try:
+            return measurer.look(pair, threads=threads)
+        finally:
+            for run, record in measurer.reads(pair):
+                run.release(record)
 
+    ahead: deque[tuple[Future[Found | None], int]] = deque()
+    started = under_way_bytes = 0
     try:
-        ahead = deque(start(pair) for pair in pairs[:window])
         for number, pair in enumerate(pairs):
+            while started < len(pairs) and (
+                not ahead or (len(ahead) < 2 * measuring + 2 and under_way_bytes < _AHEAD_BYTES)
+            ):
+                coming = pairs[started]
+                read = reader.submit(measurer.read_ahead, coming)
+                num_bytes = _num_bytes(coming)
+                ahead.append((pool.submit(look, coming, read), num_bytes))
+                under_way_bytes += num_bytes
+                started += 1
             if progress is not None:
                 progress("compare", number, len(pairs), pair.reference.record.site)
-            found = ahead.popleft().result()
-            if number + window < len(pairs):
-                ahead.append(start(pairs[number + window]))
+            future, num_bytes = ahead.popleft()
+            found = future.result()
+            under_way_bytes -= num_bytes
             yield found
     finally:
         for one in (reader, pool):
             one.shutdown(wait=True, cancel_futures=True)
+
+
+def _num_bytes(pair: Pair) -> int:
+    """Of both sides."""
+    return sum(
+        piece.record.numel * format_named(piece.record.dtype).itemsize
+        for piece in (pair.reference, pair.candidate)
+    )

@@ -24,6 +24,7 @@ import torch
 
 from divergence.numerics.blocks import BLOCK, Grid, Rows, compute_dtype, row_dots
 from divergence.numerics.formats import Format, format_named, is_float
+from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.pair_metrics import PairMetrics, RowMetrics
 from divergence.numerics.sums import Sums, gather, tiles
 from divergence.numerics.ulp_counts import count_ulp
@@ -48,6 +49,7 @@ def measure_pair(
     ulp_format: str | Format | None = None,
     threads: int | None = None,
     block: int = BLOCK,
+    kernel: Kernel = "numpy",
 ) -> tuple[PairMetrics, RowMetrics]:
     """Metrics of b against a, whole and by row.
 
@@ -55,6 +57,7 @@ def measure_pair(
     ``base``: same shape as a, the block's input. ``ulp_format``: name or Format; by default
     the narrower of the two storage formats, if both are floats. ``threads``: default is
     torch's own setting, 1 for small tensors. ``block``: elements per block.
+    ``kernel``: see numerics.kernels; formats that compiled loops do not read go numpy's way.
     Formulas, units and care: PairMetrics. Raises ValueError where shapes do not match.
     """
     for name, other in (("candidate", b), ("base", base)):
@@ -62,7 +65,7 @@ def measure_pair(
             raise ValueError(
                 f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
             )
-    pair = _Pair(a, b, base, row_mask, threads=threads, block=min(block, BLOCK))
+    pair = _Pair(a, b, base, row_mask, threads=threads, block=min(block, BLOCK), kernel=kernel)
     return pair.measure(tuple(a.shape), _ulp_format(pair.a.format, pair.b.format, ulp_format))
 
 
@@ -86,6 +89,7 @@ class _Pair:
         *,
         threads: int | None,
         block: int,
+        kernel: Kernel,
     ) -> None:
         self.a, self.b = Grid(a), Grid(b)
         self.base = None if base is None else Grid(base)
@@ -93,7 +97,10 @@ class _Pair:
         if len({grid.width for grid in grids}) > 1:
             raise ValueError("a complex tensor can only be compared with a complex one")
         self.dtype = compute_dtype(*(grid.format for grid in grids))
-        self.scale = common_scale(grids)
+        self.kernel = chosen(kernel, *(grid.format for grid in grids))
+        self.scale = common_scale(grids, kernel=self.kernel)
+        if self.scale != 1.0:
+            self.kernel = "numpy"
         self.real, self.padded = _split_rows(row_mask, self.a.num_rows)
         self.threads = threads or (1 if a.numel() < 8 * BLOCK else min(8, torch.get_num_threads()))
         self.block = block
@@ -106,6 +113,10 @@ class _Pair:
         def work(part: Rows | range) -> Sums:
             mine = slice(part.start, part.stop) if isinstance(part, range) else part
             sums = Sums(self.a, self.b, self.base, dtype=self.dtype, rows=arrays)
+            if self.kernel == "compiled":
+                from divergence.numerics.compiled.sums import gather_compiled
+
+                return gather_compiled(sums, mine)
             return gather(sums, mine, block=self.block)
 
         shared = range(rows.start, rows.stop) if isinstance(rows, slice) else rows
@@ -247,6 +258,7 @@ class _Pair:
             block=self.block,
             rms=math.sqrt(a2 / sums.num_finite) / self.scale,
             check_finite=any(sums.nonfinite.values()),
+            kernel=self.kernel,
         )
         return {
             "ulp_format": form.name,
@@ -283,23 +295,19 @@ def _split_rows(row_mask: torch.Tensor | None, num_rows: int) -> tuple[Rows, Row
     return slice(0, num_rows), slice(0, 0)
 
 
-def common_scale(grids: list[Grid]) -> float:
+def common_scale(grids: list[Grid], *, kernel: Kernel = "numpy") -> float:
     """A power of two that brings float64 values whose squares would leave float64's range
     back into it, set on all grids; 1.0 otherwise."""
-    top = 0.0
     if not any(
         grid.format.itemsize // grid.width == 8 and grid.format.kind != "int" for grid in grids
     ):
         return 1.0
-    buffer = np.empty(BLOCK)
-    for grid in grids:
-        for rows, cols in tiles(slice(0, grid.num_rows), grid.num_cols):
-            values = grid.load(rows, cols, buffer)
-            high, low = float(values.max()), float(values.min())
-            if not math.isfinite(high - low):
-                values = values[np.isfinite(values)]
-                high, low = values.max(initial=0.0), values.min(initial=0.0)
-            top = max(top, high, -low)
+    if kernel == "compiled":
+        from divergence.numerics.compiled.sums import largest_magnitude
+
+        top = max(map(largest_magnitude, grids))
+    else:
+        top = max(map(_largest_magnitude, grids))
     if top == 0.0 or 2.0**-250 < top < 2.0**250:
         return 1.0
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(top)[1]))
@@ -308,17 +316,37 @@ def common_scale(grids: list[Grid]) -> float:
     return scale
 
 
+def _largest_magnitude(grid: Grid) -> float:
+    """The largest finite |x|; 0 where none is finite."""
+    top, buffer = 0.0, np.empty(BLOCK)
+    for rows, cols in tiles(slice(0, grid.num_rows), grid.num_cols):
+        values = grid.load(rows, cols, buffer)
+        high, low = float(values.max()), float(values.min())
+        if not math.isfinite(high - low):
+            values = values[np.isfinite(values)]
+            high, low = values.max(initial=0.0), values.min(initial=0.0)
+        top = max(top, high, -low)
+    return top
+
+
 def _token_metrics(per_row: np.ndarray) -> dict[str, object]:
-    known = per_row[~np.isnan(per_row)]
-    if not len(known):
+    known = np.sort(per_row[~np.isnan(per_row)])
+    count = len(known)
+    if not count:
         zeros = ("token_rel_l2_median", "token_rel_l2_p99", "token_rel_l2_max")
         return dict.fromkeys(zeros, 0.0) | {"worst_row": None}
     return {
-        "token_rel_l2_median": float(np.median(known)),
-        "token_rel_l2_p99": float(np.quantile(known, 0.99, method="inverted_cdf")),
-        "token_rel_l2_max": float(known.max()),
+        "token_rel_l2_median": _median(known),
+        "token_rel_l2_p99": float(known[max(0, math.ceil(0.99 * count - 1))]),  # inverted cdf
+        "token_rel_l2_max": float(known[-1]),
         "worst_row": int(np.nanargmax(per_row)),
     }
+
+
+def _median(ordered: np.ndarray) -> float:
+    """Of values in order; np.median takes longer than all of a decode step's arithmetic."""
+    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+    return float(low if low == high else (low + high) / 2)
 
 
 def _sinks(row_a: np.ndarray) -> np.ndarray:
@@ -326,7 +354,7 @@ def _sinks(row_a: np.ndarray) -> np.ndarray:
     if not len(row_a):
         return np.zeros(0, bool)
     norms = np.sqrt(row_a)
-    median = float(np.median(norms))
+    median = _median(np.sort(norms))
     return norms > (SINK_FACTOR * median if median else math.inf)
 
 

@@ -53,24 +53,24 @@ class Sums:
         top = max(float(d.max()), -float(d.min()))
         row_a = row_dots(a, a)
         if not (math.isfinite(top) and self._in_range(row_a, a)):
-            self._careful(rows, cols)
+            self.careful(rows, cols)
             return
         scale = 1.0
         if top and not _TOP_LOW <= top <= _TOP_HIGH:
             scale = 2.0 ** -math.frexp(top)[1]
             if self._dtype is np.float32 and not 2.0**-120 < scale < 2.0**120:
-                self._careful(rows, cols)
+                self.careful(rows, cols)
                 return
             np.multiply(d, self._dtype(scale), out=d)
         row_d = row_dots(d, d) if top else np.zeros(len(a))
         if top and not self._in_range(row_d, d):
-            self._careful(rows, cols)
+            self.careful(rows, cols)
             return
         product = np.multiply(a, d, out=scratch[: a.size].reshape(a.shape)) if top else None
         if product is not None:
             squares = float(row_dots(product, product).sum())
             if self._dtype is np.float32 and not _LOW < squares < _HIGH:
-                self._careful(rows, cols)
+                self.careful(rows, cols)
                 return
             self.product_squares += squares / scale**2
         self.num_finite += a.size
@@ -89,8 +89,9 @@ class Sums:
         small = sums < _LOW
         return not (small.any() and block[small].any())
 
-    def _careful(self, rows: Rows, cols: slice) -> None:
-        """One block in float64, with every element left out that is not finite on both sides."""
+    def careful(self, rows: Rows, cols: slice) -> None:
+        """One block (at most BLOCK elements) in float64, with every element left out that is
+        not finite on both sides."""
         a, b = (grid.load(rows, cols, np.empty(BLOCK)).copy() for grid in (self.a, self.b))
         finite_a, finite_b = np.isfinite(a), np.isfinite(b)
         keep = finite_a & finite_b
@@ -155,7 +156,7 @@ class Sums:
 
     def _add_update(self, rows: Rows, update: np.ndarray, a: np.ndarray, base: np.ndarray) -> None:
         squares = row_dots(update, update)
-        if self._dtype is np.float32 and not self._in_range(squares, update):
+        if not self._in_range(squares, update):
             wide = a.astype(np.float64) - base
             wide[~np.isfinite(wide)] = 0.0
             squares = row_dots(wide, wide)

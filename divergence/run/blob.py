@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -34,6 +33,9 @@ class Blob(Protocol):
     def part(self, begin: int, num_bytes: int, name: str) -> Blob:
         """A stretch as a blob of its own."""
 
+    def release(self) -> None:
+        """What was viewed is not needed for now: let it leave memory. Views stay good."""
+
     def close(self) -> None:
         """Let go of maps; views that are still alive keep theirs."""
 
@@ -43,14 +45,14 @@ class LocalBlob:
 
     def __init__(
         self, path: Path, *, offset: int = 0, size: int | None = None, name: str | None = None,
-        mapped: Callable[[], mmap.mmap] | None = None,
+        mapped: _Map | None = None,
     ) -> None:  # fmt: skip
         self.path = path
         self.offset = offset
         self.size = os.stat(path).st_size if size is None else size
         self.name = str(path) if name is None else name
-        self._map: mmap.mmap | None = None
-        self._mapped = mapped or self._open_map
+        self._owns = mapped is None
+        self._map = mapped or _Map(path)
 
     def read(self, begin: int, num_bytes: int) -> bytes:
         with open(self.path, "rb") as file:
@@ -59,26 +61,52 @@ class LocalBlob:
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
         first = self.offset + begin
-        return memoryview(self._mapped())[first : first + min(num_bytes, self.size - begin)]
+        return memoryview(self._map.open())[first : first + min(num_bytes, self.size - begin)]
 
     def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
         # one map for all members of an archive
         return LocalBlob(
-            self.path, offset=self.offset + begin, size=num_bytes, name=name, mapped=self._mapped
+            self.path, offset=self.offset + begin, size=num_bytes, name=name, mapped=self._map
         )
 
-    def close(self) -> None:
-        self._map = None
+    def release(self) -> None:
+        self._map.release()
 
-    def _open_map(self) -> mmap.mmap:
+    def close(self) -> None:
+        if self._owns:
+            self._map.close()
+
+
+class _Map:
+    """The memory map of a file, opened when first asked for.
+
+    Pages that were touched count as this process's memory until they are given back; what is given
+    back and touched again comes from the page cache.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+
+    def open(self) -> mmap.mmap:
         if self._map is None:
-            with open(self.path, "rb") as file:
+            with open(self._path, "rb") as file:
                 # Private copy-on-write: torch wants a writable buffer, the file stays as it is.
                 try:
                     self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 except ValueError as error:  # emptied since it was looked at
                     raise OSError(str(error)) from error
         return self._map
+
+    def release(self) -> None:
+        """Give all pages back, in one piece: the few that are in use come back at little cost, and
+        small neighbours share pages anyway."""
+        given_back = getattr(mmap, "MADV_DONTNEED", None)
+        if self._map is not None and given_back is not None:
+            self._map.madvise(given_back)  # the private map was never written to: nothing is lost
+
+    def close(self) -> None:
+        self._map = None
 
 
 class _Reading(io.RawIOBase):

@@ -9,16 +9,12 @@ first time it is read.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-import msgspec
-
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.formats import FORMATS, format_named
+from divergence.numerics.formats import format_named
 from divergence.run.contents import (
     Content,
     Part,
@@ -32,14 +28,12 @@ from divergence.run.contents import (
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.layout import (
     MANIFEST,
-    MAX_LINE_BYTES,
-    MAX_MANIFEST_BYTES,
-    MAX_NUMEL,
     RECORDS,
     checked_shard_name,
 )
 from divergence.run.location import Location, Url, location_of
-from divergence.run.manifest import SCHEMA_VERSION, Manifest
+from divergence.run.manifest import Manifest
+from divergence.run.parsing import name_of, read_manifest, read_records
 from divergence.run.ranges import SPAN_BYTES
 from divergence.run.record import Coordinates, Record
 from divergence.run.shard import Shard
@@ -51,12 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run"]
 
-
-_BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-class _Version(msgspec.Struct):
-    schema_version: int
+_RELEASE_BYTES = 16 << 20
 
 
 class Run:
@@ -75,6 +64,8 @@ class Run:
         self.records = records
         self.torn_tail = torn_tail
         self._shards: dict[str, Shard] = {}
+        self._touched: dict[str, Shard] = {}
+        self._released_bytes = 0
         self._digests: dict[tuple[str, str], str] = {}
         self._by_coordinates: dict[Coordinates, Record] = {}
         self._by_content: dict[Content, Record] = {}
@@ -97,9 +88,9 @@ class Run:
             try:
                 store = open_store(place)
                 stack.callback(store.close)
-                manifest = _read_manifest(store)
+                manifest = read_manifest(store)
                 run = cls(place, manifest, [], store=store)
-                run.records, run.torn_tail = _read_records(store, manifest)
+                run.records, run.torn_tail = read_records(store, manifest)
                 run._check_places()
             except OSError as error:
                 raise RunFormatError(
@@ -148,6 +139,7 @@ class Run:
         for shard in self._shards.values():
             shard.close()
         self._shards.clear()
+        self._touched.clear()
         if self._store is not None:
             self._store.close()
 
@@ -188,7 +180,7 @@ class Run:
                 return self._lender.read(lent, verify=verify)
             raise UsageError(
                 f"no bytes of this tensor are at hand: {why_no_bytes(self.manifest)}",
-                where=f"{self.path}, {_name(record)}",
+                where=f"{self.path}, {name_of(record)}",
                 hint=f"capture it in full: divergence capture --like {self.path} -o RUN "
                 f"--store full --sites '{record.site}'",
             )
@@ -200,7 +192,7 @@ class Run:
 
     def _view(self, record: Record, part: Part, *, verify: bool) -> torch.Tensor:
         place, form = part.place, format_named(part.dtype)
-        shard = self._shard(record, place.shard)
+        shard = self._touched[place.shard] = self._shard(record, place.shard)
         tensor = shard.view(place.key, dtype=form.torch_dtype, shape=part.shape)
         if verify:
             found = self._digests.get((place.shard, place.key))
@@ -210,10 +202,19 @@ class Run:
             if found != part.xxh3:
                 raise RunFormatError(
                     f"wrong checksum: recorded {part.xxh3}, the bytes on disk give {found}",
-                    where=f"{shard.name}, {_name(record)}",
+                    where=f"{shard.name}, {name_of(record)}",
                     hint="the file was changed or damaged; copy it again, or capture again",
                 )
         return tensor
+
+    def release(self, record: Record) -> None:
+        """A record's bytes are not needed for now and may leave memory, in portions; views of them
+        stay good."""
+        self._released_bytes += record.numel * format_named(record.dtype).itemsize
+        if self._released_bytes >= _RELEASE_BYTES:
+            self._released_bytes = 0
+            while self._touched:
+                self._touched.popitem()[1].release()
 
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""
@@ -239,7 +240,7 @@ class Run:
     def _shard(self, record: Record, name: str | None = None) -> Shard:
         name = record.place.shard if name is None else name
         if name not in self._shards:
-            checked_shard_name(name, where=_name(record))
+            checked_shard_name(name, where=name_of(record))
             store = self._store or open_store(self.path)
             self._shards[name] = Shard(store.blob(name))
         return self._shards[name]
@@ -247,145 +248,4 @@ class Run:
     def _check_places(self) -> None:
         for record in self.records:
             for part in parts_of(record):
-                check_part(self._shard(record, part.place.shard), part, where=_name(record))
-
-
-def _name(record: Record) -> str:
-    return (
-        f"{record.site} (pass {record.pass_}, sample {record.sample}, step {record.step}, "
-        f"rank {record.rank})"
-    )
-
-
-def _read_manifest(store: Store) -> Manifest:
-    where = store.where(MANIFEST)
-    with store.open(MANIFEST) as file:
-        data = file.read(MAX_MANIFEST_BYTES + 1)
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise RunFormatError(
-            f"{MANIFEST} has over {MAX_MANIFEST_BYTES} bytes, which no run needs", where=where
-        )
-    try:
-        version = msgspec.json.decode(data, type=_Version).schema_version
-    except _BROKEN_JSON as error:
-        raise RunFormatError(
-            f"{MANIFEST} is damaged: {error}" if data else f"{MANIFEST} is empty",
-            where=where,
-            hint="copy it again; without it the run cannot be read",
-        ) from error
-    if version > SCHEMA_VERSION:
-        raise RunFormatError(
-            f"the run has schema version {version}, this divergence reads up to {SCHEMA_VERSION}",
-            where=where,
-            hint="upgrade: pip install -U divergence-debug",
-        )
-    if version < 1:
-        raise RunFormatError(f"schema version {version} does not exist", where=where)
-    try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except _BROKEN_JSON as error:
-        raise RunFormatError(
-            f"{MANIFEST} breaks the format: {error}",
-            where=where,
-            hint="docs/dump-format.md describes every key",
-        ) from error
-    problem = _broken_groups(manifest)
-    if problem is None and manifest.model.dtype not in FORMATS:
-        problem = f"no dtype is called {manifest.model.dtype!r} - at `$.model.dtype`"
-    if problem is not None:
-        raise RunFormatError(
-            f"{MANIFEST} breaks the format: {problem}",
-            where=where,
-            hint="docs/dump-format.md describes every key",
-        )
-    return manifest
-
-
-def _broken_groups(manifest: Manifest) -> str | None:
-    """Why the groups are no division of the samples into batches, or None."""
-    samples, groups = manifest.tokens.samples, manifest.tokens.groups
-    at = " - at `$.tokens.groups`"
-    if [number for group in groups for number in group] != list(range(len(samples))):
-        return f"the groups must hold the samples 0 to {len(samples) - 1} once each, in order{at}"
-    for group in groups:
-        members = [samples[number] for number in group]
-        if not members:
-            return f"a group is empty{at}"
-        if len({s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in members}) > 1:
-            return f"samples {group} ran together but are not equally long with their padding{at}"
-        if len({len(s.generated_ids) for s in members}) > 1:
-            return f"samples {group} ran together but have not equally many generated ids{at}"
-    return None
-
-
-def _lines(store: Store) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines with their ends; never holds more than the limit of one line."""
-    with store.open(RECORDS) as file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise RunFormatError(
-                    f"line {number} is longer than {MAX_LINE_BYTES} bytes",
-                    where=store.where(RECORDS),
-                    hint="a record takes some 500 bytes; the file is damaged",
-                )
-            yield number, line
-
-
-def _read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
-    if not manifest.complete and not store.has(RECORDS):
-        return [], False
-    first_samples = {group[0] for group in manifest.tokens.groups}
-    decoder = msgspec.json.Decoder(Record)
-    records: list[Record] = []
-    seen: dict[tuple, int] = {}
-    for number, line in _lines(store):
-        where = f"{store.where(RECORDS)}, line {number}"
-        try:
-            record = decoder.decode(line)
-        except _BROKEN_JSON as error:
-            if not line.endswith(b"\n") and not manifest.complete:
-                return records, True  # killed while appending: the line never counted
-            raise RunFormatError(
-                f"broken record: {error}",
-                where=where,
-                hint="copy records.jsonl again; docs/dump-format.md describes every key",
-            ) from error
-        problem = _broken_record(record, first_samples)
-        if problem is not None:
-            raise RunFormatError(f"broken record: {problem}", where=where)
-        identity = (*record.coordinates, record.rank)
-        if identity in seen:
-            raise RunFormatError(
-                f"line {number} repeats line {seen[identity]}: {_name(record)}", where=where
-            )
-        seen[identity] = number
-        records.append(record)
-    if manifest.complete and len(records) != manifest.sizes.num_records:
-        raise RunFormatError(
-            f"{len(records)} records in a complete run of {manifest.sizes.num_records}",
-            where=store.where(RECORDS),
-            hint="lines were lost or added; copy records.jsonl again",
-        )
-    return records, False
-
-
-def _broken_record(record: Record, first_samples: set[int]) -> str | None:
-    """What a record breaks that its type cannot say, or None."""
-    if record.dtype not in FORMATS:
-        near = near_names(record.dtype, FORMATS)
-        return f"no dtype is called {record.dtype!r}" + (f", only {near[0]}" if near else "")
-    if record.sample not in first_samples:
-        return f"sample {record.sample} is not the first of any group in {MANIFEST}"
-    if math.prod(size for size in record.shape if size) > MAX_NUMEL:
-        return f"shape {list(record.shape)} is larger than any memory"
-    if record.place is not None and record.xxh3 is None:
-        return "bytes in `place` without their `xxh3`"
-    positions = record.positions
-    if positions is not None:
-        if len(record.shape) < 2 or record.shape[1] != len(positions):
-            return f"{len(positions)} positions for shape {list(record.shape)}"
-        if any(a >= b for a, b in itertools.pairwise(positions)):
-            return "positions do not ascend"
-    return None
+                check_part(self._shard(record, part.place.shard), part, where=name_of(record))

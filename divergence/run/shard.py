@@ -85,6 +85,10 @@ class Shard:
             raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
         return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
 
+    def release(self) -> None:
+        """Let what was viewed leave memory; views stay good."""
+        self._blob.release()
+
     def close(self) -> None:
         """Drop the map; views that are still alive keep it open."""
         self._blob.close()

@@ -195,6 +195,9 @@ class _RemoteBlob:
             self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
         )
 
+    def release(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -1,0 +1,39 @@
+"""Which loops measure: numpy's, always there, or compiled ones (numba, the extra ``fast``).
+
+Compiled loops are several times faster and cost their start: numba's import, and compiling for
+this processor once (the machine code is kept on disk). So they are taken where the tensors are
+large enough to pay for it. Both measure the same (divergence.numerics.compiled).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from divergence.numerics.formats import Format
+
+__all__ = ["READABLE", "WORTH_BYTES", "Kernel", "chosen", "has_compiled", "kernel_for"]
+
+Kernel = Literal["numpy", "compiled"]
+
+READABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
+"""The formats that compiled loops read."""
+
+WORTH_BYTES = 1 << 30
+"""From this many bytes on compiled loops pay for their start (benchmarks/compare_kernel.py)."""
+
+
+def has_compiled() -> bool:
+    """Whether compiled loops can be had here; imports nothing."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def kernel_for(num_bytes: int) -> Kernel:
+    """The faster one for ``num_bytes`` of tensors, both sides."""
+    return "compiled" if num_bytes >= WORTH_BYTES and has_compiled() else "numpy"
+
+
+def chosen(kernel: Kernel, *formats: Format) -> Kernel:
+    """``kernel`` where it reads all of ``formats``, else numpy."""
+    return kernel if all(form.name in READABLE for form in formats) else "numpy"

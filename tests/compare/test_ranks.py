@@ -1,0 +1,191 @@
+"""Comparing on several processes: who measures what, and the same report byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from divergence.capture.api import capture, reference
+from divergence.compare.align import Pair, Piece, align
+from divergence.compare.floors import ModelFloor
+from divergence.compare.measure import Measurer
+from divergence.compare.measuring import measure_all
+from divergence.compare.ranks import _packed, _unpacked, num_processes, share_out
+from divergence.numerics.summary import summarize
+from divergence.run.reader import Run
+from divergence.run.record import Record
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def pair(size: int, digests: tuple[int, int], row: int | None = None) -> Pair:
+    """Two float32 tensors of ``size`` rows."""
+    pieces = []
+    for digest in digests:
+        record = Record(
+            pass_="free", sample=0, step=0, site="x:out", order=0, shape=(size, 8),
+            dtype="float32", summary=summarize(torch.zeros(1)), xxh3=f"{digest:032x}",
+        )  # fmt: skip
+        pieces.append(Piece(record, 0, row))
+    return Pair(reference=pieces[0], candidate=pieces[1], pass_="free", match="exact")
+
+
+@given(st.lists(st.integers(1, 200), max_size=60), st.integers(1, 9))
+def test_ranks_get_equal_shares(sizes, num_ranks):
+    """No rank is ahead of another by more than the largest pair, at any point of the order: so
+    whoever waits for a rank's next pair waits for one."""
+    owners = share_out([pair(size, (2 * n, 2 * n + 1)) for n, size in enumerate(sizes)], num_ranks)
+    load = [0] * num_ranks
+    for size, owner in zip(sizes, owners, strict=True):
+        load[owner] += size
+        assert max(load) - min(load) <= max(sizes)
+
+
+def test_equal_pairs_stay_together():
+    """One block's output is the next one's input: the rank that has measured it does it again for
+    nothing. One sample's rows count as what they are."""
+    pairs = [pair(8, (1, 2)), pair(8, (3, 4)), pair(8, (1, 2)), pair(8, (5, 6))]
+    assert share_out(pairs, 2) == [0, 1, 0, 0]
+    assert share_out([pair(8, (1, 2), row=0), pair(1, (3, 4)), pair(1, (5, 6))], 2) == [0, 1, 0]
+    assert share_out([], 3) == []
+
+
+def test_one_process_is_no_torchrun(monkeypatch):
+    """WORLD_SIZE alone (a job scheduler sets it) is no invitation."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert num_processes() == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert num_processes() == 1
+    for name in names:
+        monkeypatch.setenv(name, "4")
+    assert num_processes() == 4
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory, tiny_model):
+    """Runs of all kinds that a comparison measures: repeats with an escalated pass, with operators,
+    batched, of other kernels and faulty; one damaged; ``truth`` is a's."""
+    folder = tmp_path_factory.mktemp("fleet")
+    model = str(tiny_model("llama", num_blocks=3))
+    prompts = ["A bridge is built twice: once on paper", "Snow fell"]
+    ops = ["blocks", "ops@model.layers.1", "lm_head:out"]
+    capture(model, out=folder / "a", max_new_tokens=3, prompts=prompts, sites=ops)
+    again = {
+        "same": {},
+        "faulty": {"plants": ["model.layers.1.mlp.down_proj:out=scale:1.5"]},
+        "escalated": {"escalate": True, "attn_implementation": "eager"},
+    }
+    for name, options in again.items():
+        capture(like=folder / "a", out=folder / name, **options)
+    capture(model, out=folder / "batched", max_new_tokens=3, prompts=prompts, batch=2)
+    reference(folder / "a", out=folder / "truth")
+    shutil.copytree(folder / "faulty", folder / "damaged")
+    shard = next((folder / "damaged" / "tensors").iterdir())
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    return folder
+
+
+CANDIDATES = ("same", "faulty", "escalated", "batched", "damaged")
+
+
+def launch(*words, cwd, launcher=TORCHRUN, **changes) -> subprocess.CompletedProcess:
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_", "MASTER_"))}
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, words)], cwd=cwd, text=True, capture_output=True,
+        timeout=100,
+        env={**keep, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes,
+    )  # fmt: skip
+
+
+def test_a_measurer_is_sent_with_its_runs_by_path(fleet):
+    """What another process makes of it finds the same; a run is opened once."""
+    a, b = Run.open(fleet / "a"), Run.open(fleet / "faulty")
+    measurer, pairs = Measurer(a, b, ModelFloor(), inputs=a), align(a, b).pairs
+    sent = _packed((measurer, pairs))
+    assert len(sent) < 1_000 + 2_000 * len(pairs)
+    runs: dict = {}
+    other, same = _unpacked(sent, runs)
+    assert same == pairs
+    assert {str(run.path) for run in runs.values()} == {str(a.path), str(b.path)}
+    assert other._pieces._inputs is other._reference
+    found = [msgspec.to_builtins(measure_all(m, pairs)) for m in (measurer, other)]
+    assert found[0] == found[1]
+
+
+def test_two_processes_give_the_report_of_one(fleet):
+    """Byte for byte: with a truth, escalated passes, operators, logits, pieces of batches, and the
+    error that damage gives. Only rank 0 prints, and only once."""
+    names = ["a", *CANDIDATES]
+    done = launch("-m", "divergence", "compare", *names, "--reference", "truth", "--json",
+                  cwd=fleet)  # fmt: skip
+    alone = launch(*names, "--reference", "truth", "--json", cwd=fleet,
+                   launcher=("-m", "divergence", "compare"))  # fmt: skip
+    assert alone.returncode == 2  # one run is damaged
+    assert done.stdout == alone.stdout
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["verdict"] for row in rows][1] == "localized"
+    assert "wrong checksum" in rows[-1]["problem"]
+    passes = {site["pass"] for row in rows for site in (row["report"] or {}).get("sites", ())}
+    assert passes == {"anchored", "free", "escalated"}
+    reports = [row["report"] for row in rows if row["report"]]
+    assert all(report["operators"] for report in reports[:3])
+    assert any(site["truth"] for site in reports[1]["sites"])
+    assert any(site["logits"] for site in reports[1]["sites"])
+
+
+def test_an_error_is_said_once(fleet):
+    """By rank 0; torchrun adds its own summary and ends with 1, the rank with the real code."""
+    done = launch("-m", "divergence", "compare", "a", "damaged", cwd=fleet)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("error: wrong checksum") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert "fault in divergence" not in done.stderr
+
+
+FAILING = """
+import os, sys
+from divergence.compare import ranks
+
+measure = ranks.measure_pairs
+
+def failing(measurer, pairs, progress=None):
+    for number, found in enumerate(measure(measurer, pairs, progress)):
+        if number == 3 and os.environ["RANK"] == "1":
+            {what}
+        yield found
+
+ranks.measure_pairs = failing
+from divergence.cli.main import run
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("raise TypeError('odd')", "rank 1: TypeError: odd"), ("os.kill(os.getpid(), 9)", "rank")],
+)
+def test_a_rank_that_fails_ends_all(fleet, tmp_path, what, said):
+    """A fault of another rank is named with it; a killed rank leaves nobody waiting. Exit code 3 is
+    the rank's, and no half report is printed."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(what=what))
+    done = launch(script, "compare", "a", "faulty", cwd=fleet)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert said in done.stderr

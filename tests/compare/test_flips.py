@@ -41,6 +41,9 @@ class HandMade:
     def find(self, coordinates):
         return coordinates[2]
 
+    def has_bytes(self, step):
+        return True
+
     def read(self, step):
         return self.rows[step].reshape(1, 1, -1)
 

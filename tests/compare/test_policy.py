@@ -303,6 +303,7 @@ class FakeRun(SimpleNamespace):
     def open(cls, path):
         tables = json.loads((path / "manifest.json").read_text())
         return cls(
+            path=path,
             manifest=SimpleNamespace(
                 complete=tables.get("complete", True),
                 stopped_by=tables.get("stopped_by"),

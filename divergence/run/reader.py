@@ -200,10 +200,13 @@ class Run:
                 found = digest_tensor(tensor)
                 self._digests[place.shard, place.key] = found
             if found != part.xxh3:
+                changed = self.far and self._store.has_changed(place.shard)
                 raise RunFormatError(
-                    f"wrong checksum: recorded {part.xxh3}, the bytes on disk give {found}",
+                    f"wrong checksum: recorded {part.xxh3}, the bytes give {found}",
                     where=f"{shard.name}, {name_of(record)}",
-                    hint="the file was changed or damaged; copy it again, or capture again",
+                    hint="it was replaced while it was read; run the command again"
+                    if changed
+                    else "the file was changed or damaged; copy it again, or capture again",
                 )
         return tensor
 

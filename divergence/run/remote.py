@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +23,9 @@ from divergence.run.location import Url
 
 __all__ = ["Object", "Remote"]
 
-NUM_TRIES = 4
+NUM_TRIES = 3
 FIRST_PAUSE_S = 0.3
-"""Then three times as long each time: 0.3, 0.9, 2.7 s."""
+"""Then three times as long: 0.3, 0.9 s. Packages such as s3fs try each of these several times."""
 PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
     "abfss": "adlfs", "oss": "ossfs", "http": "aiohttp", "https": "aiohttp",
@@ -32,6 +33,8 @@ PACKAGES = {
 }  # fmt: skip
 """Scheme → package that fsspec needs for it."""
 
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "created")
+"""What packages call that which changes with an object's bytes, the surest first."""
 _WITH_BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 _T = TypeVar("_T")
@@ -203,11 +206,10 @@ def _open(url: Url) -> tuple[Any, str]:
 
 
 def _object(entry: dict[str, Any]) -> Object:
-    version = next(
-        (str(entry[key]) for key in ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
-         if entry.get(key)), None,
-    )  # fmt: skip
-    return Object(size=int(entry.get("size") or 0), version=version)
+    found = next((entry[key] for key in _VERSIONS if entry.get(key)), None)
+    if isinstance(found, datetime):  # as one call of a package says it, where another gives seconds
+        found = found.timestamp()
+    return Object(size=int(entry.get("size") or 0), version=None if found is None else str(found))
 
 
 def _known_refusal(error: Exception) -> tuple[str, str] | None:

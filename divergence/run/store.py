@@ -48,6 +48,9 @@ class Store(Protocol):
     def size(self, name: str) -> int:
         """Bytes of what ``open`` gives."""
 
+    def has_changed(self, name: str) -> bool:
+        """Is a file another one now than when the store was opened?"""
+
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         """(name, begin, end) of what will be read, in about this order."""
 
@@ -78,6 +81,9 @@ class _Directory:
     def size(self, name: str) -> int:
         return os.stat(checked_file(self.place, name)).st_size
 
+    def has_changed(self, name: str) -> bool:
+        return False  # a map shows what is there now; nothing is compared with before
+
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         pass
 
@@ -88,11 +94,19 @@ class _Directory:
 class _Archive:
     """One file that holds the run's files."""
 
-    def __init__(self, place: Location, archive: Blob, kind: str, ranges: Ranges | None) -> None:
+    def __init__(
+        self, place: Location, archive: Blob, kind: str, *, ranges: Ranges | None = None,
+        remote: Remote | None = None, found: Object | None = None,
+    ) -> None:  # fmt: skip
         self.place = place
         self.far = ranges is not None
         self._archive, self._ranges = archive, ranges
+        self._remote, self._found = remote, found
         self._members: dict[str, Member] = members_of(archive, kind)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._members)
 
     def has(self, name: str) -> bool:
         return name in self._members
@@ -108,6 +122,9 @@ class _Archive:
 
     def size(self, name: str) -> int:
         return self._member(name).size
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote is not None and self._remote.look() != self._found
 
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         if self._ranges is None:
@@ -141,7 +158,7 @@ class _Objects:
 
     def __init__(self, place: Url, remote: Remote, objects: dict[str, Object]) -> None:
         self.place = place
-        self._objects = objects
+        self._remote, self._objects = remote, objects
         self._ranges = Ranges(remote.fetch)
 
     def has(self, name: str) -> bool:
@@ -164,6 +181,9 @@ class _Objects:
 
     def size(self, name: str) -> int:
         return self.blob(name).size
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote.look(name) != self._objects.get(name)
 
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         self._ranges.expect(
@@ -231,7 +251,7 @@ def _open_path(place: Location) -> Store:
             f"{place} is not a directory, and no tar or zip archive either",
             hint="a run is what `divergence capture MODEL -o RUN` wrote",
         )
-    return _Archive(place, archive, kind, None)
+    return _Archive(place, archive, kind)
 
 
 def _open_url(place: Url) -> Store:
@@ -245,7 +265,7 @@ def _open_url(place: Url) -> Store:
             )
         if "" not in objects:
             store = _Objects(place, remote, objects)
-            store.expect(_needed_to_open(objects))
+            store.expect(_needed_to_open({name: one.size for name, one in objects.items()}))
             return store
         found = objects[""]
     else:
@@ -255,18 +275,23 @@ def _open_url(place: Url) -> Store:
     if not found.size:
         raise RunFormatError(f"{place} is empty", hint="copy it again")
     ranges = Ranges(remote.fetch)
+    # where a tar begins and a zip has its directory
+    ranges.expect([("", 0, min(HEADER_BYTES, found.size)),
+                   ("", max(0, found.size - HEADER_BYTES), found.size)])  # fmt: skip
     archive = _RemoteBlob(ranges, "", size=found.size, shown=str(place))
     kind = archive_kind_of(archive)
     if kind is None:
         raise RunFormatError(f"{place} is neither a tar nor a zip archive")
-    return _Archive(place, archive, kind, ranges)
+    store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=found)
+    store.expect(_needed_to_open({name: store.size(name) for name in store.names}))
+    return store
 
 
-def _needed_to_open(objects: dict[str, Object]) -> Iterator[tuple[str, int, int]]:
+def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Manifest, lines, and the beginning of each shard."""
     for name in (MANIFEST, RECORDS):
-        size = objects[name].size if name in objects else 0
-        for begin in range(0, size, SPAN_BYTES):
-            yield name, begin, min(begin + SPAN_BYTES, size)
-    for name in sorted(objects):
+        for begin in range(0, sizes.get(name, 0), SPAN_BYTES):
+            yield name, begin, min(begin + SPAN_BYTES, sizes[name])
+    for name in sorted(sizes):
         if re.match(SHARD_PATTERN, name):
-            yield name, 0, HEADER_BYTES
+            yield name, 0, min(HEADER_BYTES, sizes[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +114,65 @@ def _mutated(data: bytes, random_: random.Random) -> bytes:
         return data[:low] + data[high:] + data[low:high]
     token = random_.choice([b"1e999", b"-1", b"null", b"[]", b"{}", b'"', b"9" * 25, b"NaN", b"\n"])
     return data[:place] + token + data[place + len(token) :]
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An object store in memory under ``far://`` that remembers every request, and can fail.
+
+    ``requests``: (what, path, bytes). ``fail``: called before each with (what, path), may raise;
+    ``cut``: called with (path, data) on what was read.
+    """
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    from divergence.run import remote
+
+    class Far(MemoryFileSystem):
+        protocol = "far"
+        store: dict[str, Any] = {}  # noqa: RUF012 - fsspec's own way: one store a class
+        pseudo_dirs = [""]  # noqa: RUF012
+        requests: list[tuple[str, str, int]] = []  # noqa: RUF012
+        fail = cut = None
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return MemoryFileSystem._strip_protocol(str(path).replace("far://", "memory://"))
+
+        def _note(self, what: str, path: str, num_bytes: int = 0) -> None:
+            self.requests.append((what, path.lstrip("/"), num_bytes))
+            if Far.fail is not None:
+                Far.fail(what, path.lstrip("/"))
+
+        def find(self, path: str, **options: Any) -> Any:
+            self._note("list", path)
+            return super().find(path, **options)
+
+        def info(self, path: str, **options: Any) -> Any:
+            return super().info(path, **options)
+
+        def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
+            self._note("get", path, (end or 0) - (start or 0))
+            data = super().cat_file(path, start=start, end=end, **options)
+            return data if Far.cut is None else Far.cut(path, data)
+
+        def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
+            self._note("put", path, len(value))
+            super().pipe_file(path, value, **options)
+
+        def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+            self._note("put", rpath, Path(lpath).stat().st_size)
+            # never by pieces: an object is there whole or not at all
+            super().pipe_file(rpath, Path(lpath).read_bytes())
+
+        def rm_file(self, path: str) -> None:
+            self._note("remove", path)
+            if path not in self.store:
+                raise FileNotFoundError(path)
+            del self.store[path]
+
+    fsspec.register_implementation("far", Far, clobber=True)
+    Far.clear_instance_cache()
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    yield Far
+    Far.clear_instance_cache()

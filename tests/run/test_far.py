@@ -1,0 +1,416 @@
+"""Runs in an object store: which requests are made, in which order, and what if they fail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
+from divergence.run import remote_target
+from divergence.run import writer as writing
+from divergence.run.packing import pack
+from divergence.run.reader import Run
+from divergence.run.writer import Item, RunWriter
+
+URL = "far://bucket/run"
+
+
+def put(writer: RunWriter, tensor: torch.Tensor, site: str = "a:out", **changes) -> None:
+    values = {"pass_": "free", "sample": 0, "step": 0, "site": site, "order": 0, **changes}
+    writer.put(Item(tensor), **values)
+
+
+def upload(far, path, url: str = URL) -> None:
+    for file in path.rglob("*"):
+        if file.is_file():
+            far().pipe_file(f"{url}/{file.relative_to(path)}", file.read_bytes())
+    far.requests.clear()
+
+
+@pytest.fixture
+def large_run(write_run):
+    """Ten tensors of 64 KiB each, so that a shard is larger than what is read of it to open it."""
+    return write_run({f"m.{k}:out": torch.full((128, 128), float(k)) for k in range(10)})
+
+
+# --- reading -----------------------------------------------------------------------------------
+
+
+def test_a_run_far_away_reads_as_if_it_were_here(far, large_run):
+    """Records, tensors and checksums; the name is the URL."""
+    upload(far, large_run)
+    run, here = Run.open(URL), Run.open(large_run)
+    assert str(run.path) == URL and run.far and not here.far
+    assert run.records == here.records and run.verify() == []
+    for record in run.records:
+        assert torch.equal(run.read(record), here.read(record))
+
+
+def test_opening_reads_no_tensor(far, large_run):
+    """One listing, the manifest, the lines, and the beginning of each shard."""
+    upload(far, large_run)
+    Run.open(URL)
+    assert [what for what, *_ in far.requests] == ["list", "get", "get", "get"]
+    sizes = {path.rpartition("run/")[2]: n for _, path, n in far.requests[1:]}
+    assert sizes["tensors/r00000-000000.safetensors"] == 64 << 10
+    assert sizes["manifest.json"] == (large_run / "manifest.json").stat().st_size
+
+
+def test_one_tensor_costs_one_request_of_its_size(far, large_run):
+    """No byte of its neighbours."""
+    upload(far, large_run)
+    run = Run.open(URL)
+    far.requests.clear()
+    run.read(run.records[5])
+    assert far.requests == [("get", "bucket/run/tensors/r00000-000000.safetensors", 65536)]
+
+
+def test_announced_tensors_come_in_one_request(far, large_run):
+    """Neighbours together; what is not wanted is not read, unless it is less than a gap."""
+    upload(far, large_run)
+    run = Run.open(URL)
+    far.requests.clear()
+    wanted = [run.records[k] for k in (2, 3, 4)]
+    run.expect(wanted)
+    for record in wanted:
+        run.read(record)
+    assert [n for _, _, n in far.requests] == [3 * 65536]
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_an_archive_far_away_is_read_by_ranges(far, large_run, kind):
+    """Its index, and then what a directory would cost; never the whole."""
+    pack(large_run, out=f"{URL}.{kind}")
+    far.requests.clear()
+    run = Run.open(f"{URL}.{kind}")
+    opened = sum(n for _, _, n in far.requests)
+    assert len(far.requests) <= 6
+    far.requests.clear()
+    run.read(run.records[7])
+    assert sum(n for _, _, n in far.requests) == 65536
+    assert opened < 300_000 < run.manifest.sizes.stored_bytes
+    assert run.verify() == []
+
+
+def test_a_comparison_fetches_only_what_differs(far, large_run, write_run, tmp_path):
+    """Tensors that are equal by their checksums stay where they are, on the far side."""
+    from divergence import compare
+
+    tensors = {f"m.{k}:out": torch.full((128, 128), float(k)) for k in range(10)}
+    tensors["m.4:out"] = tensors["m.4:out"] + 1
+    other = write_run(tensors, tmp_path / "other")
+    upload(far, large_run)
+    run = Run.open(URL)
+    far.requests.clear()
+    report = compare(run, other)
+    assert [n for what, _, n in far.requests if what == "get"] == [65536]
+    assert report.coverage.num_compared == 10
+    assert [s.site for s in report.sites if not s.identical] == ["m.4:out"]
+    here = compare(large_run, other)
+    assert [s.max_abs for s in report.sites] == [s.max_abs for s in here.sites]
+
+
+def test_a_comparison_names_the_url_in_what_to_do_next(far, large_run):
+    """So that the printed command works."""
+    from divergence.compare.advice import Advice
+
+    upload(far, large_run)
+    run = Run.open(URL)
+    assert URL in str(vars(Advice(run, run)).values())
+
+
+# --- reading what fails ------------------------------------------------------------------------
+
+
+def test_a_request_that_breaks_is_made_again(far, large_run):
+    """Twice; the reader notices nothing."""
+    upload(far, large_run)
+    left = [2]
+
+    def fail(what, path):
+        if what == "get" and left[0]:
+            left[0] -= 1
+            raise ConnectionResetError("peer")
+
+    far.fail = fail
+    assert Run.open(URL).verify() == []
+    assert left == [0]
+
+
+def test_a_connection_that_stays_broken_is_one_error(far, large_run):
+    """Which names the URL and what was tried."""
+    upload(far, large_run)
+
+    def fail(what, path):
+        if path.endswith(".safetensors"):
+            raise TimeoutError("no answer")
+
+    far.fail = fail
+    with pytest.raises(RunFormatError, match=r"failed 3 times.*no answer") as caught:
+        Run.open(URL)
+    assert caught.value.where == f"{URL}/tensors/r00000-000000.safetensors"
+    assert len([r for r in far.requests if r[1].endswith(".safetensors")]) == 3
+
+
+def test_a_refusal_is_not_tried_again(far, large_run):
+    """No permission stays no permission."""
+    upload(far, large_run)
+
+    def fail(what, path):
+        raise PermissionError("Access Denied")
+
+    far.fail = fail
+    with pytest.raises(RunFormatError, match="the store refuses: Access Denied"):
+        Run.open(URL)
+    assert len(far.requests) == 1
+
+
+def test_missing_credentials_are_named_whatever_package_says_so(far, large_run):
+    """Each store has an exception of its own."""
+    upload(far, large_run)
+
+    class NoCredentialsError(Exception):
+        pass
+
+    def fail(what, path):
+        raise NoCredentialsError("Unable to locate credentials")
+
+    far.fail = fail
+    with pytest.raises(RunFormatError, match="there are no credentials") as caught:
+        Run.open(URL)
+    assert "AWS_PROFILE" in caught.value.hint
+
+
+def test_what_comes_short_is_an_error(far, large_run):
+    """A truncated answer is asked for again, and never taken for the whole."""
+    upload(far, large_run)
+    far.cut = lambda path, data: data[:-1]
+    with pytest.raises(RunFormatError, match="bytes came"):
+        Run.open(URL)
+
+
+def test_a_shard_that_is_replaced_meanwhile_is_told_apart_from_damage(far, large_run):
+    """Its checksum is wrong either way; what to do differs."""
+    upload(far, large_run)
+    path = f"{URL}/tensors/r00000-000000.safetensors"
+    data = bytearray(far().cat_file(path))
+    data[-1] ^= 1
+    run = Run.open(URL)
+    far().pipe_file(path, bytes(data))
+    with pytest.raises(RunFormatError, match="wrong checksum") as caught:
+        run.read(run.records[9])
+    assert "replaced while it was read" in caught.value.hint
+    run = Run.open(URL)
+    with pytest.raises(RunFormatError, match="wrong checksum") as caught:
+        run.read(run.records[9])
+    assert "damaged" in caught.value.hint
+
+
+def test_what_is_no_run_is_refused(far, large_run):
+    """Nothing there; something else there; a shard missing."""
+    with pytest.raises(RunFormatError, match="there is nothing at"):
+        Run.open("far://bucket/none")
+    with pytest.raises(RunFormatError, match="there is nothing at"):
+        Run.open("far://bucket/none.tar")
+    far().pipe_file("far://bucket/other/file", b"x")
+    with pytest.raises(RunFormatError, match="is not a run"):
+        Run.open("far://bucket/other")
+    far().pipe_file("far://bucket/x.tar", b"x" * 2000)
+    with pytest.raises(RunFormatError, match="neither a tar nor a zip"):
+        Run.open("far://bucket/x.tar")
+    upload(far, large_run)
+    far().rm_file("/bucket/run/tensors/r00000-000000.safetensors")
+    with pytest.raises(RunFormatError, match="is missing"):
+        Run.open(URL)
+
+
+def test_unknown_schemes_and_missing_packages_say_what_to_do():
+    """A package is named with the command that installs it."""
+    with pytest.raises(UsageError, match="no place that can be read"):
+        Run.open("nosuch://bucket/run")
+    with pytest.raises(UsageError, match="needs a package") as caught:
+        Run.open("gs://bucket/run")
+    assert caught.value.hint == "pip install 'divergence-debug[remote]'"
+
+
+# --- writing -----------------------------------------------------------------------------------
+
+
+def states(far) -> list[dict[str, bytes]]:
+    """What is in the store after each change, from now on."""
+    seen: list[dict[str, bytes]] = []
+
+    def remember(what, path):
+        seen.append({name: bytes(file.getvalue()) for name, file in far.store.items()})
+
+    far.fail = remember
+    return seen
+
+
+def restored(far, state: dict[str, bytes]) -> None:
+    far.fail = None
+    far.store.clear()
+    for name, data in state.items():
+        far().pipe_file(name, data)
+
+
+def test_at_no_moment_does_half_a_run_look_whole(far, manifest, monkeypatch):
+    """Killed after any request: no run yet, or an incomplete one that verifies; whole at last."""
+    monkeypatch.setattr(writing, "SHARD_BYTES", 300)
+    seen = states(far)
+    with RunWriter(URL, manifest()) as writer:
+        for step in range(12):
+            put(writer, torch.full((50,), float(step)), step=step)
+            writer.drain()
+    assert Run.open(URL).manifest.complete and len(Run.open(URL).records) == 12
+    assert len(seen) > 10
+    lengths = []
+    for state in seen[:-2]:
+        restored(far, state)
+        if "/bucket/run/manifest.json" not in state:
+            with pytest.raises(RunFormatError):
+                Run.open(URL)
+            continue
+        run = Run.open(URL)
+        if not json.loads(state["/bucket/run/manifest.json"])["complete"]:
+            assert not run.manifest.complete
+            lengths.append(len(run.records))
+        assert run.verify() == []
+    assert lengths == sorted(lengths) and lengths[-1] == 12
+
+
+def test_lines_are_stored_again_when_they_have_grown_by_a_fifth(far, manifest, monkeypatch):
+    """Altogether some six times their size is sent, however many there are."""
+    monkeypatch.setattr(writing, "SHARD_BYTES", 1)
+    with RunWriter(URL, manifest()) as writer:
+        for step in range(150):
+            put(writer, torch.full((2,), float(step)), step=step)
+            writer.drain()
+    sent = [n for what, path, n in far.requests if what == "put" and path.endswith("jsonl")]
+    assert sent == sorted(sent)
+    assert sum(sent) < 7 * sent[-1]
+    assert len(Run.open(URL).records) == 150
+
+
+def test_what_was_put_can_be_read_after_a_flush(far, manifest):
+    """The whole pass reads inputs that this run recorded."""
+    with RunWriter(URL, manifest()) as writer:
+        put(writer, torch.ones(4))
+        run = Run.open(writer.flush())
+        assert torch.equal(run.read(run.records[0]), torch.ones(4))
+
+
+def test_local_copies_are_bounded_and_removed(far, manifest, monkeypatch, tmp_path):
+    """A slow store makes the capture wait; the disk here is not filled."""
+    import tempfile
+    import time
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(writing, "SHARD_BYTES", 1)
+    most = [0]
+
+    def slow(what, path):
+        if what == "put" and path.endswith(".safetensors"):
+            most[0] = max(most[0], len(list(tmp_path.rglob("*.safetensors"))))
+            time.sleep(0.01)
+
+    far.fail = slow
+    with RunWriter(URL, manifest()) as writer:
+        for step in range(40):
+            put(writer, torch.full((2,), float(step)), step=step)
+            writer.drain()
+    assert 1 <= most[0] <= remote_target.NUM_WAITING
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_upload_that_fails_stops_the_capture(far, manifest, monkeypatch):
+    """With one error that names the URL; what was stored before is a readable, incomplete run."""
+    monkeypatch.setattr(writing, "SHARD_BYTES", 1)
+
+    def fail(what, path):
+        if what == "put" and "000003" in path:
+            raise ConnectionResetError("peer")
+
+    far.fail = fail
+    wrong = pytest.raises(RunWriteError, match="writing failed 3 times")
+    with wrong as caught, RunWriter(URL, manifest()) as writer:
+        for step in range(50):
+            put(writer, torch.full((2,), float(step)), step=step)
+            writer.drain()
+    assert caught.value.where == f"{URL}/tensors/r00000-000003.safetensors"
+    far.fail = None
+    run = Run.open(URL)
+    assert not run.manifest.complete and run.verify() == []
+    assert "writing failed" in run.manifest.stopped_by
+    assert len(run.records) <= 3
+
+
+def test_an_interrupt_keeps_what_was_recorded(far, manifest):
+    """Ctrl-C waits for what is under way, and says incomplete."""
+    with pytest.raises(KeyboardInterrupt), RunWriter(URL, manifest()) as writer:
+        put(writer, torch.ones(3))
+        raise KeyboardInterrupt
+    run = Run.open(URL)
+    assert (run.manifest.stopped_by, len(run.records)) == ("interrupted", 1)
+
+
+def test_something_that_removes_objects_meanwhile_is_noticed(far, manifest):
+    """Before the manifest says complete, everything is looked at once more."""
+    with pytest.raises(RunWriteError, match="it is not there"), RunWriter(URL, manifest()) as w:
+        put(w, torch.ones(3))
+        w.flush()
+        del far.store["/bucket/run/tensors/r00000-000000.safetensors"]
+    assert not json.loads(far().cat_file(f"{URL}/manifest.json"))["complete"]
+
+
+def test_a_store_that_refuses_writing_is_one_error(far, manifest, tmp_path, monkeypatch):
+    """At once, and no temporary directory stays."""
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def fail(what, path):
+        if what == "put":
+            raise PermissionError("Access Denied")
+
+    far.fail = fail
+    with pytest.raises(RunWriteError, match="the store refuses"):
+        RunWriter(URL, manifest())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_overwritten(far, manifest, large_run):
+    """A run only by force, the manifest first; foreign objects never."""
+    upload(far, large_run)
+    with pytest.raises(RunExistsError, match="exists already"):
+        RunWriter(URL, manifest())
+    far.requests.clear()
+    with RunWriter(URL, manifest(), force=True):
+        pass
+    assert Run.open(URL).records == []
+    removed = [path for what, path, _ in far.requests if what == "remove"]
+    assert removed[0] == "bucket/run/manifest.json" and len(removed) == 3
+    far().pipe_file(f"{URL}/thesis.tex", b"x")
+    with pytest.raises(RunExistsError, match=r"holds thesis\.tex, so --force does not"):
+        RunWriter(URL, manifest(), force=True)
+    far().pipe_file("far://bucket/object", b"x")
+    with pytest.raises(RunExistsError, match="is an object"):
+        RunWriter("far://bucket/object", manifest(), force=True)
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_an_archive_is_stored_as_one_object_at_the_end(far, manifest, tmp_path, monkeypatch, kind):
+    """Nothing is at the URL before; the same bytes as the archive made here."""
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with RunWriter(f"{URL}.{kind}", manifest()) as writer:
+        put(writer, torch.ones(3))
+        writer.flush()
+        assert not far.store
+    with RunWriter(tmp_path / f"r.{kind}", manifest()) as writer:
+        put(writer, torch.ones(3))
+    assert far().cat_file(f"{URL}.{kind}") == (tmp_path / f"r.{kind}").read_bytes()
+    assert [what for what, *_ in far.requests].count("put") == 1

@@ -24,11 +24,15 @@ from divergence.capture.passes import can_anchor
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.selection import step_selected
 from divergence.capture.sites import SiteSelection
+from divergence.capture.storing import check_operators
 from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.suites import opened, plan_suite, wants_suite
 from divergence.capture.whole import why_not_whole
 from divergence.errors import ModelError
+from divergence.numerics.formats import format_named
+from divergence.numerics.sketch import sketch_bytes
 from divergence.run.item import Item
+from divergence.run.manifest import Store
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
@@ -66,7 +70,8 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 class _Counter:
     """A sink that keeps shapes and sizes by (step, site)."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self.seen: dict[tuple[int, str], tuple[Item, int]] = {}
         self._counted: set[int] = set()
         self._alive: list[Item] = []
@@ -75,7 +80,14 @@ class _Counter:
         fresh = id(item) not in self._counted
         self._counted.add(id(item))
         self._alive.append(item)  # keeps ids unique
-        self.seen[step, site] = (item, item.num_bytes if fresh else 0)
+        self.seen[step, site] = (item, self._bytes_of(item) if fresh else 0)
+
+    def _bytes_of(self, item: Item) -> int:
+        if self._store == "full":
+            return item.num_bytes
+        if self._store == "sketch":
+            return sketch_bytes(item.shape, format_named(item.dtype))
+        return 0  # statistics and digests stand in the records
 
 
 def plan_capture(
@@ -105,11 +117,14 @@ def plan_capture(
     lengths, groups = _lengths(request, loaded)
     notes = describe_modules(loaded.module)
     selection = SiteSelection(request.sites, notes)
+    check_operators(request, selection)
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
     rows = _rows(request, counters, notes, steps)
     passes, total = ["free"], sum(row.bytes for row in rows)
     said = []
+    if request.only_changed:
+        said.append("of these bytes only those are stored that the run to be repeated has not")
     if request.like is not None and request.anchor and can_anchor(request.like, notes) is None:
         passes.append("anchored")
         total *= 2
@@ -165,7 +180,7 @@ def _count(
     lengths: Sequence[int],
 ) -> _Counter:
     """Shapes of one group's prefill (step 0) and of one decode step (step 1)."""
-    counter = _Counter()
+    counter = _Counter(request.store)
     recorder = Recorder(
         loaded.module,
         notes,

@@ -140,3 +140,20 @@ def test_the_stored_run_names_no_path_of_a_machine(name):
     text = (FIXTURES / name / "manifest.json").read_text()
     assert not re.search(r'": "(/|~|[A-Za-z]:\\)', text)
     assert not {"tmp", "home", "root"} & set(re.findall(r"/(\w+)/", text))
+
+
+def test_the_examples_of_reduced_runs_are_right():
+    """The digest and the projections that the page works out."""
+    import torch
+
+    from divergence.numerics import fold, sketch
+
+    text = " ".join(PAGE.split())
+    assert f"`{fold.fold_tensor(torch.arange(8, dtype=torch.uint8))}`" in text
+    rows = sketch.sketch_tensor(torch.arange(1.0, 17.0).expand(1, 2, 16), 8)
+    first = [int(value) for value in rows[0, :8]]
+    assert ", ".join(map(str, first)) in text
+    assert torch.equal(rows[1, :8], -rows[0, :8])
+    for number in (*fold.SEEDS, sketch.SIGMA, sketch.TAU):
+        assert f"0x{number:016x}" in text
+    assert f"{fold.CHUNK:,} words" in text

@@ -28,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from divergence.capture.determinism import Determinism
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.execution import Execution, Pass
+from divergence.capture.keep import BufferKeeper
 from divergence.capture.passes import run_pass
 from divergence.capture.request import resolve_request
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits
 from divergence.run.writer import RunWriter
 
 
@@ -96,6 +98,7 @@ class Captured:
             request, loaded_model(model), "cpu", Determinism(), lambda *_: None
         )
         self.manifest = self.capture._manifest(self.capture._plan([Pass("free")]), None)
+        self.buffer = Buffer(Limits.of(DEFAULT_BUFFER_BYTES))
         self.number = 0
         self.sizes = SimpleNamespace(num_records=0, stored_bytes=0)
 
@@ -103,7 +106,8 @@ class Captured:
         self.number += 1
         self.manifest.sizes = type(self.manifest.sizes)()
         path = Path(self.folder.name) / str(self.number)
-        with RunWriter(path, self.manifest) as writer:
+        with RunWriter(path, self.manifest, buffer=self.buffer) as writer:
+            self.capture.keeper = BufferKeeper(writer, self.buffer)
             run_pass(
                 self.capture.loaded, self.capture._recorder(writer, Pass("free")),
                 self.capture.samples, self.capture.groups, max_new_tokens=new,

@@ -22,7 +22,7 @@ from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.hooks import Anchor, Recorder, inside
-from divergence.capture.keep import Keeper
+from divergence.capture.keep import BufferKeeper, Keeper
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
     RememberingSink,
@@ -41,6 +41,7 @@ from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_
 from divergence.capture.widening import Widening
 from divergence.errors import PlantError, UsageError
 from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.buffer import Buffer, Limits
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
 from divergence.run.record import PassName
@@ -88,7 +89,7 @@ class Execution:
         self.notes = describe_modules(loaded.module)
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(request, self.selection)
-        self.keeper: Keeper = keeper_of(request)
+        self.keeper: Keeper | None = None
         for plant in request.plants:
             if plant.path not in self.notes:
                 near = near_names(plant.path, self.notes)
@@ -110,7 +111,11 @@ class Execution:
                 f"{', '.join(compiled[:3])} runs through torch.compile: while operators are "
                 "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
             )
-        with RunWriter(out, manifest, force=force, reducer=reducer_of(request)) as writer:
+        buffer = Buffer(Limits.of(request.buffer_bytes))
+        with RunWriter(
+            out, manifest, force=force, reducer=reducer_of(request), buffer=buffer
+        ) as writer:
+            self.keeper = keeper_of(request, BufferKeeper(writer, buffer))
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0
             for one in passes:

@@ -175,9 +175,13 @@ class Recorder:
             and (self._notes[path].role in ("block", "trunk"))
         )
         plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("in")]
+        plain = not (anchors or plants)
 
         def pre_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
             call = self._next_call(path, args, kwargs)
+            if plain and len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+                self._emit(path, call, "in", args[0])  # nearly always
+                return None
             changed = None
             done: set[str] = set()
             if anchors and not self._anchor_broken:
@@ -204,11 +208,12 @@ class Recorder:
             new = map_output(output, self._planter(plants)) if plants else output
             call = self._calls.get(path, "")
             leaves = list(output_leaves(new))
-            returned = {id(tensor) for _, tensor in leaves}
-            for _, tensor in input_leaves(args, kwargs):
-                if id(tensor) in returned:
-                    # Given back, so perhaps written to by a kernel that advances no counter.
-                    self._recent.forget(tensor)
+            if any(tensor in self._recent for _, tensor in leaves):
+                given = {id(tensor) for _, tensor in input_leaves(args, kwargs)}
+                for _, tensor in leaves:
+                    if id(tensor) in given:
+                        # Given back, so perhaps written to by a kernel that advances no counter.
+                        self._recent.forget(tensor)
             for port, tensor in leaves:
                 self._emit(path, call, port, tensor)
             if self._on_block is not None and self._notes[path].role == "block":
@@ -293,27 +298,46 @@ class Recorder:
 
     def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
         """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
+        if not self._selected or self._anchor_broken:
+            return
         key = (path, port)
         try:
             site = self._sites[key]
         except KeyError:
             wanted = self._wanted(path, port, tensor)
             site = self._sites[key] = join_site(path, port) if wanted else None
-        if site is None or not self._selected or self._anchor_broken:
+        if site is None:
             return
         if call:
             site = join_site(path + call, port)
-        positions = None
-        with self._quiet():
-            if self._step == 0:
-                tensor, positions = self._narrowed(path, port, tensor)
-            item = self._item(tensor) if positions is None else self._keep(tensor)
-        self._put(site, item, positions=positions)
+        if self.operators is None:
+            item, positions = self._kept(path, port, tensor)
+        else:
+            with self.operators.paused():
+                item, positions = self._kept(path, port, tensor)
+        self._put(site, item, positions)
+
+    def _kept(
+        self, path: str, port: str, tensor: torch.Tensor
+    ) -> tuple[Item, tuple[int, ...] | None]:
+        """What is kept of the tensor, or was when this very tensor last came by; and of which
+        token positions, where not of all."""
+        if self._step == 0:
+            tensor, positions = self._narrowed(path, port, tensor)
+            if positions is not None:
+                return self._keep(tensor), positions
+        item = self._recent.find(tensor)
+        if item is None:
+            item = self._keep(tensor)
+            self._recent.add(tensor, item)
+        return item, None
 
     def _emit_operator(self, site: str, item: Item, call: Call | None = None) -> None:
-        self._put(site, item, call=call)
+        self._put(site, item, None, call)
 
-    def _put(self, site: str, item: Item, **more: Any) -> None:
+    def _put(
+        self, site: str, item: Item, positions: tuple[int, ...] | None, call: Call | None = None
+    ) -> None:
         self.sink.put(
             item,
             pass_=self._pass,
@@ -321,7 +345,8 @@ class Recorder:
             step=self._step,
             site=site,
             order=self._order,
-            **more,
+            positions=positions,
+            call=call,
         )
         self._order += 1
         self.num_emitted += 1
@@ -348,14 +373,6 @@ class Recorder:
             return tensor, None
         positions = select_positions(f"last:{kept}" if kept else self._positions, tokens)
         return tensor[:, list(positions)], positions
-
-    def _item(self, tensor: torch.Tensor) -> Item:
-        """What is kept of the tensor, or was when this very tensor last came by."""
-        item = self._recent.find(tensor)
-        if item is None:
-            item = self._keep(tensor)
-            self._recent.add(tensor, item)
-        return item
 
     def check_plants(self) -> None:
         """Raise PlantError for a plant whose site was never reached."""

@@ -14,9 +14,11 @@ from typing import Protocol
 
 import torch
 
+from divergence.run.buffer import Buffer
 from divergence.run.item import Item
+from divergence.run.writer import RunWriter
 
-__all__ = ["CopyKeeper", "Keeper", "Recent", "ShapeKeeper"]
+__all__ = ["BufferKeeper", "CopyKeeper", "Keeper", "Recent", "ShapeKeeper"]
 
 _REMEMBERED = 16
 """Tensors kept for recognition; a block hands its input to at most a few readers."""
@@ -32,12 +34,44 @@ class CopyKeeper:
     """Keeps every byte: a contiguous host copy that nobody else writes to."""
 
     def keep(self, tensor: torch.Tensor) -> Item:
+        return Item(self.copy(tensor))
+
+    @staticmethod
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
         if tensor.device.type != "cpu":
-            return Item(tensor.to("cpu").contiguous())
-        return Item(tensor.clone(memory_format=torch.contiguous_format))
+            return tensor.to("cpu").contiguous()
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class BufferKeeper:
+    """Keeps every byte, in the writer's buffer: no memory beside it, and no page touched twice.
+
+    A tensor for which the buffer has no place, however long one waits, gets memory of its own.
+    """
+
+    def __init__(self, writer: RunWriter, buffer: Buffer) -> None:
+        self._buffer, self._writer = buffer, writer
+
+    def keep(self, tensor: torch.Tensor) -> Item:
+        if (
+            not tensor.is_cpu
+            or tensor.layout is not torch.strided
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or tensor.is_conj()
+            or torch._C._len_torch_dispatch_stack() > 0
+        ):
+            tensor = CopyKeeper.copy(tensor)
+        num_bytes = tensor.nbytes
+        slot = self._buffer.take(num_bytes) or self._writer.make_room(num_bytes)
+        if slot is None:
+            self._buffer.trim()
+            return Item(CopyKeeper.copy(tensor))
+        slot.fill(tensor.data_ptr())
+        return Item(tensor, slot)
 
 
 class ShapeKeeper:
@@ -52,6 +86,10 @@ class Recent:
 
     def __init__(self) -> None:
         self._items: dict[int, tuple[weakref.ref[torch.Tensor], int, Item]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Perhaps: did a tensor come by at this address?"""
+        return id(tensor) in self._items
 
     def find(self, tensor: torch.Tensor) -> Item | None:
         """The item made of this very tensor, if nothing has been written to it since."""

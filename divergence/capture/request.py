@@ -17,6 +17,7 @@ from divergence.capture.storing import chosen_store
 from divergence.capture.substitute import Substitute, parse_substitutes
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES
 from divergence.run.layout import MANIFEST, expanded
 from divergence.run.manifest import ModelIdentity, Override, Store
 from divergence.run.reader import Run
@@ -52,6 +53,7 @@ class Request:
     escalate: bool = False
     whole: bool = False
     weights: bool = False
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
     substitutes: dict[str, Substitute] = field(default_factory=dict)
     probe: bool = False
     plants: list[Plant] = field(default_factory=list)

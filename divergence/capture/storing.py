@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from divergence.capture.keep import CopyKeeper, Keeper
+from divergence.capture.keep import Keeper
 from divergence.capture.keep_reduced import ReducedKeeper
 from divergence.errors import UsageError
 from divergence.run.manifest import Store
@@ -64,9 +64,8 @@ def check_operators(request: Request, selection: SiteSelection) -> None:
     )
 
 
-def keeper_of(request: Request) -> Keeper:
-    """What the hooks keep tensors with."""
-    whole = CopyKeeper()
+def keeper_of(request: Request, whole: Keeper) -> Keeper:
+    """What the hooks keep tensors with; ``whole`` keeps those that stay so."""
     return whole if request.store == "full" else ReducedKeeper(request.store, whole)
 
 

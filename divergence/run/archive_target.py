@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from divergence.run.directory_target import DirectoryTarget
 from divergence.run.location import Location, Url
 
 if TYPE_CHECKING:
-    import torch
+    from divergence.run.piece import Piece
 
 __all__ = ["ArchiveTarget", "check_archive", "partial_of"]
 
@@ -39,8 +40,8 @@ class ArchiveTarget:
         self._staged = DirectoryTarget(self._folder, force=force)
         self._complete = False
 
-    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        self._staged.write_shard(name, tensors)
+    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
+        self._staged.write_shard(name, pieces)
 
     def append_records(self, lines: bytes) -> None:
         self._staged.append_records(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from divergence.run.layout import MANIFEST, RECORDS, RUN_NAMES, TENSORS
 from divergence.run.shard import write_shard
 
 if TYPE_CHECKING:
-    import torch
+    from divergence.run.piece import Piece
 
 __all__ = ["DirectoryTarget", "check_directory", "prepare_directory"]
 
@@ -26,10 +27,10 @@ class DirectoryTarget:
         prepare_directory(path, force=force)
         self._records = open(path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
 
-    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
         final = self.path / name
         with _beside(final.with_suffix(".tmp"), final) as temporary:
-            write_shard(temporary, tensors)
+            write_shard(temporary, pieces)
 
     def append_records(self, lines: bytes) -> None:
         before = os.fstat(self._records.fileno()).st_size

@@ -1,8 +1,8 @@
 """A tensor on its way into a run, handed over once whatever number of sites it was seen at.
 
 A keeper (divergence.capture.keep) makes it; the writer completes it: what the keeper left open
-(digest, summary, place) is found from the bytes in ``tensor``, which is then let go. An item
-without ``tensor`` stores no bytes: its keeper has filled in all that its records will say.
+(digest, summary, place) is found from its bytes, which are then let go. An item without bytes
+stores none: its keeper has filled in all that its records will say.
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.numerics.formats import format_of
+from divergence.numerics.formats import FORMATS, format_of
 
 if TYPE_CHECKING:
     import torch
 
+    from divergence.run.buffer import Slot
     from divergence.run.record import Place, Sketch, Summary
 
 __all__ = ["Item", "Reduced"]
 
 
 class Item:
-    """``tensor``: a host tensor that nobody writes to any more; ``num_bytes``, ``dtype`` and
-    ``shape`` are its, and stay when it goes."""
+    """``tensor``: a host tensor that nobody writes to any more, or the shape of one whose bytes
+    are copied into ``slot``. ``num_bytes``, ``dtype`` and ``shape`` stay when the bytes go."""
 
-    __slots__ = ("digest", "dtype", "fold", "num_bytes", "place", "reduced", "shape", "sketch",
-                 "summary", "tensor")  # fmt: skip
+    __slots__ = ("_tensor", "digest", "dtype", "fold", "num_bytes", "place", "reduced", "shape",
+                 "sketch", "slot", "summary")  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor  # until the writer has taken it
+    def __init__(self, tensor: torch.Tensor, slot: Slot | None = None) -> None:
+        self._tensor = tensor if slot is None else None
+        self.slot = slot
         self.num_bytes = tensor.numel() * tensor.element_size()
-        self.dtype = format_of(tensor.dtype).name
+        self.dtype = _NAMES.get(tensor.dtype) or _named(tensor.dtype)
         self.shape = tuple(tensor.shape)
         self.digest: str | None = None
         self.fold: str | None = None
@@ -38,6 +40,23 @@ class Item:
         self.sketch: Sketch | None = None
         self.place: Place | None = None
         self.reduced: Reduced | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The bytes as a tensor, complete; None where there are none (any more)."""
+        if self.slot is None:
+            return self._tensor
+        self.slot.bytes()
+        return self.slot.tensor(FORMATS[self.dtype].torch_dtype, self.shape)
+
+    @tensor.setter
+    def tensor(self, tensor: torch.Tensor | None) -> None:
+        """None: let the bytes go. A place in the ring is another's once nobody holds its Slot."""
+        self._tensor, self.slot = tensor, None
+
+    @property
+    def has_bytes(self) -> bool:
+        return self.slot is not None or self._tensor is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +68,12 @@ class Reduced:
     statistics: tuple[torch.Tensor, torch.Tensor] | None = None
     projections: torch.Tensor | None = None
     sum_dtype: str = "float64"
+
+
+_NAMES: dict[torch.dtype, str] = {}
+"""Looked up for every tensor: filled as dtypes are met."""
+
+
+def _named(dtype: torch.dtype) -> str:
+    name = _NAMES[dtype] = format_of(dtype).name
+    return name

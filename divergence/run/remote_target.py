@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from divergence.run.remote import Object, Remote
 from divergence.run.shard import write_shard
 
 if TYPE_CHECKING:
-    import torch
+    from divergence.run.piece import Piece
 
 __all__ = ["RemoteTarget", "check_remote"]
 
@@ -57,12 +58,12 @@ class RemoteTarget:
         self._pool = ThreadPoolExecutor(NUM_WAITING, thread_name_prefix="divergence-upload")
         self._lines_pool = ThreadPoolExecutor(1, thread_name_prefix="divergence-lines")
 
-    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
         self._room.acquire()
         try:
             self._raise_failure()
             path = self._folder / name
-            write_shard(path, tensors)
+            write_shard(path, pieces)
             self._sizes[name] = path.stat().st_size
             self._shards.append(self._pool.submit(self._send, name, path))
         except BaseException:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.errors import RunFormatError
+from divergence.numerics.formats import FORMATS
 from divergence.run.blob import Blob
-from divergence.run.fingerprint import tensor_bytes
+from divergence.run.piece import Piece
 
 if TYPE_CHECKING:
     import torch
@@ -94,31 +96,49 @@ class Shard:
         self._blob.close()
 
 
-def write_shard(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write contiguous CPU tensors as a safetensors file. Raises OSError.
+def write_shard(path: Path, pieces: Mapping[str, Piece]) -> None:
+    """Write ``pieces`` by key as a safetensors file. Raises OSError.
 
     Wide elements come first, so that each tensor is aligned to its own element size; a
     dtype that the format does not name goes as raw bytes (the record knows what it is).
     """
-    ordered = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
+    ordered = sorted(pieces.items(), key=lambda pair: -FORMATS[pair[1].dtype].itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for key, tensor in ordered:
-        num_bytes = tensor.numel() * tensor.element_size()
-        code = _CODES.get(str(tensor.dtype).removeprefix("torch."))
+    for key, piece in ordered:
+        num_bytes = piece.data.nbytes
+        code = _CODES.get(piece.dtype)
         header[key] = {
             "dtype": code or "U8",
-            "shape": list(tensor.shape) if code else [num_bytes],
-            "data_offsets": [offset, offset + num_bytes],
+            "shape": piece.shape if code else (num_bytes,),
+            "data_offsets": (offset, offset + num_bytes),
         }
         offset += num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in ordered:
-            file.write(tensor_bytes(tensor))
+    with open(path, "wb", buffering=0) as file:
+        parts = [memoryview(struct.pack("<Q", len(text)) + text)]
+        _write_all(file.fileno(), parts + [piece.data for _, piece in ordered if piece.data.nbytes])
 
+
+def _write_all(file: int, parts: list[memoryview]) -> None:
+    """All parts one after another, many in one call to the system."""
+    start = 0
+    while start < len(parts):
+        if hasattr(os, "writev"):
+            written = os.writev(file, parts[start : start + _PARTS_AT_ONCE])
+        else:
+            written = os.write(file, parts[start])
+        # less than all is written where it is a lot, or where the disk has just filled up
+        while start < len(parts) and written >= parts[start].nbytes:
+            written -= parts[start].nbytes
+            start += 1
+        if written:
+            parts[start] = parts[start][written:]
+
+
+_PARTS_AT_ONCE = 512
+"""Systems take at least 1024."""
 
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",

@@ -8,15 +8,14 @@ when the writer begins.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from divergence.run.archive_target import ArchiveTarget, check_archive, partial_of
 from divergence.run.directory_target import DirectoryTarget, check_directory
 from divergence.run.location import Location, Url, archive_kind
+from divergence.run.piece import Piece
 from divergence.run.remote_target import RemoteTarget, check_remote
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Target", "check_target", "open_target"]
 
@@ -28,7 +27,7 @@ class Target(Protocol):
     keeps that order for whoever reads meanwhile.
     """
 
-    def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
         """Store a shard: whole under its name, or not at all."""
 
     def append_records(self, lines: bytes) -> None:

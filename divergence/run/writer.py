@@ -19,17 +19,20 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import xxhash
 
 from divergence.errors import RunWriteError
 from divergence.numerics.summaries import summarize_many
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, Slot
 from divergence.run.call import Call
-from divergence.run.fingerprint import digest_tensor, plain_tensor
 from divergence.run.item import Item
-from divergence.run.layout import shard_name
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
-from divergence.run.record import PassName, Place, Record, Summary
+from divergence.run.pending import Pending
+from divergence.run.piece import Piece, flat_tensors, piece_of, piece_of_item
+from divergence.run.record import PassName, Place, Record
 from divergence.run.reduction import Reducer
+from divergence.run.stored import Stored
 from divergence.run.target import open_target
 
 if TYPE_CHECKING:
@@ -43,8 +46,8 @@ SHARD_BYTES = 64 << 20
 """Bytes gathered before a shard is written: also bounds what a kill can lose."""
 SHARD_SECONDS = 2.0
 """Seconds after which a smaller shard is written all the same."""
-QUEUE_BYTES = 256 << 20
-"""Bytes that may wait for the writer before the model has to wait."""
+BATCH_ITEMS = 4096
+"""Tensors taken at once: their summaries share what interpreting costs."""
 WAKE_BYTES = 8 << 20
 WAKE_SECONDS = 0.25
 """The writer works in batches: woken by this many waiting bytes, or after this time. Between
@@ -74,19 +77,17 @@ class RunWriter:
         force: bool = False,
         rank: int = 0,
         reducer: Reducer | None = None,
+        buffer: Buffer | None = None,
     ) -> None:
         self.path = location_of(path)  # as the reader does
         self.manifest = manifest
         self._rank, self._reducer = rank, reducer
-        self._shard = 0
-        self._pending: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._pending_records: list[Record] = []
-        self._pending_seen_bytes = 0
+        self._buffer = buffer
+        self._limits = Limits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
+        self._pending = Pending(rank=rank)
+        self._stored = Stored(max_bytes=self._limits.stored_bytes, rank=rank)
         self._last_flush = time.monotonic()
-        self._known: dict[tuple[str, str, tuple[int, ...]], tuple[Place, Summary]] = {}
-        self._keys: set[str] = set()
-        self._queue: deque[tuple[Item, dict]] = deque()
+        self._queue: deque[tuple] = deque()
         self._put_bytes = self._put_count = 0  # written by the caller's thread alone
         self._done_bytes = self._done_count = 0  # written by the background thread alone
         self._wake, self._progress = threading.Event(), threading.Event()
@@ -134,27 +135,33 @@ class RunWriter:
         """Record ``item`` (which may have been put before) under these coordinates."""
         if self._failure is not None:
             raise self._failure
-        self._queue.append(
-            (
-                item,
-                {
-                    "pass_": pass_,
-                    "sample": sample,
-                    "step": step,
-                    "site": site,
-                    "order": order,
-                    "positions": positions,
-                    "call": call,
-                },
-            )
-        )
+        self._queue.append((item, pass_, sample, step, site, order, positions, call))
         self._put_count += 1
         self._put_bytes += item.num_bytes
-        waiting = self._put_bytes - self._done_bytes
-        if waiting > WAKE_BYTES:
+        if self._put_bytes - self._done_bytes > WAKE_BYTES:
             self._wake.set()
-            if waiting > QUEUE_BYTES:
-                self._wait_until(lambda: self._put_bytes - self._done_bytes <= QUEUE_BYTES)
+        if self._too_much():
+            self._wait_until(lambda: not self._too_much())
+
+    def _too_much(self) -> bool:
+        """Does more wait than may? (A place in the ring is waited for before.)"""
+        waiting = self._put_bytes - self._done_bytes
+        count = self._put_count - self._done_count
+        return count > self._limits.num_queued or waiting > self._limits.ring_bytes
+
+    def make_room(self, num_bytes: int) -> Slot | None:
+        """A place in the buffer, waited for; None where all that is there is held elsewhere."""
+        slot = None
+        while slot is None:
+            idle = self._done_count >= self._put_count and not self._pending.num_bytes
+            slot = self._buffer.take(num_bytes)
+            if slot is None and idle:
+                return None
+            if slot is None:
+                self._flush_asked = True
+                self._wait_until(lambda: not self._flush_asked)
+                self._raise_failure()
+        return slot
 
     def drain(self) -> None:
         """Wait until everything put so far has been hashed (and most of it written)."""
@@ -244,89 +251,94 @@ class RunWriter:
 
     def _take_all(self) -> None:
         """Everything that waits, in batches that leave room for a shard in between."""
+        shard_bytes = min(SHARD_BYTES, self._limits.shard_bytes)
         while self._queue:
             batch, num_bytes = [], 0
-            while self._queue and num_bytes < SHARD_BYTES:
+            while self._queue and num_bytes < shard_bytes and len(batch) < BATCH_ITEMS:
                 batch.append(self._queue.popleft())
                 num_bytes += batch[-1][0].num_bytes
+            num = len(batch)
             try:
                 if self._failure is None:
                     self._take(batch)
+                    lines = self._pending.line_bytes
+                    if self._pending.num_bytes >= shard_bytes or lines >= self._limits.line_bytes:
+                        self._flush()
             finally:
+                batch.clear()  # before it is said to be done: its places are free then
                 self._done_bytes += num_bytes
-                self._done_count += len(batch)
+                self._done_count += num
                 self._progress.set()
 
-    def _take(self, batch: list[tuple[Item, dict]]) -> None:
-        items = [item for item, _ in batch]
+    def _take(self, batch: list[tuple]) -> None:
+        slots = [entry[0].slot for entry in batch]  # held until all is done
+        items = [entry[0] for entry in batch]
         if self._reducer is not None:
             items = self._reducer.take(items, self._store)
-        self._complete([item for item in items if item.tensor is not None])
-        for item, coordinates in batch:
-            self._pending_records.append(
-                Record(
-                    **coordinates,
-                    rank=self._rank,
-                    shape=item.shape,
-                    dtype=item.dtype,
-                    place=item.place,
-                    xxh3=item.digest,
-                    fold=item.fold,
-                    sketch=item.sketch,
-                    summary=item.summary,
-                )
+        self._complete(items)
+        rank = self._rank
+        records = [
+            Record(
+                pass_=pass_,
+                sample=sample,
+                step=step,
+                site=site,
+                order=order,
+                shape=item.shape,
+                dtype=item.dtype,
+                summary=item.summary,
+                place=item.place,
+                xxh3=item.digest,
+                fold=item.fold,
+                sketch=item.sketch,
+                rank=rank,
+                positions=positions,
+                call=call,
             )
-            self._pending_seen_bytes += item.num_bytes
-        if self._pending_bytes >= SHARD_BYTES:
-            self._flush()
+            for item, pass_, sample, step, site, order, positions, call in batch
+        ]
+        self._pending.add_records(records, seen_bytes=sum(entry[0].num_bytes for entry in batch))
+        del slots
 
     def _complete(self, items: list[Item]) -> None:
         """Digest, place and summary of items that hold their bytes, which are then let go."""
-        fresh: list[tuple[tuple, torch.Tensor]] = []
+        fresh: dict[tuple[bytes, str, tuple], tuple[Item, Piece]] = {}
+        same: list[tuple[Item, Item]] = []
         for item in items:
-            if item.tensor is None:  # twice in one batch
+            if not item.has_bytes:  # it was put before, or keeps none
                 continue
-            tensor, item.tensor = plain_tensor(item.tensor), None
-            item.digest = digest_tensor(tensor)
-            identity = (item.digest, item.dtype, item.shape)
-            if identity not in self._known:
-                self._known[identity] = (self._store(item.digest, tensor, item.num_bytes), None)
-                fresh.append((identity, tensor))
-        summaries = summarize_many([tensor for _, tensor in fresh])
-        for (identity, _), summary in zip(fresh, summaries, strict=True):
-            self._known[identity] = (self._known[identity][0], summary)
-        for item in items:
-            item.place, item.summary = self._known[item.digest, item.dtype, item.shape]
+            piece = piece_of_item(item)
+            if item.digest is None:
+                digest = xxhash.xxh3_128_digest(piece.data)
+                item.digest = digest.hex()
+            else:
+                digest = bytes.fromhex(item.digest)
+            identity = (digest, item.dtype, item.shape)
+            first = fresh.get(identity)
+            if first is not None:
+                same.append((item, first[0]))
+            elif (known := self._stored.find(digest, identity[1:])) is not None:
+                item.place, item.summary = known
+            else:
+                fresh[identity] = (item, piece)
+            item.tensor = None
+        summaries = summarize_many(flat_tensors([piece for _, piece in fresh.values()]))
+        found = zip(fresh.items(), summaries, strict=True)
+        for ((digest, *kind), (item, piece)), summary in found:
+            shard = self._pending.shard
+            item.place, clash = self._pending.add(digest, piece)
+            item.summary = summary
+            self._stored.add(digest, tuple(kind), shard=shard, clash=clash, summary=summary)
+        for item, first in same:
+            item.place, item.summary = first.place, first.summary
 
     def _store(self, digest: str, tensor: torch.Tensor, num_bytes: int) -> Place:
-        """Queue the bytes for the current shard, and say where they will be."""
-        key, clash = digest, 0
-        while key in self._keys:  # the same bytes under another dtype or shape
-            clash += 1
-            key = f"{digest}-{clash}"
-        self._keys.add(key)
-        self._pending[key] = tensor
-        self._pending_bytes += num_bytes
-        return Place(shard=shard_name(self._rank, self._shard), key=key)
+        """Queue the bytes of a tensor made beside (a sketch), and say where they will be."""
+        return self._pending.add(bytes.fromhex(digest), piece_of(tensor))[0]
 
     def _flush(self) -> None:
         self._last_flush = time.monotonic()
-        if not self._pending_records:
-            return
-        if self._pending:
-            self._target.write_shard(shard_name(self._rank, self._shard), self._pending)
-            self._shard += 1
-        encoder = msgspec.json.Encoder()
-        lines = b"".join(encoder.encode(record) + b"\n" for record in self._pending_records)
-        self._target.append_records(lines)
-        sizes = self.manifest.sizes  # of what is on disk, also in a run that ends early
-        sizes.num_records += len(self._pending_records)
-        sizes.num_tensors += len(self._pending)
-        sizes.num_shards += bool(self._pending)
-        sizes.stored_bytes += self._pending_bytes
-        sizes.seen_bytes += self._pending_seen_bytes
-        self._pending, self._pending_bytes = {}, 0
-        self._pending_records, self._pending_seen_bytes = [], 0
+        self._pending.write(self._target, self.manifest.sizes)
 
 
 def _printable(value: Any) -> Any:

@@ -1,0 +1,186 @@
+"""Host memory that captured tensors wait in: one ring of stated size, used again and again.
+
+A hook copies a tensor into the ring and goes on; the writer's thread reads it there and gives the
+place back. So a capture takes no more memory than the ring, whatever the model and however many
+steps; and pages are touched once, not once a tensor (a fresh allocation of 8 MB costs five
+times its copy, in page faults). For an accelerator the ring is page-locked, which copies that do
+not wait for the device need.
+
+Places are taken in the order of memory by one thread. A place is given back when nobody holds its
+Slot any more: that only marks it, so that any thread may and no lock is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from divergence.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "DEFAULT_BUFFER_BYTES",
+    "MIN_BUFFER_BYTES",
+    "Buffer",
+    "Limits",
+    "Slot",
+    "check_buffer",
+]
+
+DEFAULT_BUFFER_BYTES = 512 << 20
+MIN_BUFFER_BYTES = 16 << 20
+"""Below this the bookkeeping of a few thousand waiting records would not fit."""
+
+_ALIGNMENT_BYTES = 16  # of the widest element, complex128
+_SHORT_BYTES = 1 << 16
+
+_copy_long = ctypes.memmove  # gives up Python's lock meanwhile
+_copy_short = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
+)
+"""Keeps the lock: for a few KB, giving it up and waiting for it again costs more than the copy."""
+
+
+def check_buffer(num_bytes: int) -> int:
+    """The same number; raises UsageError below the least that works."""
+    if num_bytes < MIN_BUFFER_BYTES:
+        raise UsageError(
+            f"--buffer {num_bytes}: at least {MIN_BUFFER_BYTES >> 20}MiB is needed",
+            hint=f"for example --buffer {DEFAULT_BUFFER_BYTES >> 20}MiB",
+        )
+    return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How a buffer of a stated size is shared out: seven eighths to the ring, the rest to what is
+    known of tensors that wait, of lines not yet written and of tensors stored already."""
+
+    ring_bytes: int
+    shard_bytes: int
+    """A shard is gathered in the ring: several must have room."""
+    line_bytes: int
+    stored_bytes: int
+    num_queued: int
+
+    @classmethod
+    def of(cls, num_bytes: int) -> Limits:
+        rest = num_bytes // 8
+        ring = num_bytes - rest
+        return cls(
+            ring_bytes=ring,
+            shard_bytes=ring // 4,
+            line_bytes=rest // 8,
+            stored_bytes=rest // 2,
+            num_queued=rest // 4 // _QUEUED_BYTES,
+        )
+
+
+_QUEUED_BYTES = 1024
+"""Of Python objects beside a waiting tensor's bytes."""
+
+
+class Slot:
+    """A place in the ring, the holder's as long as the Slot lives (views of it do not count).
+
+    ``ready``: waits until a copy under way has arrived, where one is.
+    """
+
+    __slots__ = ("_region", "address", "begin", "memory", "num_bytes", "ready")
+
+    def __init__(self, memory: memoryview, address: int, region: list, num_bytes: int) -> None:
+        self.memory, self.begin, self.num_bytes = memory, region[0], num_bytes
+        self.address = address + self.begin
+        self.ready: Callable[[], object] | None = None
+        self._region = region
+
+    def __del__(self) -> None:
+        self._region[1] = True
+
+    def fill(self, address: int) -> None:
+        """Copy the slot's bytes from host memory at ``address``."""
+        if self.num_bytes < _SHORT_BYTES:
+            _copy_short(self.address, address, self.num_bytes)
+        else:
+            _copy_long(self.address, address, self.num_bytes)
+
+    def bytes(self) -> memoryview:
+        """What lies here, complete."""
+        if self.ready is not None:
+            self.ready()
+            self.ready = None
+        return self.memory[self.begin : self.begin + self.num_bytes]
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same memory as a tensor, whether or not its bytes are there yet (``ready``)."""
+        import torch
+
+        if self.num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        count = self.num_bytes // dtype.itemsize
+        flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.begin)
+        return flat.view(shape)
+
+
+class Buffer:
+    """The ring in a buffer of ``limits``. ``pinned``: page-locked, for copies from a device."""
+
+    def __init__(self, limits: Limits, *, pinned: bool = False) -> None:
+        self.limits = limits
+        num_bytes = self.num_bytes = limits.ring_bytes
+        self._map: mmap.mmap | None = None
+        if pinned:
+            import torch
+
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            self._memory, self._address = memoryview(memory.numpy()), memory.data_ptr()
+        else:
+            # Anonymous and private: no page is taken before it is written to.
+            self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._map.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB, not for 4 KiB
+            self._memory = memoryview(self._map)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._regions: deque[list] = deque()  # [begin, given back?]
+        self._head = self._touched = 0
+
+    def take(self, num_bytes: int) -> Slot | None:
+        """A place for ``num_bytes``; None while there is no room."""
+        regions = self._regions
+        while regions and regions[0][1]:
+            regions.popleft()
+        size = max(-(-num_bytes // _ALIGNMENT_BYTES), 1) * _ALIGNMENT_BYTES
+        if not regions:
+            begin, room = 0, self.num_bytes  # the lowest addresses are in the caches
+        else:
+            begin, tail = self._head, regions[0][0]
+            if regions[-1][0] < tail:  # gone round already
+                room = tail - begin
+            elif begin + size > self._touched and size <= tail:
+                begin, room = 0, tail  # pages that are there before new ones
+            else:
+                room = self.num_bytes - begin
+        if size > room:
+            return None
+        self._head = begin + size
+        self._touched = max(self._touched, self._head)
+        region = [begin, False]
+        regions.append(region)
+        return Slot(self._memory, self._address, region, num_bytes)
+
+    @property
+    def empty(self) -> bool:
+        """Has every place been given back?"""
+        return all(free for _, free in self._regions)
+
+    def trim(self) -> None:
+        """Give the pages of an empty ring back to the system, until they are used again."""
+        if self._map is not None and self.empty and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._touched = 0

@@ -1,0 +1,69 @@
+"""The shard in the making: tensors whose bytes are kept, and the lines that will point at them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from divergence.run.layout import shard_name
+from divergence.run.record import Place
+from divergence.run.stored import place_of
+
+if TYPE_CHECKING:
+    from divergence.run.manifest import Sizes
+    from divergence.run.piece import Piece
+    from divergence.run.record import Record
+    from divergence.run.target import Target
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """Tensors by key, and encoded lines. ``shard``: the number of the shard they will make."""
+
+    def __init__(self, *, rank: int) -> None:
+        self._rank = rank
+        self._encoder = msgspec.json.Encoder()
+        self.shard = 0
+        self._empty()
+
+    def _empty(self) -> None:
+        self._pieces: dict[str, Piece] = {}
+        self._lines: list[bytes] = []
+        self.num_bytes = self.num_records = self.line_bytes = self.seen_bytes = 0
+
+    def add(self, digest: bytes, piece: Piece) -> tuple[Place, int]:
+        """Where its bytes will be, and how many equal ones of another dtype or shape are there."""
+        clash = 0
+        place = place_of(digest, clash, rank=self._rank, shard=self.shard)
+        while place.key in self._pieces:
+            clash += 1
+            place = place_of(digest, clash, rank=self._rank, shard=self.shard)
+        self._pieces[place.key] = piece
+        self.num_bytes += piece.data.nbytes
+        return place, clash
+
+    def add_records(self, records: Sequence[Record], *, seen_bytes: int) -> None:
+        """Their lines; ``seen_bytes``: of the tensors they are about, stored or not."""
+        lines = self._encoder.encode_lines(records)
+        self._lines.append(lines)
+        self.num_records += len(records)
+        self.line_bytes += len(lines)
+        self.seen_bytes += seen_bytes
+
+    def write(self, target: Target, sizes: Sizes) -> None:
+        """First the shard, then the lines; ``sizes`` are of what is on disk."""
+        if not self._lines:
+            return
+        if self._pieces:
+            target.write_shard(shard_name(self._rank, self.shard), self._pieces)
+            self.shard += 1
+        target.append_records(b"".join(self._lines))
+        sizes.num_records += self.num_records
+        sizes.num_tensors += len(self._pieces)
+        sizes.num_shards += bool(self._pieces)
+        sizes.stored_bytes += self.num_bytes
+        sizes.seen_bytes += self.seen_bytes
+        self._empty()

@@ -1,0 +1,70 @@
+"""One tensor's bytes on their way into a shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from divergence.numerics.formats import FORMATS
+from divergence.run.buffer import Slot
+from divergence.run.fingerprint import plain_tensor, tensor_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.run.item import Item
+
+__all__ = ["Piece", "flat_tensors", "piece_of", "piece_of_item"]
+
+
+class Piece(NamedTuple):
+    """dtype (as records name it), shape and bytes. ``holder`` keeps the bytes what they are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+    holder: torch.Tensor | Slot
+
+    def flat(self) -> torch.Tensor:
+        """The elements on one axis, without a copy."""
+        if isinstance(self.holder, Slot):
+            return self.holder.tensor(FORMATS[self.dtype].torch_dtype, (math.prod(self.shape),))
+        return self.holder.reshape(-1)
+
+
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """A contiguous CPU tensor as a piece, without a copy."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return Piece(name, tuple(tensor.shape), tensor_bytes(tensor), tensor)
+
+
+_FEW_BYTES = 1 << 15
+
+
+def flat_tensors(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """``[piece.flat() for piece in pieces]``, of the short ones copies made many at a time: a
+    decode step leaves thousands, and a view of each costs more than its bytes."""
+    import torch
+
+    found: list[torch.Tensor | None] = [None] * len(pieces)
+    alike: dict[tuple[str, int], list[int]] = {}
+    for index, piece in enumerate(pieces):
+        num_bytes = piece.data.nbytes
+        if 0 < num_bytes <= _FEW_BYTES:
+            alike.setdefault((piece.dtype, num_bytes), []).append(index)
+        else:
+            found[index] = piece.flat()
+    for (dtype, _), indices in alike.items():
+        together = bytearray().join([pieces[index].data for index in indices])
+        rows = torch.frombuffer(together, dtype=FORMATS[dtype].torch_dtype)
+        for index, row in zip(indices, rows.view(len(indices), -1).unbind(), strict=True):
+            found[index] = row
+    return found
+
+
+def piece_of_item(item: Item) -> Piece:
+    """What an item holds, complete."""
+    if item.slot is not None:
+        return Piece(item.dtype, item.shape, item.slot.bytes(), item.slot)
+    return piece_of(plain_tensor(item.tensor))

@@ -13,6 +13,7 @@ from divergence.capture.engines.load import load_model
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Execution, Progress
 from divergence.capture.plant import Plant
+from divergence.capture.ranks import joined
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.substitute import Substitute
 from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
@@ -21,6 +22,7 @@ from divergence.errors import ModelError, UsageError
 from divergence.run.layout import expanded
 from divergence.run.location import location_of
 from divergence.run.reader import Run
+from divergence.run.unshard import unsharded
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +63,7 @@ def capture(
     probe: bool = True,
     plants: Sequence[str | Plant] = (),
     impl: Sequence[str] | Mapping[str, Callable] = (),
+    mesh: str | None = None,
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -80,7 +83,9 @@ def capture(
     bytes of tensors that ``like`` holds bit for bit. ``substitutes``: by operator site, the run
     whose recorded result is put in its place: what then is fine was made wrong there. ``probe``:
     note what this machine's arithmetic does (divergence.probe.quick), under the run's own settings,
-    before the first pass.
+    before the first pass. ``mesh``: how the processes that torchrun started divide the work, ``tp``
+    or ``dp=2,tp=4`` (see divergence.capture.ranks); each calls this function and writes its part of
+    the one run.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
     what runs there: see divergence.ops.suite.implementations.
@@ -99,7 +104,7 @@ def capture(
         "repeat": repeat, "anchor": anchor, "escalate": escalate, "whole": whole,
         "weights": weights, "store": store, "only_changed": only_changed,
         "substitutes": substitutes, "probe": probe,
-        "plants": plants, "label": label,
+        "plants": plants, "label": label, "mesh": mesh,
     }  # fmt: skip
     if wants_suite(model, like, impl):
         return capture_suite(
@@ -139,7 +144,7 @@ def reference(
     """
     import torch
 
-    recorded = run if isinstance(run, Run) else Run.open(run)
+    recorded = unsharded(run if isinstance(run, Run) else Run.open(run))
     if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(
             f"{recorded.path} is a truth itself (computed in "
@@ -186,12 +191,20 @@ def _execute(
 ) -> Run:
     """Load the model and run what was asked for."""
     out = location_of(out)
-    check_output(out, force=force, like=request.like)
     tell: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)
-    with deterministic_settings(
-        device.partition(":")[0], seed=request.seed, enabled=request.deterministic
-    ) as determinism:
+    with (
+        joined(request.mesh, device) as ranks,
+        deterministic_settings(
+            device.partition(":")[0], seed=request.seed, enabled=request.deterministic
+        ) as determinism,
+    ):
+        if ranks is None or ranks.is_first:
+            check_output(out, force=force, like=request.like)
+        else:  # the first rank speaks for all
+            tell = lambda event, done, total, detail: None  # noqa: E731
+        if ranks is not None:
+            device = ranks.device
         tell("load", 0, None, request.model)
         try:
             loaded = load_model(
@@ -203,6 +216,7 @@ def _execute(
                 device_map=request.device_map,
                 attn_implementation=request.attn_implementation,
                 trust_remote_code=request.trust_remote_code,
+                ranks=ranks,
             )
         except ModelError as error:
             if request.like is not None and not expanded(request.model).exists():

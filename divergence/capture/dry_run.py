@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from divergence.run.manifest import Store
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
-__all__ = ["DryRun", "PlannedSite", "plan_capture"]
+__all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture"]
 
 
 class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,6 +151,33 @@ def plan_capture(
     )
 
 
+def forward_shapes(
+    request: Request,
+    loaded: LoadedModel,
+    selection: SiteSelection,
+    notes: dict,
+    *,
+    batch: int,
+    tokens: int,
+) -> dict[str, tuple[int, ...]]:
+    """Site → shape in a prefill of ``loaded.structure`` whole, from shapes alone; as far as the
+    architecture can be run without values."""
+    whole = replace(loaded, module=loaded.structure, device=torch.device("meta"))
+    one = replace(request, max_new_tokens=1)
+    counter = _Counter(request.store)
+    for attempt in range(2):
+        counter = _Counter(request.store)
+        try:
+            _count(one, whole, selection, notes, [0] * batch, [tokens], counter)
+            break
+        except ModelError:
+            experts: Any = getattr(whole.module, "set_experts_implementation", None)
+            if experts is None or attempt:
+                break
+            experts("batched_mm")  # the one way to run experts whose shapes need no values
+    return {site: item.shape for (_, site), (item, _) in counter.seen.items()}
+
+
 _DEFAULTS: dict[str, Any] = {
     "task": "auto", "revision": None, "dtype": None, "device": "auto", "device_map": None,
     "attn_implementation": None, "trust_remote_code": False, "prompts": (), "prompts_file": None,
@@ -178,9 +206,10 @@ def _count(
     notes: dict,
     group: Sequence[int],
     lengths: Sequence[int],
+    counter: _Counter | None = None,
 ) -> _Counter:
     """Shapes of one group's prefill (step 0) and of one decode step (step 1)."""
-    counter = _Counter(request.store)
+    counter = counter or _Counter(request.store)
     recorder = Recorder(
         loaded.module,
         notes,

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from divergence.capture.determinism import Determinism
+from divergence.capture.divided import Division, LocalKeeper, on_all, own_part, started, watched
 from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
@@ -31,7 +32,8 @@ from divergence.capture.passes import (
     recorded_inputs,
     run_pass,
 )
-from divergence.capture.provenance import provenance
+from divergence.capture.plant import check_places
+from divergence.capture.provenance import probed, provenance
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
 from divergence.capture.storing import check_operators, keeper_of, reducer_of
@@ -39,13 +41,12 @@ from divergence.capture.structure import compiled_modules, describe_modules, out
 from divergence.capture.substitute import substitute_from
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
-from divergence.errors import PlantError, UsageError
-from divergence.run.arithmetic import ArithmeticFact
+from divergence.errors import UsageError
 from divergence.run.buffer import Buffer, Limits
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
 from divergence.run.record import PassName
-from divergence.run.site import ROOT, near_names
+from divergence.run.site import ROOT
 from divergence.run.writer import RunWriter
 
 __all__ = ["Execution", "Pass", "Progress"]
@@ -86,19 +87,23 @@ class Execution:
         self.request, self.loaded, self.tell = request, loaded, tell
         self.compute_dtype = compute_dtype
         self.device, self.determinism = device, determinism
-        self.notes = describe_modules(loaded.module)
+        self.notes = describe_modules(loaded.structure)
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(request, self.selection)
         self.keeper: Keeper | None = None
-        for plant in request.plants:
-            if plant.path not in self.notes:
-                near = near_names(plant.path, self.notes)
-                raise PlantError(
-                    f"no module {plant.path!r} to plant a fault at",
-                    hint=f"did you mean {', '.join(near)}?" if near else None,
-                )
+        self.plants = request.plants
+        ranks = self.ranks = loaded.ranks
+        check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
         self.samples, self.groups, self.forced = self._tokens()
         check_ids(loaded, self.samples if request.like is None else _recorded_samples(request.like))
+        self.division: Division | None = None
+        self.own_groups = self.groups
+        if ranks is not None:
+            self.division = Division(
+                ranks, loaded, request, self.selection, self.notes, self.samples, self.groups
+            )
+            self.own_groups = self.division.groups
+            self.plants = self.division.plants(request.plants)
 
     def run(self, out: Path, *, force: bool, command: str | None) -> Run:
         """Write the run to ``out``, and open it."""
@@ -111,18 +116,27 @@ class Execution:
                 f"{', '.join(compiled[:3])} runs through torch.compile: while operators are "
                 "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
             )
+        rank = 0 if self.ranks is None else self.ranks.rank
         buffer = Buffer(Limits.of(request.buffer_bytes))
-        with RunWriter(
-            out, manifest, force=force, reducer=reducer_of(request), buffer=buffer
-        ) as writer:
-            self.keeper = keeper_of(request, BufferKeeper(writer, buffer))
+        with (
+            started(
+                self.ranks,
+                lambda: RunWriter(
+                    out, manifest, force=force, rank=rank, reducer=reducer_of(request),
+                    buffer=buffer,
+                ),
+            ) as writer,
+            watched(self.ranks),
+        ):  # fmt: skip
+            keeper = keeper_of(request, BufferKeeper(writer, buffer))
+            self.keeper = keeper if self.ranks is None else LocalKeeper(keeper)
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0
             for one in passes:
                 free = one.name == "free"
                 anchor = recorded_inputs(request.like) if one.anchored else None
                 if one.whole:
-                    own = Run.open(writer.flush())
+                    own = own_part(Run.open(writer.flush()), rank)
                     own.borrow_from(request.like)
                     anchor = own_inputs(own)
                 recorder = self._recorder(first if free else writer, one, anchor)
@@ -139,14 +153,19 @@ class Execution:
             if request.repeat > 1:
                 writer.drain()
                 manifest.repeatability = self._repeat(first.items)
+            if self.division is not None:
+                writer.flush()
+                self.division.count(manifest)
+        on_all(self.ranks)  # until the first has closed the run
         return Run.open(out)
 
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
-        if one.whole and recorder.num_emitted == 0:
+        num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
+        if one.whole and num_emitted == 0:
             manifest.plan.passes.remove(one.name)
             self._note("no whole pass: no decode step was made, so there is nothing to hold to it")
             return
-        if (one.anchored or one.whole) and recorder.anchored == 0:
+        if (one.anchored or one.whole) and num_anchored == 0:
             self._note(
                 f"the {one.name} pass replaced no input: the recorded inputs fit none of "
                 "this model's"
@@ -154,7 +173,7 @@ class Execution:
         if one.name != "free":
             return
         recorder.check_plants()
-        if recorder.num_emitted == 0:
+        if num_emitted == 0:
             raise UsageError(
                 "nothing was recorded: no tensor passed the chosen sites, steps and positions",
                 where=f"--sites {' '.join(manifest.plan.sites)}",
@@ -252,7 +271,7 @@ class Execution:
                 f"these are not the weights of the recorded run ({identity.digest[:12]}, "
                 f"there {recorded.digest[:12]}): compare will say which differ"
             )
-        return Manifest(
+        manifest = Manifest(
             **provenance(
                 self.device, label=request.label, command=command,
                 like=None if request.like is None else request.like.manifest,
@@ -277,18 +296,13 @@ class Execution:
                 if self.compute_dtype is None
                 else str(self.compute_dtype).removeprefix("torch."),
             ),
-            arithmetic=self._arithmetic(),
+            arithmetic=probed(self.device, self.tell) if request.probe else [],
             plan=plan,
             overrides=request.overrides,
         )  # fmt: skip
-
-    def _arithmetic(self) -> list[ArithmeticFact]:
-        if not self.request.probe:
-            return []
-        from divergence.probe.quick import quick_facts
-
-        self.tell("probe", 0, None, "")
-        return quick_facts(self.device)
+        if self.division is not None:
+            self.division.note_environments(manifest)
+        return manifest
 
     def _recorder(self, sink: Any, one: Pass, anchor: Anchor | None = None) -> Recorder:
         request, task = self.request, self.loaded.task
@@ -311,14 +325,14 @@ class Execution:
             self.notes,
             wanted=self.selection.wanted,
             hooked=self.selection.hooked,
-            sink=sink,
+            sink=sink if self.division is None else self.division.sink(sink),
             pass_=one.name,
             steps=request.steps,
             positions=request.positions,
-            logit_paths=frozenset(output_paths(self.loaded.module))
+            logit_paths=frozenset(output_paths(self.loaded.structure))
             if task == "causal-lm"
             else frozenset(),
-            plants=own_plants(request.plants, self.notes) if one.whole else request.plants,
+            plants=own_plants(self.plants, self.notes) if one.whole else self.plants,
             anchor=anchor,
             keeper=self.keeper,
             operators=self.selection.operators if self._with_operators(one) else None,
@@ -348,6 +362,8 @@ class Execution:
         """Run all groups; with ``writer`` the tokens are noted and the manifest kept up to date."""
 
         def note_tokens(group: list[int], result: GroupResult) -> None:
+            if self.ranks is not None and not self.ranks.owns(group[0]):
+                return
             tokens = writer.manifest.tokens
             for place, number in enumerate(group):
                 sample = self.samples[number]
@@ -359,18 +375,21 @@ class Execution:
 
         self.tell(one.name, 0, None, "")
         if one.whole:
-            run_whole(self.loaded, recorder, self.samples, self.groups)
+            run_whole(self.loaded, recorder, self.samples, self.own_groups)
             return
         with self._widened(one) as wide:
             run_pass(
                 self.loaded,
                 recorder,
                 self.samples,
-                self.groups,
+                self.own_groups,
                 max_new_tokens=self.request.max_new_tokens,
                 forced=self.forced,
                 on_group=None if writer is None else note_tokens,
             )
+        if writer is not None and self.division is not None:
+            self.division.join_tokens(self.samples, writer.manifest)
+            writer.update_manifest()
         if wide is not None and wide.num_rounded:
             self._note(
                 f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
@@ -384,7 +403,7 @@ class Execution:
             forced = self.forced or [sample.generated_ids for sample in self.samples]
             recorder = self._recorder(RepeatSink(first, result), Pass("free"))
             run_pass(
-                self.loaded, recorder, self.samples, self.groups,
+                self.loaded, recorder, self.samples, self.own_groups,
                 max_new_tokens=self.request.max_new_tokens, forced=forced,
             )  # fmt: skip
         return result

@@ -10,6 +10,7 @@ same reason. Caches and other objects are passed by.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,9 +23,17 @@ Leaf = tuple[str, torch.Tensor]
 
 
 def argument_names(module: torch.nn.Module) -> list[str]:
-    """Names of the positional parameters of ``module.forward``; empty where it hides them."""
+    """Names of the positional parameters of ``module.forward``; empty where it hides them.
+
+    A wrapper put over one module's forward (tensor parallelism does) has none: then its class's.
+    """
+    names = _positional(module.forward)
+    return names or _positional(functools.partial(type(module).forward, module))
+
+
+def _positional(forward: Callable[..., Any]) -> list[str]:
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,13 +1,14 @@
 """Known faults, planted on purpose: proof that a set-up would see a real one.
 
-``SITE=FAULT``: a fault is ``NAME`` or ``NAME:ARGUMENT``. Random faults draw from
+``SITE=FAULT``: a fault is ``NAME`` or ``NAME:ARGUMENT``, with ``@RANK`` behind it for one process
+of several. Random faults draw from
 torch's CPU generator under a seed made of the fault's own seed and the forward
 number, so that the same plant is the same on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from divergence.errors import PlantError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.site import near_names, split_site
 
-__all__ = ["FAULTS", "FORWARDS", "Plant", "parse_plant"]
+__all__ = ["FAULTS", "FORWARDS", "Plant", "check_places", "parse_plant"]
 
 FORWARDS = 100_003
 """A forward's number is sample · FORWARDS + step: more than any run has steps, and a prime, so
@@ -42,6 +43,7 @@ Change = Callable[[torch.Tensor, int], torch.Tensor]
 class Plant:
     """A fault at a site. ``apply(tensor, forward)`` gives the faulty tensor, a new one.
 
+    ``rank``: the one process that gets it; None for all.
     ``change`` is any function of the tensor and the forward's number (see FORWARDS); ``fault``
     its name in the manifest."""
 
@@ -50,6 +52,7 @@ class Plant:
     port: str
     fault: str
     change: Change
+    rank: int | None = None
 
     def apply(self, tensor: torch.Tensor, forward: int) -> torch.Tensor:
         """Raises PlantError where the fault does not fit the tensor."""
@@ -77,7 +80,12 @@ def parse_plant(text: str) -> Plant:
         path, port = split_site(site)
     except UsageError as error:
         raise PlantError(error.message, where=f"--plant {text}", hint=error.hint) from error
-    name, *arguments = fault.split(":")
+    does, at, rank = fault.partition("@")
+    if at and not rank.isdecimal():
+        raise PlantError(
+            f"{rank!r} is no rank", where=f"--plant {text}", hint="for example scale:1.05@1"
+        )
+    name, *arguments = does.split(":")
     maker = _MAKERS.get(name)
     if maker is None:
         near = near_names(name, FAULTS)
@@ -93,7 +101,23 @@ def parse_plant(text: str) -> Plant:
             where=f"--plant {text}",
             hint=FAULTS[name],
         ) from error
-    return Plant(site, path, port, fault, change)
+    return Plant(site, path, port, fault, change, int(rank) if at else None)
+
+
+def check_places(plants: Iterable[Plant], modules: Collection[str], *, num_ranks: int) -> None:
+    """Raise PlantError for a module or rank that is not there."""
+    for plant in plants:
+        if plant.path not in modules:
+            near = near_names(plant.path, modules)
+            raise PlantError(
+                f"no module {plant.path!r} to plant a fault at",
+                hint=f"did you mean {', '.join(near)}?" if near else None,
+            )
+        if plant.rank is not None and plant.rank >= num_ranks:
+            raise PlantError(
+                f"there is no rank {plant.rank} to plant {plant.site}={plant.fault} on",
+                hint="ranks are those of torchrun and --mesh, counted from 0",
+            )
 
 
 def _list_of_faults() -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 from divergence._version import __version__
 from divergence.capture.engines.identity import without_home
 from divergence.capture.environment import collect_environment
+from divergence.run.arithmetic import ArithmeticFact
 from divergence.run.manifest import Manifest
 from divergence.run.writer import new_run_id
 
-__all__ = ["provenance"]
+__all__ = ["probed", "provenance"]
 
 
 def provenance(
@@ -27,3 +29,11 @@ def provenance(
         "like": None if like is None else like.id,
         "environment": collect_environment(device, label=label),
     }
+
+
+def probed(device: str, tell: Callable[[str, int, int | None, str], None]) -> list[ArithmeticFact]:
+    """What a quick probe finds of the device's arithmetic."""
+    from divergence.probe.quick import quick_facts
+
+    tell("probe", 0, None, "")
+    return quick_facts(device)

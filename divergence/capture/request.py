@@ -21,6 +21,7 @@ from divergence.run.buffer import DEFAULT_BUFFER_BYTES
 from divergence.run.layout import MANIFEST, expanded
 from divergence.run.manifest import ModelIdentity, Override, Store
 from divergence.run.reader import Run
+from divergence.run.unshard import unsharded
 
 __all__ = ["DEFAULT_MAX_NEW_TOKENS", "Request", "resolve_request"]
 
@@ -58,6 +59,7 @@ class Request:
     probe: bool = False
     plants: list[Plant] = field(default_factory=list)
     label: str | None = None
+    mesh: str | None = None
     like: Run | None = None
     overrides: list[Override] = field(default_factory=list)
     store: Store = "full"
@@ -96,6 +98,7 @@ def resolve_request(
     probe: bool = False,
     store: str | None = None,
     only_changed: bool = False,
+    mesh: str | None = None,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -115,6 +118,11 @@ def resolve_request(
             "--escalate needs --like: the escalated pass repeats a recorded run block by block",
             hint="divergence capture --like RUN -o RUN2 --escalate",
         )
+    if mesh is not None and device_map is not None:
+        raise UsageError(
+            "--mesh and --device-map both divide the model",
+            hint="--mesh with torchrun, or --device-map in one process",
+        )
     common = {
         "device": device,
         "device_map": device_map,
@@ -128,6 +136,7 @@ def resolve_request(
         "only_changed": only_changed,
         "plants": parsed,
         "label": label,
+        "mesh": mesh,
         "chat": chat,
     }
     if like is None:
@@ -162,7 +171,7 @@ def resolve_request(
             "--like repeats the recorded tokens, so prompts cannot be given with it",
             hint="leave out --prompt, --prompts, --chat and --batch, or capture without --like",
         )
-    run = like if isinstance(like, Run) else Run.open(like)
+    run = unsharded(like if isinstance(like, Run) else Run.open(like))
     if run.manifest.plan.replayed_pass is not None:
         raise UsageError(
             f"{run.path} is a replay of single operators: no model ran in it",

@@ -26,7 +26,7 @@ _MEANT_FOR_MODELS: dict[str, Any] = {
     "attn_implementation": None, "trust_remote_code": False, "prompts": (), "prompts_file": None,
     "chat": False, "batch": None, "max_new_tokens": None, "steps": None, "positions": None,
     "anchor": True, "escalate": False, "whole": False, "weights": False, "substitutes": None,
-    "plants": (), "store": None, "only_changed": False,
+    "plants": (), "store": None, "only_changed": False, "mesh": None,
     "prepare": None,
 }  # fmt: skip
 

@@ -15,6 +15,8 @@ from divergence.cli.options import (
     DryRun,
     Force,
     Json,
+    Label,
+    Mesh,
     NoProbe,
     OnlyChanged,
     Quiet,
@@ -48,11 +50,13 @@ Examples:
 
   divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
 
+  torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
+
   divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
 """
 
 MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
-REPEATING, OUTPUT = "Repeating a run", "Output"
+REPEATING = "Repeating a run"
 
 
 def command(
@@ -299,12 +303,8 @@ def command(
             rich_help_panel=REPEATING,
         ),
     ] = None,
-    label: Annotated[
-        str | None,
-        typer.Option(
-            "--label", metavar="TEXT", help="What to call this machine.", rich_help_panel=OUTPUT
-        ),
-    ] = None,
+    label: Label = None,
+    mesh: Mesh = None,
     no_probe: NoProbe = False,
     force: Force = False,
     json: Json = False,
@@ -363,6 +363,7 @@ def command(
         "plants": plants or None,
         "impl": impl or None,
         "label": label,
+        "mesh": mesh,
         "force": force or None,
     }
     # what is not given is left to the function's own default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from divergence.cli.options import show
@@ -24,6 +25,8 @@ def show_plan(plan: Any, *, json: bool) -> None:
 
 
 def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
+    if run.manifest.mesh is not None and os.environ.get("RANK", "0") != "0":
+        return  # the first rank speaks for all
     from divergence.report.capturing import captured_lines
     from divergence.report.terminal import print_lines
 

@@ -16,6 +16,8 @@ __all__ = [
     "FloorRuns",
     "Force",
     "Json",
+    "Label",
+    "Mesh",
     "Model",
     "ModelOfWeights",
     "NameMap",
@@ -94,6 +96,25 @@ NameMap = Annotated[
         "--map",
         metavar="FILE",
         help="Name map (TOML) from the first run's module paths to the second's.",
+    ),
+]
+Label = Annotated[
+    str | None,
+    typer.Option(
+        "--label",
+        metavar="TEXT",
+        help="What to call this machine.",
+        rich_help_panel=OUTPUT_PANEL,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="AXES",
+        help="Under torchrun, how its processes divide the work: tp, fsdp, dp, pp, or several with "
+        "their sizes: dp=2,tp=4.",
+        rich_help_panel="Model",
     ),
 ]
 

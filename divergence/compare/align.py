@@ -93,6 +93,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     only_reference: list[Skipped] = []
     skipped: list[Skipped] = []
     used: set[tuple] = set()
+    parts = _Parts(reference, candidate, passes, rename)
     last_step = _last_comparable_steps(a, b)
     for pass_, ours_in, theirs_in in passes:
         for (found_in, sample, step, site), piece in ours.items():
@@ -102,9 +103,8 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             other = theirs.get(key)
             if other is None:
                 if pass_ == "free":
-                    only_reference.append(
-                        _skip(pass_, sample, step, site, "no partner", "reference")
-                    )
+                    reason = parts.of_candidate(key) or "no partner"
+                    only_reference.append(_skip(pass_, sample, step, site, reason, "reference"))
                 continue
             used.add(key)
             reason = _incomparable(piece, other)
@@ -116,11 +116,17 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             match = "exact" if key[3] == site else _rule(prefix)
             pairs.append(Pair(reference=piece, candidate=other, pass_=pass_, match=match))
     compared = {theirs_in for _, _, theirs_in in passes}
+    alone = "pass without a partner"
     only_candidate = [
-        _skip(*key, "no partner" if key[0] in compared else "pass without a partner", "candidate")
+        _skip(
+            *key,
+            (parts.of_reference(key) or "no partner") if key[0] in compared else alone,
+            "candidate",
+        )
         for key in theirs
         if key not in used
     ]
+    skipped += parts.on_no_side(ours, theirs)
     order = {"anchored": 0, "free": 1}
     pairs.sort(
         key=lambda pair: (
@@ -134,6 +140,51 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
         pairs=pairs, only_reference=only_reference, only_candidate=only_candidate,
         skipped=skipped, prefix=prefix, anchored=anchored is not None, notes=notes,
     )  # fmt: skip
+
+
+class _Parts:
+    """Tensors that a run's ranks hold in parts which make none (run.unshard): with the reason."""
+
+    def __init__(
+        self,
+        reference: Run,
+        candidate: Run,
+        passes: list[tuple[str, str, str]],
+        rename: NameMap,
+    ) -> None:
+        unmade = getattr(reference, "unmade", {})
+        self._named = [
+            (coordinates, (theirs, *coordinates[1:3], rename(coordinates[3])))
+            for coordinates in unmade
+            for _, ours, theirs in passes
+            if coordinates[0] == ours
+        ]
+        self._ours = {key: unmade[coordinates] for coordinates, key in self._named}
+        self._theirs: dict[tuple, str] = getattr(candidate, "unmade", {})
+        self._compared = {theirs for _, _, theirs in passes}
+
+    def of_reference(self, key: tuple) -> str | None:
+        reason = self._ours.get(key)
+        return None if reason is None else f"in the reference {reason}"
+
+    def of_candidate(self, key: tuple) -> str | None:
+        reason = self._theirs.get(key)
+        return None if reason is None else f"in the candidate {reason}"
+
+    def on_no_side(self, ours: dict, theirs: dict) -> list[Skipped]:
+        """Those that the other side has not either, or not in one piece: nothing else tells."""
+        found = [
+            _skip(*coordinates, self._ours[key], "reference")
+            for coordinates, key in self._named
+            if key not in theirs
+        ]
+        known = {key[1:] for key in (*ours, *self._ours)}
+        found += [
+            _skip(*key, reason, "candidate")
+            for key, reason in self._theirs.items()
+            if key[0] in self._compared and key[1:] not in known
+        ]
+        return found
 
 
 def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:

@@ -25,6 +25,7 @@ from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.preflight import preflight
 from divergence.compare.probes import judge_probes
 from divergence.compare.reduced import without_unknowable
+from divergence.compare.replicas import check_replicas, with_replicas
 from divergence.compare.result import (
     Coverage,
     Evidence,
@@ -44,6 +45,7 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
+from divergence.run.unshard import unsharded
 
 __all__ = ["Measured", "compare", "measure_runs", "summary_of"]
 
@@ -102,6 +104,8 @@ def compare(
         arithmetic,
     )
     audit = audit_runs(a, b, rename=names or renaming(a, b, None)[0])
+    replicas = check_replicas(a, b, alignment.pairs)
+    verdict = with_replicas(verdict, replicas, case.sites, alignment.pairs, a, b)
     return Report(
         tool_version=__version__,
         reference=summary_of(a),
@@ -114,6 +118,7 @@ def compare(
         coverage=_coverage(alignment),
         sites=list(case.sites),
         notes=found.notes,
+        replicas=replicas,
     )
 
 
@@ -218,7 +223,7 @@ def _within(run: Run, thresholds: Thresholds, progress: Callable[..., None] | No
 
 
 def _opened(run: str | Path | Run) -> Run:
-    return run if isinstance(run, Run) else Run.open(run)
+    return unsharded(run if isinstance(run, Run) else Run.open(run))
 
 
 def _case(

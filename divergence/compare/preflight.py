@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from divergence.compare.result import PreflightLine
 from divergence.run.manifest import Manifest
+from divergence.run.mesh import describe_mesh
 from divergence.run.reader import Run
 
 __all__ = ["preflight"]
@@ -62,6 +63,7 @@ def preflight(reference: Run, candidate: Run) -> list[PreflightLine]:
             "planted faults", ", ".join(a.plan.plants) or "none", ", ".join(b.plan.plants) or "none"
         ),
         *_substituted(a, b),
+        *_meshes(a, b),
         _complete(a, b),
     ]
     return lines
@@ -71,6 +73,18 @@ def _substituted(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """Results of another run in the place of a run's own; nothing where there are none."""
     mine, theirs = (", ".join(one.plan.substitutes) or "none" for one in (a, b))
     return [_same("substituted operators", mine, theirs)] if (mine, theirs) != ("none",) * 2 else []
+
+
+def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """How many processes made each run; nothing where one made both."""
+    if a.mesh is None and b.mesh is None:
+        return []
+    odd = [m for m in (a, b) if m.mesh is not None and m.mesh.environments]
+    detail = None
+    if odd:
+        labels = list(dict.fromkeys(one.label for one in odd[0].mesh.environments))
+        detail = "its ranks ran on unlike machines: " + ", ".join(labels[:_NAMED])
+    return [_same("ranks", describe_mesh(a.mesh), describe_mesh(b.mesh), detail)]
 
 
 def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLine:

@@ -18,6 +18,7 @@ from divergence.compare.operators_result import (
     OperatorsResult,
     UnmatchedOperator,
 )
+from divergence.compare.replicas_result import RankShare, ReplicaCheck, ReplicaDiff
 from divergence.compare.suite_result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
 from divergence.compare.tokens_result import (
     Explanation,
@@ -44,6 +45,9 @@ __all__ = [
     "OperatorResult",
     "OperatorsResult",
     "PreflightLine",
+    "RankShare",
+    "ReplicaCheck",
+    "ReplicaDiff",
     "Report",
     "RunSummary",
     "SiteResult",
@@ -298,7 +302,8 @@ class RunSummary(_Part, frozen=True, kw_only=True):
 
 class Report(_Part, kw_only=True):
     """The answer of `compare`. ``operators``: None where not both sides recorded any; ``audit``:
-    None where neither did; ``suite``: None unless both runs are of an operator suite, which has no
+    None where neither did; ``replicas``: of each side that several ranks made, its ranks against
+    one another; ``suite``: None unless both runs are of an operator suite, which has no
     other sites."""
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -313,6 +318,7 @@ class Report(_Part, kw_only=True):
     notes: list[str] = []
     operators: OperatorsResult | None = None
     audit: AuditResult | None = None
+    replicas: list[ReplicaCheck] = []
     suite: SuiteResult | None = None
 
     def to_records(self) -> list[dict[str, Any]]:

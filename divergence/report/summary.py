@@ -19,6 +19,7 @@ from divergence.report.audit import audit_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
 from divergence.report.operators import operator_lines
+from divergence.report.replicas import replica_lines
 from divergence.report.suite import suite_lines
 from divergence.report.table import table_lines
 from divergence.report.tokens import logits_lines, token_lines
@@ -55,6 +56,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *operator_lines(report, all_sites=all_sites),
         *audit_lines(report.audit, all_sites=all_sites),
         *logits_lines(report.sites),
+        *replica_lines(report.replicas),
         *_coverage_lines(report, all_sites=all_sites),
         *_note_lines(report.notes),
         *_next_lines(report.verdict.next),

@@ -34,10 +34,10 @@ class _End(msgspec.Struct):
 class ArchiveTarget:
     """The target for a name that ends in .tar or .zip."""
 
-    def __init__(self, place: Location, *, force: bool) -> None:
-        self._place = place
+    def __init__(self, place: Location, *, force: bool, rank: int = 0) -> None:
+        self._place, self._packs = place, rank == 0  # when all ranks have written
         self._folder = partial_of(place)
-        self._staged = DirectoryTarget(self._folder, force=force)
+        self._staged = DirectoryTarget(self._folder, force=force, rank=rank)
         self._complete = False
 
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
@@ -55,7 +55,7 @@ class ArchiveTarget:
 
     def close(self) -> None:
         self._staged.close()
-        if self._complete:
+        if self._complete and self._packs:
             from divergence.run.packing import write_archive
             from divergence.run.reader import Run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import RunExistsError
-from divergence.run.layout import MANIFEST, RECORDS, RUN_NAMES, TENSORS
+from divergence.run.layout import MANIFEST, TENSORS, is_run_name, records_name
 from divergence.run.shard import write_shard
 
 if TYPE_CHECKING:
@@ -20,12 +20,20 @@ __all__ = ["DirectoryTarget", "check_directory", "prepare_directory"]
 
 
 class DirectoryTarget:
-    """A directory of this machine: a shard is written beside its place and renamed."""
+    """A directory of this machine: a shard is written beside its place and renamed.
 
-    def __init__(self, path: Path, *, force: bool) -> None:
+    Of the ranks of one run the first prepares the directory; the others, which begin later, write
+    beside it (each node may have a disk of its own: the names of all files differ).
+    """
+
+    def __init__(self, path: Path, *, force: bool, rank: int = 0) -> None:
         self.path = path
-        prepare_directory(path, force=force)
-        self._records = open(path / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
+        if rank == 0:
+            prepare_directory(path, force=force)
+        else:
+            (path / TENSORS).mkdir(parents=True, exist_ok=True)
+        lines = path / records_name(rank)
+        self._records = open(lines, "ab", buffering=0)  # noqa: SIM115 - see close()
 
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
         final = self.path / name
@@ -68,9 +76,9 @@ def check_directory(path: Path, *, force: bool) -> None:
             f"{path} exists already",
             hint="choose another directory with -o, or pass --force to replace it",
         )
-    if MANIFEST not in names or not names <= RUN_NAMES:
+    other = sorted(name for name in names if not is_run_name(name))
+    if MANIFEST not in names or other:
         # manifest.json alone proves little: other programs have files of that name
-        other = sorted(names - RUN_NAMES)
         what = f"holds {other[0]}" if other else "is not a run"
         raise RunExistsError(
             f"{path} {what}, so --force does not remove it",

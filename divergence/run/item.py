@@ -25,8 +25,8 @@ class Item:
     """``tensor``: a host tensor that nobody writes to any more, or the shape of one whose bytes
     are copied into ``slot``. ``num_bytes``, ``dtype`` and ``shape`` stay when the bytes go."""
 
-    __slots__ = ("_tensor", "digest", "dtype", "fold", "num_bytes", "place", "reduced", "shape",
-                 "sketch", "slot", "summary")  # fmt: skip
+    __slots__ = ("_tensor", "digest", "dtype", "fold", "num_bytes", "place", "placement", "reduced",
+                 "shape", "sketch", "slot", "summary")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, slot: Slot | None = None) -> None:
         self._tensor = tensor if slot is None else None
@@ -40,6 +40,7 @@ class Item:
         self.sketch: Sketch | None = None
         self.place: Place | None = None
         self.reduced: Reduced | None = None
+        self.placement: dict[str, str] | None = None  # of a DTensor, by axis of its mesh
 
     @property
     def tensor(self) -> torch.Tensor | None:

@@ -26,6 +26,9 @@ __all__ = [
     "checked_file",
     "checked_shard_name",
     "expanded",
+    "is_records_name",
+    "is_run_name",
+    "records_name",
     "shard_name",
 ]
 
@@ -33,7 +36,8 @@ MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
 TENSORS = "tensors"
 RUN_NAMES = frozenset({MANIFEST, MANIFEST + ".tmp", RECORDS, TENSORS})
-"""All that lies in a run's directory."""
+"""All that lies in the directory of a run of one process; see ``is_run_name``."""
+_RANK_RECORDS = re.compile(r"records-r[0-9]{5}\.jsonl")
 
 MAX_LINE_BYTES = 1 << 20
 """A record takes some 500 bytes; a line beyond 1 MiB is damage, not data."""
@@ -75,6 +79,21 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def records_name(rank: int) -> str:
+    """Where a rank's records are: ``records.jsonl`` of the first, ``records-r00003.jsonl``."""
+    return RECORDS if rank == 0 else f"records-r{rank:05d}.jsonl"
+
+
+def is_records_name(name: str) -> bool:
+    """Are the records of some rank under this name?"""
+    return name == RECORDS or _RANK_RECORDS.fullmatch(name) is not None
+
+
+def is_run_name(name: str) -> bool:
+    """Is this the name of something that lies in a run's directory?"""
+    return name in RUN_NAMES or is_records_name(name)
 
 
 def shard_name(rank: int, number: int) -> str:

@@ -18,9 +18,10 @@ from divergence.run.layout import (
     MAX_LINE_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_NUMEL,
-    RECORDS,
+    records_name,
 )
 from divergence.run.manifest import SCHEMA_VERSION, Manifest
+from divergence.run.mesh import num_ranks
 from divergence.run.record import Record
 from divergence.run.site import near_names
 from divergence.run.store import Store
@@ -104,33 +105,50 @@ def _broken_groups(manifest: Manifest) -> str | None:
     return None
 
 
-def _lines(store: Store) -> Iterator[tuple[int, bytes]]:
+def _lines(store: Store, name: str) -> Iterator[tuple[int, bytes]]:
     """Numbered lines with their ends; never holds more than the limit of one line."""
-    with store.open(RECORDS) as file:
+    with store.open(name) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES:
                 raise RunFormatError(
                     f"line {number} is longer than {MAX_LINE_BYTES} bytes",
-                    where=store.where(RECORDS),
+                    where=store.where(name),
                     hint="a record takes some 500 bytes; the file is damaged",
                 )
             yield number, line
 
 
 def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
-    """All records; whether the last line of an incomplete run was cut off.
+    """The records of all ranks, rank by rank; whether a last line of an incomplete run was cut off.
 
     Raises RunFormatError."""
-    if not manifest.complete and not store.has(RECORDS):
+    records: list[Record] = []
+    torn = False
+    for rank in range(num_ranks(manifest.mesh)):
+        found, cut = _read_rank(store, manifest, rank)
+        records += found
+        torn |= cut
+    if manifest.complete and len(records) != manifest.sizes.num_records:
+        raise RunFormatError(
+            f"{len(records)} records in a complete run of {manifest.sizes.num_records}",
+            where=store.where(records_name(0)),
+            hint="lines were lost or added; copy records.jsonl again",
+        )
+    return records, torn
+
+
+def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record], bool]:
+    name = records_name(rank)
+    if not manifest.complete and not store.has(name):
         return [], False
     first_samples = {group[0] for group in manifest.tokens.groups}
     decoder = msgspec.json.Decoder(Record)
     records: list[Record] = []
     seen: dict[tuple, int] = {}
-    for number, line in _lines(store):
-        where = f"{store.where(RECORDS)}, line {number}"
+    for number, line in _lines(store, name):
+        where = f"{store.where(name)}, line {number}"
         try:
             record = decoder.decode(line)
         except _BROKEN_JSON as error:
@@ -139,9 +157,9 @@ def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
             raise RunFormatError(
                 f"broken record: {error}",
                 where=where,
-                hint="copy records.jsonl again; docs/dump-format.md describes every key",
+                hint=f"copy {name} again; docs/dump-format.md describes every key",
             ) from error
-        problem = _broken_record(record, first_samples)
+        problem = _broken_record(record, first_samples) or _misplaced(record, rank, manifest)
         if problem is not None:
             raise RunFormatError(f"broken record: {problem}", where=where)
         identity = (*record.coordinates, record.rank)
@@ -151,13 +169,20 @@ def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
             )
         seen[identity] = number
         records.append(record)
-    if manifest.complete and len(records) != manifest.sizes.num_records:
-        raise RunFormatError(
-            f"{len(records)} records in a complete run of {manifest.sizes.num_records}",
-            where=store.where(RECORDS),
-            hint="lines were lost or added; copy records.jsonl again",
-        )
     return records, False
+
+
+def _misplaced(record: Record, rank: int, manifest: Manifest) -> str | None:
+    """Why a record does not fit the mesh or this file, or None."""
+    if manifest.mesh is None:
+        return "a placement in a run without a mesh" if record.placement is not None else None
+    if record.rank != rank:
+        return f"a record of rank {record.rank} in {records_name(rank)}"
+    if record.placement is not None and len(record.placement) != len(manifest.mesh.axes):
+        return (
+            f"a placement on {len(record.placement)} axes; the mesh has {len(manifest.mesh.axes)}"
+        )
+    return None
 
 
 def _broken_record(record: Record, first_samples: set[int]) -> str | None:

@@ -28,11 +28,12 @@ from divergence.run.contents import (
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.layout import (
     MANIFEST,
-    RECORDS,
     checked_shard_name,
+    records_name,
 )
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
+from divergence.run.mesh import num_ranks
 from divergence.run.parsing import name_of, read_manifest, read_records
 from divergence.run.ranges import SPAN_BYTES
 from divergence.run.record import Coordinates, Record
@@ -119,7 +120,8 @@ class Run:
     def files(self) -> dict[str, int]:
         """The files that make the run, with their sizes: manifest, lines, the shards in use."""
         shards = {part.place.shard for record in self.records for part in parts_of(record)}
-        names = [MANIFEST, *([RECORDS] if self._store.has(RECORDS) else []), *sorted(shards)]
+        lines = map(records_name, range(num_ranks(self.manifest.mesh)))
+        names = [MANIFEST, *filter(self._store.has, lines), *sorted(shards)]
         return {name: self._store.size(name) for name in names}
 
     def open_files(self) -> Iterator[tuple[str, int, BinaryIO]]:

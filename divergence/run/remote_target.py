@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import RunExistsError, RunWriteError
-from divergence.run.layout import MANIFEST, RECORDS, SHARD_PATTERN, TENSORS
+from divergence.run.layout import MANIFEST, SHARD_PATTERN, TENSORS, is_records_name, records_name
 from divergence.run.location import Url
 from divergence.run.remote import Object, Remote
 from divergence.run.shard import write_shard
@@ -39,17 +39,19 @@ GROWTH = 1.2
 
 
 class RemoteTarget:
-    """The target for a URL."""
+    """The target for a URL. Of several ranks the first empties it, before the others begin."""
 
-    def __init__(self, place: Url, *, force: bool) -> None:
+    def __init__(self, place: Url, *, force: bool, rank: int = 0) -> None:
         self._place = place
         self._remote = Remote(place, refused=RunWriteError)
-        replaced = _checked(self._remote, place, force=force)
-        # the manifest goes first: what is left of a run without one is no run
-        self._remote.remove(sorted(replaced, key=lambda name: name != MANIFEST))
+        if rank == 0:
+            replaced = _checked(self._remote, place, force=force)
+            # the manifest goes first: what is left of a run without one is no run
+            self._remote.remove(sorted(replaced, key=lambda name: name != MANIFEST))
+        self._lines_name = records_name(rank)
         self._folder = Path(tempfile.mkdtemp(prefix="divergence-"))
         (self._folder / TENSORS).mkdir()
-        self._records = open(self._folder / RECORDS, "ab", buffering=0)  # noqa: SIM115 - see close()
+        self._records = open(self._folder / self._lines_name, "ab", buffering=0)  # noqa: SIM115 - see close()
         self._sizes: dict[str, int] = {}
         self._num_lines_bytes = self._sent_lines_bytes = 0
         self._shards: list[Future[None]] = []
@@ -86,7 +88,7 @@ class RemoteTarget:
     def flush(self) -> Url:
         if self._lines is not None:
             self._lines.result()
-        if self._sent_lines_bytes < self._num_lines_bytes or RECORDS not in self._sizes:
+        if self._sent_lines_bytes < self._num_lines_bytes or self._lines_name not in self._sizes:
             self._send_lines_soon()
             self._lines.result()
         for shard in self._shards:
@@ -117,10 +119,10 @@ class RemoteTarget:
         for shard in shards:
             shard.result()
         part = self._folder / "part"
-        shutil.copyfile(self._folder / RECORDS, part)
+        shutil.copyfile(self._folder / self._lines_name, part)
         os.truncate(part, num_bytes)  # more may have been added meanwhile
-        self._remote.put(RECORDS, part)
-        self._sizes[RECORDS] = self._sent_lines_bytes = num_bytes
+        self._remote.put(self._lines_name, part)
+        self._sizes[self._lines_name] = self._sent_lines_bytes = num_bytes
 
     def _raise_failure(self) -> None:
         for one in (*self._shards, *([self._lines] if self._lines else [])):
@@ -160,9 +162,9 @@ def _checked(remote: Remote, place: Url, *, force: bool) -> dict[str, Object]:
             f"{place} exists already",
             hint="choose another place with -o, or pass --force to replace it",
         )
-    other = [name for name in there if name not in (MANIFEST, RECORDS)
-             and not re.match(SHARD_PATTERN, name)]  # fmt: skip
-    if other or not {MANIFEST, RECORDS} & set(there):
+    files = [name for name in there if name == MANIFEST or is_records_name(name)]
+    other = [name for name in there if name not in files and not re.match(SHARD_PATTERN, name)]
+    if other or not files:
         what = f"holds {min(other)}" if other else "is not a run"
         raise RunExistsError(
             f"{place} {what}, so --force does not remove it",

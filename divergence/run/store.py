@@ -15,7 +15,7 @@ from typing import BinaryIO, Protocol
 from divergence.errors import RunFormatError
 from divergence.run.archive import Member, archive_kind_of, members_of
 from divergence.run.blob import Blob, LocalBlob, reader
-from divergence.run.layout import MANIFEST, RECORDS, SHARD_PATTERN, checked_file
+from divergence.run.layout import MANIFEST, SHARD_PATTERN, checked_file, is_records_name
 from divergence.run.location import Location, Url, archive_kind
 from divergence.run.ranges import SPAN_BYTES, Ranges
 from divergence.run.remote import Object, Remote
@@ -289,7 +289,7 @@ def _open_url(place: Url) -> Store:
 
 def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
     """Manifest, lines, and the beginning of each shard."""
-    for name in (MANIFEST, RECORDS):
+    for name in (MANIFEST, *sorted(filter(is_records_name, sizes))):
         for begin in range(0, sizes.get(name, 0), SPAN_BYTES):
             yield name, begin, min(begin + SPAN_BYTES, sizes[name])
     for name in sorted(sizes):

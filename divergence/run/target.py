@@ -43,14 +43,18 @@ class Target(Protocol):
         """Let go of what is open, after the last manifest. An archive is packed here."""
 
 
-def open_target(place: Location, *, force: bool) -> Target:
-    """The target for ``place``, checked, emptied and ready to write. Raises as check_target."""
+def open_target(place: Location, *, force: bool, rank: int = 0) -> Target:
+    """The target for ``place``, checked, emptied and ready to write. Raises as check_target.
+
+    ``rank``: of several that write one run, the first opens it before the others.
+    """
     if archive_kind(place) is not None:
-        check_target(place, force=force)
-        return ArchiveTarget(place, force=force)
+        if rank == 0:
+            check_target(place, force=force)
+        return ArchiveTarget(place, force=force, rank=rank)
     if isinstance(place, Url):
-        return RemoteTarget(place, force=force)
-    return DirectoryTarget(place, force=force)
+        return RemoteTarget(place, force=force, rank=rank)
+    return DirectoryTarget(place, force=force, rank=rank)
 
 
 def check_target(place: Location, *, force: bool) -> None:

@@ -30,7 +30,7 @@ from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.pending import Pending
 from divergence.run.piece import Piece, flat_tensors, piece_of, piece_of_item
-from divergence.run.record import PassName, Place, Record
+from divergence.run.record import PassName, Place, Placement, Record
 from divergence.run.reduction import Reducer
 from divergence.run.stored import Stored
 from divergence.run.target import open_target
@@ -65,6 +65,9 @@ class RunWriter:
     Leaving the ``with`` block normally closes the run as complete; leaving it by an
     exception writes what was gathered and closes it as incomplete.
 
+    ``rank``: the first one makes the directory (so it begins first) and writes the manifest; the
+    others write their own records and shards beside, and nothing else.
+
     Raises RunExistsError if ``path`` holds anything and ``force`` is false, and
     RunWriteError when the disk refuses (also later, from ``put`` or ``close``).
     """
@@ -95,7 +98,7 @@ class RunWriter:
         self._failure: BaseException | None = None
         self._closed = False
         try:
-            self._target = open_target(self.path, force=force)
+            self._target = open_target(self.path, force=force, rank=rank)
         except OSError as error:
             raise _refused(error, self.path) from error
         try:
@@ -131,11 +134,12 @@ class RunWriter:
         order: int,
         positions: tuple[int, ...] | None = None,
         call: Call | None = None,
+        placement: tuple[Placement, ...] | None = None,
     ) -> None:
         """Record ``item`` (which may have been put before) under these coordinates."""
         if self._failure is not None:
             raise self._failure
-        self._queue.append((item, pass_, sample, step, site, order, positions, call))
+        self._queue.append((item, pass_, sample, step, site, order, positions, call, placement))
         self._put_count += 1
         self._put_bytes += item.num_bytes
         if self._put_bytes - self._done_bytes > WAKE_BYTES:
@@ -186,7 +190,9 @@ class RunWriter:
             self._progress.wait(0.05)
 
     def update_manifest(self) -> None:
-        """Write manifest.json as it stands now, atomically."""
+        """Write manifest.json as it stands now, atomically. The first rank's alone."""
+        if self._rank > 0:
+            return
         try:
             data = msgspec.json.encode(self.manifest)
         except UnicodeEncodeError:  # a file name or argument that is no UTF-8
@@ -294,8 +300,9 @@ class RunWriter:
                 rank=rank,
                 positions=positions,
                 call=call,
+                placement=placement,
             )
-            for item, pass_, sample, step, site, order, positions, call in batch
+            for item, pass_, sample, step, site, order, positions, call, placement in batch
         ]
         self._pending.add_records(records, seen_bytes=sum(entry[0].num_bytes for entry in batch))
         del slots

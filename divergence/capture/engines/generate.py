@@ -20,6 +20,7 @@ from divergence.capture.engines.load import LoadedModel
 from divergence.errors import ModelError
 
 if TYPE_CHECKING:
+    from divergence.capture.ranks import Ranks
     from divergence.run.manifest import SampleTokens
 
 __all__ = ["GroupResult", "check_ids", "run_group"]
@@ -60,6 +61,8 @@ def run_group(
     count = max_new_tokens if forced is None else len(forced[0])
     model: Any = loaded.module
     empty = [[] for _ in samples]
+    if loaded.ranks is not None:
+        loaded.ranks.begin()
     try:
         with torch.no_grad():
             if loaded.task == "encoder" or count == 0 or not _can_generate(model):
@@ -127,9 +130,10 @@ def _decode(
     from transformers import GenerationConfig, LogitsProcessorList
 
     model: Any = loaded.module
-    control = _control(forced)
     own = model.generation_config
     eos = own.eos_token_id if forced is None else None
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    control = _control(forced, count, ends, loaded.ranks)
     pad = _pad_id(own, loaded)
     plain = GenerationConfig(
         do_sample=False,
@@ -161,7 +165,6 @@ def _decode(
         else ([[] for _ in range(len(ids))])
     )
     chosen = [list(row) for row in zip(*control.chosen, strict=True)]
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
     for row, fed in zip(chosen, generated, strict=True):
         # A sample that has ended is fed padding while its batch goes on: no choice any more.
         last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
@@ -175,14 +178,21 @@ def _logits_wanted(model: Any, num_logits: int | None) -> dict[str, int]:
     return {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
 
 
-def _control(forced: list[list[int]] | None) -> Any:
-    """A logits processor: notes the greedy choice, and forces the recorded one if there is one."""
+def _control(
+    forced: list[list[int]] | None, count: int, ends: set[int], ranks: Ranks | None
+) -> Any:
+    """A logits processor: notes the greedy choice, and forces the recorded one if there is one.
+
+    Of ``ranks`` with the same prompts one chooses. After ``count`` steps, or when each row has met
+    one of ``ends``, this rank is done, and runs on only for the others.
+    """
     from transformers import LogitsProcessor
 
     class Control(LogitsProcessor):
         def __init__(self) -> None:
             self.chosen: list[list[int]] = []
             self.seen: set[int] = set()
+            self._open: set[int] | None = None
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             step = len(self.chosen)
@@ -191,11 +201,18 @@ def _control(forced: list[list[int]] | None) -> Any:
             index = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
             choice = torch.where(scores == best, index, scores.shape[-1]).amin(dim=-1)
             choice = choice.clamp_max(scores.shape[-1] - 1)  # a row of nan has no best
+            if ranks is not None:
+                choice = torch.tensor(ranks.agree(choice.tolist()), device=scores.device)
             self.chosen.append(choice.tolist())
             self.seen.update(scores.topk(min(_TOP, scores.shape[-1])).indices.flatten().tolist())
             if forced is not None:
                 choice = torch.tensor([row[step] for row in forced], device=scores.device)
             self.seen.update(choice.tolist())
+            if ranks is not None:
+                rows = self._open if self._open is not None else set(range(len(scores)))
+                self._open = {row for row in rows if int(choice[row]) not in ends}
+                if not self._open or len(self.chosen) == count:
+                    ranks.finish()
             out = torch.full_like(scores, float("-inf"))
             return out.scatter_(1, choice[:, None], 0.0)
 

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from divergence.capture.engines.distributed import whole_tensor
 from divergence.capture.engines.load import LoadedModel
 from divergence.numerics.formats import format_of
 from divergence.run.fingerprint import digest_json, digest_many, digest_tensor, digest_text
@@ -30,7 +31,7 @@ _VOLATILE = {
     "transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation",
     "attn_implementation", "_attn_implementation_autoset", "experts_implementation",
     "_experts_implementation", "architectures", "use_cache", "output_attentions",
-    "output_hidden_states", "return_dict",
+    "output_hidden_states", "return_dict", "distributed_config",
 }  # fmt: skip
 _NARROWER = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
 
@@ -38,15 +39,29 @@ _NARROWER = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat1
 def identify(
     loaded: LoadedModel, *, on_parameter: Callable[[int, int, str], None] | None = None
 ) -> ModelIdentity:
-    """Digest everything. ``on_parameter(done, total, name)`` reports progress."""
+    """Digest everything. ``on_parameter(done, total, name)`` reports progress.
+
+    Weights that lie in pieces on several ranks are put together one at a time, and those that
+    only some ranks have are asked of them: the identity is that of the whole model. All ranks
+    must ask.
+    """
     module = loaded.module
     state = module.state_dict()
     digests: dict[str, str] = {}
     narrowed: dict[str, dict[str, str]] = {}
-    dtype = _main_dtype(state)
-    for number, (name, tensor) in enumerate(state.items()):
+    sizes = _elements(state)
+    numels = {name: weight.numel() for name, weight in module.named_parameters()}
+    pipeline = loaded.ranks is not None and "pp" in loaded.ranks.sizes
+    if pipeline:
+        sizes = {key: size for part in loaded.ranks.gather(sizes) for key, size in part.items()}
+    dtype = _main_dtype(sizes)
+    silent = loaded.ranks is not None and not (pipeline or loaded.ranks.is_first)
+    for number, (name, stored) in enumerate(state.items()):
         if on_parameter is not None:
             on_parameter(number, len(state), name)
+        tensor = whole_tensor(stored)
+        if silent:
+            continue  # it took part in putting the weight together; the first rank's word counts
         if tensor.device.type == "meta":
             digests[name] = "offloaded"
             continue
@@ -57,17 +72,23 @@ def identify(
                 if _stays_wide(module, name, target)
                 else _narrow_digest(tensor, target, digests[name])
             )
+    if pipeline:
+        for theirs, wide, counts in loaded.ranks.gather((digests, narrowed, numels)):
+            digests = theirs | digests
+            numels = counts | numels
+            for target, values in wide.items():
+                narrowed[target] = values | narrowed.get(target, {})
     config = module.config
     tokenizer = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None)
     return ModelIdentity(
         source=portable_source(loaded.source),
         revision=loaded.revision,
-        model_class=type(module).__name__,
+        model_class=type(loaded.structure).__name__,
         task=loaded.task,
         config_digest=digest_json(_steady(config.to_dict())),
         dtype=dtype,
-        num_parameters=sum(p.numel() for p in module.parameters()),
+        num_parameters=sum(numels.values()),
         digest=digest_many(digests),
         digests=digests,
         rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
@@ -114,13 +135,20 @@ def _narrow_digest(tensor: torch.Tensor, target: str, own: str) -> str:
     return digest_tensor(tensor.to(format_named(target).torch_dtype))
 
 
-def _main_dtype(state: dict[str, torch.Tensor]) -> str:
+def _elements(state: dict[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
+    """Name → dtype and number of elements, of the floating-point weights."""
+    return {
+        name: (format_of(tensor.dtype).name, tensor.numel())
+        for name, tensor in state.items()
+        if tensor.is_floating_point()
+    }
+
+
+def _main_dtype(sizes: dict[str, tuple[str, int]]) -> str:
     """The dtype that holds most of the floating-point weights."""
     counts: dict[str, int] = {}
-    for tensor in state.values():
-        if tensor.is_floating_point():
-            name = format_of(tensor.dtype).name
-            counts[name] = counts.get(name, 0) + tensor.numel()
+    for name, count in sizes.values():
+        counts[name] = counts.get(name, 0) + count
     return max(counts, key=counts.__getitem__) if counts else "float32"
 
 

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from divergence.capture.engines.distributed import as_loaded, distribution, divide, why_not
 from divergence.errors import ModelError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.layout import expanded
@@ -20,6 +21,8 @@ from divergence.run.manifest import Task
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from divergence.capture.ranks import Ranks
 
 __all__ = [
     "LoadedModel",
@@ -36,7 +39,11 @@ _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_a
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model in eval mode on its device, with what is needed to feed it."""
+    """A model in eval mode on its device, with what is needed to feed it.
+
+    ``ranks``: the processes that it runs on, where they are several. ``twin``: then the structure
+    of the whole model without weights, of which ``module`` may hold a part under other names.
+    """
 
     source: str
     revision: str | None
@@ -46,6 +53,13 @@ class LoadedModel:
     device: torch.device
     trust_remote_code: bool
     missing: list[str] = field(default_factory=list)
+    ranks: Ranks | None = None
+    twin: torch.nn.Module | None = None
+
+    @property
+    def structure(self) -> torch.nn.Module:
+        """What the model is made of, on however many ranks it runs."""
+        return self.module if self.twin is None else self.twin
 
 
 def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
@@ -109,8 +123,10 @@ def load_model(
     device_map: str | None = None,
     attn_implementation: str = "eager",
     trust_remote_code: bool = False,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Load model and tokenizer. ``dtype`` None keeps the checkpoint's.
+    """Load model and tokenizer. ``dtype`` None keeps the checkpoint's. ``ranks``: divide it among
+    them; all must ask.
 
     Raises ModelError (no such model, no weights, not loadable, does not fit) and
     UsageError (unknown dtype or attention implementation).
@@ -131,10 +147,16 @@ def load_model(
     }
     if device_map is not None:
         options["device_map"] = device_map
+    division = None if ranks is None else distribution(ranks)
+    at_once = division is not None and as_loaded(ranks)
+    if at_once:
+        options["distributed_config"] = division
     factory = _factory(config, kind)
     disable_progress_bar()  # progress is the caller's, and none where stderr is no terminal
     try:
         module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
+        if division is not None and not at_once:
+            module = divide(module, division, ranks)
     except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
         if _about_attention(error, attn_implementation):
             raise UsageError(
@@ -142,9 +164,11 @@ def load_model(
                 f"{_first_line(error)}",
                 hint=f"one of {', '.join(_ATTENTION)}; eager is always there",
             ) from error
-        raise _model_error(source, error) from error
+        raise why_not((config.architectures or [""])[0], error) or _model_error(
+            source, error
+        ) from error
     module.eval()
-    if device_map is None:
+    if device_map is None and division is None:
         try:
             module.to(device)
         except RuntimeError as error:  # out of memory is a RuntimeError on every backend
@@ -153,6 +177,12 @@ def load_model(
                 hint="use --device-map auto, a smaller --dtype, or --device cpu",
             ) from error
     missing = sorted(str(name) for name in loading.get("missing_keys", ()))
+    twin = None
+    if ranks is not None:
+        twin = empty_model(
+            source, task=kind, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+        ).module  # fmt: skip
     return LoadedModel(
         source=source,
         revision=revision,
@@ -162,6 +192,8 @@ def load_model(
         device=next(module.parameters()).device,
         trust_remote_code=trust_remote_code,
         missing=missing,
+        ranks=ranks,
+        twin=twin,
     )
 
 

@@ -10,7 +10,6 @@ anchored to this run's own free pass). A truth makes the first two, both in floa
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from divergence.capture.hooks import Anchor, Recorder, inside
 from divergence.capture.keep import BufferKeeper, Keeper
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
+    Pass,
     RememberingSink,
     RepeatSink,
     can_anchor,
@@ -45,11 +45,10 @@ from divergence.errors import UsageError
 from divergence.run.buffer import Buffer, Limits
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
-from divergence.run.record import PassName
 from divergence.run.site import ROOT
 from divergence.run.writer import RunWriter
 
-__all__ = ["Execution", "Pass", "Progress"]
+__all__ = ["Execution", "Progress"]
 
 
 class Progress(Protocol):
@@ -57,18 +56,6 @@ class Progress(Protocol):
     ``anchored``, ``escalated``, ``whole``, or ``note`` for a warning in ``detail``."""
 
     def __call__(self, event: str, done: int, total: int | None, detail: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """``anchored``: to the run that is repeated; ``whole``: prompt and fed tokens in one forward,
-    anchored to this run's own free pass. ``compute_dtype``: what every operator is computed in;
-    None for the model's own."""
-
-    name: PassName
-    anchored: bool = False
-    compute_dtype: torch.dtype | None = None
-    whole: bool = False
 
 
 class Execution:
@@ -95,7 +82,9 @@ class Execution:
         ranks = self.ranks = loaded.ranks
         check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
         self.samples, self.groups, self.forced = self._tokens()
-        check_ids(loaded, self.samples if request.like is None else _recorded_samples(request.like))
+        check_ids(
+            loaded, self.samples if request.like is None else request.like.manifest.tokens.samples
+        )
         self.division: Division | None = None
         self.own_groups = self.groups
         if ranks is not None:
@@ -407,7 +396,3 @@ class Execution:
                 max_new_tokens=self.request.max_new_tokens, forced=forced,
             )  # fmt: skip
         return result
-
-
-def _recorded_samples(run: Run) -> list[SampleTokens]:
-    return run.manifest.tokens.samples

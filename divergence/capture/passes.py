@@ -9,6 +9,7 @@ its output was made there; caches are the own ones, made from those inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.capture.engines.generate import GroupResult, run_group
@@ -28,9 +29,21 @@ from divergence.run.writer import RunWriter
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RememberingSink", "RepeatSink", "can_anchor", "recorded_inputs", "run_pass"]
+__all__ = ["Pass", "RememberingSink", "RepeatSink", "can_anchor", "recorded_inputs", "run_pass"]
 
 Key = tuple[int, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """``anchored``: to the run that is repeated; ``whole``: prompt and fed tokens in one forward,
+    anchored to this run's own free pass. ``compute_dtype``: what every operator is computed in;
+    None for the model's own."""
+
+    name: PassName
+    anchored: bool = False
+    compute_dtype: torch.dtype | None = None
+    whole: bool = False
 
 
 class RememberingSink:

@@ -29,8 +29,8 @@ __all__ = [
     "combined",
     "leaves_of",
     "merged",
-    "shares_of",
     "shape_of",
+    "shares_of",
 ]
 
 

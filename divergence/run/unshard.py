@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.numerics.summary import summarize
-from divergence.run.mesh import places_of
 from divergence.run.joining import (
     Joined,
     NotWholeError,
@@ -35,9 +34,10 @@ from divergence.run.joining import (
     combined,
     leaves_of,
     merged,
-    shares_of,
     shape_of,
+    shares_of,
 )
+from divergence.run.mesh import places_of
 from divergence.run.reader import Run
 from divergence.run.record import Coordinates, Record
 

@@ -60,6 +60,8 @@ def commands(block: Block) -> Iterator[tuple[list[str], int]]:
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)  # a variable for this command
+        if words[:1] == ["torchrun"] and "divergence" in words:
+            words = words[words.index("divergence") :]
         if not words or words[0] != "divergence":
             continue
         cut = [n for n, word in enumerate(words) if word in ("|", "||", "&&", ">", ";")]

@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-__all__ = ["Blob", "LocalBlob", "reader"]
+__all__ = ["Blob", "Buffer", "LocalBlob", "reader"]
 
-Buffer = bytes | bytearray | memoryview | mmap.mmap
+Buffer = bytes | memoryview
 
 
 class Blob(Protocol):

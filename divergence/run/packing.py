@@ -20,10 +20,11 @@ import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.run.archive_target import check_archive
+from divergence.run.blob import Buffer
 from divergence.run.directory_target import check_directory
 from divergence.run.layout import TENSORS
 from divergence.run.location import (
@@ -40,7 +41,6 @@ __all__ = ["pack", "unpack", "write_archive"]
 
 Progress = Callable[[str, int, int | None, str], None]
 
-_COPY_BYTES = 8 << 20
 _ALIGNMENT = 64
 _ALIGNMENT_FIELD = 0xD935  # of an extra field: Android's "alignment", skipped by other readers
 
@@ -99,9 +99,9 @@ def unpack(
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             (beside / TENSORS).mkdir()
-            for name, size, file in _files(source, "unpack", progress):
+            for name, size, pieces in _files(source, "unpack", progress):
                 with open(beside / name, "wb") as written:
-                    _copied(file, written, size, f"{source.path}: {name}")
+                    _write(written, pieces, size, f"{source.path}: {name}")
             beside.chmod(0o777 & ~_umask())  # mkdtemp's are for the owner alone
             if target.exists():
                 shutil.rmtree(target)
@@ -134,16 +134,21 @@ def write_archive(run: Run, target: Location, *, progress: Progress | None = Non
 
 
 def _write_tar(path: Path, run: Run, progress: Progress | None) -> None:
-    with tarfile.TarFile(path, "w", format=tarfile.PAX_FORMAT, copybufsize=_COPY_BYTES) as tar:
-        for name, size, file in _files(run, "pack", progress):
+    with open(path, "wb") as tar:
+        for name, size, pieces in _files(run, "pack", progress):
             entry = tarfile.TarInfo(name)  # mtime 0, mode 0644, nobody's
             entry.size = size
-            tar.addfile(entry, file)
+            tar.write(entry.tobuf(tarfile.PAX_FORMAT))
+            _write(tar, pieces, size, f"{run.path}: {name}")
+            tar.write(bytes(-size % tarfile.BLOCKSIZE))
+        # two empty blocks are the end, and a tape's record is full
+        end = 2 * tarfile.BLOCKSIZE
+        tar.write(bytes(end + -(tar.tell() + end) % tarfile.RECORDSIZE))
 
 
 def _write_zip(path: Path, run: Run, progress: Progress | None) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as folder:
-        for name, size, file in _files(run, "pack", progress):
+        for name, size, pieces in _files(run, "pack", progress):
             entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             entry.create_system, entry.external_attr = 3, 0o100644 << 16
             entry.file_size = size
@@ -153,28 +158,29 @@ def _write_zip(path: Path, run: Run, progress: Progress | None) -> None:
             padding = -(begin + 6) % _ALIGNMENT
             entry.extra = struct.pack(f"<HHH{padding}x", _ALIGNMENT_FIELD, 2 + padding, _ALIGNMENT)
             with folder.open(entry, "w") as written:
-                _copied(file, written, size, f"{run.path}: {name}")
+                _write(written, pieces, size, f"{run.path}: {name}")
 
 
-def _files(run: Run, event: str, progress: Progress | None) -> Iterator[tuple[str, int, BinaryIO]]:
-    """(name, size, open file) of each file that makes the run, in the order of an archive."""
+def _files(
+    run: Run, event: str, progress: Progress | None
+) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
+    """(name, size, pieces) of each file that makes the run, in the order of an archive."""
     total = sum(run.files().values())
     done = 0
-    for name, size, file in run.open_files():
+    for name, size, pieces in run.whole_files():
         if progress is not None:
             progress(event, done >> 20, total >> 20, name)
-        yield name, size, file
+        yield name, size, pieces
         done += size
 
 
-def _copied(source: BinaryIO, target: BinaryIO, size: int, shown: str) -> None:
-    left = size
-    while left:
-        data = source.read(min(_COPY_BYTES, left))
-        if not data:
-            raise RunWriteError("it became shorter while it was copied", where=shown)
-        target.write(data)
-        left -= len(data)
+def _write(target: IO[bytes], pieces: Iterator[Buffer], size: int, shown: str) -> None:
+    num_bytes = 0
+    for piece in pieces:
+        target.write(piece)
+        num_bytes += len(piece)
+    if num_bytes != size:
+        raise RunWriteError(f"{num_bytes} of {size} bytes were there to be copied", where=shown)
 
 
 def _beside(source: Location, suffix: str) -> Path:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
+from divergence.run.blob import Buffer
 from divergence.run.contents import (
     Content,
     Part,
@@ -124,8 +125,8 @@ class Run:
         names = [MANIFEST, *filter(self._store.has, lines), *sorted(shards)]
         return {name: self._store.size(name) for name in names}
 
-    def open_files(self) -> Iterator[tuple[str, int, BinaryIO]]:
-        """(name, bytes, open file) of each of ``files``, one after the other."""
+    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
+        """(name, bytes, its pieces in order) of each of ``files``, one after the other."""
         sizes = self.files()
         self._store.expect(
             (name, begin, min(begin + SPAN_BYTES, size))
@@ -133,8 +134,7 @@ class Run:
             for begin in range(0, size, SPAN_BYTES)
         )
         for name, size in sizes.items():
-            with self._store.open(name) as file:
-                yield name, size, file
+            yield name, size, self._store.whole(name)
 
     def close(self) -> None:
         """Release memory maps and connections."""

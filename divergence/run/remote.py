@@ -75,7 +75,10 @@ class Remote:
         named: dict[str, Object] = {}
         for path, entry in found.items():
             if entry.get("type") != "directory" and (path == root or path.startswith(root + "/")):
-                named[path[len(root) + 1 :]] = _object(entry)
+                name = path[len(root) + 1 :]
+                # a web server's page of links says no sizes
+                one = _object(entry) if entry.get("size") is not None else self.look(name)
+                named |= {} if one is None else {name: one}
         return named
 
     def check_bucket(self) -> None:
@@ -228,7 +231,7 @@ def _known_refusal(error: Exception) -> tuple[str, str] | None:
         )
     if isinstance(error, NotImplementedError):
         return (f"this store cannot do that: {_text(error)}", "use a directory or s3://, gs://")
-    if "ParamValidation" in name or isinstance(error, IsADirectoryError):
+    if "ParamValidation" in name or isinstance(error, IsADirectoryError | ValueError):
         return (_text(error), "is the URL right? For example s3://bucket/runs/a")
     return None
 

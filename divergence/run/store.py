@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import BinaryIO, Protocol
 
 from divergence.errors import RunFormatError
 from divergence.run.archive import Member, archive_kind_of, members_of
-from divergence.run.blob import Blob, LocalBlob, reader
+from divergence.run.blob import Blob, Buffer, LocalBlob, reader
 from divergence.run.layout import MANIFEST, SHARD_PATTERN, checked_file, is_records_name
 from divergence.run.location import Location, Url, archive_kind
 from divergence.run.ranges import SPAN_BYTES, Ranges
@@ -48,6 +49,9 @@ class Store(Protocol):
     def size(self, name: str) -> int:
         """Bytes of what ``open`` gives."""
 
+    def whole(self, name: str) -> Iterator[Buffer]:
+        """A file from end to end, in pieces, without a copy where it lies here as it is."""
+
     def has_changed(self, name: str) -> bool:
         """Is a file another one now than when the store was opened?"""
 
@@ -80,6 +84,9 @@ class _Directory:
 
     def size(self, name: str) -> int:
         return os.stat(checked_file(self.place, name)).st_size
+
+    def whole(self, name: str) -> Iterator[Buffer]:
+        return _pieces(self.blob(name))
 
     def has_changed(self, name: str) -> bool:
         return False  # a map shows what is there now; nothing is compared with before
@@ -122,6 +129,11 @@ class _Archive:
 
     def size(self, name: str) -> int:
         return self._member(name).size
+
+    def whole(self, name: str) -> Iterator[Buffer]:
+        if not self._member(name).deflated:
+            return _pieces(self.blob(name))
+        return iter(partial(self.open(name).read, SPAN_BYTES), b"")
 
     def has_changed(self, name: str) -> bool:
         return self._remote is not None and self._remote.look() != self._found
@@ -181,6 +193,9 @@ class _Objects:
 
     def size(self, name: str) -> int:
         return self.blob(name).size
+
+    def whole(self, name: str) -> Iterator[Buffer]:
+        return _pieces(self.blob(name))
 
     def has_changed(self, name: str) -> bool:
         return self._remote.look(name) != self._objects.get(name)
@@ -285,6 +300,12 @@ def _open_url(place: Url) -> Store:
     store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=found)
     store.expect(_needed_to_open({name: store.size(name) for name in store.names}))
     return store
+
+
+def _pieces(blob: Blob) -> Iterator[Buffer]:
+    for begin in range(0, blob.size, SPAN_BYTES):
+        yield blob.view(begin, SPAN_BYTES)
+    blob.close()
 
 
 def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:

@@ -141,8 +141,7 @@ def test_a_full_disk_leaves_nothing(small_run, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(packing, "_copied", full)
-    monkeypatch.setattr(tarfile.TarFile, "addfile", full)
+    monkeypatch.setattr(packing, "_write", full)
     for kind in KINDS:
         with pytest.raises(RunWriteError, match="No space left"):
             pack(small_run, out=tmp_path / f"b.{kind}")

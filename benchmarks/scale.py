@@ -27,9 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from divergence.capture.api import capture
-from divergence.capture.dry_run import DryRun, PlannedSite, plan_capture
+from divergence.capture.dry_run import DryRun, plan_capture
 from divergence.capture.engines import tiny
-from divergence.numerics.formats import format_named
 from divergence.numerics.pair import measure_pair
 from divergence.run.fingerprint import digest_tensor
 
@@ -70,11 +69,16 @@ RANKS = (8, 64, 1000)
 
 @dataclass
 class Planned:
-    """One model and one choice of sites."""
+    """One model and one choice of sites, in each storage mode. ``seconds``: CPU time of the first
+    plan, start of python included."""
 
-    plan: DryRun
+    modes: dict[str, DryRun]
     seconds: float
     rss_bytes: float
+
+    @property
+    def plan(self) -> DryRun:
+        return self.modes["full"]
 
     @property
     def num_records(self) -> int:
@@ -121,19 +125,21 @@ def main() -> None:
 
 
 def _planned(path: str, sites: str, folder: str, args: argparse.Namespace) -> str:
-    """Plan one capture here; what was found as JSON."""
+    """Plan one capture here, in all modes; what was found as JSON."""
     import msgspec
 
     prompts = Path(folder) / "prompts.jsonl"
     prompts.write_text(json.dumps({"input_ids": list(range(1, args.prompt + 1))}) + "\n")
     sites, attention = sites.split(",")
-    plan = plan_capture(
-        path, prompts_file=prompts, max_new_tokens=args.new, sites=[sites],
-        attn_implementation=attention,
-    )  # fmt: skip
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = usage.ru_utime + usage.ru_stime
-    return json.dumps([msgspec.to_builtins(plan), seconds, usage.ru_maxrss * 1024])
+    plans, seconds = {}, 0.0
+    for mode in MODES:
+        plans[mode] = plan_capture(
+            path, prompts_file=prompts, max_new_tokens=args.new, sites=[sites],
+            attn_implementation=attention, store=mode,
+        )  # fmt: skip
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = seconds or usage.ru_utime + usage.ru_stime
+    return json.dumps([msgspec.to_builtins(plans), seconds, usage.ru_maxrss * 1024])
 
 
 def _in_own_process(
@@ -146,8 +152,8 @@ def _in_own_process(
          "--prompt", str(args.prompt), "--new", str(args.new)],
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    plan, seconds, rss = json.loads(done.stdout.splitlines()[-1])
-    return Planned(msgspec.convert(plan, DryRun), seconds, rss)
+    plans, seconds, rss = json.loads(done.stdout.splitlines()[-1])
+    return Planned(msgspec.convert(plans, dict[str, DryRun]), seconds, rss)
 
 
 def _num_parameters(path: Path) -> int:
@@ -156,26 +162,6 @@ def _num_parameters(path: Path) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def mode_bytes(site: PlannedSite, mode: str) -> float:
-    """What ``--store MODE`` writes to the shards for a site, over the whole capture.
-
-    A sketch keeps of each row of n features k projections and its norm, float32; bytes stay where
-    that saves less than half, and of integers (docs/dump-format.md).
-    """
-    if mode == "full" or site.bytes == 0:
-        return site.bytes
-    if mode in ("stats", "hash"):
-        return 0
-    lead = min(2, max(len(site.shape) - 1, 0))
-    features = 1
-    for size in site.shape[lead:]:
-        features *= size
-    form = format_named(site.dtype)
-    k = min(64, max(8, 1 << (max(features // 128, 1).bit_length() - 1)))
-    share = 4 * (k + 2) / (features * form.itemsize)
-    return site.bytes if form.kind != "float" or share > 0.5 else site.bytes * share
 
 
 def _print_costs(plans: dict, rates: dict[str, float], line_bytes: float) -> None:
@@ -187,7 +173,7 @@ def _print_costs(plans: dict, rates: dict[str, float], line_bytes: float) -> Non
     print("|---|---|---|---|---|---|---|---|---|")
     for (name, sites), planned in plans.items():
         for mode in MODES:
-            stored = sum(mode_bytes(site, mode) for site in planned.plan.rows)
+            stored = planned.modes[mode].total_bytes
             lines = planned.num_records * line_bytes
             cells = (
                 name, ", ".join(sites), mode, _size(stored), _size(lines),
@@ -241,7 +227,7 @@ def _print_thousand(plans: dict, line_bytes: float, environment_bytes: float) ->
         if name != "671B" or sites[1] == "eager":
             continue
         for mode in MODES:
-            stored = sum(mode_bytes(site, mode) for site in planned.plan.rows)
+            stored = planned.modes[mode].total_bytes
             whole = stored + planned.num_records * line_bytes
             cells = (
                 name, ", ".join(sites), mode, _size(whole), f"{-(-int(stored) // SHARD_BYTES):,}",

@@ -139,7 +139,9 @@ def _planned(path: str, sites: str, folder: str, args: argparse.Namespace) -> st
         )  # fmt: skip
         usage = resource.getrusage(resource.RUSAGE_SELF)
         seconds = seconds or usage.ru_utime + usage.ru_stime
-    return json.dumps([msgspec.to_builtins(plans), seconds, usage.ru_maxrss * 1024])
+    status = Path("/proc/self/status").read_text()  # ru_maxrss begins with the parent's
+    peak_kib = int(status.split("VmHWM:")[1].split()[0])
+    return json.dumps([msgspec.to_builtins(plans), seconds, peak_kib * 1024])
 
 
 def _in_own_process(

@@ -174,8 +174,7 @@ def _print_costs(plans: dict, rates: dict[str, float], line_bytes: float) -> Non
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for (name, sites), planned in plans.items():
-        for mode in MODES:
-            stored = planned.modes[mode].total_bytes
+        for mode, stored in _by_stored(planned):
             lines = planned.num_records * line_bytes
             cells = (
                 name, ", ".join(sites), mode, _size(stored), _size(lines),
@@ -185,6 +184,14 @@ def _print_costs(plans: dict, rates: dict[str, float], line_bytes: float) -> Non
                 _time(2 * (stored + lines) / GB / rates["read"]),
             )  # fmt: skip
             print("| " + " | ".join(cells) + " |")
+
+
+def _by_stored(planned: Planned) -> list[tuple[str, float]]:
+    """(modes, bytes) of each, those that store equally many in one."""
+    found: dict[float, list[str]] = {}
+    for mode in MODES:
+        found.setdefault(planned.modes[mode].total_bytes, []).append(mode)
+    return [(", ".join(modes), stored) for stored, modes in found.items()]
 
 
 def _tensors(plan: DryRun) -> list[float]:
@@ -228,8 +235,7 @@ def _print_thousand(plans: dict, line_bytes: float, environment_bytes: float) ->
     for (name, sites), planned in plans.items():
         if name != "671B" or sites[1] == "eager":
             continue
-        for mode in MODES:
-            stored = planned.modes[mode].total_bytes
+        for mode, stored in _by_stored(planned):
             whole = stored + planned.num_records * line_bytes
             cells = (
                 name, ", ".join(sites), mode, _size(whole), f"{-(-int(stored) // SHARD_BYTES):,}",

@@ -136,7 +136,8 @@ def agreement_text(
     if total < 2:
         return f"no two runs could be told apart{silent}"
     if len(largest) == total:
-        return f"all {total} runs agree {how}{silent}"
+        many = "all" if not num_silent else f"{total} of"
+        return f"{many} {total + num_silent} runs agree {how}{silent}"
     odd = outside(camps, left)
     if not odd:
         most = "no two agree" if len(largest) == 1 else f"at most {len(largest)} agree {how}"

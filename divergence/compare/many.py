@@ -180,10 +180,12 @@ class _Fleet:
                 return agrees(known.verdict)
         verdict, problem = None, None
         try:
+            runs = [_opened(one.given) for one in (pivot, other)]
+            for run in runs:
+                run.borrow_from(self._first)
             verdict = compare(
-                pivot.given, other.given, truth=self._truth_of(pivot, other),
-                progress=self._progress, **self._options,
-            ).verdict.kind  # fmt: skip
+                *runs, truth=self._truth_of(pivot, other), progress=self._progress, **self._options
+            ).verdict.kind
         except FaultError:
             raise
         except DivergenceError as error:

@@ -157,6 +157,11 @@ class Run:
         if other is not None and self.manifest.plan.only_changed == other.manifest.id:
             self._lender = other
 
+    @property
+    def lender(self) -> Run | None:
+        """The run that is read from where this one keeps no bytes."""
+        return self._lender
+
     def has_bytes(self, record: Record) -> bool:
         """Can the record's tensor be read, here or from the run that was borrowed from?"""
         return record.place is not None or self._lent(record) is not None

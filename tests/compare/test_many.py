@@ -21,8 +21,8 @@ PLANT = ["model.layers.1.mlp.down_proj:out=scale:1.5"]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory, tiny_model):
-    """Runs by name, all on a's tokens: b and c repeat a, d is faulty, e has other kernels; of
-    the faulty d, p and q are healthy repeats. ``truth`` is a's, ``truth-d`` d's."""
+    """Runs by name, all on a's tokens: b and c repeat a, d is faulty, e has other kernels. p, q
+    and r are healthy repeats of d, r with other kernels and only the bytes that changed."""
     folder = tmp_path_factory.mktemp("fleet")
     model = str(tiny_model("llama", num_blocks=4))
     capture(model, out=folder / "a", max_new_tokens=3, label="alpha")
@@ -34,6 +34,9 @@ def fleet(tmp_path_factory, tiny_model):
     torch.backends.mkldnn.enabled = True
     for name in "pq":
         capture(like=folder / "d", out=folder / name)
+    torch.backends.mkldnn.enabled = False
+    capture(like=folder / "d", out=folder / "r", only_changed=True)
+    torch.backends.mkldnn.enabled = True
     for name, of in (("truth", "a"), ("truth-d", "d")):
         reference(folder / of, out=folder / name)
     capture(str(tiny_model("llama", seed=1)), out=folder / "weights", max_new_tokens=3)
@@ -93,6 +96,13 @@ def test_candidates_are_compared_with_one_another_only_where_it_matters(fleet):
     checks = [(*names([check.reference, check.candidate]), check.verdict)
               for check in matrix.cross_checks]  # fmt: skip
     assert checks == [("a", "e", "within_floor")]
+
+
+def test_candidates_may_lack_what_the_first_run_holds(fleet):
+    """Two repeats of one run that stored only what changed are compared by its bytes."""
+    matrix = compare_many(fleet / "d", [fleet / "p", fleet / "r"])
+    assert [check.verdict for check in matrix.cross_checks] == ["within_floor"]
+    assert names(matrix.odd) == ["d"]
 
 
 def test_one_bad_run_costs_its_own_row(fleet, tmp_path):

@@ -77,7 +77,8 @@ def test_one_process_is_no_torchrun(monkeypatch):
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory, tiny_model):
     """Runs of all kinds that a comparison measures: repeats with an escalated pass, with operators,
-    batched, of other kernels and faulty; one damaged; ``truth`` is a's."""
+    batched, faulty, without the bytes that did not change, sketched; one damaged; ``truth`` is a's.
+    """
     folder = tmp_path_factory.mktemp("fleet")
     model = str(tiny_model("llama", num_blocks=3))
     prompts = ["A bridge is built twice: once on paper", "Snow fell"]
@@ -87,6 +88,8 @@ def fleet(tmp_path_factory, tiny_model):
         "same": {},
         "faulty": {"plants": ["model.layers.1.mlp.down_proj:out=scale:1.5"]},
         "escalated": {"escalate": True, "attn_implementation": "eager"},
+        "sparse": {"only_changed": True, "sites": ops[::2], "plants": ["model.norm:out=scale:2"]},
+        "sketch": {"store": "sketch", "sites": ops[::2], "plants": ["model.norm:out=scale:2"]},
     }
     for name, options in again.items():
         capture(like=folder / "a", out=folder / name, **options)
@@ -100,7 +103,7 @@ def fleet(tmp_path_factory, tiny_model):
     return folder
 
 
-CANDIDATES = ("same", "faulty", "escalated", "batched", "damaged")
+CANDIDATES = ("same", "faulty", "escalated", "batched", "sparse", "sketch", "damaged")
 
 
 def launch(*words, cwd, launcher=TORCHRUN, **changes) -> subprocess.CompletedProcess:
@@ -128,8 +131,8 @@ def test_a_measurer_is_sent_with_its_runs_by_path(fleet):
 
 
 def test_two_processes_give_the_report_of_one(fleet):
-    """Byte for byte: with a truth, escalated passes, operators, logits, pieces of batches, and the
-    error that damage gives. Only rank 0 prints, and only once."""
+    """Byte for byte: with a truth, escalated passes, operators, logits, pieces of batches, bytes
+    that another run holds, sketches, and the error that damage gives. Rank 0 prints, once."""
     names = ["a", *CANDIDATES]
     done = launch("-m", "divergence", "compare", *names, "--reference", "truth", "--json",
                   cwd=fleet)  # fmt: skip

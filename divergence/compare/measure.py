@@ -191,7 +191,7 @@ class Measurer:
         if base is not None and base.shape != a.shape:
             base = None
         mask = pieces.row_mask(pair.reference, tuple(a.shape))
-        return measure_against(a, b, truth, row_mask=mask, base=base)
+        return measure_against(a, b, truth, row_mask=mask, base=base, kernel=self.kernel)
 
     def judge(self, pair: Pair, found: Found | None) -> SiteResult:
         """The pair's SiteResult with its floor, from what ``look`` found. Call in the order of

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divergence.numerics.formats import format_of
+from divergence.numerics.kernels import Kernel
 from divergence.numerics.summary import Summary, summarize
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _SAFE_LOW, _SAFE_HIGH = 2.0**-400, 2.0**400  # squares of float64 stay normal
 _STACKED = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
-def summarize_many(tensors: Sequence[torch.Tensor]) -> list[Summary]:
+def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy") -> list[Summary]:
     """``[summarize(t) for t in tensors]``, faster where many are small and alike; CPU tensors."""
     results: list[Summary | None] = [None] * len(tensors)
     groups: dict[tuple, list[int]] = {}
@@ -41,7 +42,7 @@ def summarize_many(tensors: Sequence[torch.Tensor]) -> list[Summary]:
                 for index, summary in zip(part, found, strict=True):
                     results[index] = summary
     return [
-        summarize(tensor) if found is None else found
+        summarize(tensor, kernel=kernel) if found is None else found
         for tensor, found in zip(tensors, results, strict=True)
     ]
 

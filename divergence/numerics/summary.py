@@ -16,15 +16,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from divergence.numerics.kernels import Kernel, chosen
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from divergence.numerics.blocks import Grid
 
 __all__ = ["Summary", "summarize"]
 
 _SAFE_LOW, _SAFE_HIGH = 2.0**-40, 2.0**50
 """Largest magnitudes between which float32 squares of a block neither overflow when summed
 (2^100 · 2^15 < 2^128) nor lose to underflow (2^15 · 2^-126 against at least 2^-80)."""
+
+_FLOAT64_LOW, _FLOAT64_HIGH = 2.0**-400, 2.0**400
+"""The same for float64 squares."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,12 +53,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_zero: int = 0
 
 
-def summarize(tensor: torch.Tensor) -> Summary:
+def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
     """Summary of ``tensor`` (any device, any dtype of divergence.numerics.formats).
 
     mean = Σx / n and rms = sqrt(Σx² / n) over the n finite elements, in the tensor's own
     unit; mean is exact to 1e-6 of max(|mean|, 1e-9 rms). -0 counts as zero. nan and ±inf
-    are counted and left out. Integers beyond 2^53 are rounded to float64 first.
+    are counted and left out. Integers beyond 2^53 are rounded to float64 first. ``kernel``: see
+    numerics.kernels; what compiled loops do not read goes numpy's way.
     """
     import numpy as np
 
@@ -60,12 +68,32 @@ def summarize(tensor: torch.Tensor) -> Summary:
     if tensor.is_complex():
         tensor = tensor.detach().to(dtype=_complex128()).abs()
     grid = Grid(tensor.reshape(1, -1))
+    if chosen(kernel, grid.format) == "compiled":
+        found = _by_loops(grid)
+        if found is not None:
+            return found
     dtype = compute_dtype(grid.format)
     buffer = np.empty(min(BLOCK, grid.num_cols), dtype)
     tally = _Tally()
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for start in range(0, grid.num_cols, BLOCK):
             tally.add(grid.load(slice(0, 1), slice(start, start + BLOCK), buffer))
+    return tally.summary()
+
+
+def _by_loops(grid: Grid) -> Summary | None:
+    """The summary from compiled loops; None where squares left float64's range."""
+    from divergence.numerics.compiled.summary import totals_of
+
+    found = totals_of(grid)
+    top = max(abs(found.low), abs(found.high)) if found.count else 0.0
+    if not (top == 0.0 or _FLOAT64_LOW <= top <= _FLOAT64_HIGH):
+        return None
+    tally = _Tally()
+    tally.low, tally.high, tally.count = found.low, found.high, found.count
+    tally.total, tally.squares, tally.exponent = found.total, found.squares, 0
+    tally.num_nan, tally.num_zero = found.num_nan, found.num_zero
+    tally.num_posinf, tally.num_neginf = found.num_posinf, found.num_neginf
     return tally.summary()
 
 

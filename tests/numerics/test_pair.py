@@ -19,11 +19,10 @@ REL = 1e-6
 KERNEL = ["numpy"]
 
 
-@pytest.fixture(autouse=True, params=["numpy", pytest.param("compiled", marks=needs_numba)])
-def kernel(request):
-    """Every test below holds for both kernels."""
-    KERNEL[0] = request.param
-    return request.param
+@pytest.fixture(autouse=True)
+def all_kernels(kernel):
+    """Every test below holds for each of them."""
+    KERNEL[0] = kernel
 
 
 def measure_pair(a, b, **options):

@@ -1,0 +1,15 @@
+"""The kernels that measure: what holds for one holds for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.numerics.kernels import has_compiled
+
+needs_numba = pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
+
+
+@pytest.fixture(params=["numpy", pytest.param("compiled", marks=needs_numba)])
+def kernel(request) -> str:
+    """numpy's loops, then compiled ones where they can be had."""
+    return request.param

@@ -91,11 +91,12 @@ def measure_against(
     row_mask: torch.Tensor | None = None,
     base: torch.Tensor | None = None,
     kernel: Kernel = "numpy",
+    device: torch.device | None = None,
 ) -> AgainstTruth:
     """Both sides against ``truth``; all of one shape, any float dtype.
 
     ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x. ``kernel``: see
-    numerics.kernels; formats that compiled loops do not read go torch's way.
+    numerics.kernels; formats that compiled loops do not read go torch's way. ``device``: add up there instead.
     Raises ValueError where shapes differ.
     """
     for name, other in (("candidate", b), ("truth", truth), ("base", base)):
@@ -110,8 +111,10 @@ def measure_against(
     if row_mask is not None:
         kept &= row_mask.reshape(-1).to(torch.bool)
     forms = [format_of(t.dtype) for t in (a, b, truth, base) if t is not None]
-    gather = _in_loops if chosen(kernel, *forms) == "compiled" else _in_chunks
-    sums, sink, channels = gather(*flat, kept)
+    if device is None and chosen(kernel, *forms) == "compiled":
+        sums, sink, channels = _in_loops(*flat, kept)
+    else:
+        sums, sink, channels = _in_chunks(*flat, kept, device)
     good = kept & sums[:4].isfinite().all(0)
     norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
     with_base = base is not None
@@ -137,23 +140,33 @@ def measure_against(
 
 def _in_chunks(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
-    kept: torch.Tensor,
+    kept: torch.Tensor, device: torch.device | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The rows' sums (12, T), which rows are sinks (T,), the columns' sums (3, D), in torch."""
     count, columns = truth.shape
-    rows = max(1, _CHUNK_NUMEL // max(1, columns))
-    norms = torch.cat(
-        [part.double().norm(dim=1) for part in truth.split(rows)] or [torch.zeros(0).double()]
-    )
-    sink = _sinks(norms, kept)
+    chunk = _CHUNK_NUMEL if device is None else 1 << 22
+    rows = max(1, chunk // max(1, columns))
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        if device is None:
+            return tensor.double()
+        from divergence.numerics.on_device import sent
+
+        return sent(tensor, device).double()
+
+    norms = [wide(part).norm(dim=1).cpu() for part in truth.split(rows)]
+    sink = _sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
     sums = torch.full((12, count), float("nan"), dtype=torch.float64)
     channels = torch.zeros(3, columns, dtype=torch.float64)
     for start in range(0, count, rows):
         part = slice(start, start + rows)
-        x, y, r = (t[part].double() for t in (a, b, truth))
-        _gather(x, y, r, None if base is None else base[part].double(), sums[:, part])
+        x, y, r = (wide(t[part]) for t in (a, b, truth))
+        found = torch.full((12, len(r)), float("nan"), dtype=torch.float64, device=r.device)
+        _gather(x, y, r, None if base is None else wide(base[part]), found)
+        sums[:, part] = found.cpu()
         good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
-        channels += _columns(x[good], y[good], r[good])
+        good = good.to(r.device)
+        channels += _columns(x[good], y[good], r[good]).cpu()
     bad = _outliers(sums, kept & sums[:4].isfinite().all(0) & ~sink)
     if len(bad):
         channels -= _columns(*(t[bad].double() for t in (a, b, truth)))

@@ -7,17 +7,18 @@ import torch
 
 from divergence.numerics import against as against_module
 
-KERNEL = ["numpy"]
+CHOSEN: dict = {}
 
 
 @pytest.fixture(autouse=True)
-def all_kernels(kernel):
+def all_kernels(kernel_or_device):
     """Every test below holds for each of them."""
-    KERNEL[0] = kernel
+    CHOSEN.clear()
+    CHOSEN.update(kernel_or_device)
 
 
 def measure_against(*tensors, **options):
-    return against_module.measure_against(*tensors, kernel=KERNEL[0], **options)
+    return against_module.measure_against(*tensors, **CHOSEN, **options)
 
 
 def test_hand_worked():
@@ -105,9 +106,9 @@ def test_every_kernel_gives_the_same(dtype):
     mask = torch.arange(60) % 9 != 0
     one, two = (
         against_module.measure_against(
-            a.to(dtype), b.to(dtype), truth, row_mask=mask, base=base, kernel=kernel
+            a.to(dtype), b.to(dtype), truth, row_mask=mask, base=base, **options
         )
-        for kernel in ("numpy", KERNEL[0])
+        for options in ({}, CHOSEN)
     )
     assert one.sink.sum() == 1
     for name in one.__slots__:

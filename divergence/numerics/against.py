@@ -96,7 +96,8 @@ def measure_against(
     """Both sides against ``truth``; all of one shape, any float dtype.
 
     ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x. ``kernel``: see
-    numerics.kernels; formats that compiled loops do not read go torch's way. ``device``: add up there instead.
+    numerics.kernels; formats that compiled loops do not read go torch's way. ``device``: add up
+    there instead.
     Raises ValueError where shapes differ.
     """
     for name, other in (("candidate", b), ("truth", truth), ("base", base)):

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.blocks import Grid
+    from divergence.numerics.compiled.summary import Totals
 
-__all__ = ["Summary", "summarize"]
+__all__ = ["Summary", "summarize", "summarize_rows"]
 
 _SAFE_LOW, _SAFE_HIGH = 2.0**-40, 2.0**50
 """Largest magnitudes between which float32 squares of a block neither overflow when summed
@@ -69,7 +70,7 @@ def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
         tensor = tensor.detach().to(dtype=_complex128()).abs()
     grid = Grid(tensor.reshape(1, -1))
     if chosen(kernel, grid.format) == "compiled":
-        found = _by_loops(grid)
+        found = summarize_rows(grid)[0]
         if found is not None:
             return found
     dtype = compute_dtype(grid.format)
@@ -81,20 +82,31 @@ def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
     return tally.summary()
 
 
-def _by_loops(grid: Grid) -> Summary | None:
-    """The summary from compiled loops; None where squares left float64's range."""
+def summarize_rows(grid: Grid) -> list[Summary | None]:
+    """Each row's summary from compiled loops; None where squares left float64's range. The grid
+    must be readable (numerics.kernels)."""
     from divergence.numerics.compiled.summary import totals_of
 
-    found = totals_of(grid)
+    return [_of_totals(totals) for totals in totals_of(grid)]
+
+
+def _of_totals(found: Totals) -> Summary | None:
     top = max(abs(found.low), abs(found.high)) if found.count else 0.0
     if not (top == 0.0 or _FLOAT64_LOW <= top <= _FLOAT64_HIGH):
         return None
-    tally = _Tally()
-    tally.low, tally.high, tally.count = found.low, found.high, found.count
-    tally.total, tally.squares, tally.exponent = found.total, found.squares, 0
-    tally.num_nan, tally.num_zero = found.num_nan, found.num_zero
-    tally.num_posinf, tally.num_neginf = found.num_posinf, found.num_neginf
-    return tally.summary()
+    count = max(1, found.count)
+    known = found.count > 0
+    return Summary(
+        min=found.low if known else None,
+        max=found.high if known else None,
+        mean=found.total / count if known else None,
+        rms=math.sqrt(found.squares / count) if known else None,
+        absmax=top if known else None,
+        num_nan=found.num_nan,
+        num_posinf=found.num_posinf,
+        num_neginf=found.num_neginf,
+        num_zero=found.num_zero,
+    )
 
 
 def _complex128() -> torch.dtype:

@@ -67,6 +67,12 @@ def _totals(values, sums, ends, counts):
                 counts[4] += size == 0
 
 
+@jit
+def _row_totals(values, sums, ends, counts):
+    for i in range(values.shape[0]):
+        _totals(values[i], sums[i], ends[i], counts[i])
+
+
 class Totals:
     """Σx, Σx², smallest and largest of what is finite, and the counts."""
 
@@ -75,16 +81,18 @@ class Totals:
         "total",
     )  # fmt: skip
 
-    def __init__(self, sums: list[float], ends: np.ndarray, counts: list[int]) -> None:
+    def __init__(self, sums: list[float], ends: list[float], counts: list[int]) -> None:
         self.total, self.squares = sums
+        self.low, self.high = ends
         self.count, self.num_nan, self.num_posinf, self.num_neginf, self.num_zero = counts
-        flipped = np.where(ends < 0, ends ^ np.int64(2**63 - 1), ends)
-        self.low, self.high = (float(end) + 0.0 for end in flipped.view(np.float64))
 
 
-def totals_of(grid: Grid) -> Totals:
-    """Of all elements; the grid must be readable (numerics.kernels)."""
-    sums, counts = np.zeros(2), np.zeros(5, np.int64)
-    ends = np.array([2**63 - 1, -(2**63)])
-    _totals(stored(grid).reshape(-1), sums, ends, counts)
-    return Totals(sums.tolist(), ends, counts.tolist())
+def totals_of(grid: Grid) -> list[Totals]:
+    """Of each row; the grid must be readable (numerics.kernels)."""
+    count = grid.num_rows
+    sums, counts = np.zeros((count, 2)), np.zeros((count, 5), np.int64)
+    ends = np.tile(np.array([2**63 - 1, -(2**63)]), (count, 1))
+    _row_totals(stored(grid), sums, ends, counts)
+    flipped = np.where(ends < 0, ends ^ np.int64(2**63 - 1), ends).view(np.float64) + 0.0
+    rows = zip(sums.tolist(), flipped.tolist(), counts.tolist(), strict=True)
+    return [Totals(*row) for row in rows]

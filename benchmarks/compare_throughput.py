@@ -1,16 +1,24 @@
-"""compare() on dumps, beside reading the same bytes and beside naive float64 numpy.
+"""compare() on dumps of any size, beside reading the same bytes and beside what others do.
 
-    python benchmarks/compare_throughput.py [--mib 512] [--rounds 3] [--dtype bfloat16]
+    python benchmarks/compare_throughput.py [--gib 1] [--rounds 3] [--dtype bfloat16,float32]
+    python benchmarks/compare_throughput.py --gib 1,4,20 --rounds 1 --ways read,compiled
+    python benchmarks/compare_throughput.py --gib 1 --msprobe VENV/bin/msprobe
 
-Two runs of the same shape are written (blocks of 512 × 2048; every tensor differs by
-rounding, so nothing can be skipped), then in turn, cold (the files dropped from the page
-cache first, where the system allows it) and warm:
+Two runs are written, ``--gib`` GiB in all, of blocks of 2048 × 4096 whose tensors all differ by
+rounding, so that nothing can be skipped. Then in turn, each in a process of its own, cold (the
+files dropped from the page cache first, where the system allows it) and warm:
 
 read      every byte of both dumps, read() in 8 MiB pieces
-naive     per tensor: both to float64, norm of the difference over the norm, cosine
-compare   divergence: checksums of both, the full metric set, judged
+compiled  divergence: checksums of both, the full metric set, judged; loops compiled by numba
+numpy     the same without numba
+naive     per tensor in numpy: both to float64, norm of the difference over the norm, cosine
+close     per tensor torch.testing.assert_close (which stops at nothing: tolerances are met)
+msprobe   `msprobe compare` on the same tensors in its format, if --msprobe names the program; the
+          time that it takes for one pair of 8 numbers is taken off, and printed beside it
 
-Rates are bytes of both dumps over seconds. Peak memory is compare's own process.
+Seconds are of the call, without imports. GB/s and ratios count the bytes of both dumps. On a busy
+machine seconds say little: "CPU s" is what all threads together took, and "GB per CPU s" what one
+core does. Peak RSS is of the process, mapped file pages included.
 """
 
 from __future__ import annotations
@@ -18,12 +26,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,140 +40,162 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from divergence.capture.engines.tiny import build  # noqa: E402
-from divergence.run.manifest import ModuleNote, Sizes  # noqa: E402
-from divergence.run.reader import Run  # noqa: E402
-from divergence.run.writer import Item, RunWriter  # noqa: E402
+from benchmarks._dumps import write_msprobe, write_runs  # noqa: E402
 
+SHAPE = (1, 2048, 4096)
 
-def write(folder: Path, mib: int, dtype: torch.dtype) -> tuple[Path, Path]:
-    """Two runs of ``mib`` MiB each; the manifest is a real capture's, the tensors are drawn."""
-    from divergence.capture.api import capture
-
-    model = build("llama", folder / "model")
-    small = capture(str(model), out=folder / "small", max_new_tokens=1, device="cpu")
-    shape = (1, 512, 2048)
-    count = max(1, (mib << 20) // (512 * 2048 * torch.empty((), dtype=dtype).element_size()))
-    generator = torch.Generator().manual_seed(0)
-    paths = folder / "a", folder / "b"
-    writers = []
-    for path in paths:
-        manifest = Run.open(small.path).manifest
-        manifest.sizes = Sizes()
-        manifest.plan.modules = {
-            f"model.layers.{n}": ModuleNote(kind="Block", role="block") for n in range(count)
-        }
-        writers.append(RunWriter(path, manifest))
-    for number in range(count):
-        values = torch.randn(shape, generator=generator)
-        noise = 1 + 1e-3 * torch.randn(shape, generator=generator)
-        for writer, tensor in zip(writers, (values, values * noise), strict=True):
-            writer.put(
-                Item(tensor.to(dtype)), pass_="free", sample=0, step=0,
-                site=f"model.layers.{number}:out", order=number,
-            )  # fmt: skip
-    for writer in writers:
-        writer.close(complete=True)
-    return paths
-
-
-def shards(paths: tuple[Path, Path]) -> list[Path]:
-    return [file for path in paths for file in sorted((path / "tensors").iterdir())]
-
-
-def drop(paths: tuple[Path, Path]) -> None:
-    """Ask the system to forget the files."""
-    for path in shards(paths):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read(paths: tuple[Path, Path]) -> None:
-    buffer = bytearray(8 << 20)
-    for path in shards(paths):
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def naive(paths: tuple[Path, Path]) -> None:
-    import numpy as np
-
-    a, b = (Run.open(path) for path in paths)
-    for one, two in zip(a.records, b.records, strict=True):
-        x = a.read(one, verify=False).to(torch.float64).numpy()
-        y = b.read(two, verify=False).to(torch.float64).numpy()
-        _ = np.linalg.norm(x - y) / np.linalg.norm(x)
-        _ = (x * y).sum() / (np.linalg.norm(x) * np.linalg.norm(y))
-
-
-_COMPARE = """
-import json, resource, sys, time
-from divergence.compare.api import compare
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-start = time.perf_counter()
-report = compare(sys.argv[1], sys.argv[2])
-seconds = time.perf_counter() - start
-import re
-status = open("/proc/self/status").read() if sys.platform == "linux" else ""
-anonymous = re.search(r"RssAnon:\\s+(\\d+)", status)
-print(json.dumps({"seconds": seconds, "pairs": report.coverage.num_compared,
-    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    "anonymous_mib": int(anonymous[1]) / 1024 if anonymous else float("nan")}))
+_TIMED = """
+import json, re, resource, sys, time
+from pathlib import Path
+way, paths = sys.argv[1], [Path(name) for name in sys.argv[2:]]
+if way == "read":
+    def work():
+        buffer = bytearray(8 << 20)
+        for path in paths:
+            for shard in sorted((path / "tensors").iterdir()):
+                with open(shard, "rb", buffering=0) as file:
+                    while file.readinto(buffer):
+                        pass
+elif way in ("compiled", "numpy"):
+    import torch
+    import divergence.compare.measuring as measuring
+    from divergence.compare.api import compare
+    measuring.kernel_for = lambda num_bytes: way
+    if way == "compiled":
+        import numba
+    def work():
+        compare(*paths)
+else:
+    import numpy as np, torch
+    from divergence.run.reader import Run
+    def work():
+        a, b = (Run.open(path) for path in paths)
+        for one, two in zip(a.records, b.records):
+            x, y = a.read(one, verify=False), b.read(two, verify=False)
+            if way == "close":
+                torch.testing.assert_close(y, x, rtol=1e-2, atol=1e-2)
+                continue
+            x, y = (t.to(torch.float64).numpy() for t in (x, y))
+            np.linalg.norm(x - y) / np.linalg.norm(x)
+            (x * y).sum() / (np.linalg.norm(x) * np.linalg.norm(y))
+def cpu():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+start, used = time.perf_counter(), cpu()
+work()
+seconds, used = time.perf_counter() - start, cpu() - used
+status = Path("/proc/self/status")
+peak = float("nan")  # getrusage would tell the parent's, if that was larger
+if status.exists():
+    peak = int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1]) / 1024
+print(json.dumps({"seconds": seconds, "cpu_s": used, "peak_mib": peak}))
 """
 
 
-def compared(paths: tuple[Path, Path]) -> dict:
-    """compare() in a process of its own; the time is of the call, not of imports."""
+def timed(way: str, paths: tuple[Path, Path]) -> dict[str, float]:
+    """One way in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", _COMPARE, *map(str, paths)],
+        [sys.executable, "-c", _TIMED, way, *map(str, paths)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True, text=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 
 
+def timed_msprobe(program: str, paths: tuple[Path, Path], out: Path) -> dict[str, float]:
+    """`msprobe compare`, its workers included."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(
+        [program, "compare", "-tp", str(paths[1]), "-gp", str(paths[0]), "-o", str(out)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if not any(out.glob("*.csv")):
+        raise RuntimeError("msprobe wrote no result")
+    shutil.rmtree(out)
+    return {"seconds": time.perf_counter() - start, "cpu_s": cpu_s, "peak_mib": float("nan")}
+
+
+def drop(folder: Path) -> None:
+    """Ask the system to forget the files."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > 4096:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def show(label: str, found: dict[str, list[dict]], num_bytes: int) -> None:
+    """One line a way, medians over the rounds."""
+    medians = {
+        way: {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        for way, rounds in found.items()
+    }
+    read_s = medians["read"]["seconds"] if "read" in medians else float("nan")
+    for way, value in medians.items():
+        seconds, cpu_s = max(value["seconds"], 1e-9), max(value["cpu_s"], 1e-9)
+        print(
+            f"| {label} | {way} | {seconds:.2f} | {num_bytes / seconds / 1e9:.2f} "
+            f"| {seconds / read_s:.2f} | {cpu_s:.2f} | {num_bytes / cpu_s / 1e9:.2f} "
+            f"| {value['peak_mib']:.0f} |", flush=True,
+        )  # fmt: skip
+
+
+def bench(dtype: torch.dtype, gib: float, options: argparse.Namespace, folder: Path) -> None:
+    """Write one pair of dumps, measure, print."""
+    itemsize = torch.empty((), dtype=dtype).element_size()
+    count = max(1, round(gib * 2**30 / (2 * itemsize * SHAPE[1] * SHAPE[2])))
+    paths = write_runs(folder / "runs", count, SHAPE, dtype)
+    num_bytes = sum(f.stat().st_size for p in paths for f in (p / "tensors").iterdir())
+    ways = options.ways.split(",")
+    if "compiled" in ways:
+        timed("compiled", paths)  # compiles, where this machine has not yet
+    rivals: dict[str, tuple[Path, Path]] = {}
+    if options.msprobe:
+        for name, much in (("start", (1, (1, 8))), ("whole", (count, SHAPE))):
+            rivals[name] = write_msprobe(folder / f"msprobe-{name}", *much, dtype)
+        ways.append("msprobe")
+    for cache in options.cache.split(","):
+        found: dict[str, list[dict]] = {way: [] for way in ways}
+        starts = []
+        for _ in range(options.rounds):
+            for way in ways:
+                if cache == "cold":
+                    drop(folder)
+                elif not found[way] and way == ways[0]:
+                    timed("read", paths)
+                if way != "msprobe":
+                    found[way].append(timed(way, paths))
+                    continue
+                out = folder / "out"
+                start = timed_msprobe(options.msprobe, rivals["start"], out)
+                whole = timed_msprobe(options.msprobe, rivals["whole"], out)
+                starts.append(start["seconds"])
+                found[way].append({name: whole[name] - start[name] for name in whole})
+        name = str(dtype).removeprefix("torch.")
+        show(f"{name} | {num_bytes / 1e9:.1f} | {cache}", found, num_bytes)
+        if starts:
+            print(f"<!-- msprobe's start: {statistics.median(starts):.1f} s -->")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=512, help="size of each run")
+    parser.add_argument("--gib", default="1", help="sizes of both runs together")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16,float32")
-    args = parser.parse_args()
-    print("| dtype | cache | way | median s | GB/s | × read | × naive |")
-    print("|---|---|---|---|---|---|---|")
-    notes = []
-    for name in args.dtype.split(","):
-        with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
-            paths = write(Path(folder), args.mib, getattr(torch, name))
-            total = sum(file.stat().st_size for file in shards(paths))
-            for cache in ("cold", "warm"):
-                times: dict[str, list[float]] = {"read": [], "naive": [], "compare": []}
-                for _ in range(args.rounds):
-                    for way, found in times.items():
-                        if cache == "cold":
-                            drop(paths)
-                        found.append(timed(way, paths, notes, name))
-                medians = {way: statistics.median(found) for way, found in times.items()}
-                for way, seconds in medians.items():
-                    print(
-                        f"| {name} | {cache} | {way} | {seconds:.2f} | {total / seconds / 1e9:.2f} "
-                        f"| {seconds / medians['read']:.2f} | {seconds / medians['naive']:.2f} |"
-                    )
-    print(f"\n{args.mib} MiB a run, {torch.get_num_threads()} threads, {args.rounds} rounds; "
-          + "; ".join(dict.fromkeys(notes)))  # fmt: skip
-
-
-def timed(way: str, paths: tuple[Path, Path], notes: list[str], name: str) -> float:
-    if way == "compare":
-        result = compared(paths)
-        notes[:] = [note for note in notes if not note.startswith(name)]
-        notes.append(f"{name}: compare's peak RSS {result['peak_mib']:.0f} MiB (mapped file pages "
-                     f"included), {result['anonymous_mib']:.0f} MiB of its own")  # fmt: skip
-        return result["seconds"]
-    ways: dict[str, Callable[[tuple[Path, Path]], None]] = {"read": read, "naive": naive}
-    start = time.perf_counter()
-    ways[way](paths)
-    return time.perf_counter() - start
+    parser.add_argument("--cache", default="cold,warm")
+    parser.add_argument("--ways", default="read,compiled,numpy,naive,close")
+    parser.add_argument("--msprobe", help="the program, from an environment of its own")
+    options = parser.parse_args()
+    print("| dtype | GB | cache | way | median s | GB/s | × read | CPU s | GB per CPU s | peak RSS "
+          "MiB |\n|---|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    for name in options.dtype.split(","):
+        for gib in options.gib.split(","):
+            with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
+                bench(getattr(torch, name), float(gib), options, Path(folder))
+    load = os.getloadavg()[0]
+    print(f"\n{torch.get_num_threads()} threads, {os.cpu_count()} cores, {options.rounds} rounds, "
+          f"load {load:.1f} at the end")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ REPORT_READS = (
 OWNERS = {
     "transformers": ("capture/engines/",),
     "vllm": ("capture/engines/", "ops/suite/"),  # its kernels, where a suite is asked for them
+    "numba": ("numerics/compiled/",),
+    "llvmlite": ("numerics/compiled/",),
     "typer": ("cli/",),
     "rich": ("cli/", "report/terminal.py"),
 }
@@ -157,6 +159,7 @@ def test_files_stay_short(file):
         ("report/html.py", "rich.table.Table"),
         ("capture/hooks.py", "transformers.PreTrainedModel"),
         ("capture/api.py", "typer"),
+        ("numerics/pair.py", "numba.njit"),
         ("utils/misc.py", "divergence.errors.UsageError"),
         ("compare/judge.py", "divergence"),
         ("compare/judge.py", "divergence.Run"),

@@ -95,6 +95,14 @@ def command(
         ),
     ] = None,
     name_map: NameMap = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="Where tensors are measured: cpu, or an accelerator that has float64, as cuda:0.",
+        ),
+    ] = "cpu",
     explain_token: Annotated[
         bool,
         typer.Option(
@@ -177,7 +185,7 @@ def command(
 
     options: dict[str, Any] = {
         "force": force, "name_map": name_map, "truth": truth, "floor": floor or (),
-        "thresholds": load_policy(policy).thresholds,
+        "thresholds": load_policy(policy).thresholds, "device": device,
     }  # fmt: skip
     if many:
         from divergence.compare.many import compare_many

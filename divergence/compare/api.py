@@ -16,7 +16,7 @@ from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Measurer
-from divergence.compare.measuring import measure_all
+from divergence.compare.measuring import measure_all, measured_on
 from divergence.compare.names import NameMap, load_name_map
 from divergence.compare.operator_arithmetic import with_arithmetic
 from divergence.compare.operator_runs import compare_operators, operator_notes
@@ -59,6 +59,7 @@ def compare(
     truth: str | Path | Run | None = None,
     floor: Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
+    device: str = "cpu",
     progress: Callable[[str, int, int | None, str], None] | None = None,
 ) -> Report:
     """Compare ``candidate`` with ``reference``, as in ``diff old new``.
@@ -68,12 +69,19 @@ def compare(
     float64 run that `reference` made of the run that anchored the comparison; it tells which
     side is wrong. ``floor``: runs of trusted machines like ``reference``; what they differ by
     widens the limits. ``thresholds``: multiples of the floor, see numerics.floor.
+    ``device``: where tensors are measured; not the CPU only where float64 is to be had.
     Without ``candidate``: one run's decode steps against its whole pass, see compare.within.
 
     Raises RunFormatError for unreadable runs, IncomparableError when they have nothing in
     common, and UsageError for a truth or a floor that belongs to other runs, or for a single run
     without a whole pass.
     """
+    if device != "cpu":
+        with measured_on(device):
+            return compare(
+                reference, candidate, force=force, name_map=name_map, truth=truth, floor=floor,
+                thresholds=thresholds, progress=progress,
+            )  # fmt: skip
     a = _opened(reference)
     if candidate is None:
         check_alone(truth=truth, floor=floor, name_map=name_map)

@@ -25,6 +25,7 @@ from divergence.compare.camps import (
     outside,
 )
 from divergence.compare.matrix_result import Camp, CrossCheck, Matrix, MatrixRow
+from divergence.compare.measuring import measured_on
 from divergence.compare.result import Report, SiteResult
 from divergence.compare.run_summary import summary_of
 from divergence.errors import DivergenceError, FaultError, UsageError
@@ -47,6 +48,7 @@ def compare_many(
     truth: str | Path | Run | None = None,
     floor: Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
+    device: str = "cpu",
     reports: str | Path | None = None,
     keep_reports: bool = True,
     progress: Progress | None = None,
@@ -66,7 +68,12 @@ def compare_many(
     right = None if truth is None else _opened(truth)
     trusted = [_opened(run) for run in floor]
     folder = None if reports is None else _folder(reports)
-    options = {"force": force, "name_map": name_map, "floor": trusted, "thresholds": thresholds}
+    options = {
+        "force": force, "name_map": name_map, "floor": trusted, "thresholds": thresholds,
+        "device": device,
+    }  # fmt: skip
+    with measured_on(device):  # a device that cannot measure is no candidate's fault
+        pass
     fleet = _Fleet(a, right, options, progress)
     rows = []
     for number, given in enumerate(candidates):

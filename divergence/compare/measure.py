@@ -34,7 +34,7 @@ from divergence.run.record import Record
 from divergence.run.site import module_of
 
 if TYPE_CHECKING:
-    pass
+    import torch
 
 __all__ = ["Found", "Measurer"]
 
@@ -76,6 +76,7 @@ class Measurer:
         self._pieces = Pieces(reference, candidate, inputs)
         self._floor, self._truth = floor, truth
         self.kernel: Kernel = "numpy"
+        self.device: torch.device | None = None  # measure there, not by the kernel
         self.tallies = Tallies()
         self._work = work or _work_format(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
@@ -191,7 +192,9 @@ class Measurer:
         if base is not None and base.shape != a.shape:
             base = None
         mask = pieces.row_mask(pair.reference, tuple(a.shape))
-        return measure_against(a, b, truth, row_mask=mask, base=base)
+        return measure_against(
+            a, b, truth, row_mask=mask, base=base, kernel=self.kernel, device=self.device
+        )
 
     def judge(self, pair: Pair, found: Found | None) -> SiteResult:
         """The pair's SiteResult with its floor, from what ``look`` found. Call in the order of
@@ -336,7 +339,7 @@ class Measurer:
         a, b = same_positions(a, one, b, two)
         mask = self._pieces.row_mask(pair.reference, tuple(a.shape))
         metrics, rows = measure_pair(
-            a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel
+            a, b, row_mask=mask, base=base, threads=threads, kernel=self.kernel, device=self.device
         )
         found = None
         if logits and a.ndim >= 1 and a.numel():

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 from divergence.compare.align import Pair
 from divergence.compare.measure import Found, Measurer
@@ -26,7 +27,10 @@ from divergence.compare.result import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for
 
-__all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
 
 Progress = Callable[..., None]
 _MOST_THREADS = 8
@@ -37,6 +41,7 @@ _LARGE_BYTES = 64 << 20
 _MEASURE: ContextVar[Callable[..., Generator[Found | None]] | None] = ContextVar(
     "measure", default=None
 )
+_DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
 
 
 def measure_all(
@@ -46,9 +51,22 @@ def measure_all(
     # decided over all pairs, so that every process that takes a part measures in the same way
     differing = (pair for pair in pairs if pair.reference.record.xxh3 != pair.candidate.record.xxh3)
     measurer.kernel = kernel_for(sum(map(_num_bytes, differing)))
+    measurer.device = _DEVICE.get()
     measure = _MEASURE.get() or measure_pairs
     with contextlib.closing(measure(measurer, pairs, progress)) as found:
         return judge_pairs(measurer, pairs, found)
+
+
+@contextlib.contextmanager
+def measured_on(device: str) -> Iterator[None]:
+    """Within it, ``measure_all`` adds up on ``device``; UsageError where that cannot be."""
+    from divergence.numerics.on_device import open_device
+
+    token = _DEVICE.set(None if device == "cpu" else open_device(device))
+    try:
+        yield
+    finally:
+        _DEVICE.reset(token)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from divergence.numerics.formats import format_of
+from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.pair import SINK_FACTOR
 
 __all__ = ["AgainstTruth", "measure_against", "with_rounding"]
@@ -88,10 +90,14 @@ def measure_against(
     *,
     row_mask: torch.Tensor | None = None,
     base: torch.Tensor | None = None,
+    kernel: Kernel = "numpy",
+    device: torch.device | None = None,
 ) -> AgainstTruth:
     """Both sides against ``truth``; all of one shape, any float dtype.
 
-    ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x.
+    ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x. ``kernel``: see
+    numerics.kernels; formats that compiled loops do not read go torch's way. ``device``: add up
+    there instead.
     Raises ValueError where shapes differ.
     """
     for name, other in (("candidate", b), ("truth", truth), ("base", base)):
@@ -105,32 +111,12 @@ def measure_against(
     kept = torch.ones(count, dtype=torch.bool)
     if row_mask is not None:
         kept &= row_mask.reshape(-1).to(torch.bool)
-    rows = max(1, _CHUNK_NUMEL // max(1, columns))
-    norms = torch.cat(
-        [part.double().norm(dim=1) for part in flat[2].split(rows)] or [torch.zeros(0).double()]
-    )
-    usual = norms[kept & norms.isfinite()]
-    limit = SINK_FACTOR * float(usual.median()) if len(usual) else 0.0
-    sink = norms > limit if limit > 0 else torch.zeros(count, dtype=torch.bool)
-    sums = torch.full((12, count), float("nan"), dtype=torch.float64)
-    channels = torch.zeros(3, columns, dtype=torch.float64)
-    for start in range(0, count, rows):
-        part = slice(start, start + rows)
-        x, y, r = (t[part].double() for t in flat[:3])
-        base_part = None if flat[3] is None else flat[3][part].double()
-        _gather(x, y, r, base_part, sums[:, part])
-        good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
-        channels[0] += (x[good] - r[good]).square().sum(0)
-        channels[1] += (y[good] - r[good]).square().sum(0)
-        channels[2] += (x[good] - y[good]).square().sum(0)
+    forms = [format_of(t.dtype) for t in (a, b, truth, base) if t is not None]
+    if device is None and chosen(kernel, *forms) == "compiled":
+        sums, sink, channels = _in_loops(*flat, kept)
+    else:
+        sums, sink, channels = _in_chunks(*flat, kept, device)
     good = kept & sums[:4].isfinite().all(0)
-    bad = _outliers(sums, good & ~sink)
-    if len(bad):
-        x, y, r = (t[bad].double() for t in flat[:3])
-        channels[0] -= (x - r).square().sum(0)
-        channels[1] -= (y - r).square().sum(0)
-        channels[2] -= (x - y).square().sum(0)
-        channels.clamp_min_(0.0)
     norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
     with_base = base is not None
     top, fourth = (up2, u4) if with_base else (norm2, r4)
@@ -151,6 +137,68 @@ def measure_against(
         channel_between=channels[2],
         row_index=good.nonzero().flatten(),
     )
+
+
+def _in_chunks(
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
+    kept: torch.Tensor, device: torch.device | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The rows' sums (12, T), which rows are sinks (T,), the columns' sums (3, D), in torch."""
+    count, columns = truth.shape
+    chunk = _CHUNK_NUMEL if device is None else 1 << 22
+    rows = max(1, chunk // max(1, columns))
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        if device is None:
+            return tensor.double()
+        from divergence.numerics.on_device import sent
+
+        return sent(tensor, device).double()
+
+    norms = [wide(part).norm(dim=1).cpu() for part in truth.split(rows)]
+    sink = _sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
+    sums = torch.full((12, count), float("nan"), dtype=torch.float64)
+    channels = torch.zeros(3, columns, dtype=torch.float64)
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        x, y, r = (wide(t[part]) for t in (a, b, truth))
+        found = torch.full((12, len(r)), float("nan"), dtype=torch.float64, device=r.device)
+        _gather(x, y, r, None if base is None else wide(base[part]), found)
+        sums[:, part] = found.cpu()
+        good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
+        good = good.to(r.device)
+        channels += _columns(x[good], y[good], r[good]).cpu()
+    bad = _outliers(sums, kept & sums[:4].isfinite().all(0) & ~sink)
+    if len(bad):
+        channels -= _columns(*(t[bad].double() for t in (a, b, truth)))
+        channels.clamp_min_(0.0)
+    return sums, sink, channels
+
+
+def _in_loops(
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
+    kept: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same in compiled loops."""
+    from divergence.numerics.compiled.against import add_channels, row_sums
+
+    sums = row_sums(a, b, truth, base)
+    sink = _sinks(sums[0].sqrt(), kept)
+    usual = kept & sums[:4].isfinite().all(0) & ~sink
+    usual[_outliers(sums, usual)] = False
+    channels = torch.zeros(3, truth.shape[1], dtype=torch.float64)
+    add_channels(a, b, truth, usual.nonzero().flatten(), channels)
+    return sums, sink, channels
+
+
+def _sinks(norms: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    usual = norms[kept & norms.isfinite()]
+    limit = SINK_FACTOR * float(usual.median()) if len(usual) else 0.0
+    return norms > limit if limit > 0 else torch.zeros(len(norms), dtype=torch.bool)
+
+
+def _columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(p - q).square().sum(0) for p, q in ((a, truth), (b, truth), (a, b))])
 
 
 def _gather(

@@ -7,6 +7,7 @@ large enough to pay for it. Both measure the same (divergence.numerics.compiled)
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,7 @@ WORTH_BYTES = 1 << 30
 """From this many bytes on compiled loops pay for their start (benchmarks/compare_kernel.py)."""
 
 
+@functools.cache
 def has_compiled() -> bool:
     """Whether compiled loops can be had here; imports nothing."""
     return importlib.util.find_spec("numba") is not None

@@ -50,6 +50,7 @@ def measure_pair(
     threads: int | None = None,
     block: int = BLOCK,
     kernel: Kernel = "numpy",
+    device: torch.device | None = None,
 ) -> tuple[PairMetrics, RowMetrics]:
     """Metrics of b against a, whole and by row.
 
@@ -58,6 +59,7 @@ def measure_pair(
     the narrower of the two storage formats, if both are floats. ``threads``: default is
     torch's own setting, 1 for small tensors. ``block``: elements per block.
     ``kernel``: see numerics.kernels; formats that compiled loops do not read go numpy's way.
+    ``device``: add up there instead (numerics.on_device), where float64's range is not left.
     Formulas, units and care: PairMetrics. Raises ValueError where shapes do not match.
     """
     for name, other in (("candidate", b), ("base", base)):
@@ -65,7 +67,9 @@ def measure_pair(
             raise ValueError(
                 f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
             )
-    pair = _Pair(a, b, base, row_mask, threads=threads, block=min(block, BLOCK), kernel=kernel)
+    pair = _Pair(
+        a, b, base, row_mask, threads=threads, block=min(block, BLOCK), kernel=kernel, device=device
+    )
     return pair.measure(tuple(a.shape), _ulp_format(pair.a.format, pair.b.format, ulp_format))
 
 
@@ -90,6 +94,7 @@ class _Pair:
         threads: int | None,
         block: int,
         kernel: Kernel,
+        device: torch.device | None,
     ) -> None:
         self.a, self.b = Grid(a), Grid(b)
         self.base = None if base is None else Grid(base)
@@ -99,8 +104,13 @@ class _Pair:
         self.dtype = compute_dtype(*(grid.format for grid in grids))
         self.kernel = chosen(kernel, *(grid.format for grid in grids))
         self.scale = common_scale(grids, kernel=self.kernel)
+        self.there = None
         if self.scale != 1.0:
             self.kernel = "numpy"
+        elif device is not None:
+            from divergence.numerics.on_device import OnDevice
+
+            self.there = OnDevice(self.a, self.b, self.base, device)
         self.real, self.padded = _split_rows(row_mask, self.a.num_rows)
         self.threads = threads or (1 if a.numel() < 8 * BLOCK else min(8, torch.get_num_threads()))
         self.block = block
@@ -109,6 +119,9 @@ class _Pair:
 
     def _sums(self, rows: Rows) -> Sums:
         arrays = (self.row_a, self.row_d, self.row_update, self.row_finite)
+        if self.there is not None:
+            sums = Sums(self.a, self.b, self.base, dtype=self.dtype, rows=arrays)
+            return self.there.gather(sums, rows)
 
         def work(part: Rows | range) -> Sums:
             mine = slice(part.start, part.stop) if isinstance(part, range) else part
@@ -259,6 +272,7 @@ class _Pair:
             rms=math.sqrt(a2 / sums.num_finite) / self.scale,
             check_finite=any(sums.nonfinite.values()),
             kernel=self.kernel,
+            there=self.there,
         )
         return {
             "ulp_format": form.name,

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divergence.numerics.formats import format_of
-from divergence.numerics.summary import Summary, summarize
+from divergence.numerics.kernels import Kernel, kernel_for
+from divergence.numerics.summary import Summary, summarize, summarize_rows
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["summarize_many"]
+__all__ = ["Summarizer", "summarize_many"]
 
 _BLOCK_ELEMENTS = 1 << 15
 _SMALL_ELEMENTS = 1 << 13
@@ -25,7 +26,7 @@ _SAFE_LOW, _SAFE_HIGH = 2.0**-400, 2.0**400  # squares of float64 stay normal
 _STACKED = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
-def summarize_many(tensors: Sequence[torch.Tensor]) -> list[Summary]:
+def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy") -> list[Summary]:
     """``[summarize(t) for t in tensors]``, faster where many are small and alike; CPU tensors."""
     results: list[Summary | None] = [None] * len(tensors)
     groups: dict[tuple, list[int]] = {}
@@ -37,21 +38,38 @@ def summarize_many(tensors: Sequence[torch.Tensor]) -> list[Summary]:
         for start in range(0, len(indices), rows):
             part = indices[start : start + rows]
             if len(part) > 1:
-                found = _stacked([tensors[index] for index in part])
+                found = _stacked([tensors[index] for index in part], kernel)
                 for index, summary in zip(part, found, strict=True):
                     results[index] = summary
     return [
-        summarize(tensor) if found is None else found
+        summarize(tensor, kernel=kernel) if found is None else found
         for tensor, found in zip(tensors, results, strict=True)
     ]
 
 
-def _stacked(tensors: list[torch.Tensor]) -> list[Summary | None]:
+class Summarizer:
+    """``summarize_many`` for a stream of unknown length: from the number of bytes on at which
+    compiled loops pay for their start, it takes those."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Summary]:
+        self._num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return summarize_many(tensors, kernel=kernel_for(self._num_bytes))
+
+
+def _stacked(tensors: list[torch.Tensor], kernel: Kernel) -> list[Summary | None]:
     """One summary a tensor; None where it needs the careful way."""
     import numpy as np
     import torch
 
-    stack = torch.stack([tensor.detach().reshape(-1) for tensor in tensors])
+    flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
+    stack = torch.stack(flat).detach()
+    if kernel == "compiled":
+        from divergence.numerics.blocks import Grid
+
+        return summarize_rows(Grid(stack))
     x = stack.to(torch.float64).numpy()
     with np.errstate(over="ignore", invalid="ignore"):
         low, high = x.min(axis=1), x.max(axis=1)

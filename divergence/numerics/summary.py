@@ -16,15 +16,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from divergence.numerics.kernels import Kernel, chosen
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["Summary", "summarize"]
+    from divergence.numerics.blocks import Grid
+    from divergence.numerics.compiled.summary import Totals
+
+__all__ = ["Summary", "summarize", "summarize_rows"]
 
 _SAFE_LOW, _SAFE_HIGH = 2.0**-40, 2.0**50
 """Largest magnitudes between which float32 squares of a block neither overflow when summed
 (2^100 · 2^15 < 2^128) nor lose to underflow (2^15 · 2^-126 against at least 2^-80)."""
+
+_FLOAT64_LOW, _FLOAT64_HIGH = 2.0**-400, 2.0**400
+"""The same for float64 squares."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,12 +54,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_zero: int = 0
 
 
-def summarize(tensor: torch.Tensor) -> Summary:
+def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
     """Summary of ``tensor`` (any device, any dtype of divergence.numerics.formats).
 
     mean = Σx / n and rms = sqrt(Σx² / n) over the n finite elements, in the tensor's own
     unit; mean is exact to 1e-6 of max(|mean|, 1e-9 rms). -0 counts as zero. nan and ±inf
-    are counted and left out. Integers beyond 2^53 are rounded to float64 first.
+    are counted and left out. Integers beyond 2^53 are rounded to float64 first. ``kernel``: see
+    numerics.kernels; what compiled loops do not read goes numpy's way.
     """
     import numpy as np
 
@@ -60,6 +69,10 @@ def summarize(tensor: torch.Tensor) -> Summary:
     if tensor.is_complex():
         tensor = tensor.detach().to(dtype=_complex128()).abs()
     grid = Grid(tensor.reshape(1, -1))
+    if chosen(kernel, grid.format) == "compiled":
+        found = summarize_rows(grid)[0]
+        if found is not None:
+            return found
     dtype = compute_dtype(grid.format)
     buffer = np.empty(min(BLOCK, grid.num_cols), dtype)
     tally = _Tally()
@@ -67,6 +80,33 @@ def summarize(tensor: torch.Tensor) -> Summary:
         for start in range(0, grid.num_cols, BLOCK):
             tally.add(grid.load(slice(0, 1), slice(start, start + BLOCK), buffer))
     return tally.summary()
+
+
+def summarize_rows(grid: Grid) -> list[Summary | None]:
+    """Each row's summary from compiled loops; None where squares left float64's range. The grid
+    must be readable (numerics.kernels)."""
+    from divergence.numerics.compiled.summary import totals_of
+
+    return [_of_totals(totals) for totals in totals_of(grid)]
+
+
+def _of_totals(found: Totals) -> Summary | None:
+    top = max(abs(found.low), abs(found.high)) if found.count else 0.0
+    if not (top == 0.0 or _FLOAT64_LOW <= top <= _FLOAT64_HIGH):
+        return None
+    count = max(1, found.count)
+    known = found.count > 0
+    return Summary(
+        min=found.low if known else None,
+        max=found.high if known else None,
+        mean=found.total / count if known else None,
+        rms=math.sqrt(found.squares / count) if known else None,
+        absmax=top if known else None,
+        num_nan=found.num_nan,
+        num_posinf=found.num_posinf,
+        num_neginf=found.num_neginf,
+        num_zero=found.num_zero,
+    )
 
 
 def _complex128() -> torch.dtype:

@@ -17,7 +17,14 @@ import torch
 
 from divergence.numerics.formats import Format, format_of
 
-__all__ = ["NAN_DISTANCE", "distance_array", "key_array", "lattice_keys", "ulp_distance"]
+__all__ = [
+    "NAN_DISTANCE",
+    "byte_keys",
+    "distance_array",
+    "key_array",
+    "lattice_keys",
+    "ulp_distance",
+]
 
 NAN_DISTANCE = 2**63 - 1
 """What ulp_distance answers where exactly one side is nan; also its ceiling."""
@@ -79,7 +86,7 @@ def key_array(
     ``out`` and ``scratch``: buffers of the keys' dtype and ``bits``' shape, or None.
     """
     if form.itemsize == 1:
-        return np.take(_byte_keys(form), bits, out=out)
+        return np.take(byte_keys(form), bits, out=out)
     width = 8 * form.itemsize
     sign = np.right_shift(bits, width - 1, out=scratch)
     keys = np.bitwise_and(sign, bits.dtype.type(2 ** (width - 1) - 1), out=out)
@@ -102,7 +109,8 @@ def distance_array(
     return high.view(f"u{high.itemsize}")
 
 
-def _byte_keys(form: Format) -> np.ndarray:
+def byte_keys(form: Format) -> np.ndarray:
+    """The key of each of the 256 patterns of a one-byte format."""
     patterns = np.arange(256, dtype=np.int16)
     if not form.signed:  # e8m0fnu: a bare exponent, in order as it stands; 0xff is nan
         return patterns

@@ -14,6 +14,7 @@ nothing.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -22,6 +23,9 @@ from divergence.numerics.blocks import BLOCK, Grid, Rows
 from divergence.numerics.formats import Format
 from divergence.numerics.kernels import Kernel
 from divergence.numerics.ulp_tails import MOST_STEPS, Counting, InBlocks, InLoops, Tail
+
+if TYPE_CHECKING:
+    from divergence.numerics.on_device import OnDevice
 
 __all__ = ["UlpCounts", "count_ulp"]
 
@@ -48,18 +52,22 @@ def count_ulp(
     threads: int = 1,
     block: int = BLOCK,
     kernel: Kernel = "numpy",
+    there: OnDevice | None = None,
 ) -> UlpCounts:
     """Distances in ``form`` between ``rows`` of a and b where |a| >= u · ``rms``.
 
     Unit: ulp of ``form``; values stored otherwise are rounded to it. ``rms``: of a.
     Elements that are not finite on both sides are left out; ``check_finite=False``
     promises that there are none. -0 equals +0. A value that overflows on rounding to
-    ``form`` counts as its inf, one ulp beyond the largest. Source: divergence.numerics.ulp.
+    ``form`` counts as its inf, one ulp beyond the largest. ``there``: the pair on a device.
+    Source: divergence.numerics.ulp.
     """
     smallest_key = _smallest_key(form, form.unit_roundoff * rms)
     options = {"rows": rows, "smallest_key": smallest_key, "check": check_finite}
     counting: Counting
-    if kernel == "compiled" and InLoops.reads(a, b, form, check=check_finite):
+    if there is not None and form.itemsize <= 4:
+        counting = there.distances(form, **options)
+    elif kernel == "compiled" and InLoops.reads(a, b, form, check=check_finite):
         counting = InLoops(a, b, form, **options)
     else:
         counting = InBlocks(a, b, form, **options, block=block)

@@ -218,8 +218,7 @@ class Run:
         return tensor
 
     def release(self, record: Record) -> None:
-        """A record's bytes are not needed for now and may leave memory, in portions; views of them
-        stay good."""
+        """A record's bytes may leave memory for now, in portions; views of them stay good."""
         self._released_bytes += record.numel * format_named(record.dtype).itemsize
         if self._released_bytes >= _RELEASE_BYTES:
             self._released_bytes = 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from divergence.numerics.fold import fold_tensor, folds_of
 from divergence.numerics.formats import format_named
 from divergence.numerics.sketch import num_projections, sketch_many
-from divergence.numerics.summaries import summarize_many
+from divergence.numerics.summaries import Summarizer
 from divergence.numerics.summary_device import summaries_of
 from divergence.run.contents import Content, contents_of
 from divergence.run.fingerprint import digest_tensor, plain_tensor
@@ -68,6 +68,7 @@ class Reducer:
     ) -> None:
         self._store_mode, self._fold, self._held = store, fold, held
         self._known: dict[Content, tuple[Summary | None, Sketch | None]] = {}
+        self._summarize = Summarizer()
 
     def take(self, items: Sequence[Item], store: StoreBytes) -> list[Item]:
         """``store(digest, tensor, num_bytes)`` says where bytes will be."""
@@ -117,7 +118,7 @@ class Reducer:
         tensors = list(fresh.values())
         summaries: Sequence[Summary | None] = [None] * len(fresh)
         if self._store_mode != "hash":
-            summaries = summarize_many(tensors)
+            summaries = self._summarize(tensors)
         sketches = self._sketches(fresh, store)
         for (content, _), summary in zip(fresh.items(), summaries, strict=True):
             self._known[content] = (summary, sketches.get(content))

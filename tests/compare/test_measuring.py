@@ -11,10 +11,13 @@ import torch
 
 from divergence.capture.api import capture
 from divergence.compare.align import align
+from divergence.compare.api import compare
 from divergence.compare.floors import ModelFloor
+from divergence.compare.many import compare_many
 from divergence.compare.measure import Measurer
 from divergence.compare.measuring import judge_pairs, measure_all, measure_pairs
-from divergence.errors import RunFormatError
+from divergence.errors import RunFormatError, UsageError
+from divergence.numerics.kernels import has_compiled
 from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
 from divergence.run.writer import Item, RunWriter
@@ -87,6 +90,52 @@ def test_found_apart_and_judged_together_is_the_same(case):
     assert [result.site for result in whole if result.identical] == [
         "model.layers.3:out", "model.layers.4:in"
     ]  # fmt: skip
+
+
+def test_an_accelerator_finds_the_same(dumps):
+    """Added up by the operators of a device (the CPU's, here), every figure agrees to 1e-6."""
+    own, there = (compare(*dumps, device=device) for device in ("cpu", "cpu:0"))
+    assert there.verdict.kind == own.verdict.kind
+    for one, two in zip(own.sites, there.sites, strict=True):
+        for name in ("rel_l2", "one_minus_cosine", "token_rel_l2_p99", "channel_rel_l2_max",
+                     "ulp_p99", "ulp_max", "max_abs", "ratio"):  # fmt: skip
+            assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-6), name
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense"])
+def test_a_device_that_cannot_add_up_is_refused(dumps, device):
+    """It is said before anything is measured, by both ways to compare."""
+    for run in (lambda: compare(*dumps, device=device),
+                lambda: compare_many(dumps[0], dumps[1:], device=device)):  # fmt: skip
+        with pytest.raises(UsageError, match=f"cannot measure on {device}"):
+            run()
+
+
+@pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
+def test_large_runs_are_measured_by_compiled_loops(case, monkeypatch):
+    """From a number of bytes on the kernel changes, and nothing else does."""
+    measurer, pairs = case()
+    slow = measure_all(measurer, pairs)
+    assert measurer.kernel == "numpy"
+    monkeypatch.setattr("divergence.numerics.kernels.WORTH_BYTES", 1)
+    measurer, pairs = case()
+    fast = measure_all(measurer, pairs)
+    assert measurer.kernel == "compiled"
+    for one, two in zip(slow, fast, strict=True):
+        assert two.rel_l2 == pytest.approx(one.rel_l2, rel=1e-6)
+        assert (two.ulp_p99, two.ulp_max, two.worst_channel) == (
+            one.ulp_p99, one.ulp_max, one.worst_channel
+        )  # fmt: skip
+
+
+def test_large_pairs_are_shared_by_threads(case, monkeypatch):
+    """However many bytes may be under way, every pair is measured, in order."""
+    measurer, pairs = case()
+    whole = measure_all(measurer, pairs)
+    for name in ("_AHEAD_BYTES", "_LARGE_BYTES"):
+        monkeypatch.setattr(f"divergence.compare.measuring.{name}", 1)
+    fresh, pairs = case()
+    assert [r.site for r in measure_all(fresh, pairs)] == [r.site for r in whole]
 
 
 def test_too_few_found_are_no_answer(case):

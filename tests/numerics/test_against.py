@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.numerics.against import measure_against
+from divergence.numerics import against as against_module
+
+CHOSEN: dict = {}
+
+
+@pytest.fixture(autouse=True)
+def all_kernels(kernel_or_device):
+    """Every test below holds for each of them."""
+    CHOSEN.clear()
+    CHOSEN.update(kernel_or_device)
+
+
+def measure_against(*tensors, **options):
+    return against_module.measure_against(*tensors, **CHOSEN, **options)
 
 
 def test_hand_worked():
@@ -30,9 +43,7 @@ def test_hand_worked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_shape_and_dtype_as_plain_float64(shape, dtype, monkeypatch):
     """Chunks change nothing: the sums are those of one float64 expression."""
-    import divergence.numerics.against as module
-
-    monkeypatch.setattr(module, "_CHUNK_NUMEL", 70)
+    monkeypatch.setattr(against_module, "_CHUNK_NUMEL", 70)
     make = torch.Generator().manual_seed(3)
     truth = torch.randn(shape, generator=make, dtype=torch.float64)
     a, b = truth.to(dtype), (truth * (1 + 1e-3)).to(dtype)
@@ -79,3 +90,26 @@ def test_nothing_is_nothing():
     """No rows, no error."""
     found = measure_against(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3))
     assert found.num_rows == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_every_kernel_gives_the_same(dtype):
+    """Rows with nan and inf, sinks, one bad token, a mask and a base: all figures agree."""
+    make = torch.Generator().manual_seed(5)
+    truth = torch.randn(60, 2100, generator=make, dtype=torch.float64)
+    truth[7] *= 300
+    noise = torch.randn(2, *truth.shape, generator=make, dtype=torch.float64)
+    a, b = (truth * (1 + 4e-3 * part) for part in noise)
+    b[11] += 3.0
+    a[20, 4], b[31, 2090] = float("nan"), float("-inf")
+    base = (truth - torch.randn(truth.shape, generator=make, dtype=torch.float64)).to(dtype)
+    mask = torch.arange(60) % 9 != 0
+    one, two = (
+        against_module.measure_against(
+            a.to(dtype), b.to(dtype), truth, row_mask=mask, base=base, **options
+        )
+        for options in ({}, CHOSEN)
+    )
+    assert one.sink.sum() == 1
+    for name in one.__slots__:
+        torch.testing.assert_close(getattr(two, name), getattr(one, name), rtol=1e-9, atol=1e-12)

@@ -16,19 +16,19 @@ from divergence.numerics.ulp import ulp_distance
 
 needs_numba = pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
 REL = 1e-6
-KERNEL = ["numpy"]
+CHOSEN: dict = {}
 
 
-@pytest.fixture(autouse=True, params=["numpy", pytest.param("compiled", marks=needs_numba)])
-def kernel(request):
-    """Every test below holds for both kernels."""
-    KERNEL[0] = request.param
-    return request.param
+@pytest.fixture(autouse=True)
+def all_kernels(kernel_or_device):
+    """Every test below holds for each of them."""
+    CHOSEN.clear()
+    CHOSEN.update(kernel_or_device)
 
 
 def measure_pair(a, b, **options):
     """(metrics, rel_l2 of each row)."""
-    metrics, rows = pair_module.measure_pair(a, b, kernel=KERNEL[0], **options)
+    metrics, rows = pair_module.measure_pair(a, b, **CHOSEN, **options)
     return metrics, rows.rel_l2
 
 
@@ -523,7 +523,7 @@ def test_row_norms_of_the_reference_and_of_its_update(dtype):
     """‖a_t‖ and ‖a_t - base_t‖ come back for every row, exact to 1e-6."""
     a, b = _pair((3, 5, 33), dtype)
     base = (a.double() + _noise(a.shape, 7)).to(dtype)
-    _, rows = pair_module.measure_pair(a, b, base=base, kernel=KERNEL[0])
+    _, rows = pair_module.measure_pair(a, b, base=base, **CHOSEN)
     wide, input_ = a.double().reshape(-1, 33), base.double().reshape(-1, 33)
     assert rows.norm.tolist() == pytest.approx(wide.norm(dim=1).tolist(), rel=REL)
     assert rows.update_norm.tolist() == pytest.approx((wide - input_).norm(dim=1).tolist(), rel=REL)
@@ -533,7 +533,7 @@ def test_row_norms_at_the_ends_of_the_range():
     """Values whose squares leave float32 or float64 keep their row norms."""
     for value, dtype in ((1e30, torch.float32), (1e-30, torch.bfloat16), (1e200, torch.float64)):
         a = torch.full((2, 8), value, dtype=dtype)
-        _, rows = pair_module.measure_pair(a, a * 1.5, base=torch.zeros_like(a), kernel=KERNEL[0])
+        _, rows = pair_module.measure_pair(a, a * 1.5, base=torch.zeros_like(a), **CHOSEN)
         wanted = float(a[0, 0]) * math.sqrt(8)
         assert rows.norm.tolist() == pytest.approx([wanted] * 2, rel=REL)
         assert rows.update_norm.tolist() == pytest.approx([wanted] * 2, rel=REL)
@@ -543,7 +543,7 @@ def test_row_norms_at_the_ends_of_the_range():
 def test_a_row_norm_beyond_the_range_is_infinite():
     """A mask of the most negative float64 has one; nothing is said of it on the way."""
     a = torch.full((2, 8), torch.finfo(torch.float64).min, dtype=torch.float64)
-    _, rows = pair_module.measure_pair(a, a * 0.5, base=torch.zeros_like(a), kernel=KERNEL[0])
+    _, rows = pair_module.measure_pair(a, a * 0.5, base=torch.zeros_like(a), **CHOSEN)
     assert rows.norm.tolist() == rows.update_norm.tolist() == [math.inf] * 2
 
 

@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.numerics.summary import summarize
+from divergence.numerics import summary as summary_module
+
+KERNEL = ["numpy"]
+
+
+@pytest.fixture(autouse=True)
+def all_kernels(kernel):
+    """Every test below holds for each of them."""
+    KERNEL[0] = kernel
+
+
+def summarize(tensor):
+    return summary_module.summarize(tensor, kernel=KERNEL[0])
 
 
 def _check(tensor, *, found=None, rel=1e-6):
@@ -79,6 +91,17 @@ def test_nonfinite_values_are_counted_and_left_out():
     found = summarize(torch.tensor([math.nan, math.inf, -math.inf, -math.inf, 2.0, -0.0]))
     assert (found.num_nan, found.num_posinf, found.num_neginf, found.num_zero) == (1, 1, 2, 1)
     assert (found.min, found.max, found.mean) == (0.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_nonfinite_value_spoils_nothing(dtype, value):
+    """Wherever it lies, the rest is summarised as if it were not there."""
+    values = torch.randn(9001, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for at in (0, 4095, 4096, 9000):
+        spoilt = values.clone()
+        spoilt[at] = value
+        _check(spoilt)
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, 0), torch.tensor([math.nan])])

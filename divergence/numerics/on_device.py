@@ -1,0 +1,225 @@
+"""The sums of a pair on an accelerator: torch operators over chunks that are sent there.
+
+The definitions are those of divergence.numerics.sums and ulp_counts, and so are the types that
+are filled: what is made of the sums cannot tell where they were added up. Everything is float64; a
+device without it is refused, since a float32 sum over a million elements is not the metric
+(float32 inside small blocks is what numpy's loops do, and takes a host's order of passes).
+Every dtype that torch can widen there is read, complex ones as their components.
+
+A chunk is 4 million elements a side. It goes by way of page-locked memory where the device is CUDA:
+only from there do copies run beside arithmetic. Tensors that fit twice into the budget stay on
+the device between the pass for the sums and the one for the distances.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from divergence.errors import UsageError
+from divergence.numerics.blocks import Grid, Rows
+from divergence.numerics.formats import Format
+from divergence.numerics.sums import Sums
+from divergence.numerics.ulp import byte_keys
+from divergence.numerics.ulp_tails import MOST_STEPS, Tail
+
+__all__ = ["OnDevice", "open_device", "sent"]
+
+_CHUNK = 1 << 22
+_KEPT_BYTES = 1 << 30
+_FEW = 1 << 14
+_STAGES = threading.local()
+
+
+def open_device(name: str) -> torch.device:
+    """The device called ``name``, shown to add up in float64. UsageError where it cannot."""
+    try:
+        device = torch.device(name)
+        local = os.environ.get("LOCAL_RANK")
+        if device.type == "cuda" and device.index is None and local is not None:
+            device = torch.device("cuda", int(local) % max(1, torch.cuda.device_count()))
+        one = torch.ones(2, dtype=torch.float64, device=device)
+        if float((one * (1 + 2.0**-40)).sum()) != 2 + 2.0**-39:
+            raise TypeError("it rounds float64")
+    except (RuntimeError, TypeError, AssertionError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"cannot measure on {name}: {reason}",
+            hint="the metrics are added up in float64: --device cpu, or an accelerator that has it",
+        ) from error
+    return device
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on the device; by way of this thread's page-locked buffers where that pays."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    stages = getattr(_STAGES, "by_device", None)
+    if stages is None:
+        stages = _STAGES.by_device = {}
+    if device not in stages:
+        stages[device] = _Stage(device)
+    return stages[device].send(tensor)
+
+
+class _Stage:
+    """Two page-locked buffers in turn: one is filled while the other is on its way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._sent = [torch.cuda.Event(), torch.cuda.Event()]
+        self._turn = 0
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._turn = 1 - self._turn
+        turn, flat = self._turn, tensor.contiguous().view(-1).view(torch.uint8)
+        self._sent[turn].synchronize()
+        if len(self._buffers[turn]) < len(flat):
+            self._buffers[turn] = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
+        stage = self._buffers[turn][: len(flat)]
+        stage.copy_(flat)
+        there = stage.to(self._device, non_blocking=True)
+        self._sent[turn].record(torch.cuda.current_stream(self._device))
+        return there.view(tensor.dtype).view(tensor.shape)
+
+
+class OnDevice:
+    """One pair's rows on a device, in chunks."""
+
+    def __init__(self, a: Grid, b: Grid, base: Grid | None, device: torch.device) -> None:
+        self._a, self._b, self._base, self._device = a, b, base, device
+        total = sum(g.torch.numel() * g.torch.element_size() for g in (a, b))
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] | None = (
+            {} if total <= _KEPT_BYTES else None
+        )
+
+    def gather(self, sums: Sums, rows: Rows) -> Sums:
+        """Run ``sums`` over ``rows``."""
+        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        for part, x, y in self._chunks(numbers):
+            self._add(sums, part, x, y)
+        return sums
+
+    def _chunks(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, torch.Tensor, torch.Tensor]]:
+        """(row numbers, a, b) as they are stored, on the device."""
+        count = max(1, _CHUNK // max(1, self._a.num_cols))
+        for start in range(0, len(rows) if self._a.num_cols else 0, count):
+            part = rows[start : start + count]
+            name = (int(part[0]), int(part[-1]))
+            if self._kept is not None and name in self._kept:
+                x, y = self._kept[name]
+            else:
+                x, y = (self._send(grid, part) for grid in (self._a, self._b))
+                if self._kept is not None:
+                    self._kept[name] = (x, y)
+            yield part, x, y
+
+    def _send(self, grid: Grid, rows: np.ndarray) -> torch.Tensor:
+        gapless = int(rows[-1]) - int(rows[0]) == len(rows) - 1
+        wanted = slice(int(rows[0]), int(rows[-1]) + 1) if gapless else torch.from_numpy(rows)
+        return sent(grid.torch[wanted], self._device)
+
+    def _add(self, sums: Sums, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> None:
+        a, b = x.double(), y.double()
+        finite_a, finite_b = a.isfinite(), b.isfinite()
+        keep = finite_a & finite_b
+        num_finite = int(keep.sum())
+        if num_finite < a.numel():
+            for side, values, finite in (("a", a, finite_a), ("b", b, finite_b)):
+                num_nan = int(values.isnan().sum())
+                sums.nonfinite[f"{side}_nan"] += num_nan
+                sums.nonfinite[f"{side}_inf"] += a.numel() - int(finite.sum()) - num_nan
+            bad = int(rows[int((~keep.all(1)).to(torch.uint8).argmax())])
+            if sums.first_nonfinite_row < 0 or bad < sums.first_nonfinite_row:
+                sums.first_nonfinite_row = bad
+            a, b = a.masked_fill(~keep, 0.0), b.masked_fill(~keep, 0.0)
+        d = a - b
+        squares, d_squares, products = a.square(), d.square(), a * d
+        whole = torch.stack([products.sum(), products.square().sum(), d.abs().max()]).tolist()
+        sums.num_finite += num_finite
+        sums.product += whole[0]
+        sums.product_squares += whole[1]
+        sums.row_a[rows] += squares.sum(1).cpu().numpy()
+        sums.row_d[rows] += d_squares.sum(1).cpu().numpy()
+        sums.row_finite[rows] |= keep.any(1).cpu().numpy()
+        sums.col_a += squares.sum(0).cpu().numpy()
+        sums.col_d += d_squares.sum(0).cpu().numpy()
+        if whole[2] > sums.max_abs:
+            at = int((d.abs() == whole[2]).view(-1).to(torch.uint8).argmax())
+            row, col = divmod(at, self._a.num_cols)
+            sums.max_abs, sums.max_at = whole[2], int(rows[row]) * self._a.num_cols + col
+        if self._base is not None:
+            update = a - self._send(self._base, rows).double()
+            update = update.masked_fill(~(keep & update.isfinite()), 0.0)
+            sums.row_update[rows] += update.square().sum(1).cpu().numpy()
+
+    def distances(
+        self, form: Format, *, rows: Rows, smallest_key: int, check: bool
+    ) -> _OnDeviceCounts:
+        """The counting of their distances in ``form``, for divergence.numerics.ulp_counts."""
+        numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        return _OnDeviceCounts(self, form, rows=numbers, smallest_key=smallest_key, check=check)
+
+
+class _OnDeviceCounts:
+    """Ulp distances in formats of up to 32 bits: in int64 every distance is itself."""
+
+    def __init__(
+        self, pair: OnDevice, form: Format, *, rows: np.ndarray, smallest_key: int, check: bool
+    ) -> None:
+        self._pair, self._form, self._rows = pair, form, rows
+        self._smallest_key, self._check = smallest_key, check
+
+    def guess(self) -> tuple[int, int] | None:
+        """From every n-th element of the first chunk."""
+        for _, x, y in self._pair._chunks(self._rows):
+            distance, _ = self._block(x, y)
+            if distance.numel() <= _FEW:
+                return None
+            sample = distance.view(-1)[:: distance.numel() // _FEW].cpu().numpy()
+            low, high = np.quantile(sample, [0.97, 0.999], method="lower")
+            return int(low), int(high)
+        return None
+
+    def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
+        """All distances; ``threads`` are the device's own."""
+        tail = Tail(bound, steps)
+        assert len(steps) <= MOST_STEPS
+        for _, x, y in self._pair._chunks(self._rows):
+            distance, keep = self._block(x, y)
+            wanted = [keep.sum(), (distance > 1).sum(), distance.max(), (distance == bound).sum()]
+            wanted += [(distance > step).sum() for step in steps]
+            counted, over_1, largest, at, *over = torch.stack(wanted).tolist()
+            tail.num_counted += counted
+            tail.num_over_1 += over_1
+            tail.largest = max(tail.largest, largest)
+            if steps:
+                tail.num_over += over
+            else:
+                tail.num_at_bound += at
+                tail.beyond.append(distance[distance > bound].cpu().numpy())
+        return [tail]
+
+    def _block(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Distances, 0 where left out, and which count."""
+        p, q = self._keys(x), self._keys(y)
+        keep = p.abs() >= self._smallest_key
+        if self._check:
+            keep &= x.double().isfinite() & y.double().isfinite()
+        return torch.where(keep, (p - q).abs(), 0), keep
+
+    def _keys(self, values: torch.Tensor) -> torch.Tensor:
+        """See divergence.numerics.ulp.key_array."""
+        form = self._form
+        values = values.to(form.torch_dtype)
+        if form.itemsize == 1:
+            table = torch.from_numpy(byte_keys(form).astype(np.int64)).to(values.device)
+            return table[values.view(torch.uint8).long()]
+        bits = values.view({2: torch.int16, 4: torch.int32}[form.itemsize]).long()
+        magnitude = bits & (2 ** (8 * form.itemsize - 1) - 1)
+        return torch.where(bits < 0, -magnitude, magnitude)

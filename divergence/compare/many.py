@@ -180,8 +180,11 @@ class _Fleet:
                 return agrees(known.verdict)
         verdict, problem = None, None
         try:
+            pair = _opened(pivot.given), _opened(other.given)
+            for run in pair:  # what they keep no bytes of, since the first run has them
+                run.borrow_from(self._first)
             verdict = compare(
-                pivot.given, other.given, truth=self._truth_of(pivot, other),
+                *pair, truth=self._truth_of(pivot, other),
                 progress=self._progress, **self._options,
             ).verdict.kind  # fmt: skip
         except FaultError:
@@ -212,8 +215,9 @@ def _fill(row: MatrixRow, report: Report, logits_site: str | None) -> None:
     if tokens is not None and tokens.num_tokens:
         row.num_equal, row.num_tokens = tokens.num_equal, tokens.num_tokens
     found = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
-    if found:
+    if found and all(site.rel_l2 is not None for site in found):
         row.logits_rel_l2 = max(site.rel_l2 for site in found)
+    if found:
         row.top1_agreement = _top1(found)
 
 

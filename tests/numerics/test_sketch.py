@@ -102,6 +102,15 @@ def test_how_many_projections(features, dtype, k):
     assert sketch_bytes((1, 3, features), form) == size
 
 
+@pytest.mark.parametrize(
+    "rows, features, k",
+    [(1, 4096, 64), (2, 1024, 32), (5, 1024, 8), (7, 1024, 8), (1, 256, 32), (1, 64, 8)],
+)
+def test_few_rows(rows, features, k):
+    """As many projections as make up 64, if they take no more than half of the bytes."""
+    assert num_projections((1, rows, features), format_named("bfloat16")) == k
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_norms(dtype):
     """High and low part together are the row's norm far below float32's unit."""

@@ -138,7 +138,7 @@ def main() -> None:
             shares.append((architecture, sizes[1] / sizes[0]))
 
             def three(name: str, make, full=full, sketched=sketched, root=root) -> list:
-                """The candidate in full, sketched and anchored, sketched with a sketch, in full from
+                """The candidate in full, sketched and anchored, sketched alone, in full from
                 free runs alone: reports."""
                 runs = [root / f"{name}-{one}" for one in ("full", "anchored", "alone")]
                 make(runs[0], full.path, None)

@@ -221,8 +221,9 @@ def _fill(row: MatrixRow, report: Report, logits_site: str | None) -> None:
     if tokens is not None and tokens.num_tokens:
         row.num_equal, row.num_tokens = tokens.num_equal, tokens.num_tokens
     found = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
-    if found:
+    if found and all(site.rel_l2 is not None for site in found):
         row.logits_rel_l2 = max(site.rel_l2 for site in found)
+    if found:
         row.top1_agreement = _top1(found)
 
 

@@ -200,7 +200,7 @@ def _sites(report: Report) -> tuple[list[str], bool]:
 
 
 def _size(site: SiteResult) -> tuple[float, float]:
-    return (site.ratio or 0.0, site.rel_l2)
+    return (site.ratio or 0.0, site.rel_l2 or 0.0)
 
 
 def _alone(run: Run, group: list[int]) -> Run:

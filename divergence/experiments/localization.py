@@ -67,6 +67,8 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def _module_text(site: SiteResult) -> str:
+    if site.rel_l2 is None:
+        return "by how much is not known"
     if site.truth is None:
         return f"rel L2 {site.rel_l2:.2e}"
     return (

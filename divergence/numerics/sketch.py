@@ -1,8 +1,8 @@
 """Sketches: 1-2% of a tensor's bytes, from which the distance of two tensors can be estimated.
 
 Rows are what lies behind the first two axes (tokens) where there are three axes or more, the last
-axis for two, the whole for one. A row x of n features becomes k = clamp(power of two <= n/128, 8,
-64) signed sums, its projections: feature j goes to bucket b = j mod k,
+axis for two, the whole for one. A row x of n features becomes k signed sums, its projections:
+feature j goes to bucket b = j mod k,
 
     s_b = Σ_m  tau(t, m) · sigma(m·k + b) · x[m·k + b],        m = j // k,
 
@@ -23,6 +23,9 @@ is √(2/(kT)).
 
 Resolution: a projection rounds to float32 on either side, so no estimate below 0.58 · 2^-24 ‖a‖ is
 told from 0 (numerics.floor's model of two roundings); sums in float32 add √(n/2k) such errors.
+
+k is the power of two below n/128, 8 at least and 64 at most; but where rows are fewer than 8, as in
+a decode step, as many as make 64 projections of all rows together.
 
 What is not sketched: integers, bool and complex; float64 (the resolution would hide its errors);
 rows so short that the sketch takes more than half of their bytes. Elements that are no finite
@@ -77,8 +80,20 @@ def num_projections(shape: Sequence[int], form: Format) -> int | None:
     rows, features = rows_of(shape)
     if form.kind != "float" or form.itemsize > 4 or rows * features == 0:
         return None
-    k = min(_MOST, max(_FEWEST, 1 << (max(features // _FEATURES_EACH, 1).bit_length() - 1)))
-    return k if 2 * 4 * (k + 2) <= features * form.itemsize else None
+    k = min(_MOST, max(_FEWEST, _power_below(features // _FEATURES_EACH)))
+    k = max(k, _power_below(_MOST // rows))  # little is saved at few rows, and much is lost
+    while k > _FEWEST and not _worth_while(features, form, k):
+        k //= 2
+    return k if _worth_while(features, form, k) else None
+
+
+def _power_below(number: int) -> int:
+    """The largest power of two that is no larger; 1 at least."""
+    return 1 << (max(number, 1).bit_length() - 1)
+
+
+def _worth_while(features: int, form: Format, k: int) -> bool:
+    return 2 * 4 * (k + 2) <= features * form.itemsize
 
 
 def sketch_bytes(shape: Sequence[int], form: Format) -> int:

@@ -97,9 +97,18 @@ def test_rows(shape, rows):
 def test_how_many_projections(features, dtype, k):
     """A power of two, one for some 128 features; none where bytes would hardly be saved."""
     form = format_named(dtype)
-    assert num_projections((1, 3, features), form) == k
-    size = 3 * (k + 2) * 4 if k else 3 * features * form.itemsize
-    assert sketch_bytes((1, 3, features), form) == size
+    assert num_projections((1, 30, features), form) == k
+    size = 30 * (k + 2) * 4 if k else 30 * features * form.itemsize
+    assert sketch_bytes((1, 30, features), form) == size
+
+
+@pytest.mark.parametrize(
+    "rows, features, k",
+    [(1, 4096, 64), (2, 1024, 32), (5, 1024, 8), (7, 1024, 8), (1, 256, 32), (1, 64, 8)],
+)
+def test_few_rows(rows, features, k):
+    """As many projections as make up 64, if they take no more than half of the bytes."""
+    assert num_projections((1, rows, features), format_named("bfloat16")) == k
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,0 +1,96 @@
+"""Records that keep sketches or digests in place of bytes: read, checked, and refused."""
+
+import json
+
+import pytest
+import torch
+
+from divergence.errors import RunFormatError, UsageError
+from divergence.numerics.sketch import sketch_tensor
+from divergence.run.item import Item
+from divergence.run.layout import RECORDS
+from divergence.run.reader import Run
+from divergence.run.reduction import Reducer
+from divergence.run.writer import RunWriter
+
+
+@pytest.fixture
+def sketched(tmp_path, manifest):
+    """A run of two sites, sketched; and the tensors."""
+    tensors = [torch.randn(1, 6, 256), torch.randn(1, 6, 512).bfloat16()]
+    with RunWriter(tmp_path / "run", manifest(), reducer=Reducer("sketch")) as writer:
+        for number, tensor in enumerate(tensors):
+            writer.put(Item(tensor.clone()), pass_="free", sample=0, step=0,
+                       site=f"model.layers.{number}:out", order=number)  # fmt: skip
+    return tmp_path / "run", tensors
+
+
+def changed(path, change):
+    """The run with its first line rewritten."""
+    lines = (path / RECORDS).read_text().splitlines()
+    first = json.loads(lines[0])
+    change(first)
+    (path / RECORDS).write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    return path
+
+
+def test_sketches_are_read_back(sketched):
+    """Bit for bit, and checked against their own checksum."""
+    path, tensors = sketched
+    run = Run.open(path)
+    for record, tensor in zip(run.records, tensors, strict=True):
+        assert record.place is None and not run.has_bytes(record)
+        assert torch.equal(run.read_sketch(record), sketch_tensor(tensor, 8))
+    assert run.verify() == []
+
+
+def test_a_changed_sketch_is_found(sketched):
+    """Reading says which, and so does verify."""
+    path, _ = sketched
+    shard = next((path / "tensors").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    run = Run.open(path)
+    assert len(run.verify()) == 1
+    with pytest.raises(RunFormatError, match="wrong checksum"):
+        [run.read_sketch(record) for record in run.records]
+
+
+def test_a_sketch_of_another_size_is_refused(sketched):
+    """The header must hold what the record promises: (rows, k + 2)."""
+    path = changed(sketched[0], lambda line: line["sketch"].update(num_projections=16))
+    with pytest.raises(RunFormatError, match=r"needs 432 bytes, its tensor holds 240"):
+        Run.open(path)
+
+
+def test_a_sketch_without_its_tensor_is_refused(sketched):
+    """A place that is not there names file and record."""
+    path = changed(sketched[0], lambda line: line["sketch"]["place"].update(key="none"))
+    with pytest.raises(RunFormatError, match="no tensor none") as error:
+        Run.open(path)
+    assert "model.layers.0:out" in error.value.where
+
+
+def test_reading_what_was_never_kept(sketched):
+    """A usage error, with the command that would keep it."""
+    run = Run.open(sketched[0])
+    with pytest.raises(UsageError, match="no bytes of this tensor") as error:
+        run.read(run.records[0])
+    assert "--sites 'model.layers.0:out'" in error.value.hint
+
+
+def test_only_the_named_run_lends(sketched, tmp_path, manifest):
+    """Bytes come from the run that the plan names, by digest, dtype and shape."""
+    path, tensors = sketched
+    with RunWriter(tmp_path / "full", manifest()) as writer:
+        writer.put(Item(tensors[0].clone()), pass_="free", sample=0, step=0,
+                   site="elsewhere:out", order=0)  # fmt: skip
+    full, run = Run.open(tmp_path / "full"), Run.open(path)
+    run.borrow_from(full)
+    assert not run.has_bytes(run.records[0])
+    run.manifest.plan.only_changed = full.manifest.id
+    run.borrow_from(None)
+    run.borrow_from(full)
+    assert torch.equal(run.read(run.records[0]), tensors[0])
+    assert not run.has_bytes(run.records[1])

@@ -18,6 +18,7 @@ from divergence.capture.substitute import Substitute
 from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
 from divergence.capture.target import check_output
 from divergence.errors import ModelError, UsageError
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES
 from divergence.run.layout import expanded
 from divergence.run.location import location_of
 from divergence.run.reader import Run
@@ -59,6 +60,7 @@ def capture(
     only_changed: bool = False,
     substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
     probe: bool = True,
+    buffer: int | str = DEFAULT_BUFFER_BYTES,
     plants: Sequence[str | Plant] = (),
     impl: Sequence[str] | Mapping[str, Callable] = (),
     label: str | None = None,
@@ -81,6 +83,7 @@ def capture(
     whose recorded result is put in its place: what then is fine was made wrong there. ``probe``:
     note what this machine's arithmetic does (divergence.probe.quick), under the run's own settings,
     before the first pass.
+    ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
     what runs there: see divergence.ops.suite.implementations.
@@ -98,7 +101,7 @@ def capture(
         "steps": steps, "positions": positions, "deterministic": deterministic, "seed": seed,
         "repeat": repeat, "anchor": anchor, "escalate": escalate, "whole": whole,
         "weights": weights, "store": store, "only_changed": only_changed,
-        "substitutes": substitutes, "probe": probe,
+        "substitutes": substitutes, "probe": probe, "buffer": buffer,
         "plants": plants, "label": label,
     }  # fmt: skip
     if wants_suite(model, like, impl):

@@ -28,6 +28,7 @@ from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.suites import opened, plan_suite, wants_suite
 from divergence.capture.whole import why_not_whole
 from divergence.errors import ModelError
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.item import Item
 from divergence.run.reader import Run
 from divergence.run.site import module_of
@@ -89,6 +90,7 @@ def plan_capture(
     """
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
+    buffer_bytes(options.pop("buffer", DEFAULT_BUFFER_BYTES))
     like, impl = opened(like), options.pop("impl", ())
     if wants_suite(model, like, impl):
         return plan_suite(model, like=like, **options)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from divergence.capture.determinism import Determinism
+from divergence.capture.device_copy import can_pin
 from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
@@ -111,7 +112,7 @@ class Execution:
                 f"{', '.join(compiled[:3])} runs through torch.compile: while operators are "
                 "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
             )
-        buffer = Buffer(Limits.of(request.buffer_bytes))
+        buffer = Buffer(Limits.of(request.buffer_bytes), pinned=can_pin(self.loaded.device))
         with RunWriter(
             out, manifest, force=force, reducer=reducer_of(request), buffer=buffer
         ) as writer:

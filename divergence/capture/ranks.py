@@ -257,6 +257,8 @@ class Ranks:
         first = self._first_word(None if lost or told else f"rank {self.rank}: {text}")
         if first is not None and not first.startswith(f"rank {self.rank}:"):
             name, _, reason = first.partition(": ")
+            if reason == text:
+                raise error  # all ranks met the same: each says it itself
             raise _PeerStoppedError(
                 f"{name} stopped: {reason}",
                 where=f"this is {self}",

@@ -165,9 +165,8 @@ def load_model(
                 f"{_first_line(error)}",
                 hint=f"one of {', '.join(_ATTENTION)}; eager is always there",
             ) from error
-        raise why_not((config.architectures or [""])[0], error) or _model_error(
-            source, error
-        ) from error
+        name = (config.architectures or [""])[0]
+        raise why_not(name, error, ranks) or _model_error(source, error) from error
     module.eval()
     if device_map is None and division is None:
         try:

@@ -177,12 +177,12 @@ def test_a_fault_on_one_rank_is_named(made):
 
 
 @pytest.mark.slow
-def test_a_fault_in_one_part_is_named(more):
-    """Of a matrix that ranks divide, the rank with the wrong part is named."""
+def test_a_fault_in_one_share_is_named(more):
+    """Of a matrix that ranks divide, the rank with the wrong share is named."""
     verdict = compare(more("one"), more("tp-part")).verdict
     assert verdict.kind == "localized"
     assert verdict.onset.site == "model.layers.1.self_attn.q_proj:out"
-    assert verdict.summary.endswith("in the part of rank 1")
+    assert verdict.summary.endswith("in the share of rank 1")
 
 
 def test_fsdp_deals_the_prompts(made):

@@ -32,6 +32,7 @@ from divergence.ops.repro import repro
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
 from divergence.run.site import module_of
+from divergence.run.unshard import unsharded
 
 __all__ = ["localize"]
 
@@ -71,7 +72,9 @@ def localize(
     Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
     what capture, reference and compare raise.
     """
-    a, b = (run if isinstance(run, Run) else Run.open(run) for run in (reference, candidate))
+    a, b = (
+        unsharded(run if isinstance(run, Run) else Run.open(run)) for run in (reference, candidate)
+    )
     tell: Progress = progress or (lambda event, done, total, detail: None)
     folder = folder_of(out)
     maker = Maker(

@@ -112,7 +112,7 @@ class UnshardedRun(Run):
     def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
         """As of a run of one process; a tensor in parts is joined, which makes a copy."""
         whole = self._whole.get(record.coordinates)
-        if not isinstance(whole, Joined) or self._view[record.coordinates] is not record:
+        if not isinstance(whole, Joined) or self._view[record.coordinates] != record:
             return self.run.read(record, verify=verify)
         return self._read(whole, verify)
 
@@ -133,6 +133,10 @@ class UnshardedRun(Run):
 
     def open_files(self):
         return self.run.open_files()
+
+    @property
+    def lender(self) -> Run | None:
+        return self.run.lender
 
     def borrow_from(self, other: Run | None) -> None:
         self.run.borrow_from(other)
@@ -158,7 +162,7 @@ class UnshardedRun(Run):
 
     def _leaves(self, record: Record) -> Iterable[Record]:
         """The records on disk that make it."""
-        if self._view.get(record.coordinates) is not record:
+        if self._view.get(record.coordinates) != record:
             return (record,)
         return leaves_of(self._whole[record.coordinates])
 

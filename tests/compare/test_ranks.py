@@ -28,8 +28,12 @@ from divergence.compare.measuring import measure_all, measured_by
 from divergence.compare.ranks import _packed, _unpacked, num_processes, share_out
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
+from divergence.run.item import Item
+from divergence.run.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.reader import Run
 from divergence.run.record import Record
+from divergence.run.unshard import unsharded
+from divergence.run.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -100,6 +104,7 @@ def fleet(tmp_path_factory, tiny_model):
     for name, options in again.items():
         capture(like=folder / "a", out=folder / name, **options)
     capture(model, out=folder / "batched", max_new_tokens=3, prompts=prompts, batch=2)
+    divide(Run.open(folder / "faulty"), folder / "parts")
     reference(folder / "a", out=folder / "truth")
     shutil.copytree(folder / "faulty", folder / "damaged")
     shard = next((folder / "damaged" / "tensors").iterdir())
@@ -109,7 +114,36 @@ def fleet(tmp_path_factory, tiny_model):
     return folder
 
 
-CANDIDATES = ("same", "faulty", "escalated", "batched", "sparse", "sketch", "damaged")
+CANDIDATES = ("same", "faulty", "escalated", "batched", "sparse", "sketch", "parts", "damaged")
+
+
+def divide(run: Run, out: Path) -> None:
+    """The run as two tensor-parallel ranks would have written it: halves of the last axis."""
+    manifest = msgspec.structs.replace(
+        run.manifest, mesh=Mesh(axes=[MeshAxis(name="tp", size=2)]), sizes=Sizes()
+    )
+    writers = [
+        RunWriter(out, msgspec.structs.replace(manifest, sizes=Sizes()), rank=rank)
+        for rank in range(2)
+    ]
+    for record in run.records:
+        if record.call is not None or "/" in record.site:
+            continue
+        whole = run.read(record)
+        even = whole.shape[-1] % 2 == 0
+        for writer, part in zip(writers, whole.chunk(2, dim=-1) if even else (whole,) * 2,
+                                strict=True):  # fmt: skip
+            writer.put(
+                Item(part.contiguous()), pass_=record.pass_, sample=record.sample,
+                step=record.step, site=record.site, order=record.order,
+                positions=record.positions,
+                placement=(f"shard:{whole.ndim - 1}" if even else "replicate",),
+            )  # fmt: skip
+    for writer in writers:
+        writer.flush()
+    writers[1].close(complete=True)
+    writers[0].manifest.sizes.num_records += writers[1].manifest.sizes.num_records
+    writers[0].close(complete=True)
 
 
 def launch(*words, cwd, launcher=TORCHRUN, **changes) -> subprocess.CompletedProcess:
@@ -138,7 +172,8 @@ def test_a_measurer_is_sent_with_its_runs_by_path(fleet):
 
 def test_two_processes_give_the_report_of_one(fleet):
     """Byte for byte: with a truth, escalated passes, operators, logits, pieces of batches, bytes
-    that another run holds, sketches, and the error that damage gives. Rank 0 prints, once."""
+    that another run holds, sketches, a run of two ranks, and the error that damage gives. Rank 0
+    prints, once."""
     names = ["a", *CANDIDATES]
     done = launch("-m", "divergence", "compare", *names, "--reference", "truth", "--json",
                   cwd=fleet)  # fmt: skip
@@ -148,6 +183,7 @@ def test_two_processes_give_the_report_of_one(fleet):
     assert done.stdout == alone.stdout
     rows = json.loads(done.stdout)["rows"]
     assert [row["verdict"] for row in rows][1] == "localized"
+    assert rows[CANDIDATES.index("parts")]["onset"]["block"] == "model.layers.1"
     assert "wrong checksum" in rows[-1]["problem"]
     passes = {site["pass"] for row in rows for site in (row["report"] or {}).get("sites", ())}
     assert passes == {"anchored", "free", "escalated"}
@@ -242,7 +278,7 @@ def three(monkeypatch):
 
 
 def case(fleet, name):
-    a, b = Run.open(fleet / "a"), Run.open(fleet / name)
+    a, b = Run.open(fleet / "a"), unsharded(Run.open(fleet / name))
     measurer, pairs = Measurer(a, b, ModelFloor(), inputs=a), align(a, b).pairs
     assert len(pairs) > 20
     return measurer, pairs
@@ -254,7 +290,7 @@ def plain(results):
 
 def test_one_comparison_after_another(three, fleet):
     """In many messages, with the same results, however often ranks are asked."""
-    for name in ("faulty", "same", "faulty"):
+    for name in ("faulty", "same", "parts"):
         alone = measure_all(*case(fleet, name))
         with measured_by(three.measure_pairs):
             assert plain(measure_all(*case(fleet, name))) == plain(alone)

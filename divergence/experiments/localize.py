@@ -77,8 +77,8 @@ def localize(
     folder = folder_of(out)
     if a.manifest.plan.store != "full":
         raise UsageError(
-            f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, and "
-            f"it keeps no bytes ({why_no_bytes(a.manifest)})",
+            f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "
+            f"and it keeps no bytes ({why_no_bytes(a.manifest)})",
             hint="capture both in full, the blocks are enough: divergence capture --like "
             f"{shlex.quote(str(a.path))} -o A --store full --sites blocks; "
             "divergence capture --like A -o B; divergence localize A B",

@@ -243,6 +243,7 @@ def _repeat(
         sites=[site],
         steps=str(step),
         anchor=False,
+        store="full",
         plants=plants,
         device=device,
         trust_remote_code=trust_remote_code,

@@ -19,6 +19,7 @@ from divergence.capture.substitute import Substitute
 from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
 from divergence.capture.target import check_output
 from divergence.errors import ModelError, UsageError
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES
 from divergence.run.layout import expanded
 from divergence.run.location import location_of
 from divergence.run.reader import Run
@@ -61,6 +62,7 @@ def capture(
     only_changed: bool = False,
     substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
     probe: bool = True,
+    buffer: int | str = DEFAULT_BUFFER_BYTES,
     plants: Sequence[str | Plant] = (),
     impl: Sequence[str] | Mapping[str, Callable] = (),
     mesh: str | None = None,
@@ -86,6 +88,7 @@ def capture(
     before the first pass. ``mesh``: how the processes that torchrun started divide the work, ``tp``
     or ``dp=2,tp=4`` (see divergence.capture.ranks); each calls this function and writes its part of
     the one run.
+    ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
     what runs there: see divergence.ops.suite.implementations.
@@ -103,7 +106,7 @@ def capture(
         "steps": steps, "positions": positions, "deterministic": deterministic, "seed": seed,
         "repeat": repeat, "anchor": anchor, "escalate": escalate, "whole": whole,
         "weights": weights, "store": store, "only_changed": only_changed,
-        "substitutes": substitutes, "probe": probe,
+        "substitutes": substitutes, "probe": probe, "buffer": buffer,
         "plants": plants, "label": label, "mesh": mesh,
     }  # fmt: skip
     if wants_suite(model, like, impl):

@@ -32,6 +32,7 @@ from divergence.capture.whole import why_not_whole
 from divergence.errors import ModelError
 from divergence.numerics.formats import format_named
 from divergence.numerics.sketch import sketch_bytes
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.item import Item
 from divergence.run.manifest import Store
 from divergence.run.reader import Run
@@ -102,6 +103,7 @@ def plan_capture(
     """
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
+    buffer_bytes(options.pop("buffer", DEFAULT_BUFFER_BYTES))
     like, impl = opened(like), options.pop("impl", ())
     if wants_suite(model, like, impl):
         return plan_suite(model, like=like, **options)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from divergence.capture.determinism import Determinism
+from divergence.capture.device_copy import can_pin
 from divergence.capture.divided import Division, LocalKeeper, on_all, own_part, started, watched
 from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify
@@ -106,7 +107,7 @@ class Execution:
                 "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
             )
         rank = 0 if self.ranks is None else self.ranks.rank
-        buffer = Buffer(Limits.of(request.buffer_bytes))
+        buffer = Buffer(Limits.of(request.buffer_bytes), pinned=can_pin(self.loaded.device))
         with (
             started(
                 self.ranks,

@@ -10,11 +10,13 @@ of torch's own operators advances.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from divergence.run.buffer import Buffer
+from divergence.capture.device_copy import DeviceCopies, Stream, side_stream
+from divergence.run.buffer import Buffer, Slot
 from divergence.run.item import Item
 from divergence.run.writer import RunWriter
 
@@ -49,29 +51,67 @@ class CopyKeeper:
 class BufferKeeper:
     """Keeps every byte, in the writer's buffer: no memory beside it, and no page touched twice.
 
-    A tensor for which the buffer has no place, however long one waits, gets memory of its own.
+    A tensor for which the buffer has no place, however long one waits, gets memory of its own, and
+    the emptied buffer's goes back to the system meanwhile. ``streams``: see device_copy.
     """
 
-    def __init__(self, writer: RunWriter, buffer: Buffer) -> None:
-        self._buffer, self._writer = buffer, writer
+    def __init__(
+        self,
+        writer: RunWriter,
+        buffer: Buffer,
+        *,
+        streams: Callable[[torch.device], Stream | None] = side_stream,
+    ) -> None:
+        self._buffer, self._writer, self._streams = buffer, writer, streams
+        self._copies: dict[torch.device, DeviceCopies | None] = {}
 
     def keep(self, tensor: torch.Tensor) -> Item:
-        if (
-            not tensor.is_cpu
-            or tensor.layout is not torch.strided
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
-            or tensor.is_conj()
-            or torch._C._len_torch_dispatch_stack() > 0
-        ):
+        if not tensor.is_cpu:
+            copies = self._copies_of(tensor.device)
+            if copies is not None:
+                return self._keep_later(tensor, copies)
+        if not _plain(tensor):
             tensor = CopyKeeper.copy(tensor)
-        num_bytes = tensor.nbytes
-        slot = self._buffer.take(num_bytes) or self._writer.make_room(num_bytes)
+        slot = self._place(tensor.nbytes)
         if slot is None:
-            self._buffer.trim()
             return Item(CopyKeeper.copy(tensor))
         slot.fill(tensor.data_ptr())
         return Item(tensor, slot)
+
+    def _keep_later(self, tensor: torch.Tensor, copies: DeviceCopies) -> Item:
+        """What lies on a device: its bytes arrive in the slot beside the model's work."""
+        clone = copies.clone(tensor)
+        slot = self._place(clone.nbytes)
+        if slot is None:
+            return Item(CopyKeeper.copy(clone))
+        copies.start(clone, slot)
+        return Item(clone, slot)
+
+    def _copies_of(self, device: torch.device) -> DeviceCopies | None:
+        if device not in self._copies:
+            stream = self._streams(device)
+            limit = self._buffer.num_bytes // 4
+            self._copies[device] = stream and DeviceCopies(stream, max_bytes=limit)
+        return self._copies[device]
+
+    def _place(self, num_bytes: int) -> Slot | None:
+        slot = self._buffer.take(num_bytes) or self._writer.make_room(num_bytes)
+        if slot is None:
+            self._buffer.trim()
+        return slot
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Are its bytes in host memory as they are stored? And is no mode above that would widen them:
+    a copy of the tensor is made under it then."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not torch._C._len_torch_dispatch_stack()
+    )
 
 
 class ShapeKeeper:

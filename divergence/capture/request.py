@@ -17,7 +17,7 @@ from divergence.capture.storing import chosen_store
 from divergence.capture.substitute import Substitute, parse_substitutes
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.run.buffer import DEFAULT_BUFFER_BYTES
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.layout import MANIFEST, expanded
 from divergence.run.manifest import ModelIdentity, Override, Store
 from divergence.run.reader import Run
@@ -99,6 +99,7 @@ def resolve_request(
     store: str | None = None,
     only_changed: bool = False,
     mesh: str | None = None,
+    buffer: int | str = DEFAULT_BUFFER_BYTES,
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(steps, 0)
@@ -133,6 +134,7 @@ def resolve_request(
         "weights": weights,
         "substitutes": parse_substitutes(substitutes or {}),
         "probe": probe,
+        "buffer_bytes": buffer_bytes(buffer),
         "only_changed": only_changed,
         "plants": parsed,
         "label": label,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.capture.target import check_output
 from divergence.errors import UsageError
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES
 from divergence.run.location import location_of
 from divergence.run.reader import Run
 
@@ -27,7 +28,7 @@ _MEANT_FOR_MODELS: dict[str, Any] = {
     "chat": False, "batch": None, "max_new_tokens": None, "steps": None, "positions": None,
     "anchor": True, "escalate": False, "whole": False, "weights": False, "substitutes": None,
     "plants": (), "store": None, "only_changed": False, "mesh": None,
-    "prepare": None,
+    "buffer": DEFAULT_BUFFER_BYTES, "prepare": None,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from divergence.cli.chosen import capture_defaults, chosen_substitutes, only_wit
 from divergence.cli.made import show_plan, show_run
 from divergence.cli.options import (
     ARGUMENTS,
+    Buffer,
     DryRun,
     Force,
     Json,
@@ -305,6 +306,7 @@ def command(
     ] = None,
     label: Label = None,
     mesh: Mesh = None,
+    buffer: Buffer = None,
     no_probe: NoProbe = False,
     force: Force = False,
     json: Json = False,
@@ -360,6 +362,7 @@ def command(
         "only_changed": only_changed or None,
         "substitutes": chosen_substitutes(substitutes or []) or None,
         "probe": False if no_probe else None,
+        "buffer": buffer,
         "plants": plants or None,
         "impl": impl or None,
         "label": label,

@@ -11,6 +11,7 @@ import typer
 __all__ = [
     "ARGUMENTS",
     "VERBOSE",
+    "Buffer",
     "Device",
     "DryRun",
     "FloorRuns",
@@ -145,6 +146,16 @@ Store = Annotated[
         help="full: every byte; sketch: 1-2% of them, differences are estimated; stats: "
         "statistics; hash: digests. Default: full, or as recorded.",
         rich_help_panel=RECORDED_PANEL,
+    ),
+]
+Buffer = Annotated[
+    str | None,
+    typer.Option(
+        "--buffer",
+        metavar="SIZE",
+        help="Host memory that the capture may take beside the model: 64MiB, 2GiB. "
+        "Default: 512MiB.",
+        rich_help_panel=OUTPUT_PANEL,
     ),
 ]
 Whole = Annotated[

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ __all__ = [
     "Buffer",
     "Limits",
     "Slot",
-    "check_buffer",
+    "buffer_bytes",
 ]
 
 DEFAULT_BUFFER_BYTES = 512 << 20
@@ -47,14 +48,28 @@ _copy_short = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_
 """Keeps the lock: for a few KB, giving it up and waiting for it again costs more than the copy."""
 
 
-def check_buffer(num_bytes: int) -> int:
-    """The same number; raises UsageError below the least that works."""
+def buffer_bytes(size: int | str) -> int:
+    """Bytes: a number, or one with a unit (``512MiB``, ``2GB``). Raises UsageError for what is no
+    size, or below the least that works."""
+    match = _SIZE.fullmatch(str(size).strip())
+    if match is None:
+        raise UsageError(f"--buffer {size!r} is no number of bytes", hint=_EXAMPLE)
+    number, unit = match.groups()
+    num_bytes = int(float(number) * _UNITS[(unit or "b").lower()])
     if num_bytes < MIN_BUFFER_BYTES:
         raise UsageError(
-            f"--buffer {num_bytes}: at least {MIN_BUFFER_BYTES >> 20}MiB is needed",
-            hint=f"for example --buffer {DEFAULT_BUFFER_BYTES >> 20}MiB",
+            f"--buffer {size}: at least {MIN_BUFFER_BYTES >> 20}MiB is needed", hint=_EXAMPLE
         )
     return num_bytes
+
+
+_EXAMPLE = f"for example --buffer {DEFAULT_BUFFER_BYTES >> 20}MiB"
+_UNITS = {"b": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for end, base in (("b", 1000), ("ib", 1024), ("", 1024))
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +116,8 @@ class Slot:
         self._region = region
 
     def __del__(self) -> None:
+        if self.ready is not None:  # nobody wanted it, and it arrives all the same
+            self.ready()
         self._region[1] = True
 
     def fill(self, address: int) -> None:

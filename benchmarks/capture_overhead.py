@@ -12,10 +12,10 @@ debugger, nnsight, msprobe: see _capture_peers.py
 
 Each way has a process of its own, in which it and the bare model take turns. Its time is from the
 first forward until everything is written (the run closed, the file saved); what happens once per
-capture and not per token (loading, digesting weights) is not counted. Wall ratios move with what
-else the machine does; CPU ratios (all threads' processor time, over the bare model's) hardly do,
-and are what a ratio would be where the model leaves no core idle. MiB: how far the resident
-memory's peak rises above the bare model's.
+capture and not per token (loading, digesting weights) is not counted. Wall ratios (the median of
+rounds) move with what else the machine does. CPU: processor time of all threads, of the least
+disturbed round of each; its ratio is what a capture costs where the model leaves no core idle.
+MiB: how far the resident memory's peak rises above the bare model's.
 """
 
 from __future__ import annotations
@@ -241,14 +241,12 @@ def measured(way: str, args: argparse.Namespace, python: str) -> tuple[str, int]
         return f"| {way} | not run: {last} | | | | | | | |", 0
     found = json.loads(done.stdout.strip().splitlines()[-1])
 
-    def ratio(kind: str) -> float:
-        pairs = zip(found[f"way{kind}"], found[f"bare{kind}"], strict=True)
-        return statistics.median(own / bare for own, bare in pairs)
-
-    added = statistics.median(found["way cpu"]) - statistics.median(found["bare cpu"])
+    pairs = zip(found["way"], found["bare"], strict=True)
+    ratio = statistics.median(own / bare for own, bare in pairs)
+    own, bare = min(found["way cpu"]), min(found["bare cpu"])
     return (
-        f"| {way} | {statistics.median(found['way']):.2f} | {ratio(''):.2f} | {ratio(' cpu'):.2f} "
-        f"| {added:.2f} | {found['stored'] / 1e6:.1f} | {found['files']} "
+        f"| {way} | {statistics.median(found['way']):.2f} | {ratio:.2f} | {own / bare:.2f} "
+        f"| {own - bare:.2f} | {found['stored'] / 1e6:.1f} | {found['files']} "
         f"| {found['records'] or ''} | {found['grown'] / 2**20:.0f} |",
         found["threads"],
     )

@@ -224,6 +224,8 @@ class RunWriter:
         self.manifest.stopped_by = stopped_by
         self._try(self.update_manifest)
         self._try(self._target.close)
+        if self._buffer is not None:
+            self._buffer.trim()
         self._raise_failure()
 
     def _try(self, step: Callable[[], object]) -> None:

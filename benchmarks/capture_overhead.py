@@ -1,42 +1,49 @@
-"""What capture costs beside the bare model: interleaved runs in one process, medians, ratios.
+"""What capture costs beside the bare model, and beside other ways to store the same tensors.
 
     python benchmarks/capture_overhead.py [--hidden 512] [--blocks 8] [--prompt 128] [--new 32]
+        [--ways blocks modules ...] [--python nnsight=/other/venv/bin/python ...]
 
-bare      model.generate, greedy, nothing else
-hooks     bare hooks that clone every block's output and keep it (the least any tool can do)
-blocks    divergence capture, --sites blocks (default), written to disk
-modules   divergence capture, --sites modules: every module's inputs and outputs
+hooks           plain hooks that clone every block's output, and one torch.save
+blocks          divergence capture, --sites blocks (default)
+modules         divergence capture, --sites modules: every module's inputs and outputs
+modules:sketch  the same with --store sketch; so blocks:stats, modules:hash ...
+hooks modules   plain hooks that clone every module's inputs and outputs, and one torch.save
+debugger, nnsight, msprobe: see _capture_peers.py
 
-Each row's time is from the first forward until everything is on disk (run closed). What
-happens once per capture and not per token (loading, digesting weights) is not counted.
+Each way has a process of its own, in which it and the bare model take turns. Its time is from the
+first forward until everything is written (the run closed, the file saved); what happens once per
+capture and not per token (loading, digesting weights) is not counted. Wall ratios (the median of
+rounds) move with what else the machine does. CPU: processor time of all threads, of the least
+disturbed round of each; its ratio is what a capture costs where the model leaves no core idle.
+MiB: how far the resident memory's peak rises above the bare model's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.capture.determinism import Determinism
-from divergence.capture.engines.load import LoadedModel
-from divergence.capture.execution import Execution, Pass
-from divergence.capture.keep import BufferKeeper
-from divergence.capture.passes import run_pass
-from divergence.capture.request import resolve_request
-from divergence.run.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits
-from divergence.run.writer import RunWriter
+DEFAULT_WAYS = [
+    "hooks", "blocks", "blocks:stats", "modules", "modules:sketch", "modules:stats",
+    "modules:hash", "hooks modules", "debugger", "nnsight", "msprobe",
+]  # fmt: skip
 
 
-def build(args: argparse.Namespace) -> LlamaForCausalLM:
+def build(args: argparse.Namespace) -> Any:
     """A random Llama; its values do not matter, only its shapes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=args.hidden,
@@ -45,13 +52,17 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
         num_attention_heads=args.hidden // 64,
         num_key_value_heads=max(1, args.hidden // 128),
         vocab_size=args.vocab,
-        max_position_embeddings=4096,
+        max_position_embeddings=max(4096, args.prompt + args.new),
         attn_implementation="eager",
     )
     return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
 
 
-def loaded_model(model: LlamaForCausalLM) -> LoadedModel:
+def loaded_model(model: Any) -> Any:
+    import torch
+
+    from divergence.capture.engines.load import LoadedModel
+
     model.config.architectures = ["LlamaForCausalLM"]
     return LoadedModel(
         source="benchmark", revision=None, task="causal-lm", module=model, tokenizer=None,
@@ -59,60 +70,119 @@ def loaded_model(model: LlamaForCausalLM) -> LoadedModel:
     )  # fmt: skip
 
 
-def bare(model: LlamaForCausalLM, ids: torch.Tensor, new: int) -> None:
-    config = GenerationConfig(do_sample=False, max_new_tokens=new, pad_token_id=0, use_cache=True)
-    with torch.no_grad():
-        model.generate(inputs=ids, attention_mask=torch.ones_like(ids), generation_config=config)
-
-
-def hooks(model: LlamaForCausalLM, ids: torch.Tensor, new: int) -> None:
-    kept: list[torch.Tensor] = []
-
-    def keep(_module: object, _args: object, output: object) -> None:
-        kept.append((output[0] if isinstance(output, tuple) else output).detach().clone())
-
-    handles = [block.register_forward_hook(keep) for block in model.model.layers]
-    try:
-        bare(model, ids, new)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class Captured:
-    """divergence's own passes over a model that is loaded already."""
+    """divergence's own free pass over a model that is loaded already. ``way``: SITES[:STORE]."""
 
-    def __init__(self, model: LlamaForCausalLM, ids: torch.Tensor, new: int, sites: str) -> None:
-        prompt = ids[0].tolist()
-        self.folder = tempfile.TemporaryDirectory()
-        file = Path(self.folder.name) / "prompt.jsonl"
-        file.write_text(f'{{"input_ids": {prompt}}}\n')
-        request = resolve_request(
-            "benchmark", like=None, task="causal-lm", revision=None, dtype=None, device="cpu",
-            device_map=None, attn_implementation=None, trust_remote_code=False, prompts=(),
-            prompts_file=file, chat=False, batch=False, max_new_tokens=new, sites=(sites,),
-            steps=None, positions=None, deterministic=False, seed=0, repeat=1, anchor=False,
-            plants=(), label=None,
-        )  # fmt: skip
-        self.capture = Execution(
-            request, loaded_model(model), "cpu", Determinism(), lambda *_: None
-        )
-        self.manifest = self.capture._manifest(self.capture._plan([Pass("free")]), None)
-        self.buffer = Buffer(Limits.of(DEFAULT_BUFFER_BYTES))
-        self.number = 0
-        self.sizes = SimpleNamespace(num_records=0, stored_bytes=0)
+    def __init__(self, model: Any, ids: Any, new: int, way: str, *, buffer: str = "512MiB") -> None:
+        from divergence.capture.determinism import Determinism
+        from divergence.capture.execution import Execution, Pass
+        from divergence.capture.request import resolve_request
 
-    def __call__(self, _model: LlamaForCausalLM, _ids: torch.Tensor, new: int) -> None:
-        self.number += 1
-        self.manifest.sizes = type(self.manifest.sizes)()
-        path = Path(self.folder.name) / str(self.number)
-        with RunWriter(path, self.manifest, buffer=self.buffer) as writer:
-            self.capture.keeper = BufferKeeper(writer, self.buffer)
-            run_pass(
-                self.capture.loaded, self.capture._recorder(writer, Pass("free")),
-                self.capture.samples, self.capture.groups, max_new_tokens=new,
+        sites, _, store = way.partition(":")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prompt.jsonl"
+            file.write_text(json.dumps({"input_ids": ids[0].tolist()}) + "\n")
+            request = resolve_request(
+                "benchmark", like=None, task="causal-lm", revision=None, dtype=None, device="cpu",
+                device_map=None, attn_implementation=None, trust_remote_code=False, prompts=(),
+                prompts_file=file, chat=False, batch=False, max_new_tokens=new, sites=(sites,),
+                steps=None, positions=None, deterministic=False, seed=0, repeat=1, anchor=False,
+                plants=(), label=None, store=store or None, buffer=buffer,
             )  # fmt: skip
-        self.sizes = self.manifest.sizes
+        execution = Execution(request, loaded_model(model), "cpu", Determinism(), lambda *_: None)
+        plan = execution._plan([Pass("free")])
+        self._execution, self.manifest = execution, execution._manifest(plan, None)
+
+    def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
+        from divergence.capture.execution import Pass
+        from divergence.capture.keep import BufferKeeper
+        from divergence.capture.passes import run_pass
+        from divergence.capture.storing import keeper_of, reducer_of
+        from divergence.run.buffer import Buffer, Limits
+        from divergence.run.writer import RunWriter
+
+        execution = self._execution
+        request = execution.request
+        self.manifest.sizes = type(self.manifest.sizes)()
+        buffer = Buffer(Limits.of(request.buffer_bytes))
+        with RunWriter(
+            folder / "run", self.manifest, buffer=buffer, reducer=reducer_of(request)
+        ) as writer:
+            execution.keeper = keeper_of(request, BufferKeeper(writer, buffer))
+            run_pass(
+                execution.loaded, execution._recorder(writer, Pass("free")), execution.samples,
+                execution.groups, max_new_tokens=new,
+            )  # fmt: skip
+
+
+def work(args: argparse.Namespace) -> None:
+    """One way in this process: prints a JSON object."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from _capture_peers import PEERS, generate
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model = build(args)
+    ids = torch.randint(0, args.vocab, (1, args.prompt))
+    if args.work in PEERS:
+        make, bare = PEERS[args.work]
+        way = make()
+    else:
+        way, bare = Captured(model, ids, args.new, args.work, buffer=args.buffer), generate
+    found: dict[str, list[float]] = {name: [] for name in ("bare", "way", "bare cpu", "way cpu")}
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    peaks: dict[str, int] = {}
+    try:
+        for number in range(args.rounds + 1):
+            for name, one in (("bare", bare), ("way", way)):
+                place = folder / "kept"
+                place.mkdir()
+                peak_again()
+                start, cpu = time.perf_counter(), time.process_time()
+                one(model, ids, args.new, place)
+                wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+                peaks[name] = max(peaks.get(name, 0), peak_bytes())
+                if number:  # the first round warms up
+                    found[name].append(wall)
+                    found[f"{name} cpu"].append(cpu)
+                if name == "way":
+                    stored, files = size_of(folder)
+                for entry in folder.iterdir():
+                    if entry.is_dir():
+                        shutil.rmtree(entry)
+    finally:
+        shutil.rmtree(folder)
+    sizes = getattr(getattr(way, "manifest", None), "sizes", None)
+    found |= {
+        "stored": stored,
+        "files": files,
+        "records": 0 if sizes is None else sizes.num_records,
+        "seen": 0 if sizes is None else sizes.seen_bytes,
+        "grown": peaks["way"] - peaks["bare"],
+        "threads": torch.get_num_threads(),
+    }
+    print(json.dumps(found))
+
+
+def size_of(folder: Path) -> tuple[int, int]:
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return sum(sizes), len(sizes)
+
+
+def peak_again() -> None:
+    """The peak of resident memory counts from here on (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def main() -> None:
@@ -123,38 +193,63 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of the model; 0: torch's own choice"
+    )
+    parser.add_argument("--buffer", default="512MiB")
+    parser.add_argument("--ways", nargs="+", default=DEFAULT_WAYS)
+    parser.add_argument("--python", nargs="*", default=[], metavar="WAY=PYTHON")
+    parser.add_argument("--folder", default=None, help="where to write; default: the system's own")
+    parser.add_argument("--work", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    model = build(args)
-    ids = torch.randint(0, args.vocab, (1, args.prompt))
-    ways = {
-        "bare": bare,
-        "hooks": hooks,
-        "blocks": Captured(model, ids, args.new, "blocks"),
-        "modules": Captured(model, ids, args.new, "modules"),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(args.rounds + 1):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way(model, ids, args.new)
-            if number:  # the first round warms up
-                times[name].append(time.perf_counter() - start)
+    if args.work:
+        work(args)
+        return
+    pythons = dict(one.split("=", 1) for one in args.python)
+    rows, threads = [], 0
+    for way in args.ways:
+        row, threads_here = measured(way, args, pythons.get(way, sys.executable))
+        threads = threads_here or threads
+        rows.append(row)
+        print(row, file=sys.stderr)
     print(
         f"Llama, {args.blocks} blocks, hidden {args.hidden}, {args.dtype}, prompt {args.prompt}, "
-        f"{args.new} new tokens, {torch.get_num_threads()} threads, {args.rounds} rounds\n"
+        f"{args.new} new tokens, {threads} threads, {args.rounds} rounds, "
+        f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores\n"
     )
-    print("| way | median s | ratio to bare (median of rounds) | min | max | MB stored | records |")
-    print("|---|---|---|---|---|---|---|")
-    for name, way in ways.items():
-        ratios = [own / base for own, base in zip(times[name], times["bare"], strict=True)]
-        sizes = getattr(way, "sizes", None)
-        print(
-            f"| {name} | {statistics.median(times[name]):.3f} | {statistics.median(ratios):.3f} "
-            f"| {min(ratios):.3f} | {max(ratios):.3f} "
-            f"| {sizes.stored_bytes / 1e6 if sizes else 0:.1f} "
-            f"| {sizes.num_records if sizes else 0} |"
-        )
+    print("| way | s | × bare | × bare, CPU | added CPU s | MB stored | files | records | MiB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+
+
+def measured(way: str, args: argparse.Namespace, python: str) -> tuple[str, int]:
+    """A row of the table, and the threads of the model there."""
+    options = [
+        word
+        for name in ("hidden", "blocks", "vocab", "prompt", "new", "dtype", "rounds", "threads",
+                     "buffer")
+        for word in (f"--{name}", str(getattr(args, name)))
+    ]  # fmt: skip
+    if args.folder:
+        options += ["--folder", args.folder]
+    done = subprocess.run(
+        [python, __file__, "--work", way, *options], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"| {way} | not run: {last} | | | | | | | |", 0
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+
+    pairs = zip(found["way"], found["bare"], strict=True)
+    ratio = statistics.median(own / bare for own, bare in pairs)
+    own, bare = min(found["way cpu"]), min(found["bare cpu"])
+    return (
+        f"| {way} | {statistics.median(found['way']):.2f} | {ratio:.2f} | {own / bare:.2f} "
+        f"| {own - bare:.2f} | {found['stored'] / 1e6:.1f} | {found['files']} "
+        f"| {found['records'] or ''} | {found['grown'] / 2**20:.0f} |",
+        found["threads"],
+    )
 
 
 if __name__ == "__main__":

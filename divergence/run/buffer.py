@@ -74,8 +74,9 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How a buffer of a stated size is shared out: seven eighths to the ring, the rest to what is
-    known of tensors that wait, of lines not yet written and of tensors stored already."""
+    """How a buffer of a stated size is shared out: an eighth to what is known of tensors that wait,
+    of lines not yet written and of tensors stored already; a fixed part to what is worked with
+    (summaries, headers, what the memory allocator keeps); the rest to the ring."""
 
     ring_bytes: int
     shard_bytes: int
@@ -87,7 +88,7 @@ class Limits:
     @classmethod
     def of(cls, num_bytes: int) -> Limits:
         rest = num_bytes // 8
-        ring = num_bytes - rest
+        ring = num_bytes - rest - _WORK_BYTES
         return cls(
             ring_bytes=ring,
             shard_bytes=ring // 4,
@@ -97,6 +98,7 @@ class Limits:
         )
 
 
+_WORK_BYTES = 4 << 20
 _QUEUED_BYTES = 1024
 """Of Python objects beside a waiting tensor's bytes."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from divergence.numerics.formats import FORMATS
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from divergence.run.item import Item
 
-__all__ = ["Piece", "flat_tensors", "piece_of", "piece_of_item"]
+__all__ = ["Piece", "flat_parts", "piece_of", "piece_of_item"]
 
 
 class Piece(NamedTuple):
@@ -40,11 +40,26 @@ def piece_of(tensor: torch.Tensor) -> Piece:
 
 
 _FEW_BYTES = 1 << 15
+_COPIED_BYTES = 1 << 20
 
 
-def flat_tensors(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """``[piece.flat() for piece in pieces]``, of the short ones copies made many at a time: a
+def flat_parts(pieces: Iterable[Piece]) -> Iterator[list[torch.Tensor]]:
+    """``[piece.flat() for piece in pieces]``, in parts. The short ones are copied together: a
     decode step leaves thousands, and a view of each costs more than its bytes."""
+    part: list[Piece] = []
+    copied = 0
+    for piece in pieces:
+        part.append(piece)
+        if piece.data.nbytes <= _FEW_BYTES:
+            copied += piece.data.nbytes
+        if copied >= _COPIED_BYTES:
+            yield _flat(part)
+            part, copied = [], 0
+    if part:
+        yield _flat(part)
+
+
+def _flat(pieces: list[Piece]) -> list[torch.Tensor]:
     import torch
 
     found: list[torch.Tensor | None] = [None] * len(pieces)

@@ -29,7 +29,7 @@ from divergence.run.item import Item
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.pending import Pending
-from divergence.run.piece import Piece, flat_tensors, piece_of, piece_of_item
+from divergence.run.piece import Piece, flat_parts, piece_of, piece_of_item
 from divergence.run.record import PassName, Place, Placement, Record
 from divergence.run.reduction import Reducer
 from divergence.run.stored import Stored
@@ -92,8 +92,8 @@ class RunWriter:
         self._stored = Stored(max_bytes=self._limits.stored_bytes, rank=rank)
         self._last_flush = time.monotonic()
         self._queue: deque[tuple] = deque()
-        self._put_bytes = self._put_count = 0  # written by the caller's thread alone
-        self._done_bytes = self._done_count = 0  # written by the background thread alone
+        self._put_bytes = self._put_count = self._new_bytes = 0  # the caller's thread's alone
+        self._done_bytes = self._done_count = 0  # the background thread's
         self._wake, self._progress = threading.Event(), threading.Event()
         self._closing = self._flush_asked = False
         self._failure: BaseException | None = None
@@ -140,16 +140,22 @@ class RunWriter:
         """Record ``item`` (which may have been put before) under these coordinates."""
         if self._failure is not None:
             raise self._failure
-        self._queue.append((item, pass_, sample, step, site, order, positions, call, placement))
+        own_bytes = item.num_bytes if item.slot is None and item.has_bytes else 0
+        self._queue.append(
+            (item, own_bytes, pass_, sample, step, site, order, positions, call, placement)
+        )
         self._put_count += 1
-        self._put_bytes += item.num_bytes
-        if self._put_bytes - self._done_bytes > WAKE_BYTES:
+        self._put_bytes += own_bytes
+        self._new_bytes += item.num_bytes
+        if self._new_bytes > WAKE_BYTES:
+            self._new_bytes = 0
             self._wake.set()
         if self._too_much():
             self._wait_until(lambda: not self._too_much())
 
     def _too_much(self) -> bool:
-        """Does more wait than may? (A place in the ring is waited for before.)"""
+        """Does more wait than may, beside what is in the ring? (A place there is waited for
+        before.)"""
         waiting = self._put_bytes - self._done_bytes
         count = self._put_count - self._done_count
         return count > self._limits.num_queued or waiting > self._limits.ring_bytes
@@ -218,6 +224,8 @@ class RunWriter:
         self.manifest.stopped_by = stopped_by
         self._try(self.update_manifest)
         self._try(self._target.close)
+        if self._buffer is not None:
+            self._buffer.trim()
         self._raise_failure()
 
     def _try(self, step: Callable[[], object]) -> None:
@@ -264,7 +272,7 @@ class RunWriter:
             while self._queue and num_bytes < shard_bytes and len(batch) < BATCH_ITEMS:
                 batch.append(self._queue.popleft())
                 num_bytes += batch[-1][0].num_bytes
-            num = len(batch)
+            num, own_bytes = len(batch), sum(entry[1] for entry in batch)
             try:
                 if self._failure is None:
                     self._take(batch)
@@ -273,7 +281,7 @@ class RunWriter:
                         self._flush()
             finally:
                 batch.clear()  # before it is said to be done: its places are free then
-                self._done_bytes += num_bytes
+                self._done_bytes += own_bytes
                 self._done_count += num
                 self._progress.set()
 
@@ -303,7 +311,7 @@ class RunWriter:
                 call=call,
                 placement=placement,
             )
-            for item, pass_, sample, step, site, order, positions, call, placement in batch
+            for item, _, pass_, sample, step, site, order, positions, call, placement in batch
         ]
         self._pending.add_records(records, seen_bytes=sum(entry[0].num_bytes for entry in batch))
         del slots
@@ -330,7 +338,8 @@ class RunWriter:
             else:
                 fresh[identity] = (item, piece)
             item.tensor = None
-        summaries = self._summarize(flat_tensors([piece for _, piece in fresh.values()]))
+        parts = flat_parts(piece for _, piece in fresh.values())
+        summaries = [summary for part in parts for summary in self._summarize(part)]
         found = zip(fresh.items(), summaries, strict=True)
         for ((digest, *kind), (item, piece)), summary in found:
             shard = self._pending.shard

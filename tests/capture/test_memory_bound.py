@@ -63,8 +63,8 @@ source = torch.zeros(numel)
 before = status_bytes("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 capture(out, steps)
-sizes = manifest.sizes
-print(json.dumps([status_bytes("VmHWM") - before, sizes.num_records, sizes.stored_bytes]))
+grown = status_bytes("VmHWM") - before
+print(json.dumps([grown, manifest.sizes.num_records, manifest.sizes.stored_bytes]))
 """
 
 

@@ -134,10 +134,6 @@ class UnshardedRun(Run):
     def open_files(self):
         return self.run.open_files()
 
-    @property
-    def lender(self) -> Run | None:
-        return self.run.lender
-
     def borrow_from(self, other: Run | None) -> None:
         self.run.borrow_from(other)
 

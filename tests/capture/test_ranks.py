@@ -139,7 +139,7 @@ def test_tensor_parallel_in_bfloat16_with_tied_embeddings(more):
     report = compare(more("one-tied"), more("tp-tied"))
     assert report.verdict.kind == "within_floor" and whole_of(report)
     assert more("tp-tied").manifest.model.digests == more("one-tied").manifest.model.digests
-    assert compare(more("tp-tied")).verdict.kind == "within_floor"
+    assert compare(more("tp-tied")).verdict.kind in ("identical", "within_floor")
 
 
 @pytest.mark.slow

@@ -85,6 +85,8 @@ def more(tmp_path_factory, tiny_model) -> Callable[[str], Run]:
     tied = str(tiny_model("llama", dtype="bfloat16", tied=True))
     capture(tied, out=folder / "one-tied", **COMMON)
     again = {"like": one.path, "probe": False}
+    single = capture(model, out=folder / "one-prompt", **COMMON | {"prompts": PROMPTS[:1]})
+    again_one = {"like": single.path, "probe": False}
     shifted = {"plants": ["model.layers.0:out=scale:1.1@0"], "max_new_tokens": 1}
     gpt2 = str(tiny_model("gpt2", dtype="float32"))
     return make(
@@ -94,6 +96,7 @@ def more(tmp_path_factory, tiny_model) -> Callable[[str], Run]:
             "tp-part": {"mesh": "tp", "plants": [PART], **again},
             "fsdp-same": {"model": model, "mesh": "fsdp", **COMMON, "prompts": PROMPTS[:1]},
             "dp": {"model": model, "mesh": "dp", **COMMON},
+            "dp-same": {"mesh": "dp", "plants": [FAULT], **again_one},
             "dp-fault": {"mesh": "dp", **shifted, **again},
             "pp": {"mesh": "pp", **again},
             "tp-tied": {"model": tied, "mesh": "tp", "whole": True, **COMMON},
@@ -215,6 +218,14 @@ def test_data_parallel_is_bit_identical(more):
     """The same operators on the same machine, only elsewhere."""
     report = compare(more("one"), more("dp"))
     assert report.verdict.kind == "identical" and whole_of(report)
+
+
+@pytest.mark.slow
+def test_devices_are_held_against_one_another(more):
+    """One prompt on every device: the one that computes otherwise is named, at its block."""
+    verdict = compare(more("one-prompt"), more("dp-same")).verdict
+    assert verdict.kind == "localized" and verdict.onset.site == "model.layers.1.mlp:out"
+    assert "rank 1 of the candidate disagrees with rank 0" in verdict.summary
 
 
 @pytest.mark.slow

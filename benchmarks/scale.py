@@ -5,9 +5,10 @@
 Three models with the published hyper-parameters (each model's config.json on the Hugging Face
 hub), planned by the same code as ``divergence capture MODEL --dry-run``: the modules are built on
 torch's meta device, so no weight is loaded and no accelerator is needed. Bytes are those of the
-plan, which may differ by a percent from one plan to the next: without values, equal tensors are known
-as such only while they are there. Times are bytes over a rate, and the rates are printed with them: those of this machine's processor and disk
-are measured here; of a device nothing is known, so ``--copy`` is an assumption.
+plan, which may differ by a percent from one plan to the next: without values, equal tensors are
+known as such only while they are there. Times are bytes over a rate, and the rates are printed with
+them: those of this machine's processor and disk are measured here; of a device nothing is known, so
+``--copy`` is an assumption.
 """
 
 from __future__ import annotations

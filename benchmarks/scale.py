@@ -31,6 +31,7 @@ from divergence.capture.dry_run import DryRun, plan_capture
 from divergence.capture.engines import tiny
 from divergence.numerics.pair import measure_pair
 from divergence.run.fingerprint import digest_tensor
+from divergence.run.reader import Run
 
 LLAMA_3_8B = {
     # meta-llama/Llama-3.1-8B, config.json
@@ -305,7 +306,33 @@ def _metadata() -> tuple[float, float]:
         lines = (Path(folder) / "run" / "records.jsonl").read_bytes()
         manifest = json.loads((Path(folder) / "run" / "manifest.json").read_text())
         environment = json.dumps(manifest["environment"])
+        _print_opening(Path(folder) / "run", lines)
         return len(lines) / len(run.records), float(len(environment))
+
+
+def _print_opening(path: Path, lines: bytes) -> None:
+    """What it takes to open a run of many records: this one's, said again for further steps."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    some = [json.loads(line) for line in lines.splitlines()]
+    some = [record for record in some if record["step"] == 1]
+    count = 1 + 100_000 // len(some)
+    with open(path / "records.jsonl", "w") as file:
+        for step in range(count):
+            for record in some:
+                file.write(json.dumps(record | {"step": step}) + "\n")
+    manifest["sizes"]["num_records"] = count * len(some)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    before, begin = _resident(), time.process_time()
+    run = Run.open(path)
+    seconds, grown = time.process_time() - begin, _resident() - before
+    print(
+        f"opening {len(run.records):,} records: {seconds:.1f} s CPU, "
+        f"{grown / len(run.records):,.0f} B of memory each\n"
+    )
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _size(num_bytes: float) -> str:

@@ -2,8 +2,9 @@
 
     python benchmarks/stores.py [--mib 512] [--rounds 5] [--latency-ms 30] [--mbps 80]
 
-First, runs of this machine: the same tensors as a directory, a tar and a zip; the time to open each
-and to read and check every byte, rounds interleaved, warm; and packing beside copying the files.
+First, runs of this machine: the same tensors as a directory, a tar and a zip; the processor's time
+(user and system) to open each and to read and check every byte, rounds interleaved, warm; and that
+of packing beside copying the files.
 
 Then a store that is far away: kept in memory behind fsspec, where each request takes a latency and
 each connection has a bandwidth, both stated and simulated by sleeping. What is counted (requests,
@@ -92,10 +93,14 @@ def write(place: Path, *, mib: int, odd: set[int]) -> None:
                        order=number)  # fmt: skip
 
 
-def seconds(action: Any) -> float:
-    begin = time.perf_counter()
+def seconds(action: Any, clock: Any = time.perf_counter) -> float:
+    begin = clock()
     action()
-    return time.perf_counter() - begin
+    return clock() - begin
+
+
+def cpu(action: Any) -> float:
+    return seconds(action, time.process_time)
 
 
 def near(folder: Path, *, mib: int, rounds: int) -> None:
@@ -106,23 +111,21 @@ def near(folder: Path, *, mib: int, rounds: int) -> None:
     packed: dict[str, list[float]] = {"copied": [], "tar": [], "zip": [], "unpacked": []}
     for _ in range(rounds):
         for kind in ("tar", "zip"):
-            packed[kind].append(
-                seconds(lambda k=kind: pack(folder / "run", out=ways[k], force=True))
-            )
+            packed[kind].append(cpu(lambda k=kind: pack(folder / "run", out=ways[k], force=True)))
         packed["unpacked"].append(
-            seconds(lambda: unpack(folder / "run.tar", out=folder / "out", force=True))
+            cpu(lambda: unpack(folder / "run.tar", out=folder / "out", force=True))
         )
         shutil.rmtree(folder / "copy", ignore_errors=True)
-        packed["copied"].append(seconds(lambda: shutil.copytree(folder / "run", folder / "copy")))
+        packed["copied"].append(cpu(lambda: shutil.copytree(folder / "run", folder / "copy")))
         for name, place in ways.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             run = Run.open(place)
-            middle = time.perf_counter()
+            middle = time.process_time()
             assert run.verify() == []
             opened[name].append(middle - begin)
-            read[name].append(time.perf_counter() - middle)
+            read[name].append(time.process_time() - middle)
             run.close()
-    print(f"{mib} MiB here, medians of {rounds} interleaved rounds")
+    print(f"{mib} MiB here, CPU time, medians of {rounds} interleaved rounds")
     for name in ways:
         rate = mib / 1024 / statistics.median(read[name])
         times = statistics.median(read[name]) / statistics.median(read["directory"])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,12 @@ def start(place: Path, model: Path, name: str, *, file_bytes: int = 0, shard_byt
 
 
 def wait_for_shards(process: subprocess.Popen, run: Path, count: int = 2) -> None:
+    wait_for(process, lambda: len(list(run.glob("tensors/*.safetensors"))) >= count)
+
+
+def wait_for(process: subprocess.Popen, done: Callable[[], bool]) -> None:
     for _ in range(1200):
-        if len(list(run.glob("tensors/*.safetensors"))) >= count:
+        if done():
             return
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -85,6 +90,20 @@ def interrupted(place, llama):
     process = start(place, llama, "interrupted")
     wait_for_shards(process, place / "interrupted")
     return place / "interrupted", *stop(process, signal.SIGINT)
+
+
+def stopped_in_bucket(place: Path, model: Path, url: str, number: int) -> tuple[int, str, str]:
+    """A capture into a bucket that met a signal once some lines were stored."""
+    import s3fs
+
+    def some_lines() -> bool:
+        found = s3fs.S3FileSystem(use_listings_cache=False).find(url, detail=True)
+        sizes = [entry["size"] for name, entry in found.items() if name.endswith(".jsonl")]
+        return sum(sizes) > 60_000
+
+    process = start(place, model, url)
+    wait_for(process, some_lines)
+    return stop(process, number)
 
 
 @pytest.fixture
@@ -125,6 +144,37 @@ def test_an_interrupted_capture_is_readable(interrupted):
     assert not run.torn_tail
     assert run.verify() == []
     assert not [file for file in path.rglob("*") if file.suffix == ".tmp"]
+
+
+def test_a_capture_into_a_bucket_that_is_killed_is_readable(place, llama, s3):
+    """An incomplete run of what the stored lines name."""
+    assert stopped_in_bucket(place, llama, f"{s3}/a", signal.SIGKILL)[0] == -signal.SIGKILL
+    run = Run.open(f"{s3}/a")
+    assert not run.manifest.complete
+    assert len(run.records) > 100
+    assert run.verify() == []
+
+
+def test_a_capture_into_a_bucket_that_is_interrupted_loses_nothing(place, llama, s3):
+    """What was seen until then is sent, and the run says what stopped it."""
+    code, out, err = stopped_in_bucket(place, llama, f"{s3}/a", signal.SIGINT)
+    assert (code, out, "Traceback" in err) == (130, "", False), err
+    run = Run.open(f"{s3}/a")
+    assert (run.manifest.complete, run.manifest.stopped_by) == (False, "interrupted")
+    assert len(run.records) == run.manifest.sizes.num_records > 100
+    assert run.verify() == []
+
+
+def test_an_interrupted_capture_into_an_archive_leaves_a_directory(place, llama):
+    """No archive, and a run that can be read, or packed."""
+    process = start(place, llama, "a.tar")
+    wait_for_shards(process, place / "a.tar.partial")
+    code, out, err = stop(process, signal.SIGINT)
+    assert (code, out, "Traceback" in err) == (130, "", False), err
+    assert not (place / "a.tar").exists()
+    run = Run.open(place / "a.tar.partial")
+    assert run.manifest.stopped_by == "interrupted"
+    assert len(run.records) > 100 and run.verify() == []
 
 
 def test_a_terminated_capture_is_readable(place, llama):

@@ -40,7 +40,7 @@ def capture(
     revision: str | None = None,
     dtype: str | None = None,
     device: str = "auto",
-    device_map: str | None = None,
+    device_map: str | Mapping[str, str | int] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     prompts: Sequence[str] = (),

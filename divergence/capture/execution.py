@@ -21,6 +21,7 @@ from divergence.capture.divided import Division, LocalKeeper, on_all, own_part, 
 from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
+from divergence.capture.engines.offloaded import map_text
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.hooks import Anchor, Recorder, inside
 from divergence.capture.keep import BufferKeeper, Keeper
@@ -276,7 +277,7 @@ class Execution:
                 deterministic=request.deterministic,
                 seed=request.seed,
                 device=self.device,
-                device_map=request.device_map,
+                device_map=map_text(request.device_map),
                 dtype=request.dtype,
                 attn_implementation=request.attn_implementation,
                 max_new_tokens=request.max_new_tokens,

@@ -257,6 +257,8 @@ class Ranks:
         first = self._first_word(None if lost or told else f"rank {self.rank}: {text}")
         if first is not None and not first.startswith(f"rank {self.rank}:"):
             name, _, reason = first.partition(": ")
+            if reason == text:
+                raise error  # all ranks met the same: each says it itself
             raise _PeerStoppedError(
                 f"{name} stopped: {reason}",
                 where=f"this is {self}",
@@ -307,10 +309,20 @@ def _leave() -> None:
 
 def _own_device(device: str) -> str:
     """Of several accelerators in a node, the one of this process."""
+    import torch
+
     kind, _, index = device.partition(":")
     if kind == "cpu" or index:
         return device
-    return f"{kind}:{os.environ.get('LOCAL_RANK', '0')}"
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    count = getattr(torch, kind).device_count()
+    if place >= count:
+        raise UsageError(
+            f"process {place} of this node has no {kind} device of its own: there "
+            + (f"are {count}" if count != 1 else "is 1"),
+            hint=f"--nproc-per-node {count}, or --device cpu",
+        )
+    return f"{kind}:{place}"
 
 
 def _backend(device: str) -> str:

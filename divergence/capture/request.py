@@ -37,7 +37,7 @@ class Request:
     revision: str | None
     dtype: str | None
     device: str
-    device_map: str | None
+    device_map: str | Mapping[str, str | int] | None
     attn_implementation: str
     trust_remote_code: bool
     prompts: list[Prompt]
@@ -74,7 +74,7 @@ def resolve_request(
     revision: str | None,
     dtype: str | None,
     device: str,
-    device_map: str | None,
+    device_map: str | Mapping[str, str | int] | None,
     attn_implementation: str | None,
     trust_remote_code: bool,
     prompts: Sequence[str],

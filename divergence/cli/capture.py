@@ -113,7 +113,8 @@ def command(
         typer.Option(
             "--device-map",
             metavar="MAP",
-            help="Spread the model over devices, as transformers does (auto, balanced).",
+            help="Spread the model over devices and disk: auto, balanced, or a JSON file of "
+            "module to device (0, cpu, disk).",
             rich_help_panel=MODEL,
         ),
     ] = None,

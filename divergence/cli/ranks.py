@@ -1,13 +1,15 @@
 """One voice: of the processes that torchrun starts, rank 0 alone prints.
 
-All were given the same command line, so what is wrong with it is said once. What rank 0 cannot
-know, a fault of another rank, still goes to that rank's own stderr.
+All were given the same command line, so what is wrong with it is said once. A fault of another
+rank, and whatever rank 0 did not stop for, still goes to that rank's own stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -27,10 +29,11 @@ def other_rank() -> int | None:
 
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
-    """Within it, the other ranks' stdout and stderr lead nowhere; ``sys.__stderr__`` stays.
+    """Within it, the other ranks' stdout leads nowhere, and their stderr is held back.
 
-    torchrun ends all ranks as soon as one has failed, so another rank that fails waits until rank
-    0, which has the same to say, has said it.
+    torchrun ends all ranks as soon as one has failed. So another rank that fails first leaves rank
+    0 the time to say what both have to say, and to be the one that ends all. Where it is still
+    there afterwards, the trouble was its own, and it speaks.
     """
     if other_rank() is None:
         yield
@@ -38,11 +41,13 @@ def one_voice() -> Iterator[None]:
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stderr(io.StringIO()) as held,
     ):
         try:
             yield
         except SystemExit as ended:
             if ended.code not in (None, 0):
                 time.sleep(PATIENCE_S)
+                if held.getvalue() and sys.__stderr__ is not None:
+                    sys.__stderr__.write(f"rank {other_rank()}: {held.getvalue()}")
             raise

@@ -40,6 +40,7 @@ from divergence.compare.suite import is_suite, report_on_suites
 from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
 from divergence.compare.truth import Tallies, Truth, inputs_of
+from divergence.compare.unmeasured import is_unmeasured
 from divergence.compare.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -181,6 +182,8 @@ def measure_runs(
         )
     elif right is not None and not right.anchors:
         notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
+    if right is not None and any(s.estimated or is_unmeasured(s) for s in sites):
+        notes.append("the truth judges only what both runs keep in full")
     # a replay chose none: its tokens are its source's
     replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
     tokens = None

@@ -33,6 +33,7 @@ from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.layout import expanded
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
+from divergence.run.unshard import unsharded
 
 __all__ = ["compare_many"]
 
@@ -128,7 +129,7 @@ class _Fleet:
             row.problem = str(error)
             return row
         finally:
-            if run is not None and run is not given:
+            if run is not None and not isinstance(given, Run):
                 run.close()
         _fill(row, report, self._first.manifest.plan.logits_site)
         self._members.append(_Member(row.path, given, run.manifest, digest, row.verdict))
@@ -257,7 +258,7 @@ def _same_as(member: _Member, path: str, members: list[_Member]) -> bool:
 
 
 def _opened(run: str | Path | Run) -> Run:
-    return run if isinstance(run, Run) else Run.open(run)
+    return unsharded(run if isinstance(run, Run) else Run.open(run))
 
 
 def _path(run: str | Path | Run) -> str:

@@ -221,7 +221,9 @@ class Measurer:
             if found is not None:
                 self._tally(result, found, pair)
             return result
-        sample, position = self._pieces.locate(pair.reference, found.shape, found.metrics.worst_row)
+        # a sketch's rows are all that lies behind the first two axes
+        rows = found.shape if found.estimate is None else (*found.shape[:2], 1)[: len(found.shape)]
+        sample, position = self._pieces.locate(pair.reference, rows, found.metrics.worst_row)
         result = SiteResult(
             **place,
             **shared_fields(found.metrics),

@@ -34,8 +34,8 @@ __all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_
 
 Progress = Callable[..., None]
 _MOST_THREADS = 8
-_AHEAD_BYTES = 128 << 20
-"""Pairs are started until so much is under way; one at least, however large."""
+_AHEAD_BYTES = 40 << 20
+"""Pairs are started until so much is under way for each thread; one at least, however large."""
 _LARGE_BYTES = 64 << 20
 """From here on the threads share a pair: few as large are under way side by side."""
 _MEASURE: ContextVar[Callable[..., Generator[Found | None]] | None] = ContextVar(
@@ -116,7 +116,8 @@ def measure_pairs(
     try:
         for number, pair in enumerate(pairs):
             while started < len(pairs) and (
-                not ahead or (len(ahead) < 2 * measuring + 2 and under_way_bytes < _AHEAD_BYTES)
+                not ahead
+                or (len(ahead) < 2 * measuring + 2 and under_way_bytes < measuring * _AHEAD_BYTES)
             ):
                 coming = pairs[started]
                 read = reader.submit(measurer.read_ahead, coming)

@@ -243,8 +243,9 @@ def _batches(
     except DivergenceError as error:
         yield found, error, False
     except Exception as error:
-        traceback.print_exc()
-        yield found, FaultError(f"rank {rank}: {type(error).__name__}: {_first_line(error)}"), False
+        fault = FaultError(f"rank {rank}: {type(error).__name__}: {_first_line(error)}")
+        fault.add_note(traceback.format_exc())  # -v shows it
+        yield found, fault, False
     else:
         yield found, None, False
 

@@ -211,9 +211,8 @@ def _estimated(
     if base is not None:
         inner = Piece(base, piece.sample, piece.row, piece.left, piece.right, piece.pads)
         # with the signs of the side that was sketched, whichever that is
-        if base.sketch is not None and np.array_equal(
-            _row_numbers(inner, pair.candidate), sides[0].rows
-        ):
+        same = base.sketch is not None and base.sketch.num_projections == sides[0].k
+        if same and np.array_equal(_row_numbers(inner, pair.candidate), sides[0].rows):
             entering = _Sketched(run, inner, sides[0].k, sides[0].rows, pair.candidate, made=False)
         elif run.has_bytes(base):
             entering = _Sketched(run, inner, sides[0].k, sides[0].rows, pair.candidate, made=True)

@@ -146,13 +146,13 @@ def with_replicas(
         return verdict
     return msgspec.structs.replace(
         verdict,
-        summary=f"{verdict.summary}, in the part of rank {share.rank}",
+        summary=f"{verdict.summary}, in the share of rank {share.rank}",
         evidence=[
             *verdict.evidence,
             Evidence(
-                text=f"at {share.site} the {share.side}'s rank {share.rank} holds the part that is "
-                f"off: rel L2 {share.rel_l2:.2e}, in the others' parts {share.rest_rel_l2:.2e}",
-                values={"part": share.rel_l2, "others": share.rest_rel_l2},
+                text=f"at {share.site} the {share.side}'s rank {share.rank} holds the share that "
+                f"is off: rel L2 {share.rel_l2:.2e}, in the others' shares {share.rest_rel_l2:.2e}",
+                values={"share": share.rel_l2, "others": share.rest_rel_l2},
             ),
         ],
     )

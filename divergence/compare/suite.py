@@ -123,6 +123,10 @@ def compare_suites(
     if truth is not None:
         _check_truth(truth, a, b)
     ours, theirs = _outputs(a), _outputs(b)
+    a.expect(ours.values())
+    b.expect(theirs.values())
+    if truth is not None:
+        truth.expect(truth.records)
     skipped: list[Skipped] = []
     cases: list[SuiteCase] = []
     inputs_a, inputs_b = _inputs(a, b), _inputs(b, a)

@@ -40,6 +40,7 @@ from divergence.numerics.logits import top_choices
 from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
 from divergence.run.site import module_of
+from divergence.run.unshard import unsharded
 
 __all__ = ["explain_token"]
 
@@ -69,7 +70,9 @@ def explain_token(
     Raises UsageError without an anchored pass, ModelError where the model is not here, and
     IncomparableError where it has other weights than the run.
     """
-    a, b = (run if isinstance(run, Run) else Run.open(run) for run in (reference, candidate))
+    a, b = (
+        unsharded(run if isinstance(run, Run) else Run.open(run)) for run in (reference, candidate)
+    )
     reason = _nothing(report)
     if reason is not None:
         return _noted(report, reason)
@@ -240,6 +243,7 @@ def _repeat(
         sites=[site],
         steps=str(step),
         anchor=False,
+        store="full",
         plants=plants,
         device=device,
         trust_remote_code=trust_remote_code,

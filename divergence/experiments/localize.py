@@ -29,9 +29,11 @@ from divergence.experiments.machine import Maker
 from divergence.experiments.replaced import replaced_sites
 from divergence.ops.replay import replay
 from divergence.ops.repro import repro
+from divergence.run.contents import why_no_bytes
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
 from divergence.run.site import module_of
+from divergence.run.unshard import unsharded
 
 __all__ = ["localize"]
 
@@ -71,9 +73,19 @@ def localize(
     Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
     what capture, reference and compare raise.
     """
-    a, b = (run if isinstance(run, Run) else Run.open(run) for run in (reference, candidate))
+    a, b = (
+        unsharded(run if isinstance(run, Run) else Run.open(run)) for run in (reference, candidate)
+    )
     tell: Progress = progress or (lambda event, done, total, detail: None)
     folder = folder_of(out)
+    if a.manifest.plan.store != "full":
+        raise UsageError(
+            f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "
+            f"and it keeps no bytes ({why_no_bytes(a.manifest)})",
+            hint="capture both in full, the blocks are enough: divergence capture --like "
+            f"{shlex.quote(str(a.path))} -o A --store full --sites blocks; "
+            "divergence capture --like A -o B; divergence localize A B",
+        )
     maker = Maker(
         a, b, folder, model=None if model is None else str(model), device=device, here=here,
         force=force, trust_remote_code=trust_remote_code,

@@ -35,6 +35,7 @@ from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.site import near_names
+from divergence.run.unshard import unsharded
 
 __all__ = ["DEFAULT_BLOCKS", "sensitivity"]
 
@@ -70,7 +71,7 @@ def sensitivity(
     or is not healthy before anything is planted, IncomparableError for other weights or
     tokens, and what ``capture`` and ``compare`` raise.
     """
-    a = run if isinstance(run, Run) else Run.open(run)
+    a = unsharded(run if isinstance(run, Run) else Run.open(run))
     chosen = faults_named(faults)
     _chosen_blocks(_blocks_with_outputs(a), blocks)  # before anything is captured
     options = {"model": model, "device": device, "trust_remote_code": trust_remote_code}
@@ -84,7 +85,7 @@ def sensitivity(
             stack.callback(b.close)
             notes.append(kernels)
         else:
-            b = candidate if isinstance(candidate, Run) else Run.open(candidate)
+            b = unsharded(candidate if isinstance(candidate, Run) else Run.open(candidate))
         trials, verdict = _healthy(
             a, b, truth=truth, floor=floor, thresholds=thresholds, progress=progress
         )

@@ -63,6 +63,8 @@ SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 """Digits of π after those of divergence.numerics.fold: chosen by nobody."""
 
 _FEWEST, _MOST, _FEATURES_EACH = 8, 64, 128
+_USUAL_BYTES = 2
+"""Of a feature, whatever its dtype: runs of two dtypes have the same projections."""
 _BLOCK = 1 << 17
 """Elements widened to float64 at a time on a host: 1 MiB, what stays in a core's cache."""
 _DEVICE_BLOCK = 1 << 25
@@ -82,9 +84,9 @@ def num_projections(shape: Sequence[int], form: Format) -> int | None:
         return None
     k = min(_MOST, max(_FEWEST, _power_below(features // _FEATURES_EACH)))
     k = max(k, _power_below(_MOST // rows))  # little is saved at few rows, and much is lost
-    while k > _FEWEST and not _worth_while(features, form, k):
+    while k > _FEWEST and not _worth_while(features * _USUAL_BYTES, k):
         k //= 2
-    return k if _worth_while(features, form, k) else None
+    return k if _worth_while(features * form.itemsize, k) else None
 
 
 def _power_below(number: int) -> int:
@@ -92,8 +94,8 @@ def _power_below(number: int) -> int:
     return 1 << (max(number, 1).bit_length() - 1)
 
 
-def _worth_while(features: int, form: Format, k: int) -> bool:
-    return 2 * 4 * (k + 2) <= features * form.itemsize
+def _worth_while(row_bytes: int, k: int) -> bool:
+    return 2 * 4 * (k + 2) <= row_bytes
 
 
 def sketch_bytes(shape: Sequence[int], form: Format) -> int:

@@ -37,6 +37,8 @@ def captured_lines(
             f"{manifest.environment.label}, {manifest.model.dtype}{wide} on {settings.device}",
         )
     )
+    if manifest.mesh is not None:
+        lines.append(prose("ranks", str(manifest.mesh)))
     if manifest.plan.plants:
         lines.append(prose("", f"PLANTED FAULT: {', '.join(manifest.plan.plants)}", style="yellow"))
     if manifest.plan.substitutes:

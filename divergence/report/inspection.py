@@ -88,6 +88,9 @@ def run_lines(
     for warning in settings.nondeterministic_warnings:
         lines.append(prose("  warned", warning, width=14))
     lines += [*switch_lines(settings.switches, verbose=verbose), BLANK]
+    if manifest.mesh is not None:
+        unlike = ", on unlike machines; this is the first's" if manifest.mesh.environments else ""
+        lines.append(prose("ranks", f"{manifest.mesh}{unlike}"))
     lines += [*environment_lines(manifest.environment), BLANK]
     lines += arithmetic_lines(manifest.arithmetic, verbose=verbose)
     if manifest.model.task != "operators":

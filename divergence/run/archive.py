@@ -32,6 +32,9 @@ MAX_MEMBERS = 1_000_000
 MAX_INDEX_READ_BYTES = 256 << 20
 """The most that is read at once of an archive's own structure: a directory of a million members
 takes some 100 MiB."""
+MAX_RATIO, MAX_FREE_BYTES = 200, 16 << 20
+"""How many times smaller a deflated manifest or lines may be (20 is usual, 1,032 the most that the
+method can), unless they are small anyway."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a zip member
 _COMPRESSED = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz",
@@ -171,6 +174,8 @@ def _of_zip(archive: Blob) -> Iterator[tuple[str, Member]]:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise _damaged(archive, f"{name!r} is compressed by method {entry.compress_type}")
         deflated = entry.compress_type == zipfile.ZIP_DEFLATED
+        if deflated and entry.file_size > max(MAX_FREE_BYTES, MAX_RATIO * entry.compress_size):
+            raise _damaged(archive, f"{name!r} would unpack to {entry.file_size} bytes")
         if not deflated and entry.compress_size != entry.file_size:
             raise _damaged(archive, f"{name!r} has two sizes")
         if entry.header_offset < before:

@@ -7,6 +7,7 @@ in the shards; nothing here is executed.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -212,6 +213,12 @@ class Mesh(_Strict, kw_only=True):
 
     axes: list[MeshAxis]
     environments: list[Environment] = []
+
+    def __str__(self) -> str:
+        """``4 ranks (dp 2 × tp 2)``"""
+        count = math.prod(axis.size for axis in self.axes)
+        axes = " × ".join(f"{axis.name} {axis.size}" for axis in self.axes)
+        return f"{count} rank{'s' if count != 1 else ''} ({axes})"
 
 
 class Repeatability(_Strict, kw_only=True):

@@ -33,8 +33,4 @@ def places_of(rank: int, mesh: Mesh) -> tuple[int, ...]:
 
 def describe_mesh(mesh: Mesh | None) -> str:
     """``"4 ranks (dp 2 × tp 2)"``, or ``"1 process"``."""
-    if mesh is None:
-        return "1 process"
-    axes = " × ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
-    count = num_ranks(mesh)
-    return f"{count} rank{'s' if count != 1 else ''} ({axes})"
+    return "1 process" if mesh is None else str(mesh)

@@ -219,6 +219,9 @@ class Run:
 
     def release(self, record: Record) -> None:
         """A record's bytes may leave memory for now, in portions; views of them stay good."""
+        if record.place is None:
+            return
+        self._touched[record.place.shard] = self._shard(record)  # others may have let go of it
         self._released_bytes += record.numel * format_named(record.dtype).itemsize
         if self._released_bytes >= _RELEASE_BYTES:
             self._released_bytes = 0

@@ -21,6 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.run.layout import MANIFEST, SHARD_PATTERN, TENSORS, is_records_name, records_name
 from divergence.run.location import Url
@@ -38,6 +40,10 @@ GROWTH = 1.2
 """How much longer records.jsonl must be than what is stored before it is stored again."""
 
 
+class _End(msgspec.Struct):
+    complete: bool
+
+
 class RemoteTarget:
     """The target for a URL. Of several ranks the first empties it, before the others begin."""
 
@@ -53,6 +59,8 @@ class RemoteTarget:
         (self._folder / TENSORS).mkdir()
         self._records = open(self._folder / self._lines_name, "ab", buffering=0)  # noqa: SIM115 - see close()
         self._sizes: dict[str, int] = {}
+        self._waiting_manifest: bytes | None = None
+        self._manifest_lock = threading.Lock()
         self._num_lines_bytes = self._sent_lines_bytes = 0
         self._shards: list[Future[None]] = []
         self._lines: Future[None] | None = None
@@ -82,8 +90,10 @@ class RemoteTarget:
             self._send_lines_soon()
 
     def replace_manifest(self, text: bytes) -> None:
-        self._remote.put(MANIFEST, text)
-        self._sizes[MANIFEST] = len(text)
+        with self._manifest_lock:
+            self._waiting_manifest = text
+        if MANIFEST not in self._sizes or msgspec.json.decode(text, type=_End).complete:
+            self._put_manifest()  # the first, and the last of a whole run; else with the next lines
 
     def flush(self) -> Url:
         if self._lines is not None:
@@ -93,6 +103,7 @@ class RemoteTarget:
             self._lines.result()
         for shard in self._shards:
             shard.result()
+        self._put_manifest()
         self._check_all_there()
         return self._place
 
@@ -101,6 +112,15 @@ class RemoteTarget:
         self._lines_pool.shutdown(cancel_futures=True)
         self._records.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._put_manifest()
+
+    def _put_manifest(self) -> None:
+        """Store the manifest that waits, if one does."""
+        with self._manifest_lock:
+            text, self._waiting_manifest = self._waiting_manifest, None
+            if text is not None:
+                self._remote.put(MANIFEST, text)
+                self._sizes[MANIFEST] = len(text)
 
     def _send(self, name: str, path: Path) -> None:
         try:
@@ -118,6 +138,7 @@ class RemoteTarget:
         """Store the first ``num_bytes`` of lines, once the shards that they point at are there."""
         for shard in shards:
             shard.result()
+        self._put_manifest()
         part = self._folder / "part"
         shutil.copyfile(self._folder / self._lines_name, part)
         os.truncate(part, num_bytes)  # more may have been added meanwhile

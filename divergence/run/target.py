@@ -23,8 +23,8 @@ __all__ = ["Target", "check_target", "open_target"]
 class Target(Protocol):
     """What the writer asks of a place. Each method raises OSError, or RunWriteError with more.
 
-    Called from one thread at a time. Shards come before the lines that point at them; the target
-    keeps that order for whoever reads meanwhile.
+    Called from one thread at a time, but for replace_manifest. Shards come before the lines that
+    point at them; the target keeps that order for whoever reads meanwhile.
     """
 
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:

@@ -112,7 +112,7 @@ class UnshardedRun(Run):
     def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
         """As of a run of one process; a tensor in parts is joined, which makes a copy."""
         whole = self._whole.get(record.coordinates)
-        if not isinstance(whole, Joined) or self._view[record.coordinates] is not record:
+        if not isinstance(whole, Joined) or not self._is_whole(record):
             return self.run.read(record, verify=verify)
         return self._read(whole, verify)
 
@@ -137,6 +137,10 @@ class UnshardedRun(Run):
     def borrow_from(self, other: Run | None) -> None:
         self.run.borrow_from(other)
 
+    @property
+    def lender(self) -> Run | None:
+        return self.run.lender
+
     def has_bytes(self, record: Record) -> bool:
         return all(self.run.has_bytes(leaf) for leaf in self._leaves(record))
 
@@ -156,9 +160,14 @@ class UnshardedRun(Run):
     def close(self) -> None:
         self.run.close()
 
+    def _is_whole(self, record: Record) -> bool:
+        """Is it of this view? By value: a record may have been sent by another process."""
+        known = self._view.get(record.coordinates)
+        return known is record or known == record
+
     def _leaves(self, record: Record) -> Iterable[Record]:
         """The records on disk that make it."""
-        if self._view.get(record.coordinates) is not record:
+        if not self._is_whole(record):
             return (record,)
         return leaves_of(self._whole[record.coordinates])
 

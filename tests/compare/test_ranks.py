@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,14 +20,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divergence.capture.api import capture, reference
+from divergence.compare import ranks
 from divergence.compare.align import Pair, Piece, align
 from divergence.compare.floors import ModelFloor
 from divergence.compare.measure import Measurer
-from divergence.compare.measuring import measure_all
+from divergence.compare.measuring import measure_all, measured_by
 from divergence.compare.ranks import _packed, _unpacked, num_processes, share_out
+from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
+from divergence.run.item import Item
+from divergence.run.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.reader import Run
 from divergence.run.record import Record
+from divergence.run.unshard import unsharded
+from divergence.run.writer import RunWriter
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -94,6 +104,7 @@ def fleet(tmp_path_factory, tiny_model):
     for name, options in again.items():
         capture(like=folder / "a", out=folder / name, **options)
     capture(model, out=folder / "batched", max_new_tokens=3, prompts=prompts, batch=2)
+    divide(Run.open(folder / "faulty"), folder / "parts")
     reference(folder / "a", out=folder / "truth")
     shutil.copytree(folder / "faulty", folder / "damaged")
     shard = next((folder / "damaged" / "tensors").iterdir())
@@ -103,7 +114,36 @@ def fleet(tmp_path_factory, tiny_model):
     return folder
 
 
-CANDIDATES = ("same", "faulty", "escalated", "batched", "sparse", "sketch", "damaged")
+CANDIDATES = ("same", "faulty", "escalated", "batched", "sparse", "sketch", "parts", "damaged")
+
+
+def divide(run: Run, out: Path) -> None:
+    """The run as two tensor-parallel ranks would have written it: halves of the last axis."""
+    manifest = msgspec.structs.replace(
+        run.manifest, mesh=Mesh(axes=[MeshAxis(name="tp", size=2)]), sizes=Sizes()
+    )
+    writers = [
+        RunWriter(out, msgspec.structs.replace(manifest, sizes=Sizes()), rank=rank)
+        for rank in range(2)
+    ]
+    for record in run.records:
+        if record.call is not None or "/" in record.site:
+            continue
+        whole = run.read(record)
+        even = whole.shape[-1] % 2 == 0
+        for writer, part in zip(writers, whole.chunk(2, dim=-1) if even else (whole,) * 2,
+                                strict=True):  # fmt: skip
+            writer.put(
+                Item(part.contiguous()), pass_=record.pass_, sample=record.sample,
+                step=record.step, site=record.site, order=record.order,
+                positions=record.positions,
+                placement=(f"shard:{whole.ndim - 1}" if even else "replicate",),
+            )  # fmt: skip
+    for writer in writers:
+        writer.flush()
+    writers[1].close(complete=True)
+    writers[0].manifest.sizes.num_records += writers[1].manifest.sizes.num_records
+    writers[0].close(complete=True)
 
 
 def launch(*words, cwd, launcher=TORCHRUN, **changes) -> subprocess.CompletedProcess:
@@ -132,7 +172,8 @@ def test_a_measurer_is_sent_with_its_runs_by_path(fleet):
 
 def test_two_processes_give_the_report_of_one(fleet):
     """Byte for byte: with a truth, escalated passes, operators, logits, pieces of batches, bytes
-    that another run holds, sketches, and the error that damage gives. Rank 0 prints, once."""
+    that another run holds, sketches, a run of two ranks, and the error that damage gives. Rank 0
+    prints, once."""
     names = ["a", *CANDIDATES]
     done = launch("-m", "divergence", "compare", *names, "--reference", "truth", "--json",
                   cwd=fleet)  # fmt: skip
@@ -142,6 +183,7 @@ def test_two_processes_give_the_report_of_one(fleet):
     assert done.stdout == alone.stdout
     rows = json.loads(done.stdout)["rows"]
     assert [row["verdict"] for row in rows][1] == "localized"
+    assert rows[CANDIDATES.index("parts")]["onset"]["block"] == "model.layers.1"
     assert "wrong checksum" in rows[-1]["problem"]
     passes = {site["pass"] for row in rows for site in (row["report"] or {}).get("sites", ())}
     assert passes == {"anchored", "free", "escalated"}
@@ -192,3 +234,87 @@ def test_a_rank_that_fails_ends_all(fleet, tmp_path, what, said):
     assert done.returncode == 1
     assert done.stdout == ""
     assert said in done.stderr
+
+
+class Wire:
+    """torch.distributed between threads of one process: what ranks send, in order."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.queues = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+
+    def rank(self, rank: int) -> SimpleNamespace:
+        def send(objects, dst):
+            self.queues[rank, dst].put(pickle.dumps(objects))
+
+        def receive(objects, src):
+            objects[:] = pickle.loads(self.queues[src, rank].get(timeout=60))
+
+        return SimpleNamespace(
+            get_rank=lambda: rank, get_world_size=lambda: self.size,
+            send_object_list=send, recv_object_list=receive,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """Rank 0 of three, the others serving in threads, two pairs to a message; all are done and
+    nothing is left on the wire at the end."""
+    monkeypatch.setattr(ranks, "BATCH_PAIRS", 2)
+    wire = Wire(3)
+    others = [
+        threading.Thread(target=ranks._Ranks(wire.rank(number)).serve, daemon=True)
+        for number in (1, 2)
+    ]
+    for thread in others:
+        thread.start()
+    first = ranks._Ranks(wire.rank(0))
+    yield first
+    first.dismiss()
+    for thread in others:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert all(one.empty() for one in wire.queues.values())
+
+
+def case(fleet, name):
+    a, b = Run.open(fleet / "a"), unsharded(Run.open(fleet / name))
+    measurer, pairs = Measurer(a, b, ModelFloor(), inputs=a), align(a, b).pairs
+    assert len(pairs) > 20
+    return measurer, pairs
+
+
+def plain(results):
+    return [msgspec.to_builtins(result) for result in results]
+
+
+def test_one_comparison_after_another(three, fleet):
+    """In many messages, with the same results, however often ranks are asked."""
+    for name in ("faulty", "same", "parts"):
+        alone = measure_all(*case(fleet, name))
+        with measured_by(three.measure_pairs):
+            assert plain(measure_all(*case(fleet, name))) == plain(alone)
+
+
+def test_a_comparison_that_is_given_up_leaves_ranks_ready(three, fleet):
+    """Who stops asking half-way, and an error in a rank, stop the others too; the next
+    comparison is as if nothing had been."""
+    measurer, pairs = case(fleet, "faulty")
+    found = three.measure_pairs(measurer, pairs)
+    for _ in range(5):
+        next(found)
+    found.close()
+    with measured_by(three.measure_pairs), pytest.raises(RunFormatError, match="wrong checksum"):
+        measure_all(*case(fleet, "damaged"))
+    with measured_by(three.measure_pairs):
+        assert plain(measure_all(*case(fleet, "same"))) == plain(measure_all(*case(fleet, "same")))
+
+
+def test_a_run_that_another_rank_cannot_read(three, fleet, tmp_path):
+    """Rank 0 has opened it, the others find none there: the message says what ranks need."""
+    shutil.copytree(fleet / "faulty", tmp_path / "here")
+    measurer, pairs = case(fleet, tmp_path / "here")
+    (tmp_path / "here" / "manifest.json").unlink()
+    with pytest.raises(RunFormatError, match="has no manifest") as error:
+        list(three.measure_pairs(measurer, pairs))
+    assert "every rank must be able to read the runs" in error.value.hint

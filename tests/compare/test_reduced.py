@@ -270,3 +270,17 @@ def test_chosen_positions(tiny_model, tmp_path):
         for site in found:
             wanted = right[site.pass_, site.sample, site.step, site.site].rel_l2
             assert site.rel_l2 == pytest.approx(wanted, rel=0.6)
+
+
+def test_two_dtypes(tiny_model, tmp_path):
+    """Sketches of a float32 and a bfloat16 run have the same projections, and are compared."""
+    options = {"prompts": [PROMPT], "max_new_tokens": 2, "probe": False, "store": "sketch"}
+    model = str(tiny_model("llama", dtype="float32", hidden=HIDDEN))
+    one, two = (
+        capture(model, out=tmp_path / dtype, dtype=dtype, **options)
+        for dtype in ("float32", "bfloat16")
+    )
+    report = compare(one, two)
+    found = [site for site in report.sites if site.estimated]
+    assert len(found) > 10 and all(1e-4 < site.rel_l2 < 0.1 for site in found)
+    assert report.verdict.kind == "within_floor"

@@ -109,6 +109,7 @@ def test_how_many_projections(features, dtype, k):
 def test_few_rows(rows, features, k):
     """As many projections as make up 64, if they take no more than half of the bytes."""
     assert num_projections((1, rows, features), format_named("bfloat16")) == k
+    assert num_projections((1, rows, features), format_named("float32")) == k
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

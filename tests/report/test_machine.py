@@ -10,7 +10,7 @@ import msgspec
 
 from divergence.compare.check import evaluate
 from divergence.compare.policy import Policy
-from divergence.compare.result import TruthDiff
+from divergence.compare.result import Estimate, TruthDiff
 from divergence.report.machine import check_json, csv_columns, strict_json, write_csv
 
 
@@ -79,6 +79,7 @@ def test_columns_are_those_of_to_records(reports):
     report = reports.make_long_report(num_blocks=2, onset=1)
     report.sites[0].nonfinite = reports.NonfiniteCount(candidate_nan=1)
     report.sites[0].truth = TruthDiff(**dict.fromkeys(TruthDiff.__struct_fields__, 1.0))
+    report.sites[0].estimated = Estimate(**dict.fromkeys(Estimate.__struct_fields__, 1))
     keys = {key for row in report.to_records() for key in row}
     assert keys == set(csv_columns())
     assert msgspec.json.decode(report.to_json())["schema_version"] == 1

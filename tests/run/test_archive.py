@@ -206,6 +206,10 @@ def test_an_archive_without_a_manifest_is_no_run(small_run, tmp_path):
 
 def test_a_bomb_is_not_unpacked(small_run, tmp_path):
     """A deflated manifest that is endless, or not as long as it says."""
+    endless = {**files_of(small_run), "manifest.json": b" " * (64 << 20)}
+    path = zipped(tmp_path / "endless.zip", endless, deflate=("manifest.json",))
+    assert path.stat().st_size < 100_000
+    refused(path, "would unpack to")
     files = {**files_of(small_run), "manifest.json": b" " * (5 << 20)}
     path = zipped(tmp_path / "a.zip", files, deflate=("manifest.json",))
     data = bytearray(path.read_bytes())

@@ -294,6 +294,19 @@ def test_lines_are_stored_again_when_they_have_grown_by_a_fifth(far, manifest, m
     assert len(Run.open(URL).records) == 150
 
 
+def test_the_manifest_goes_with_the_lines(far, manifest):
+    """It changes with each prompt; the model does not wait for it to be stored each time."""
+    with RunWriter(URL, manifest()) as writer:
+        for step in range(50):
+            put(writer, torch.ones(3), step=step)
+            writer.manifest.stopped_by = str(step)
+            writer.update_manifest()
+        Run.open(writer.flush())
+        assert json.loads(far().cat_file(f"{URL}/manifest.json"))["stopped_by"] == "49"
+    stored = [path for what, path, _ in far.requests if what == "put" and "manifest" in path]
+    assert 3 <= len(stored) <= 6
+
+
 def test_what_was_put_can_be_read_after_a_flush(far, manifest):
     """The whole pass reads inputs that this run recorded."""
     with RunWriter(URL, manifest()) as writer:

@@ -97,8 +97,10 @@ def test_a_stored_run_of_every_version_opens(version):
     assert run.manifest.complete
     assert run.verify() == []
     for record in run.records:
-        assert tuple(run.read(record).shape) == record.shape
-    assert compare(run, path).verdict.kind == "identical"
+        if run.has_bytes(record):
+            assert tuple(run.read(record).shape) == record.shape
+    # of a tensor in parts without bytes nobody can say that it is equal
+    assert compare(run, path).verdict.kind == ("undetermined" if version == 3 else "identical")
 
 
 def test_what_the_first_version_holds():
@@ -132,7 +134,21 @@ def test_what_the_second_version_holds():
     assert any(fact.verified for fact in run.manifest.arithmetic)
 
 
-@pytest.mark.parametrize("name", ["run-v1", "run-v2"])
+def test_what_the_third_version_holds():
+    """Two ranks with their parts, projections in place of bytes, and what was kept all the same."""
+    run = Run.open(FIXTURES / "run-v3")
+    assert [(axis.name, axis.size) for axis in run.manifest.mesh.axes] == [("tp", 2)]
+    assert (run.manifest.plan.store, run.manifest.plan.only_changed) == ("sketch", None)
+    assert {record.rank for record in run.records} == {0, 1}
+    part = next(r for r in run.records if r.site == "model.layers.0.self_attn.q_proj:out")
+    assert (part.placement, part.shape) == (("shard:2",), (1, 23, 128))
+    whole = run.find(("free", 0, 0, "model.layers.0:out"))
+    assert (whole.placement, whole.place) == (("replicate",), None)
+    assert run.read_sketch(whole).shape == (23, whole.sketch.num_projections + 2)
+    assert any(record.place is not None for record in run.records)  # token ids, short rows
+
+
+@pytest.mark.parametrize("name", ["run-v1", "run-v2", "run-v3"])
 def test_the_stored_run_names_no_path_of_a_machine(name):
     """Small, portable, and nobody's home."""
     files = [path for path in (FIXTURES / name).rglob("*") if path.is_file()]

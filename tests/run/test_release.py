@@ -6,10 +6,14 @@ import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from divergence.run.blob import LocalBlob
+from divergence.run.reader import Run
+
+STORED = Path(__file__).parents[1] / "fixtures" / "run-v2"
 
 
 def mapped_file_mib() -> float:
@@ -45,3 +49,25 @@ def test_a_part_releases_the_map_that_it_shares(tmp_path):
     assert bytes(view) == bytes(range(256)) * 2
     part.close()  # not its own to close
     assert bytes(part.view(0, 256)) == bytes(range(256))
+
+
+def test_what_is_released_is_given_back_whoever_let_go_of_it_before(monkeypatch):
+    """A tensor still in use when its shard was given back for another is given back in its turn."""
+    given_back = []
+    monkeypatch.setattr("divergence.run.shard.Shard.release", lambda self: given_back.append(1))
+    monkeypatch.setattr("divergence.run.reader._RELEASE_BYTES", 1)
+    run = Run.open(STORED)
+    first, second = [record for record in run.records if record.place is not None][:2]
+    run.read(first), run.read(second)
+    run.release(first)
+    known = len(given_back)
+    assert known
+    run.release(second)
+    assert len(given_back) > known
+
+
+def test_a_record_without_bytes_has_nothing_to_release():
+    """Releasing it is no error."""
+    run = Run.open(STORED)
+    record = msgspec.structs.replace(run.records[0], place=None)
+    run.release(record)

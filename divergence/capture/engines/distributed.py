@@ -86,16 +86,18 @@ def _part(module: Any) -> bool:
     return True
 
 
-def why_not(module_class: str, error: BaseException) -> ModelError | None:
-    """The clear word for a model that brings no plan; None for another error."""
+def why_not(module_class: str, error: BaseException, ranks: Ranks | None) -> ModelError | None:
+    """The clear word for a model that cannot be divided so; None for another error."""
     found = re.search(r"has no `(\w+)_plan`", str(error))
-    if found is None:
+    # stages are cut from a list called ``layers``, without looking whether there is one
+    stages = ranks is not None and "pp" in ranks.sizes and isinstance(error, AttributeError)
+    if found is None and not stages:
         return None
-    axis = found[1]
+    axis = "pp" if found is None else found[1]
     return ModelError(
         f"{module_class or 'this model'} has no plan for --mesh {axis}",
         hint="--mesh dp (each rank the whole model)"
-        + ("" if axis == "fsdp" else ", --mesh fsdp")
+        + ("" if axis == "fsdp" else ", perhaps --mesh fsdp")
         + ", or a model whose transformers class has a plan",
     )
 

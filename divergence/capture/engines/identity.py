@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divergence.capture.engines.distributed import whole_tensor
 from divergence.capture.engines.load import LoadedModel
+from divergence.capture.engines.offloaded import weights_of
 from divergence.numerics.formats import format_of
 from divergence.run.fingerprint import digest_json, digest_many, digest_tensor, digest_text
 from divergence.run.manifest import ModelIdentity
@@ -41,9 +41,9 @@ def identify(
 ) -> ModelIdentity:
     """Digest everything. ``on_parameter(done, total, name)`` reports progress.
 
-    Weights that lie in pieces on several ranks are put together one at a time, and those that
-    only some ranks have are asked of them: the identity is that of the whole model. All ranks
-    must ask.
+    Weights that lie in pieces on several ranks are put together one at a time, those on disk
+    brought in one module at a time, and those that only some ranks have are asked of them: the
+    identity is that of the whole model. All ranks must ask.
     """
     module = loaded.module
     state = module.state_dict()
@@ -56,15 +56,11 @@ def identify(
         sizes = {key: size for part in loaded.ranks.gather(sizes) for key, size in part.items()}
     dtype = _main_dtype(sizes)
     silent = loaded.ranks is not None and not (pipeline or loaded.ranks.is_first)
-    for number, (name, stored) in enumerate(state.items()):
+    for number, (name, tensor) in enumerate(weights_of(module)):
         if on_parameter is not None:
             on_parameter(number, len(state), name)
-        tensor = whole_tensor(stored)
         if silent:
             continue  # it took part in putting the weight together; the first rank's word counts
-        if tensor.device.type == "meta":
-            digests[name] = "offloaded"
-            continue
         digests[name] = digest_tensor(tensor)
         for target in _NARROWER.get(dtype, ()):
             narrowed.setdefault(target, {})[name] = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from divergence.capture.engines.distributed import as_loaded, distribution, divide, why_not
+from divergence.capture.engines.offloaded import DeviceMap, device_map_of, input_device
 from divergence.errors import ModelError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.layout import expanded
@@ -120,7 +121,7 @@ def load_model(
     revision: str | None = None,
     dtype: str | None = None,
     device: str = "cpu",
-    device_map: str | None = None,
+    device_map: DeviceMap | None = None,
     attn_implementation: str = "eager",
     trust_remote_code: bool = False,
     ranks: Ranks | None = None,
@@ -146,7 +147,7 @@ def load_model(
         "output_loading_info": True,
     }
     if device_map is not None:
-        options["device_map"] = device_map
+        options["device_map"] = device_map_of(device_map)
     division = None if ranks is None else distribution(ranks)
     at_once = division is not None and as_loaded(ranks)
     if at_once:
@@ -164,9 +165,8 @@ def load_model(
                 f"{_first_line(error)}",
                 hint=f"one of {', '.join(_ATTENTION)}; eager is always there",
             ) from error
-        raise why_not((config.architectures or [""])[0], error) or _model_error(
-            source, error
-        ) from error
+        name = (config.architectures or [""])[0]
+        raise why_not(name, error, ranks) or _model_error(source, error) from error
     module.eval()
     if device_map is None and division is None:
         try:
@@ -189,7 +189,7 @@ def load_model(
         task=kind,
         module=module,
         tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
-        device=next(module.parameters()).device,
+        device=input_device(module),
         trust_remote_code=trust_remote_code,
         missing=missing,
         ranks=ranks,
@@ -316,7 +316,7 @@ def _model_error(source: str, error: BaseException) -> ModelError:
     if "accelerate" in text:
         return ModelError(
             "--device-map needs the accelerate package",
-            hint="pip install accelerate, or leave out --device-map",
+            hint="pip install 'divergence-debug[accelerate]', or leave out --device-map",
         )
     if expanded(source).exists():
         return ModelError(

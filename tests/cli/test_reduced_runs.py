@@ -1,0 +1,67 @@
+"""Every command on runs that keep no bytes: an answer, or what is lacking; never a fault."""
+
+import json
+
+import pytest
+
+MODES = ("sketch", "stats", "hash")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_model):
+    """For each mode ``a``, and ``b`` with a fault; a truth of the sketched one; one in part."""
+    from divergence.capture.api import capture, reference
+
+    folder = tmp_path_factory.mktemp("reduced")
+    model = str(tiny_model("llama", hidden=256))
+    plant = ["model.layers.1.mlp:out=scale:1.3"]
+    for mode in MODES:
+        capture(model, out=folder / f"{mode}-a", store=mode, max_new_tokens=3, probe=False)
+        capture(like=folder / f"{mode}-a", out=folder / f"{mode}-b", plants=plant, probe=False)
+    reference(folder / "sketch-a", out=folder / "truth")
+    capture(model, out=folder / "full", max_new_tokens=3, probe=False)
+    capture(like=folder / "full", out=folder / "part-b", plants=plant, only_changed=True,
+            probe=False)  # fmt: skip
+    capture(like=folder / "full", out=folder / "part-a", only_changed=True, probe=False)
+    return folder
+
+
+COMMANDS = {
+    "inspect": (("inspect", "A"), 0),
+    "inspect a site": (("inspect", "A", "--site", "model.layers.1:out"), 0),
+    "inspect --json": (("inspect", "A", "--json"), 0),
+    "verify": (("inspect", "B", "--verify"), 0),
+    "compare": (("compare", "A", "B", "-v"), 0),
+    "compare --json": (("compare", "A", "B", "--json"), 0),
+    "compare with a truth": (("compare", "A", "B", "--reference", "truth"), None),
+    "compare three": (("compare", "A", "B", "A"), 0),
+    "compare one": (("compare", "A"), 2),
+    "check": (("check", "A", "B"), 1),
+    "reference": (("reference", "A", "-o", "new"), 0),
+    "escalate": (("capture", "--like", "A", "-o", "new", "--escalate", "--no-probe"), 0),
+    "whole": (("capture", "--like", "A", "-o", "new", "--whole", "--no-probe"), 0),
+    "replay": (("replay", "A", "-o", "new"), 2),
+    "repro": (("repro", "A", "--site", "model.layers.1/aten.mm:out", "-o", "new"), 2),
+    "localize": (("localize", "A", "B", "-o", "new"), None),
+    "sensitivity": (("sensitivity", "A", "--candidate", "B"), 2),
+    "explain": (("compare", "A", "B", "--explain-token"), None),
+    "pack": (("pack", "A", "-o", "new.tar"), 0),
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "part"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_fails(folder, tmp_path, invoke, monkeypatch, mode, name):
+    """Exit code 0 with an answer, or 2 with what is lacking."""
+    words, wanted = COMMANDS[name]
+    monkeypatch.setattr("logging.raiseExceptions", False)
+    places = {"A": f"{mode}-a", "B": f"{mode}-b", "truth": "truth"}
+    words = [str(folder / places[word]) if word in places else word for word in words]
+    words = [str(tmp_path / word) if word.startswith("new") else word for word in words]
+    code, out, err = invoke(*words)
+    assert "fault in divergence" not in err and "Traceback" not in err
+    assert code == wanted if wanted is not None else code in (0, 2), (code, err)
+    if code == 2:
+        assert "error" in err.lower() and len(err) > 40
+    if name.endswith("--json"):
+        json.loads(out)

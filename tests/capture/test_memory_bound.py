@@ -76,7 +76,8 @@ print(json.dumps([grown, manifest.sizes.num_records, manifest.sizes.stored_bytes
     [
         (16, 4, 1 << 18, 20),  # tensors of 1 MiB, five times the buffer
         (16, 16, 1 << 18, 20),  # four times as many steps
-        (64, 12, 1 << 20, 20),  # larger ones; below 1 GiB, from which on numba is loaded
+        # larger ones; below 1 GiB, from which on numba is loaded
+        pytest.param(64, 12, 1 << 20, 20, marks=pytest.mark.slow),
         (16, 400, 256, 100),  # 80,000 records of 1 KiB: the bookkeeping counts too
     ],
 )

@@ -21,6 +21,7 @@ from divergence.run.reader import Run
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 FEW = ("gpt2", "llama", "mamba", "qwen3-moe")
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in FEW[1:]]
 OTHER_KERNELS = {"llama", "gpt2", "qwen3-moe"}
 HIDDEN = 256
 
@@ -97,7 +98,7 @@ def test_other_kernels_raise_no_alarm(recorded, tmp_path, architecture, dtype):
         assert compare(first, second).verdict.kind in ("identical", "within_floor")
 
 
-@pytest.mark.parametrize("architecture", FEW)
+@pytest.mark.parametrize("architecture", [FEW[0], *SLOWLY])
 def test_another_machine_raises_no_alarm(recorded, tmp_path, architecture):
     """The oldest kernels of this CPU, in a process of their own."""
     switches = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41",

@@ -48,6 +48,19 @@ class Advice:
             f"divergence compare {first} {anchored}",
         ]
 
+    def in_full(self, flagged: Sequence[str] = ()) -> list[str]:
+        """The candidate once more with its bytes, where it kept none: the blocks, and ``flagged``
+        sites beside them."""
+        if self._candidate.plan.store == "full":
+            return []
+        out = beside(self._b, "-full")
+        words = [f"--sites {shlex.quote(site)}" for site in ["blocks", *flagged[:_MOST_SITES]]]
+        return [
+            f"divergence capture --like {self._a} -o {out} --store full {' '.join(words)}"
+            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
+            f"divergence compare {self._a} {out}",
+        ]
+
     def _anchoring(self, flagged: Sequence[str]) -> list[str]:
         """The reference once more, with every block's input; nothing where it has them."""
         plan, settings = self._reference.plan, self._reference.settings

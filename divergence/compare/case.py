@@ -11,7 +11,11 @@ from divergence.compare.result import Evidence, PreflightLine, SiteResult, Token
 from divergence.compare.suspects import Shown
 from divergence.compare.truth import Tallies
 from divergence.compare.units import Unit
-from divergence.compare.unmeasured import estimated_evidence, unmeasured_evidence
+from divergence.compare.unmeasured import (
+    estimated_evidence,
+    is_unmeasured,
+    unmeasured_evidence,
+)
 
 __all__ = ["Case"]
 
@@ -59,6 +63,12 @@ class Case:
         if not self.anchored:
             return advice.certainty(_outside_blocks(self.sites))
         commands: list[str] = []
+        unmeasured = [site for site in self.sites if is_unmeasured(site)]
+        if unmeasured or (unit is not None and any(r.estimated for r in unit.results)):
+            named = [site.site for site in unmeasured if site.role == "inner"]
+            commands += advice.in_full([*_outside_blocks(self.sites), *dict.fromkeys(named)])
+            if unit is None and commands:
+                return commands
         if unit is not None:
             block = unit.results[0].block
             if block is None or unit.site.partition(":")[0] != block:

@@ -144,6 +144,20 @@ def test_what_to_do_next(recorded, tmp_path):
     assert "--sites model.layers.1.mlp:out" in commands[0]
 
 
+@pytest.mark.parametrize("store", ["sketch", "stats", "hash"])
+def test_what_a_full_reference_can_anchor_is_captured_in_full(recorded, tmp_path, store):
+    """Where the candidate alone kept no bytes, the first command captures it with them, and with
+    its fault; nothing is advised of digests that digests cannot tell."""
+    first = recorded()
+    second = capture(like=first.path, out=tmp_path / "b", store=store, probe=False,
+                     plants=["model.layers.1:out=scale:1.3"])  # fmt: skip
+    commands = compare(first, second).verdict.next
+    assert "--store full --sites blocks" in commands[0]
+    assert "--plant model.layers.1:out=scale:1.3" in commands[0]
+    assert commands[1].endswith("b-full")
+    assert (len(commands) == 2) == (store != "sketch")
+
+
 @pytest.mark.parametrize(
     "pair",
     [("sketch", "sketch"), ("hash", "hash"), ("full", "hash"), ("stats", "sketch"),

@@ -155,6 +155,7 @@ def test_a_capture_into_a_bucket_that_is_killed_is_readable(place, llama, s3):
     assert run.verify() == []
 
 
+@pytest.mark.slow
 def test_a_capture_into_a_bucket_that_is_interrupted_loses_nothing(place, llama, s3):
     """What was seen until then is sent, and the run says what stopped it."""
     code, out, err = stopped_in_bucket(place, llama, f"{s3}/a", signal.SIGINT)
@@ -165,6 +166,7 @@ def test_a_capture_into_a_bucket_that_is_interrupted_loses_nothing(place, llama,
     assert run.verify() == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_capture_into_an_archive_leaves_a_directory(place, llama):
     """No archive, and a run that can be read, or packed."""
     process = start(place, llama, "a.tar")

@@ -23,25 +23,29 @@ __all__ = ["drawn", "write_msprobe", "write_runs"]
 
 
 def drawn(
-    count: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """``count`` pairs; the second of each is the first with 0.1 % of noise."""
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, *, num_runs: int = 2
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """``count`` tensors as ``num_runs`` runs have them: the others are the first with 0.1 % of
+    noise, each with its own."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(shape, generator=generator)
-    noisy = values * (1 + 1e-3 * torch.randn(shape, generator=generator))
-    values, noisy = values.to(dtype).view(-1), noisy.to(dtype).view(-1)
+    versions = [values]
+    versions += [
+        values * (1 + 1e-3 * torch.randn(shape, generator=generator)) for _ in range(num_runs - 1)
+    ]
+    flat = [version.to(dtype).view(-1) for version in versions]
     for number in range(count):
-        yield tuple(one.roll(977 * number).view(shape) for one in (values, noisy))
+        yield tuple(one.roll(977 * number).view(shape) for one in flat)
 
 
 def write_runs(
-    folder: Path, count: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Path, Path]:
-    """Two runs of ``count`` blocks; the manifest is a real capture's."""
+    folder: Path, count: int, shape: tuple[int, ...], dtype: torch.dtype, *, num_runs: int = 2
+) -> list[Path]:
+    """Runs of ``count`` blocks; the manifest is a real capture's."""
+    folder.mkdir(parents=True, exist_ok=True)
     model = build("llama", folder / "model")
     small = capture(str(model), out=folder / "small", max_new_tokens=1, device="cpu")
-    paths = folder / "a", folder / "b"
-    writers = []
+    paths, writers = [folder / f"run-{number}" for number in range(num_runs)], []
     for path in paths:
         manifest = Run.open(small.path).manifest
         manifest.sizes = Sizes()
@@ -49,8 +53,8 @@ def write_runs(
             f"model.layers.{n}": ModuleNote(kind="Block", role="block") for n in range(count)
         }
         writers.append(RunWriter(path, manifest))
-    for number, pair in enumerate(drawn(count, shape, dtype)):
-        for writer, tensor in zip(writers, pair, strict=True):
+    for number, versions in enumerate(drawn(count, shape, dtype, num_runs=num_runs)):
+        for writer, tensor in zip(writers, versions, strict=True):
             writer.put(
                 Item(tensor), pass_="free", sample=0, step=0,
                 site=f"model.layers.{number}:out", order=number,

@@ -24,11 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from divergence.capture.api import capture  # noqa: E402
-from divergence.capture.engines.tiny import build  # noqa: E402
-from divergence.run.manifest import ModuleNote, Sizes  # noqa: E402
-from divergence.run.reader import Run  # noqa: E402
-from divergence.run.writer import Item, RunWriter  # noqa: E402
+from benchmarks._dumps import write_runs  # noqa: E402
 
 SHAPE = (1, 512, 2048)
 
@@ -43,8 +39,8 @@ def main() -> None:
     count = max(1, (args.mib << 20) // (2 * SHAPE[1] * SHAPE[2]))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs = write(folder, 1 + args.runs, count)
-        few = write(folder / "few", 2, 1)
+        runs = write_runs(folder, count, SHAPE, torch.bfloat16, num_runs=1 + args.runs)
+        few = write_runs(folder / "few", 1, SHAPE, torch.bfloat16)
         alone = [sys.executable, "-m", "divergence", "compare"]
         ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                  "--nproc-per-node", str(args.ranks), "-m", "divergence", "compare"]  # fmt: skip
@@ -88,34 +84,6 @@ def run(command: list[str], runs: list[Path]) -> tuple[float, float, float]:
     wall = time.perf_counter() - begin
     cpu, rss = map(float, done.stdout.split())
     return wall, cpu, rss * 1024
-
-
-def write(folder: Path, num_runs: int, count: int) -> list[Path]:
-    """Runs of ``count`` tensors each; the manifest is a real capture's, the tensors are drawn."""
-    folder.mkdir(exist_ok=True)
-    model = build("llama", folder / "model")
-    small = capture(str(model), out=folder / "small", max_new_tokens=1, device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    paths, writers = [folder / f"run-{n}" for n in range(num_runs)], []
-    for path in paths:
-        manifest = Run.open(small.path).manifest
-        manifest.sizes = Sizes()
-        manifest.plan.modules = {
-            f"model.layers.{n}": ModuleNote(kind="Block", role="block") for n in range(count)
-        }
-        writers.append(RunWriter(path, manifest))
-    for number in range(count):
-        values = torch.randn(SHAPE, generator=generator)
-        noise = torch.randn(SHAPE, generator=generator)
-        for place, writer in enumerate(writers):
-            tensor = values * (1 + 1e-3 * noise.roll(place, dims=-1)) if place else values
-            writer.put(
-                Item(tensor.bfloat16()), pass_="free", sample=0, step=0,
-                site=f"model.layers.{number}:out", order=number,
-            )  # fmt: skip
-    for writer in writers:
-        writer.close(complete=True)
-    return paths
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import math
 
 import mpmath
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +10,7 @@ from hypothesis import strategies as st
 
 from divergence.numerics import pair as pair_module
 from divergence.numerics.formats import FORMATS, format_of
-from divergence.numerics.kernels import has_compiled
-from divergence.numerics.ulp import ulp_distance
 
-needs_numba = pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
 REL = 1e-6
 CHOSEN: dict = {}
 
@@ -399,55 +395,6 @@ def test_a_dead_channel_is_measured_against_the_typical_one():
     assert metrics.worst_channel == 3 and math.isfinite(metrics.channel_rel_l2_max)
 
 
-def _ulp_by_definition(a, b, name):
-    form = FORMATS[name]
-    distance = ulp_distance(a, b, form).reshape(-1).numpy()
-    x = a.to(torch.float64).reshape(-1).numpy()
-    rms = math.sqrt((x**2).mean())
-    distance = np.sort(distance[np.abs(x) >= form.unit_roundoff * rms])
-    p99 = distance[math.ceil(0.99 * len(distance)) - 1]
-    return (distance > 1).mean(), p99, distance[-1]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("eps", [1e-5, 3e-3, 3e-1])
-@pytest.mark.parametrize("shape", [(50,), (30, 1000), (3, 70001)])
-def test_ulp_counts_are_those_of_all_distances(dtype, eps, shape):
-    """Share, exact p99 and max equal those of the sorted list of all unmasked distances."""
-    a, b = _pair(shape, dtype, eps=eps)
-    metrics, _ = measure_pair(a, b)
-    found = (metrics.ulp_share_over_1, metrics.ulp_p99, metrics.ulp_max)
-    assert found == _ulp_by_definition(a, b, metrics.ulp_format)
-
-
-def test_ulp_percentile_survives_a_misleading_sample():
-    """Where only the sampled runs differ, the guess is lowered until the percentile is exact."""
-    a = torch.ones(40, 4096, dtype=torch.bfloat16)
-    b = a.clone()
-    b[0, :1024] = 5.0
-    metrics, _ = measure_pair(a, b, block=16384)
-    assert metrics.ulp_p99 == 0.0 and metrics.ulp_max > 100
-    assert metrics.ulp_share_over_1 == 1024 / a.numel()
-
-
-def test_ulp_in_a_named_format():
-    """Asked for a coarser format, both sides are rounded to it first."""
-    a, b = _pair((10, 50), torch.float32)
-    metrics, _ = measure_pair(a, b, ulp_format="bf16")
-    coarse, _ = measure_pair(a.bfloat16(), b.bfloat16())
-    assert metrics.ulp_format == "bfloat16"
-    assert metrics.ulp_p99 == coarse.ulp_p99
-
-
-def test_cancelled_elements_are_no_ulp():
-    """Elements below u·rms(a) are masked: they are millions of ulp apart for nothing."""
-    a = torch.ones(1000)
-    a[3] = 1e-12
-    b = a.clone()
-    b[3] = -1e-12
-    assert measure_pair(a, b)[0].ulp_max == 0.0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "shape", [(3, 150_000), (1, 400_001), (1_000_000, 1), (70_000, 3), (997, 509)]
@@ -545,61 +492,3 @@ def test_a_row_norm_beyond_the_range_is_infinite():
     a = torch.full((2, 8), torch.finfo(torch.float64).min, dtype=torch.float64)
     _, rows = pair_module.measure_pair(a, a * 0.5, base=torch.zeros_like(a), **CHOSEN)
     assert rows.norm.tolist() == rows.update_norm.tolist() == [math.inf] * 2
-
-
-_ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 3e38, 1e-7]
-
-_TRIPLES = [(name,) * 3 for name in ("bfloat16", "float16", "float32", "float64")] + [
-    ("bfloat16", "float32", "bfloat16"), ("float32", "float64", "float16")
-]  # fmt: skip
-
-
-_NEAR = {
-    "gain", "one_minus_cosine", "cosine", "sqnr_db",  # within 1e-6 of another scale
-    "max_abs_index", "worst_row", "worst_channel", "max_abs_reference", "max_abs_candidate",  # ties
-}  # fmt: skip
-
-
-@needs_numba
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    shape=st.tuples(st.integers(0, 70), st.integers(0, 40), st.sampled_from([1, 1, 60])),
-    names=st.sampled_from(_TRIPLES),
-    size=st.sampled_from([1e-30, 1e-9, 1.0, 1e18]),
-    eps=st.sampled_from([0.0, 1e-6, 1e-3, 0.5]),
-    odd=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 10**6), st.sampled_from(_ODD))),
-    options=st.sets(st.sampled_from(["base", "mask", "threads"])),
-)
-def test_both_kernels_measure_the_same(shape, names, size, eps, odd, options):
-    """Compiled loops and numpy agree to 1e-6 on any formats, values, masks and bases."""
-    rows, cols, more = shape
-    cols *= more
-    kinds = [getattr(torch, name) for name in names]
-    values = size * _noise((rows, cols))
-    noise = values * (1 + eps * _noise((rows, cols), 1))
-    tensors = [v.to(kind) for v, kind in zip((values, noise, 0.5 * values), kinds, strict=True)]
-    for side, at, value in odd[:4]:
-        if rows * cols:
-            tensors[side].view(-1)[at % (rows * cols)] = value
-    a, b, base = tensors
-    given_ = {"base": base} if "base" in options else {}
-    if "mask" in options:
-        given_["row_mask"] = _noise((rows,), 2) > 0
-    threads = 2 if "threads" in options else 1
-    (one, rows_one), (two, rows_two) = (
-        pair_module.measure_pair(a, b, kernel=kernel, threads=threads, **given_)
-        for kernel in ("numpy", "compiled")
-    )
-    for name in set(one.__struct_fields__) - _NEAR:
-        x, y = getattr(one, name), getattr(two, name)
-        if isinstance(x, float):
-            assert y == pytest.approx(x, rel=REL, abs=0, nan_ok=True), name
-        else:
-            assert x == y, name
-    assert two.cosine == pytest.approx(one.cosine, abs=1e-6)
-    assert two.gain == pytest.approx(one.gain, rel=REL, abs=1e-6 * min(one.gain_se, 1.0))
-    for x, y in ((rows_one.rel_l2, rows_two.rel_l2), (rows_one.norm, rows_two.norm)):
-        assert y.tolist() == pytest.approx(x.tolist(), rel=REL, abs=0, nan_ok=True)
-    if "base" in options:
-        wanted = rows_one.update_norm.tolist()
-        assert rows_two.update_norm.tolist() == pytest.approx(wanted, rel=REL, abs=0, nan_ok=True)

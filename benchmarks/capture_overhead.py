@@ -98,15 +98,19 @@ class Captured:
         from divergence.capture.keep import BufferKeeper
         from divergence.capture.passes import run_pass
         from divergence.capture.storing import keeper_of, reducer_of
+        from divergence.capture.volume import kernel_for_capture
         from divergence.run.buffer import Buffer, Limits
         from divergence.run.writer import RunWriter
 
         execution = self._execution
         request = execution.request
         self.manifest.sizes = type(self.manifest.sizes)()
-        buffer = Buffer(Limits.of(request.buffer_bytes))
+        kernel = kernel_for_capture(
+            request, model, execution.selection.hooked, execution.samples, num_passes=1
+        )
+        buffer = Buffer(Limits.of(request.buffer_bytes, kernel=kernel))
         with RunWriter(
-            folder / "run", self.manifest, buffer=buffer, reducer=reducer_of(request)
+            folder / "run", self.manifest, buffer=buffer, reducer=reducer_of(request, kernel)
         ) as writer:
             execution.keeper = keeper_of(request, BufferKeeper(writer, buffer))
             run_pass(

@@ -41,6 +41,7 @@ from divergence.capture.sites import SiteSelection
 from divergence.capture.storing import check_operators, keeper_of, reducer_of
 from divergence.capture.structure import compiled_modules, describe_modules, output_paths
 from divergence.capture.substitute import substitute_from
+from divergence.capture.volume import kernel_for_capture
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
 from divergence.errors import UsageError
@@ -108,12 +109,17 @@ class Execution:
                 "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
             )
         rank = 0 if self.ranks is None else self.ranks.rank
-        buffer = Buffer(Limits.of(request.buffer_bytes), pinned=can_pin(self.loaded.device))
+        kernel = kernel_for_capture(
+            request, self.loaded.structure, self.selection.hooked, self.samples,
+            num_passes=len(passes),
+        )  # fmt: skip
+        limits = Limits.of(request.buffer_bytes, kernel=kernel)
+        buffer = Buffer(limits, pinned=can_pin(self.loaded.device))
         with (
             started(
                 self.ranks,
                 lambda: RunWriter(
-                    out, manifest, force=force, rank=rank, reducer=reducer_of(request),
+                    out, manifest, force=force, rank=rank, reducer=reducer_of(request, kernel),
                     buffer=buffer,
                 ),
             ) as writer,

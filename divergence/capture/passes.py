@@ -8,7 +8,9 @@ its output was made there; caches are the own ones, made from those inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,7 +94,7 @@ def run_pass(
     on_group: Callable[[list[int], GroupResult], None] | None = None,
 ) -> None:
     """Run every group once under the recorder's hooks."""
-    with recorder.installed():
+    with recorder.installed(), _old_objects_aside():
         for group in groups:
             members = [samples[number] for number in group]
             first = members[0]
@@ -107,6 +109,20 @@ def run_pass(
             result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
             if on_group is not None:
                 on_group(group, result)
+
+
+@contextlib.contextmanager
+def _old_objects_aside() -> Iterator[None]:
+    """What is there already, the model above all, is no business of Python's cycle collector for
+    as long: records waiting for the writer set it off, and it would walk through everything."""
+    apart = gc.isenabled() and not gc.get_freeze_count()  # else somebody else's affair
+    if apart:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if apart:
+            gc.unfreeze()
 
 
 def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:

@@ -14,6 +14,7 @@ from divergence.run.site import near_names
 if TYPE_CHECKING:
     from divergence.capture.request import Request
     from divergence.capture.sites import SiteSelection
+    from divergence.numerics.kernels import Kernel
     from divergence.run.reader import Run
 
 __all__ = ["check_operators", "chosen_store", "keeper_of", "reducer_of"]
@@ -69,6 +70,8 @@ def keeper_of(request: Request, whole: Keeper) -> Keeper:
     return whole if request.store == "full" else ReducedKeeper(request.store, whole)
 
 
-def reducer_of(request: Request) -> Reducer | None:
+def reducer_of(request: Request, kernel: Kernel = "numpy") -> Reducer | None:
     """What the writer keeps of them."""
-    return reducer_for(request.store, like=request.like, only_changed=request.only_changed)
+    return reducer_for(
+        request.store, like=request.like, only_changed=request.only_changed, kernel=kernel
+    )

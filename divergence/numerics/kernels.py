@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from divergence.numerics.formats import Format
 
-__all__ = ["READABLE", "WORTH_BYTES", "Kernel", "chosen", "has_compiled", "kernel_for"]
+__all__ = [
+    "READABLE",
+    "RESIDENT_BYTES",
+    "WORTH_BYTES",
+    "Kernel",
+    "chosen",
+    "has_compiled",
+    "kernel_for",
+]
 
 Kernel = Literal["numpy", "compiled"]
 
@@ -23,6 +31,9 @@ READABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 WORTH_BYTES = 1 << 30
 """From this many bytes on compiled loops pay for their start (benchmarks/compare_kernel.py)."""
+
+RESIDENT_BYTES = 112 << 20
+"""What numba and the machine code take of memory (benchmarks/compare_kernel.py)."""
 
 
 @functools.cache

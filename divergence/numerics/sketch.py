@@ -41,7 +41,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from divergence.numerics.formats import Format
+from divergence.numerics.blocks import Grid
+from divergence.numerics.formats import Format, format_of
+from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.mixing import stream
 
 if TYPE_CHECKING:
@@ -113,11 +115,16 @@ def resolution(num_features: int, k: int, *, sums: str = "float64") -> float:
 
 
 def sketch_tensor(
-    tensor: torch.Tensor, k: int, *, row_numbers: Sequence[int] | np.ndarray | None = None
+    tensor: torch.Tensor,
+    k: int,
+    *,
+    row_numbers: Sequence[int] | np.ndarray | None = None,
+    kernel: Kernel = "numpy",
 ) -> torch.Tensor:
     """The sketch, (rows, k + 2) float32 on the tensor's device; nothing is waited for.
 
     ``row_numbers``: what the rows are called in another tensor that holds them as well.
+    ``kernel``: see numerics.kernels; of tensors on a host alone.
     """
     import torch
 
@@ -131,6 +138,11 @@ def sketch_tensor(
         tau = _signs_of(np.asarray(row_numbers), -(-features // k)).to(device=device, dtype=wide)
     sigma = _sigma(features, device, wide)
     out = torch.empty(num_rows, k + 2, dtype=torch.float32, device=x.device)
+    if device == "cpu" and chosen(kernel, format_of(x.dtype)) == "compiled":
+        from divergence.numerics.compiled.sketch import projections_of
+
+        _put(out, *projections_of(Grid(x), sigma.numpy(), tau.numpy(), k))
+        return out
     block = _BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK
     step = max(1, block // features)
     for start in range(0, num_rows, step):
@@ -139,7 +151,9 @@ def sketch_tensor(
     return out
 
 
-def sketch_many(tensors: Sequence[torch.Tensor], ks: Sequence[int]) -> list[torch.Tensor]:
+def sketch_many(
+    tensors: Sequence[torch.Tensor], ks: Sequence[int], *, kernel: Kernel = "numpy"
+) -> list[torch.Tensor]:
     """``[sketch_tensor(t, k) for t, k in ...]``, faster where many are one row each, as in a
     decode step: rows of one length are stacked."""
     import torch
@@ -152,10 +166,11 @@ def sketch_many(tensors: Sequence[torch.Tensor], ks: Sequence[int]) -> list[torc
             key = (tensor.dtype, str(tensor.device), features, k)
             groups.setdefault(key, []).append(index)
         else:
-            results[index] = sketch_tensor(tensor, k)
+            results[index] = sketch_tensor(tensor, k, kernel=kernel)
     for (_, _, features, k), members in groups.items():
         stack = torch.cat([tensors[index].detach().reshape(1, features) for index in members])
-        found = sketch_tensor(stack, k, row_numbers=np.zeros(len(members), np.int64))
+        numbers = np.zeros(len(members), np.int64)
+        found = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
         for index, one in zip(members, found.split(1), strict=True):
             results[index] = one
     return [one for one in results if one is not None]
@@ -186,10 +201,21 @@ def _sketch_rows(
     if whole < signed.shape[1]:
         rest = signed[:, whole:]
         sums[:, : rest.shape[1]] += rest * tau[:, whole // k, None]
-    norm = squares.sqrt()
+    _put(out, sums, squares)
+
+
+def _put(
+    out: torch.Tensor, sums: torch.Tensor | np.ndarray, squares: torch.Tensor | np.ndarray
+) -> None:
+    """Projections and norms, rounded to float32, the norm with what is left of it."""
+    import torch
+
+    sums, squares = torch.as_tensor(sums), torch.as_tensor(squares)
+    norm, k = squares.sqrt(), sums.shape[1]
     out[:, :k] = sums
     out[:, k] = norm
-    out[:, k + 1] = torch.nan_to_num(norm - out[:, k].to(wide), nan=0.0, posinf=0.0, neginf=0.0)
+    left = norm - out[:, k].to(norm.dtype)
+    out[:, k + 1] = torch.nan_to_num(left, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:

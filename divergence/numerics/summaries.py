@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divergence.numerics.formats import format_of
-from divergence.numerics.kernels import Kernel, kernel_for
+from divergence.numerics.kernels import Kernel
 from divergence.numerics.summary import Summary, summarize, summarize_rows
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Summarizer", "summarize_many"]
+__all__ = ["summarize_many"]
 
 _BLOCK_ELEMENTS = 1 << 15
 _SMALL_ELEMENTS = 1 << 13
@@ -45,18 +45,6 @@ def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy")
         summarize(tensor, kernel=kernel) if found is None else found
         for tensor, found in zip(tensors, results, strict=True)
     ]
-
-
-class Summarizer:
-    """``summarize_many`` for a stream of unknown length: from the number of bytes on at which
-    compiled loops pay for their start, it takes those."""
-
-    def __init__(self) -> None:
-        self._num_bytes = 0
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Summary]:
-        self._num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return summarize_many(tensors, kernel=kernel_for(self._num_bytes))
 
 
 def _stacked(tensors: list[torch.Tensor], kernel: Kernel) -> list[Summary | None]:

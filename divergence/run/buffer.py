@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
+from divergence.numerics.kernels import RESIDENT_BYTES, Kernel
 
 if TYPE_CHECKING:
     import torch
@@ -84,17 +85,20 @@ class Limits:
     line_bytes: int
     stored_bytes: int
     num_queued: int
+    kernel: Kernel = "numpy"
+    """The loops that digest what is in the buffer; compiled ones take memory of their own."""
 
     @classmethod
-    def of(cls, num_bytes: int) -> Limits:
+    def of(cls, num_bytes: int, *, kernel: Kernel = "numpy") -> Limits:
         rest = num_bytes // 8
-        ring = num_bytes - rest - _WORK_BYTES
+        ring = num_bytes - rest - _WORK_BYTES - (RESIDENT_BYTES if kernel == "compiled" else 0)
         return cls(
             ring_bytes=ring,
             shard_bytes=ring // 4,
             line_bytes=rest // 8,
             stored_bytes=rest // 2,
             num_queued=rest // 4 // _QUEUED_BYTES,
+            kernel=kernel,
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import RunExistsError
+from divergence.run.direct import DirectFiles
 from divergence.run.layout import MANIFEST, TENSORS, is_run_name, records_name
 from divergence.run.shard import write_shard
 
@@ -28,6 +29,7 @@ class DirectoryTarget:
 
     def __init__(self, path: Path, *, force: bool, rank: int = 0) -> None:
         self.path = path
+        self._direct = DirectFiles()
         if rank == 0:
             prepare_directory(path, force=force)
         else:
@@ -38,7 +40,7 @@ class DirectoryTarget:
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
         final = self.path / name
         with _beside(final.with_suffix(".tmp"), final) as temporary:
-            write_shard(temporary, pieces)
+            write_shard(temporary, pieces, direct=self._direct)
 
     def append_records(self, lines: bytes) -> None:
         before = os.fstat(self._records.fileno()).st_size

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from divergence.numerics.fold import fold_tensor, folds_of
 from divergence.numerics.formats import format_named
+from divergence.numerics.kernels import Kernel
 from divergence.numerics.sketch import num_projections, sketch_many
-from divergence.numerics.summaries import Summarizer
+from divergence.numerics.summaries import summarize_many
 from divergence.numerics.summary_device import summaries_of
 from divergence.run.contents import Content, contents_of
 from divergence.run.fingerprint import digest_tensor, plain_tensor
@@ -47,14 +48,16 @@ def wants_fold(run: Run | None) -> bool:
     return run is not None and any(record.fold is not None for record in run.records)
 
 
-def reducer_for(store: Store, *, like: Run | None, only_changed: bool) -> Reducer | None:
+def reducer_for(
+    store: Store, *, like: Run | None, only_changed: bool, kernel: Kernel = "numpy"
+) -> Reducer | None:
     """The reducer of a capture, or None where the writer keeps everything by itself."""
     fold = wants_fold(like)
     if store == "full" and not only_changed and not fold:
         return None
     records = like.records if only_changed and like is not None else ()
     held = frozenset(content for record in records for content in contents_of(record))
-    return Reducer(store, fold=fold, held=held)
+    return Reducer(store, fold=fold, held=held, kernel=kernel)
 
 
 class Reducer:
@@ -64,11 +67,15 @@ class Reducer:
     """
 
     def __init__(
-        self, store: Store, *, fold: bool = False, held: frozenset[Content] = frozenset()
+        self,
+        store: Store,
+        *,
+        fold: bool = False,
+        held: frozenset[Content] = frozenset(),
+        kernel: Kernel = "numpy",
     ) -> None:
-        self._store_mode, self._fold, self._held = store, fold, held
+        self._store_mode, self._fold, self._held, self._kernel = store, fold, held, kernel
         self._known: dict[Content, tuple[Summary | None, Sketch | None]] = {}
-        self._summarize = Summarizer()
 
     def take(self, items: Sequence[Item], store: StoreBytes) -> list[Item]:
         """``store(digest, tensor, num_bytes)`` says where bytes will be."""
@@ -118,7 +125,7 @@ class Reducer:
         tensors = list(fresh.values())
         summaries: Sequence[Summary | None] = [None] * len(fresh)
         if self._store_mode != "hash":
-            summaries = self._summarize(tensors)
+            summaries = summarize_many(tensors, kernel=self._kernel)
         sketches = self._sketches(fresh, store)
         for (content, _), summary in zip(fresh.items(), summaries, strict=True):
             self._known[content] = (summary, sketches.get(content))
@@ -137,7 +144,8 @@ class Reducer:
             for content in fresh
             if (k := num_projections(content[2], format_named(content[1]))) is not None
         }
-        found = sketch_many([fresh[content] for content in wanted], list(wanted.values()))
+        tensors = [fresh[content] for content in wanted]
+        found = sketch_many(tensors, list(wanted.values()), kernel=self._kernel)
         return {
             content: stored_sketch(one, k, store, sums="float64")
             for (content, k), one in zip(wanted.items(), found, strict=True)

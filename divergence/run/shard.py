@@ -24,6 +24,7 @@ import msgspec
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
 from divergence.run.blob import Blob
+from divergence.run.direct import DIRECT_BYTES, DirectFiles
 from divergence.run.piece import Piece
 
 if TYPE_CHECKING:
@@ -96,8 +97,10 @@ class Shard:
         self._blob.close()
 
 
-def write_shard(path: Path, pieces: Mapping[str, Piece]) -> None:
-    """Write ``pieces`` by key as a safetensors file. Raises OSError.
+def write_shard(
+    path: Path, pieces: Mapping[str, Piece], *, direct: DirectFiles | None = None
+) -> None:
+    """Write ``pieces`` by key as a safetensors file, a large one with ``direct``. Raises OSError.
 
     Wide elements come first, so that each tensor is aligned to its own element size; a
     dtype that the format does not name goes as raw bytes (the record knows what it is).
@@ -116,9 +119,12 @@ def write_shard(path: Path, pieces: Mapping[str, Piece]) -> None:
         offset += num_bytes
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
+    parts = [memoryview(struct.pack("<Q", len(text)) + text)]
+    parts += [piece.data for _, piece in ordered if piece.data.nbytes]
+    if direct is not None and offset >= DIRECT_BYTES and direct.write(path, parts):
+        return
     with open(path, "wb", buffering=0) as file:
-        parts = [memoryview(struct.pack("<Q", len(text)) + text)]
-        _write_all(file.fileno(), parts + [piece.data for _, piece in ordered if piece.data.nbytes])
+        _write_all(file.fileno(), parts)
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from divergence.errors import RunWriteError
-from divergence.numerics.summaries import Summarizer
+from divergence.numerics.summaries import summarize_many
 from divergence.run.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, Slot
 from divergence.run.call import Call
 from divergence.run.item import Item
@@ -88,7 +88,6 @@ class RunWriter:
         self._buffer = buffer
         self._limits = Limits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
         self._pending = Pending(rank=rank)
-        self._summarize = Summarizer()
         self._stored = Stored(max_bytes=self._limits.stored_bytes, rank=rank)
         self._last_flush = time.monotonic()
         self._queue: deque[tuple] = deque()
@@ -339,7 +338,8 @@ class RunWriter:
                 fresh[identity] = (item, piece)
             item.tensor = None
         parts = flat_parts(piece for _, piece in fresh.values())
-        summaries = [summary for part in parts for summary in self._summarize(part)]
+        kernel = self._limits.kernel
+        summaries = [one for part in parts for one in summarize_many(part, kernel=kernel)]
         found = zip(fresh.items(), summaries, strict=True)
         for ((digest, *kind), (item, piece)), summary in found:
             shard = self._pending.shard

@@ -211,10 +211,10 @@ def test_ctrl_c_while_waiting_for_the_disk_ends_the_capture(writing, tmp_path, m
     holding, release = threading.Event(), threading.Event()
     write_shard = directory_target.write_shard
 
-    def slow(path, pieces):
+    def slow(path, pieces, **options):
         holding.set()
         release.wait(60)
-        write_shard(path, pieces)
+        write_shard(path, pieces, **options)
 
     monkeypatch.setattr(directory_target, "write_shard", slow)
     writer, put = writing()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from divergence.numerics.summaries import Summarizer, summarize_many
+from divergence.numerics.summaries import summarize_many
 from divergence.numerics.summary import summarize
 
 FIELDS = ("min", "max", "mean", "rms", "absmax")
@@ -49,20 +49,3 @@ def test_many_equal_each(kernel):
 def test_nothing_gives_nothing():
     """No tensors, no summaries."""
     assert summarize_many([]) == []
-
-
-def test_a_long_stream_changes_to_compiled_loops(monkeypatch):
-    """The kernel goes by the bytes seen so far; what comes out stays the same."""
-    kernels = []
-
-    def noted(tensors, *, kernel):
-        kernels.append(kernel)
-        return summarize_many(tensors)
-
-    monkeypatch.setattr("divergence.numerics.summaries.summarize_many", noted)
-    monkeypatch.setattr("divergence.numerics.kernels.has_compiled", lambda: True)
-    monkeypatch.setattr("divergence.numerics.kernels.WORTH_BYTES", 1000)
-    summarizer = Summarizer()
-    for _ in range(3):
-        assert summarizer([torch.ones(100)]) == [summarize(torch.ones(100))]
-    assert kernels == ["numpy", "numpy", "compiled"]

@@ -1,0 +1,154 @@
+"""Comparing runs of several ranks, written by hand: parts by their digests, and replicas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+from divergence.compare.api import compare
+from divergence.compare.camps import fingerprints
+from divergence.errors import IncomparableError
+from divergence.numerics.fold import fold_tensor
+from divergence.run.item import Item
+from divergence.run.manifest import (
+    Environment,
+    Manifest,
+    Mesh,
+    MeshAxis,
+    ModelIdentity,
+    Plan,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+from divergence.run.reader import Run
+from divergence.run.reduction import reducer_for
+from divergence.run.unshard import unsharded
+from divergence.run.writer import RunWriter
+
+WHOLE = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(7))
+LEFT, RIGHT = WHOLE.chunk(2, 2)
+HALVES, COPIES, ALONE = "shard:2", "replicate", None
+
+
+def manifest(axes, number, **plan):
+    environment = Environment(
+        label="here", platform="Linux", python="3.11", device_type="cpu", device_name="cpu",
+        cpu="cpu", cpu_capability="DEFAULT", num_threads=1, versions={},
+    )  # fmt: skip
+    mesh = Mesh(axes=[MeshAxis(name=name, size=size) for name, size in axes.items()])
+    model = ModelIdentity(
+        source="by-hand", model_class="Toy", task="causal-lm", config_digest="c", dtype="float32",
+        num_parameters=1, digest="d",
+    )  # fmt: skip
+    return Manifest(
+        id=f"{number:032x}", tool_version="0", created="2026-01-01T00:00:00+00:00", model=model,
+        tokens=Tokens(samples=[SampleTokens(prompt_ids=[1, 2, 3, 4])] * 2, groups=[[0], [1]]),
+        settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=1, batch=False),
+        environment=environment, plan=Plan(passes=["free"], sites=["*"], **plan),
+        mesh=mesh if axes else None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """``run_of({"tp": 2}, [(site, word, tensors by rank), ...])`` → the run; a tensor that is None
+    was not recorded by that rank. A site may be ``(sample, site)``."""
+    numbers = itertools.count(1)
+
+    def write(axes, sites, store="full") -> Run:
+        number = next(numbers)
+        out = tmp_path / f"run{number}"
+        made = manifest(axes, number, store=store)
+        writers = []
+        for rank in range(math.prod(axes.values())):
+            reducer = reducer_for(store, like=None, only_changed=False)
+            own = made if rank == 0 else manifest(axes, number, store=store)
+            writers.append(RunWriter(out, own, rank=rank, reducer=reducer))
+        for order, (where, word, tensors) in enumerate(sites):
+            sample, site = where if isinstance(where, tuple) else (0, where)
+            for writer, tensor in zip(writers, tensors, strict=True):
+                if tensor is not None:
+                    words = word if isinstance(word, tuple) else word and (word,)
+                    writer.put(Item(tensor.contiguous()), pass_="free", sample=sample, step=0,
+                               site=site, order=order, placement=words)  # fmt: skip
+        for writer in reversed(writers):
+            writer.flush()
+            if writer is not writers[0]:
+                made.sizes.num_records += writer.manifest.sizes.num_records
+            writer.close(complete=True)
+        return Run.open(out)
+
+    return write
+
+
+def only_site(report):
+    (site,) = report.sites
+    return site
+
+
+@pytest.mark.parametrize("store", ["hash", "stats", "sketch"])
+def test_parts_without_bytes_are_compared_by_their_digests(run_of, store):
+    """Divided alike, a run equals itself, and another one where any part differs."""
+    same = [run_of({"tp": 2}, [("m:out", HALVES, (LEFT, RIGHT))], store) for _ in "ab"]
+    other = run_of({"tp": 2}, [("m:out", HALVES, (LEFT, RIGHT.flip(1)))], store)
+    assert compare(*same).verdict.kind == "identical"
+    assert not only_site(compare(same[0], other)).identical
+
+
+@pytest.mark.parametrize("store", ["hash", "stats"])
+def test_parts_without_bytes_against_a_run_in_full(run_of, store):
+    """The whole tensor is cut as the other run's ranks had it, and the other way round: parts that
+    are here make a whole, of which the other side has the digest."""
+    full = [("m:out", ALONE, (WHOLE,))]
+    parts = [("m:out", HALVES, (LEFT, RIGHT))]
+    for a, b in [
+        (run_of({}, full), run_of({"tp": 2}, parts, store)),
+        (run_of({}, full, store), run_of({"tp": 2}, parts)),
+    ]:
+        assert compare(a, b).verdict.kind == compare(b, a).verdict.kind == "identical"
+    wrong = [("m:out", HALVES, (LEFT, RIGHT.flip(1)))]
+    assert not only_site(compare(run_of({}, full), run_of({"tp": 2}, wrong, store))).identical
+
+
+def test_parts_cut_otherwise_are_no_difference(run_of):
+    """Digests of other parts tell nothing: such a tensor is skipped, unless the statistics prove
+    that the two are not equal."""
+    whole = [("m:out", ALONE, (WHOLE,))]
+    parts = [("m:out", HALVES, (LEFT, RIGHT))]
+    for store in ("hash", "stats"):
+        with pytest.raises(IncomparableError) as error:
+            compare(run_of({}, whole, store), run_of({"tp": 2}, parts, store))
+        assert "cut otherwise" in error.value.hint
+    scaled = [("m:out", HALVES, (LEFT, RIGHT * 2))]
+    report = compare(run_of({}, whole, "stats"), run_of({"tp": 2}, scaled, "stats"))
+    assert not only_site(report).identical and only_site(report).at_least > 0.5
+
+
+def test_digests_of_two_kinds_are_no_difference(run_of):
+    """Equal statistics beside digests of a host and of an accelerator prove nothing either way."""
+    host, device = (run_of({}, [("m:out", ALONE, (WHOLE,))], "stats") for _ in "ab")
+    lines = device.path / "records.jsonl"
+    record = json.loads(lines.read_text())
+    record["fold"] = fold_tensor(WHOLE)
+    del record["xxh3"]
+    lines.write_text(json.dumps(record) + "\n")
+    with pytest.raises(IncomparableError) as error:
+        compare(host, Run.open(device.path))
+    assert "two kinds" in error.value.hint
+
+
+def test_fingerprints_look_at_every_part(run_of):
+    """A tensor in parts counts by the digests of all its parts; in one piece it is another thing,
+    and where a part has none, nothing is said of the run."""
+    one, two = (
+        unsharded(run_of({"tp": 2}, [("x:out", COPIES, (WHOLE, WHOLE)),
+                                     ("m:out", HALVES, (LEFT, right))]))
+        for right in (RIGHT, RIGHT + 1)
+    )  # fmt: skip
+    found = fingerprints([one, one, two])
+    assert found[0] == found[1] != found[2]

@@ -252,9 +252,12 @@ class UnshardedRun(Run):
             return {place: group[0] for place, group in groups.items()}
         agreed: dict[tuple[int, ...], Record] = {}
         for place, group in groups.items():
+            kind = next((k for k in ("xxh3", "fold") if all(getattr(r, k) for r in group)), None)
+            if kind is None:
+                raise NotWholeError("its ranks hold digests of two kinds, which cannot be compared")
             versions: dict[tuple, list[Record]] = {}
             for record in sorted(group, key=lambda record: record.rank):
-                versions.setdefault(_value(record), []).append(record)
+                versions.setdefault((record.shape, getattr(record, kind)), []).append(record)
             best = max(versions.values(), key=len)  # of equally many, the lowest rank's
             agreed[place] = best[0]
             if len(versions) > 1:
@@ -300,11 +303,3 @@ class UnshardedRun(Run):
 
 
 _PASSES = {"free": 0, "anchored": 1, "escalated": 2, "whole": 3, "replayed": 4}
-
-
-def _value(record: Record) -> tuple:
-    """What replicas must have in common."""
-    digest = record.xxh3 or record.fold
-    if digest is None:  # statistics alone: what can be said without the bytes
-        return (record.shape, record.dtype, msgspec.json.encode(record.summary))
-    return (record.shape, record.dtype, digest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 import torch
 
@@ -157,6 +158,26 @@ def test_parts_that_make_no_tensor(ranks, axes, parts, reason):
     assert run.records == []
     (said,) = run.unmade.values()
     assert reason in said
+
+
+def test_copies_with_digests_of_two_kinds(ranks):
+    """A host's digest and an accelerator's cannot be held against each other: the copies are not
+    said to disagree, nor to agree."""
+    run = ranks({"dp": 2}, {r: (WHOLE, ("replicate",)) for r in (0, 1)}).run
+    one, two = run.records
+    run.records = [one, msgspec.structs.replace(two, xxh3=None, fold=two.xxh3)]
+    view = unsharded(run)
+    assert view.records == [] and view.disagreements == []
+    assert "two kinds" in next(iter(view.unmade.values()))
+    run.records[0] = msgspec.structs.replace(one, fold=one.xxh3)  # as `--like` of such a run
+    assert unsharded(run).disagreements == [] and len(unsharded(run).records) == 1
+
+
+def test_a_view_has_the_files_of_its_run(ranks):
+    """What is packed of it are the parts as they lie on disk."""
+    cut = WHOLE.chunk(2, 2)
+    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
+    assert {name: size for name, size, _ in run.whole_files()} == run.run.files() == run.files()
 
 
 def test_a_joined_tensor_has_no_digest(ranks):

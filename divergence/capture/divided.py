@@ -9,7 +9,7 @@ this rank were alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from divergence.capture.dry_run import forward_shapes
 from divergence.capture.engines.distributed import tensor_plan
 from divergence.capture.placement import TensorPlacement
+from divergence.capture.selection import step_selected
 from divergence.errors import UsageError
 from divergence.run.item import Item
 from divergence.run.manifest import Environment, Manifest, ModuleNote, SampleTokens
@@ -70,8 +71,14 @@ def own_part(run: Run, rank: int) -> Run:
     return run
 
 
-def check_request(request: Request, selection: SiteSelection) -> None:
-    """Refuse what needs the whole model in one process."""
+def check_request(request: Request, selection: SiteSelection, axes: Collection[str]) -> None:
+    """Refuse what needs the whole model in one process, and what would tell no tensor's place."""
+    if "tp" in axes and not step_selected(request.steps, 0):
+        raise UsageError(
+            f"--mesh tp needs the prefill, and --steps {request.steps} leaves it out: what a rank "
+            "holds of a tensor is settled there",
+            hint=f"--steps 0,{request.steps}",
+        )
     asked = {
         "--escalate": request.escalate,
         "ops@ sites": bool(selection.operators),
@@ -98,7 +105,7 @@ class Division:
         samples: Sequence[SampleTokens],
         groups: Sequence[list[int]],
     ) -> None:
-        check_request(request, selection)
+        check_request(request, selection, ranks.sizes)
         self.ranks = ranks
         module: Any = loaded.module
         together = bool(getattr(module, "_is_fsdp_managed_module", False))
@@ -156,7 +163,6 @@ class Division:
         self, site: str, item: Item, *, sample: int, step: int, pass_: str
     ) -> tuple[str, ...] | None:
         """The record's placement; None where one axis leaves it open."""
-        own = getattr(item, "placement", None) or {}
         words: list[str] = []
         for axis in self.ranks.mesh.axes:
             word: str | None
@@ -164,11 +170,10 @@ class Division:
                 word = "single"
             elif axis.name == "tp":
                 settled = sample == self._first and step == 0 and pass_ != "whole"
-                word = own.get("tp") or (
-                    None
-                    if self._tensor is None
-                    else self._tensor(site, item.shape, settled=settled)
-                )
+                if item.placement is not None:  # where it has no word the shape would mislead
+                    word = item.placement.get("tp")
+                else:
+                    word = self._tensor and self._tensor(site, item.shape, settled=settled)
             else:
                 word = "single" if self.ranks.dealt else "replicate"
             if word is None:
@@ -200,12 +205,20 @@ class Division:
         )
 
     def count(self, manifest: Manifest) -> None:
-        """All ranks have written all they have: their sizes make the run's."""
-        for rank, sizes in enumerate(self.ranks.gather(manifest.sizes)):
+        """All ranks have written all they have: their sizes make the run's; and what any of them
+        was warned of, or did not repeat."""
+        repeated, settings = manifest.repeatability, manifest.settings
+        mine = manifest.sizes, repeated, settings.nondeterministic_warnings
+        for rank, (sizes, theirs, warnings) in enumerate(self.ranks.gather(mine)):
             if rank == self.ranks.rank:
                 continue
-            for name in sizes.__struct_fields__:
-                setattr(manifest.sizes, name, getattr(manifest.sizes, name) + getattr(sizes, name))
+            _add(manifest.sizes, sizes, sizes.__struct_fields__)
+            _add(repeated, theirs, ("num_compared", "num_different"))
+            if repeated.first_difference is None and theirs.first_difference is not None:
+                repeated.first_difference = f"{theirs.first_difference} on rank {rank}"
+            settings.nondeterministic_warnings = list(
+                dict.fromkeys([*settings.nondeterministic_warnings, *warnings])
+            )
 
     def _who_has_what(
         self, module: torch.nn.Module, notes: Mapping[str, ModuleNote]
@@ -234,6 +247,11 @@ class Division:
 
     def order(self, order: int) -> int:
         return order + _STAGE * self.ranks.places.get("pp", 0)
+
+
+def _add(total: msgspec.Struct, other: msgspec.Struct, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(total, name, getattr(total, name) + getattr(other, name))
 
 
 class _Share:

@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.capture.divided import LocalKeeper
+from divergence.capture.divided import Division, LocalKeeper, check_request
 from divergence.capture.keep import CopyKeeper
 from divergence.capture.placement import TensorPlacement, share_of
+from divergence.errors import UsageError
+from divergence.run.item import Item
+from divergence.run.manifest import Mesh, MeshAxis, Repeatability, Sizes
 
 PLAN = {
     "b.q": "colwise",
@@ -108,3 +111,55 @@ def test_a_dtensor_brings_its_own_placement():
     assert torch.equal(item.tensor, local)
     assert item.placement == {"dp": "replicate", "tp": "shard:1", "x": "partial:mean"}
     assert LocalKeeper(CopyKeeper()).keep(local).placement is None
+
+
+def division(**values) -> Division:
+    """Of rank 0 of two that divide the matrices."""
+    made = object.__new__(Division)
+    made.ranks = SimpleNamespace(mesh=Mesh(axes=[MeshAxis(name="tp", size=2)]), rank=0, **values)
+    made._first, made._tensor = 0, TensorPlacement(PLAN, WHOLE, size=2, place=0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("own", "word"), [(None, ("shard:2",)), ({"tp": "replicate"}, ("replicate",)), ({}, None)]
+)
+def test_a_dtensor_without_a_word_is_not_guessed_at(own, word):
+    """A plain tensor is placed by its shape; a DTensor by what it says alone, since interleaved
+    parts (a strided shard) have the shape of a stretch."""
+    item = Item(torch.zeros(1, 4, 4))
+    item.placement = own
+    assert division().place("b.act:out", item, sample=0, step=0, pass_="free") == word
+
+
+def test_what_any_rank_found_is_the_run_s():
+    """Sizes are added; what another rank did not repeat, or was warned of, is not lost."""
+
+    def found(**repeated):
+        return SimpleNamespace(
+            sizes=Sizes(num_records=3, seen_bytes=8),
+            repeatability=Repeatability(num_runs=2, num_compared=3, **repeated),
+            settings=SimpleNamespace(nondeterministic_warnings=["a"] + ["b"] * bool(repeated)),
+        )
+
+    manifest, other = found(), found(num_different=1, first_difference="m:out (sample 1, step 0)")
+    theirs = other.sizes, other.repeatability, other.settings.nondeterministic_warnings
+    division(gather=lambda mine: [mine, theirs]).count(manifest)
+    assert (manifest.sizes.num_records, manifest.sizes.seen_bytes) == (6, 16)
+    repeated = manifest.repeatability
+    assert (repeated.num_runs, repeated.num_compared, repeated.num_different) == (2, 6, 1)
+    assert repeated.first_difference == "m:out (sample 1, step 0) on rank 1"
+    assert manifest.settings.nondeterministic_warnings == ["a", "b"]
+
+
+@pytest.mark.parametrize("steps", ["decode", "1-4"])
+def test_tensor_parallelism_needs_the_prefill(steps):
+    """Without it no tensor's place would be known, and nothing could be compared."""
+    selection = SimpleNamespace(operators=None)
+    request = SimpleNamespace(steps=steps, escalate=False, substitutes={})
+    with pytest.raises(UsageError, match="needs the prefill") as error:
+        check_request(request, selection, {"tp": 2})
+    assert error.value.hint == f"--steps 0,{steps}"
+    check_request(request, selection, {"dp": 2})
+    request.steps = f"0,{steps}"
+    check_request(request, selection, {"tp": 2})

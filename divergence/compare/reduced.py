@@ -1,9 +1,10 @@
 """Pairs of which not both sides have their bytes: what can be known of them.
 
 Equal digests are equal tensors. A digest that only one side has is computed from the other's bytes,
-where it has them; of a tensor that ranks hold in parts, part by part. Where the digests differ, floats are estimated from sketches
-(divergence.numerics.estimate); a side in full is projected like the other, row by row of the
-same number. Where no sketch is left, the statistics say how far apart the two are at least
+where it has them; of a tensor that ranks hold in parts, part by part. Where the digests differ,
+floats are estimated from sketches (divergence.numerics.estimate); a side in full is projected like
+the other, row by row of the same number. Where no sketch is left, the statistics say how far apart
+the two are at least
 
     ‖a - b‖ >= |‖a‖ - ‖b‖|    and    ‖a - b‖ >= √n |mean(a) - mean(b)|,
 

@@ -20,10 +20,15 @@ from divergence.capture.placement import TensorPlacement
 from divergence.capture.selection import step_selected
 from divergence.errors import UsageError
 from divergence.run.item import Item
+from divergence.run.layout import MANIFEST
+from divergence.run.location import Url, archive_kind, location_of
 from divergence.run.manifest import Environment, Manifest, ModuleNote, SampleTokens
+from divergence.run.reader import Run
 from divergence.run.site import ROOT, module_of, split_site
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
     from divergence.capture.engines.load import LoadedModel
@@ -32,10 +37,17 @@ if TYPE_CHECKING:
     from divergence.capture.ranks import Ranks
     from divergence.capture.request import Request
     from divergence.capture.sites import SiteSelection
-    from divergence.run.reader import Run
     from divergence.run.writer import RunWriter
 
-__all__ = ["Division", "LocalKeeper", "check_request", "on_all", "own_part", "started", "watched"]
+__all__ = [
+    "Division",
+    "LocalKeeper",
+    "check_request",
+    "closed",
+    "on_all",
+    "own_part",
+    "started",
+]
 
 _STAGE = 10**6
 """Added to the order of each pipeline stage: what it runs comes after the stage before it."""
@@ -49,12 +61,9 @@ def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunW
     with make() as writer:
         if ranks is not None and ranks.is_first:
             ranks.gather(None)
-        yield writer
-
-
-def watched(ranks: Ranks | None) -> contextlib.AbstractContextManager:
-    """Inside the writer, so that a run which ends early says which rank ended it."""
-    return contextlib.nullcontext() if ranks is None else ranks.watched()
+        # inside the writer, so that a run which ends early says which rank ended it
+        with contextlib.nullcontext() if ranks is None else ranks.watched():
+            yield writer
 
 
 def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
@@ -62,6 +71,23 @@ def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
     if ranks is None:
         return list(counts)
     return [sum(column) for column in zip(*ranks.gather(counts), strict=True)]
+
+
+def closed(
+    ranks: Ranks, manifest: Manifest, out: str | os.PathLike[str] | Url, note: Callable[[str], None]
+) -> Run:
+    """The run, when all have closed their part. Nodes without a common disk each hold some of its
+    files, and nobody can read it yet: then there is its manifest alone."""
+    ranks.gather(None)
+    place = location_of(out)
+    end = place if isinstance(place, Url) or archive_kind(place) is not None else place / MANIFEST
+    if all(ranks.gather(isinstance(end, Url) or end.exists())):
+        return Run.open(place)
+    note(
+        f"the ranks have no disk in common: {place} can be read when the files of all nodes are "
+        "copied into one directory"
+    )
+    return Run(place, manifest, [])
 
 
 def own_part(run: Run, rank: int) -> Run:

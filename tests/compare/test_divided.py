@@ -11,6 +11,7 @@ import torch
 
 from divergence.compare.api import compare
 from divergence.compare.camps import fingerprints
+from divergence.compare.many import compare_many
 from divergence.errors import IncomparableError
 from divergence.numerics.fold import fold_tensor
 from divergence.run.item import Item
@@ -32,6 +33,7 @@ from divergence.run.writer import RunWriter
 
 WHOLE = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(7))
 LEFT, RIGHT = WHOLE.chunk(2, 2)
+TINY = WHOLE * (1 + 2.0**-22)
 HALVES, COPIES, ALONE = "shard:2", "replicate", None
 
 
@@ -152,3 +154,93 @@ def test_fingerprints_look_at_every_part(run_of):
     )  # fmt: skip
     found = fingerprints([one, one, two])
     assert found[0] == found[1] != found[2]
+
+
+def test_a_candidate_is_open_as_long_as_it_is_compared(run_of, monkeypatch):
+    """Also where candidates are compared among themselves: a fleet may be larger than memory."""
+    first, *others = (
+        run_of({}, [("m:out", ALONE, (tensor,))]) for tensor in (WHOLE * 2, WHOLE, TINY)
+    )
+    opened, closed = [], []
+    open_run, close_run = Run.open, Run.close
+    monkeypatch.setattr(Run, "open", lambda path: opened.append(open_run(path)) or opened[-1])
+    monkeypatch.setattr(Run, "close", lambda run: closed.append(run) or close_run(run))
+    matrix = compare_many(first, [str(run.path) for run in others])
+    assert len(matrix.cross_checks) == 1 and matrix.odd == [str(first.path)]
+    assert len(opened) == 4 and all(any(run is one for one in closed) for run in opened)
+
+
+# --- replicas and shares -------------------------------------------------------------------------
+
+OFF = WHOLE * 1.5
+
+
+def check_of(a, b):
+    (check,) = compare(a, b).replicas
+    return check, check.first[0] if check.first else None
+
+
+def test_copies_that_agree_are_counted(run_of):
+    """Each tensor that several ranks hold alike, once; what is divided or held alone is none."""
+    sites = [("a:out", COPIES, (WHOLE, WHOLE)), ("b:out", HALVES, (LEFT, RIGHT)),
+             ("c:out", COPIES, (OFF, OFF))]  # fmt: skip
+    one = run_of({}, [("a:out", ALONE, (WHOLE,)), ("c:out", ALONE, (OFF,))])
+    check, first = check_of(one, run_of({"tp": 2}, sites))
+    assert (check.side, check.num_tensors, check.num_different, first) == ("candidate", 2, 0, None)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_two_copies_the_other_run_tells(run_of, wrong, swapped):
+    """Whichever rank is off, on whichever side, at the first place in order."""
+    copies = [WHOLE, WHOLE]
+    copies[wrong] = OFF
+    sites = [("a:out", COPIES, (WHOLE, WHOLE)), ("b:out", COPIES, copies),
+             ("c:out", COPIES, copies)]  # fmt: skip
+    one = run_of({}, [(f"{name}:out", ALONE, (WHOLE,)) for name in "abc"])
+    two = run_of({"dp": 2}, sites)
+    pair = (two, one) if swapped else (one, two)
+    check, first = check_of(*pair)
+    assert check.side == first.side == ("reference" if swapped else "candidate")
+    assert (first.site, first.ranks, first.peers) == ("b:out", (wrong,), (1 - wrong,))
+    assert first.told_by == "other run" and first.rel_l2 == pytest.approx(0.5)
+    verdict = compare(*pair).verdict
+    assert verdict.kind == "localized" and verdict.side == first.side
+    assert f"rank {wrong} of the {first.side} disagrees with rank {1 - wrong}" in verdict.summary
+    assert "at 1 more of 3 tensors" in verdict.evidence[0].text
+
+
+def test_most_copies_are_believed(run_of):
+    """Of three ranks two; the other run is not asked, though it is like the third."""
+    two = run_of({"dp": 3}, [("a:out", COPIES, (OFF, WHOLE, OFF))])
+    _, first = check_of(run_of({}, [("a:out", ALONE, (WHOLE,))]), two)
+    assert (first.ranks, first.peers, first.told_by) == ((1,), (0, 2), "majority")
+
+
+def test_nobody_tells_where_neither_copy_is_near(run_of):
+    """Both are as far from the other run: it is said that they differ, and no more."""
+    two = run_of({"dp": 2}, [("a:out", COPIES, (OFF, -OFF))])
+    report = compare(run_of({}, [("a:out", ALONE, (torch.zeros_like(WHOLE) + 1,))]), two)
+    assert report.replicas[0].first[0].told_by == "nobody"
+    assert any("cannot be told" in one.text for one in report.verdict.evidence)
+
+
+def test_copies_that_round_otherwise_are_no_fault(run_of):
+    """Adding in another order on each rank: told, and nothing rests on it."""
+    two = run_of({"dp": 2}, [("a:out", COPIES, (WHOLE, TINY))])
+    verdict = compare(run_of({}, [("a:out", ALONE, (WHOLE,))]), two).verdict
+    assert verdict.kind in ("identical", "within_floor")
+    assert any("adding in another order" in one.text for one in verdict.evidence)
+
+
+def test_the_share_is_that_of_the_onset_s_own_sample(run_of):
+    """Another sample, of which rounding alone differs, in the other rank's share, is not asked."""
+    rounded = LEFT * (1 + 2.0**-22)
+    one = run_of({}, [((n, "m:out"), ALONE, (WHOLE,)) for n in (0, 1)])
+    two = run_of({"tp": 2}, [((0, "m:out"), HALVES, (rounded, RIGHT)),
+                             ((1, "m:out"), HALVES, (LEFT, RIGHT * 4))])  # fmt: skip
+    for pair, side in (((one, two), "candidate"), ((two, one), "reference")):
+        verdict = compare(*pair).verdict
+        assert verdict.onset.sample == 1
+        assert verdict.summary.endswith("in the share of rank 1")
+        assert f"the {side}'s rank 1" in verdict.evidence[-1].text

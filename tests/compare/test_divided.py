@@ -131,6 +131,14 @@ def test_parts_cut_otherwise_are_no_difference(run_of):
     assert not only_site(report).identical and only_site(report).at_least > 0.5
 
 
+def test_means_prove_a_difference_that_norms_do_not(run_of):
+    """Equal norms, other means: the two are that far apart at least."""
+    flat, signs = torch.ones_like(WHOLE), torch.ones_like(WHOLE)
+    signs[..., ::2] = -1
+    one, two = (run_of({}, [("m:out", ALONE, (tensor,))], "stats") for tensor in (flat, signs))
+    assert only_site(compare(one, two)).at_least == pytest.approx(1.0, abs=1e-5)
+
+
 def test_digests_of_two_kinds_are_no_difference(run_of):
     """Equal statistics beside digests of a host and of an accelerator prove nothing either way."""
     host, device = (run_of({}, [("m:out", ALONE, (WHOLE,))], "stats") for _ in "ab")
@@ -244,3 +252,39 @@ def test_the_share_is_that_of_the_onset_s_own_sample(run_of):
         assert verdict.onset.sample == 1
         assert verdict.summary.endswith("in the share of rank 1")
         assert f"the {side}'s rank 1" in verdict.evidence[-1].text
+
+
+def test_no_rank_is_named_where_all_shares_are_off(run_of):
+    """A fault of all ranks alike is nobody's own."""
+    one = run_of({}, [("m:out", ALONE, (WHOLE,))])
+    two = run_of({"tp": 2}, [("m:out", HALVES, (LEFT * 1.4, RIGHT * 1.5))])
+    assert "in the share of" not in compare(one, two).verdict.summary
+
+
+def test_a_fault_before_the_ranks_part_comes_first(run_of):
+    """Where all ranks are wrong at an earlier site, that is the onset; that ranks disagree later
+    is told beside it."""
+    one = run_of({}, [(f"{name}:out", ALONE, (WHOLE,)) for name in "ab"])
+    two = run_of({"dp": 2}, [("a:out", COPIES, (OFF, OFF)), ("b:out", COPIES, (OFF, -OFF))])
+    verdict = compare(one, two).verdict
+    assert verdict.onset.site == "a:out" and "disagrees" not in verdict.summary
+    assert any("disagrees with rank" in text.text for text in verdict.evidence)
+
+
+def test_what_copies_may_differ_by_is_the_site_s_floor(run_of):
+    """Where there is one: within it they are told of, beyond it a rank is at fault."""
+    one = run_of({}, [("a:out", ALONE, (WHOLE * (1 + 2.0**-21),))])
+    for copy, fault in ((TINY, False), (WHOLE * 1.001, True)):
+        report = compare(one, run_of({"dp": 2}, [("a:out", COPIES, (WHOLE, copy))]))
+        assert only_site(report).floor
+        assert (report.verdict.kind == "localized") == fault
+        assert report.replicas[0].num_different == 1
+
+
+def test_a_copy_with_nan_is_the_wrong_one(run_of):
+    """It is infinitely far from the other run, whichever rank has it."""
+    broken = WHOLE.clone()
+    broken[0, 0, 0] = math.nan
+    two = run_of({"dp": 2}, [("a:out", COPIES, (broken, WHOLE))])
+    _, first = check_of(run_of({}, [("a:out", ALONE, (WHOLE,))]), two)
+    assert (first.ranks, first.told_by, first.rel_l2) == ((0,), "other run", math.inf)

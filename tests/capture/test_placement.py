@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from divergence.capture.divided import Division, LocalKeeper, check_request
 from divergence.capture.keep import CopyKeeper
 from divergence.capture.placement import TensorPlacement, share_of
+from divergence.capture.ranks import Ranks
 from divergence.errors import UsageError
 from divergence.run.item import Item
 from divergence.run.manifest import Mesh, MeshAxis, Repeatability, Sizes
@@ -163,3 +164,47 @@ def test_tensor_parallelism_needs_the_prefill(steps):
     check_request(request, selection, {"dp": 2})
     request.steps = f"0,{steps}"
     check_request(request, selection, {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("site", "stage"),
+    [
+        (".:in.input_ids", 0), (".:out", 1), ("model:in", 0), ("model:out.0", 1),
+        ("model.layers.1:in", 1), ("model.rotary:out", 0),
+    ],
+)  # fmt: skip
+def test_which_stage_of_a_pipeline_answers(site, stage):
+    """What holds blocks begins on the first stage and ends on the last; what several have is the
+    first's; a block is its own stage's."""
+    stages = {"model.layers.0": [0], "model.layers.1": [1], "model.rotary": [0, 1]}
+    for own in (0, 1):
+        made = division(
+            idle=False, owns=lambda sample: True, places={"pp": own}, sizes={"pp": 2}
+        )  # fmt: skip
+        made._stages, made._containers, made._owned = stages, {".", "model"}, {}
+        assert made.answers(0, site) == (own == stage)
+        assert made.order(3) == 3 + own * 10**6
+        made.ranks.idle = True
+        assert not made.answers(0, site)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_how_batches_are_dealt(monkeypatch, num_groups, together):
+    """Where there is one for each rank at least; who has one less runs one more for company where
+    ranks must go in step, and does not answer for it."""
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, **_: ranks)
+    groups, answered = [[n] for n in range(num_groups)], []
+    for rank in (0, 1):
+        ranks = object.__new__(Ranks)
+        ranks.mesh = Mesh(axes=[MeshAxis(name="dp", size=2)])
+        ranks.rank, ranks.size, ranks.sizes = rank, 2, {"dp": 2}
+        own = ranks.deal(groups, together=together)
+        assert ranks.dealt == (num_groups >= 2)
+        if ranks.dealt:
+            assert (ranks._alike, ranks._speaker) == ([rank], rank)
+        if not ranks.dealt or together:
+            assert len(own) == -(-num_groups // (2 if ranks.dealt else 1))
+        answered += [group[0] for group in own if ranks.owns(group[0])]
+    once = list(range(num_groups))
+    assert sorted(answered) == (once if num_groups >= 2 else [0, 0])

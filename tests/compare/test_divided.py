@@ -178,6 +178,18 @@ def test_a_candidate_is_open_as_long_as_it_is_compared(run_of, monkeypatch):
     assert len(opened) == 4 and all(any(run is one for one in closed) for run in opened)
 
 
+def test_the_same_bits_have_one_answer(run_of):
+    """A candidate that is bit for bit one that was asked is not compared again, and agrees with
+    nobody that the other differs from."""
+    tensors = (WHOLE * 2, WHOLE, OFF, OFF)
+    first, b, c, same = (run_of({}, [("m:out", ALONE, (tensor,))]) for tensor in tensors)
+    matrix = compare_many(first, [b, c, same])
+    (check,) = matrix.cross_checks
+    assert (check.reference, check.candidate) == (str(b.path), str(c.path))
+    assert [camp.runs for camp in matrix.camps] == [[str(first.path)], [str(b.path)]]
+    assert matrix.identical == [[str(c.path), str(same.path)]] and matrix.odd == []
+
+
 # --- replicas and shares -------------------------------------------------------------------------
 
 OFF = WHOLE * 1.5

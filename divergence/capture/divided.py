@@ -9,7 +9,7 @@ this rank were alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,12 +17,18 @@ import msgspec
 from divergence.capture.dry_run import forward_shapes
 from divergence.capture.engines.distributed import tensor_plan
 from divergence.capture.placement import TensorPlacement
+from divergence.capture.selection import step_selected
 from divergence.errors import UsageError
 from divergence.run.item import Item
+from divergence.run.layout import MANIFEST
+from divergence.run.location import Url, archive_kind, location_of
 from divergence.run.manifest import Environment, Manifest, ModuleNote, SampleTokens
+from divergence.run.reader import Run
 from divergence.run.site import ROOT, module_of, split_site
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
     from divergence.capture.engines.load import LoadedModel
@@ -31,10 +37,17 @@ if TYPE_CHECKING:
     from divergence.capture.ranks import Ranks
     from divergence.capture.request import Request
     from divergence.capture.sites import SiteSelection
-    from divergence.run.reader import Run
     from divergence.run.writer import RunWriter
 
-__all__ = ["Division", "LocalKeeper", "check_request", "on_all", "own_part", "started", "watched"]
+__all__ = [
+    "Division",
+    "LocalKeeper",
+    "check_request",
+    "closed",
+    "on_all",
+    "own_part",
+    "started",
+]
 
 _STAGE = 10**6
 """Added to the order of each pipeline stage: what it runs comes after the stage before it."""
@@ -48,12 +61,9 @@ def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunW
     with make() as writer:
         if ranks is not None and ranks.is_first:
             ranks.gather(None)
-        yield writer
-
-
-def watched(ranks: Ranks | None) -> contextlib.AbstractContextManager:
-    """Inside the writer, so that a run which ends early says which rank ended it."""
-    return contextlib.nullcontext() if ranks is None else ranks.watched()
+        # inside the writer, so that a run which ends early says which rank ended it
+        with contextlib.nullcontext() if ranks is None else ranks.watched():
+            yield writer
 
 
 def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
@@ -63,6 +73,23 @@ def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
     return [sum(column) for column in zip(*ranks.gather(counts), strict=True)]
 
 
+def closed(
+    ranks: Ranks, manifest: Manifest, out: str | os.PathLike[str] | Url, note: Callable[[str], None]
+) -> Run:
+    """The run, when all have closed their part. Nodes without a common disk each hold some of its
+    files, and nobody can read it yet: then there is its manifest alone."""
+    ranks.gather(None)
+    place = location_of(out)
+    end = place if isinstance(place, Url) or archive_kind(place) is not None else place / MANIFEST
+    if all(ranks.gather(isinstance(end, Url) or end.exists())):
+        return Run.open(place)
+    note(
+        f"the ranks have no disk in common: {place} can be read when the files of all nodes are "
+        "copied into one directory"
+    )
+    return Run(place, manifest, [])
+
+
 def own_part(run: Run, rank: int) -> Run:
     """What this rank itself has written so far of a run that several write."""
     if run.manifest.mesh is not None:
@@ -70,8 +97,14 @@ def own_part(run: Run, rank: int) -> Run:
     return run
 
 
-def check_request(request: Request, selection: SiteSelection) -> None:
-    """Refuse what needs the whole model in one process."""
+def check_request(request: Request, selection: SiteSelection, axes: Collection[str]) -> None:
+    """Refuse what needs the whole model in one process, and what would tell no tensor's place."""
+    if "tp" in axes and not step_selected(request.steps, 0):
+        raise UsageError(
+            f"--mesh tp needs the prefill, and --steps {request.steps} leaves it out: what a rank "
+            "holds of a tensor is settled there",
+            hint=f"--steps 0,{request.steps}",
+        )
     asked = {
         "--escalate": request.escalate,
         "ops@ sites": bool(selection.operators),
@@ -98,7 +131,7 @@ class Division:
         samples: Sequence[SampleTokens],
         groups: Sequence[list[int]],
     ) -> None:
-        check_request(request, selection)
+        check_request(request, selection, ranks.sizes)
         self.ranks = ranks
         module: Any = loaded.module
         together = bool(getattr(module, "_is_fsdp_managed_module", False))
@@ -156,7 +189,6 @@ class Division:
         self, site: str, item: Item, *, sample: int, step: int, pass_: str
     ) -> tuple[str, ...] | None:
         """The record's placement; None where one axis leaves it open."""
-        own = getattr(item, "placement", None) or {}
         words: list[str] = []
         for axis in self.ranks.mesh.axes:
             word: str | None
@@ -164,11 +196,10 @@ class Division:
                 word = "single"
             elif axis.name == "tp":
                 settled = sample == self._first and step == 0 and pass_ != "whole"
-                word = own.get("tp") or (
-                    None
-                    if self._tensor is None
-                    else self._tensor(site, item.shape, settled=settled)
-                )
+                if item.placement is not None:  # where it has no word the shape would mislead
+                    word = item.placement.get("tp")
+                else:
+                    word = self._tensor and self._tensor(site, item.shape, settled=settled)
             else:
                 word = "single" if self.ranks.dealt else "replicate"
             if word is None:
@@ -200,12 +231,20 @@ class Division:
         )
 
     def count(self, manifest: Manifest) -> None:
-        """All ranks have written all they have: their sizes make the run's."""
-        for rank, sizes in enumerate(self.ranks.gather(manifest.sizes)):
+        """All ranks have written all they have: their sizes make the run's; and what any of them
+        was warned of, or did not repeat."""
+        repeated, settings = manifest.repeatability, manifest.settings
+        mine = manifest.sizes, repeated, settings.nondeterministic_warnings
+        for rank, (sizes, theirs, warnings) in enumerate(self.ranks.gather(mine)):
             if rank == self.ranks.rank:
                 continue
-            for name in sizes.__struct_fields__:
-                setattr(manifest.sizes, name, getattr(manifest.sizes, name) + getattr(sizes, name))
+            _add(manifest.sizes, sizes, sizes.__struct_fields__)
+            _add(repeated, theirs, ("num_compared", "num_different"))
+            if repeated.first_difference is None and theirs.first_difference is not None:
+                repeated.first_difference = f"{theirs.first_difference} on rank {rank}"
+            settings.nondeterministic_warnings = list(
+                dict.fromkeys([*settings.nondeterministic_warnings, *warnings])
+            )
 
     def _who_has_what(
         self, module: torch.nn.Module, notes: Mapping[str, ModuleNote]
@@ -234,6 +273,11 @@ class Division:
 
     def order(self, order: int) -> int:
         return order + _STAGE * self.ranks.places.get("pp", 0)
+
+
+def _add(total: msgspec.Struct, other: msgspec.Struct, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(total, name, getattr(total, name) + getattr(other, name))
 
 
 class _Share:

@@ -17,7 +17,7 @@ import torch
 
 from divergence.capture.determinism import Determinism
 from divergence.capture.device_copy import can_pin
-from divergence.capture.divided import Division, LocalKeeper, on_all, own_part, started, watched
+from divergence.capture.divided import Division, LocalKeeper, closed, on_all, own_part, started
 from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
@@ -115,16 +115,13 @@ class Execution:
         )  # fmt: skip
         limits = Limits.of(request.buffer_bytes, kernel=kernel)
         buffer = Buffer(limits, pinned=can_pin(self.loaded.device))
-        with (
-            started(
-                self.ranks,
-                lambda: RunWriter(
-                    out, manifest, force=force, rank=rank, reducer=reducer_of(request, kernel),
-                    buffer=buffer,
-                ),
-            ) as writer,
-            watched(self.ranks),
-        ):  # fmt: skip
+        reducer = reducer_of(request, kernel)
+        with started(
+            self.ranks,
+            lambda: RunWriter(
+                out, manifest, force=force, rank=rank, reducer=reducer, buffer=buffer
+            ),
+        ) as writer:
             keeper = keeper_of(request, BufferKeeper(writer, buffer))
             self.keeper = keeper if self.ranks is None else LocalKeeper(keeper)
             first = RememberingSink(writer) if request.repeat > 1 else writer
@@ -153,8 +150,9 @@ class Execution:
             if self.division is not None:
                 writer.flush()
                 self.division.count(manifest)
-        on_all(self.ranks)  # until the first has closed the run
-        return Run.open(out)
+        return (
+            Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
+        )
 
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)

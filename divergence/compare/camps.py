@@ -13,12 +13,15 @@ Runs that are bit for bit the same have one answer, so one of each such group is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import xxhash
 
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.unshard import Digests, digests_of
 
 __all__ = ["agreement_text", "agrees", "find_camps", "fingerprints", "only_there", "outside"]
 
@@ -26,6 +29,7 @@ _AGREEING = frozenset({"identical", "within_floor"})
 _TELLING = _AGREEING | {"systematic", "localized", "drift", "nonfinite"}
 
 Key = TypeVar("Key")
+At = tuple[int, int, str]
 
 
 def agrees(kind: str | None) -> bool | None:
@@ -57,35 +61,46 @@ def fingerprints(runs: Sequence[Run]) -> list[str | None]:
     """By run, one digest over what its own forward gave at each site that the first run recorded.
 
     Equal ones mean equal bits, as far as recorded digests go: no tensor is read. None for a run
-    without digests, or without any of these sites.
+    that lacks the digest of one of these tensors (of the kind that the first run has), and for one
+    without any of these sites: of those nothing can be said.
     """
-    first = _digests(runs[0], None)
-    kind = "fold" if first and not any(r.xxh3 for r in runs[0].records) else "xxh3"
-    wanted = sorted(_digests(runs[0], kind))
-    found: list[str | None] = []
-    for run in runs:
-        mine = _digests(run, kind)
-        known = [mine.get(key) for key in wanted]
-        if not any(known):
-            found.append(None)
-            continue
-        state = xxhash.xxh3_128()
-        for key, digest in zip(wanted, known, strict=True):
-            state.update(repr((key, digest)).encode())
-        found.append(state.hexdigest())
-    return found
+    all_contents = [_contents(run) for run in runs]
+    wanted = sorted(all_contents[0].items(), key=lambda item: item[0])
+    kinds = ["xxh3" if one.digests.xxh3 else "fold" for _, one in wanted]
+    return [_fingerprint(contents, wanted, kinds) for contents in all_contents]
 
 
-def _digests(run: Run, kind: str | None) -> dict[tuple, tuple]:
-    """(sample, step, site, rank) → what identifies the tensor. A suite's repeat holds as
-    ``replayed`` what a fresh run holds as ``free``, and no run holds both of a site."""
-    found = {}
-    for record in run.records:
-        digest = (record.xxh3 or record.fold) if kind is None else getattr(record, kind)
-        if record.pass_ in ("free", "replayed") and digest is not None:
-            key = (record.sample, record.step, record.site, record.rank)
-            found[key] = (digest, record.dtype, record.shape, record.positions)
-    return found
+@dataclass(frozen=True, slots=True)
+class _Content:
+    record: Record
+    digests: Digests
+
+
+def _fingerprint(
+    contents: dict[At, _Content], wanted: Sequence[tuple[At, _Content]], kinds: Sequence[str]
+) -> str | None:
+    state, num_known = xxhash.xxh3_128(), 0
+    for (key, _), kind in zip(wanted, kinds, strict=True):
+        mine = contents.get(key)
+        identity = None
+        if mine is not None:
+            digests, record = getattr(mine.digests, kind), mine.record
+            if digests is None:
+                return None
+            identity = digests, mine.digests.cuts, record.dtype, record.shape, record.positions
+            num_known += 1
+        state.update(repr((key, identity)).encode())
+    return state.hexdigest() if num_known else None
+
+
+def _contents(run: Run) -> dict[At, _Content]:
+    """By (sample, step, site). A suite's repeat holds as ``replayed`` what a fresh run holds as
+    ``free``, and no run holds both of a site."""
+    return {
+        (record.sample, record.step, record.site): _Content(record, digests_of(run, record))
+        for record in run.records
+        if record.pass_ in ("free", "replayed")
+    }
 
 
 def _traits(manifest: Manifest) -> dict[str, str]:

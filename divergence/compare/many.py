@@ -187,10 +187,11 @@ class _Fleet:
             if known.reference == pivot.path and _same_as(other, known.candidate, self._members):
                 return agrees(known.verdict)
         verdict, problem = None, None
+        runs: list[Run] = []
         try:
-            runs = [_opened(one.given) for one in (pivot, other)]
-            for run in runs:
-                run.borrow_from(self._first)
+            for one in (pivot, other):
+                runs.append(_opened(one.given))
+                runs[-1].borrow_from(self._first)
             verdict = compare(
                 *runs, truth=self._truth_of(pivot, other), progress=self._progress, **self._options
             ).verdict.kind
@@ -198,6 +199,10 @@ class _Fleet:
             raise
         except DivergenceError as error:
             problem = str(error)
+        finally:
+            for one, run in zip((pivot, other), runs, strict=False):
+                if not isinstance(one.given, Run):
+                    run.close()
         self._checks.append(
             CrossCheck(reference=pivot.path, candidate=other.path, verdict=verdict, problem=problem)
         )

@@ -1,9 +1,10 @@
 """Pairs of which not both sides have their bytes: what can be known of them.
 
-Equal digests are equal tensors. A digest of one kind that only one side has is computed from the
-other's bytes, where it has them. Where the digests differ, floats are estimated from sketches
-(divergence.numerics.estimate); a side in full is projected like the other, row by row of the
-same number. Where no sketch is left, the statistics say how far apart the two are at least
+Equal digests are equal tensors. A digest that only one side has is computed from the other's bytes,
+where it has them; of a tensor that ranks hold in parts, part by part. Where the digests differ,
+floats are estimated from sketches (divergence.numerics.estimate); a side in full is projected like
+the other, row by row of the same number. Where no sketch is left, the statistics say how far apart
+the two are at least
 
     ‖a - b‖ >= |‖a‖ - ‖b‖|    and    ‖a - b‖ >= √n |mean(a) - mean(b)|,
 
@@ -26,8 +27,10 @@ from divergence.numerics.fold import fold_tensor
 from divergence.numerics.formats import format_named
 from divergence.numerics.pair_metrics import Estimate, PairMetrics, RowMetrics
 from divergence.numerics.sketch import resolution, rows_of, sketch_tensor
+from divergence.run.fingerprint import digest_tensor
 from divergence.run.reader import Run
 from divergence.run.record import Record
+from divergence.run.unshard import Digests, digests_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +48,31 @@ def equal_contents(a: Run, one: Record, b: Run, two: Record) -> bool | None:
     """Are the two tensors equal, bit for bit? None where no digest tells."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    if one.xxh3 is not None and two.xxh3 is not None:
-        return one.xxh3 == two.xxh3
-    if one.fold is not None and two.fold is not None:
-        return one.fold == two.fold
-    for run, record, other in ((a, one, two), (b, two, one)):
-        if other.fold is not None and run.has_bytes(record):
-            return fold_tensor(run.read(record)) == other.fold
+    mine, theirs = digests_of(a, one), digests_of(b, two)
+    if (kind := _common(mine, theirs)) is not None:
+        return getattr(mine, kind) == getattr(theirs, kind)
+    for run, record, known in ((a, one, theirs), (b, two, mine)):
+        kind = _first_kind(known)
+        if kind is not None and run.has_bytes(record):
+            tensor = run.read(record)
+            parts = [tensor[cut].contiguous() for cut in known.cuts]
+            return tuple(map(_MAKERS[kind], parts)) == getattr(known, kind)
     return None
+
+
+_MAKERS = {"xxh3": digest_tensor, "fold": fold_tensor}
+
+
+def _first_kind(known: Digests) -> str | None:
+    return next((kind for kind in _MAKERS if getattr(known, kind) is not None), None)
+
+
+def _common(mine: Digests, theirs: Digests) -> str | None:
+    """The kind of digest that both have, of the same parts."""
+    if mine.cuts != theirs.cuts:
+        return None
+    both = (kind for kind in _MAKERS if getattr(mine, kind) and getattr(theirs, kind))
+    return next(both, None)
 
 
 def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None:
@@ -68,11 +88,26 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         known = one.summary is not None and two.summary is not None
         return None if known else "digests of other dtypes or shapes tell nothing"
-    told = (one.xxh3 and two.xxh3) or (one.fold and two.fold)
-    told = told or (one.fold and b.has_bytes(two)) or (two.fold and a.has_bytes(one))
-    if told or (one.summary is not None and two.summary is not None):
+    mine, theirs = digests_of(a, one), digests_of(b, two)
+    told = _common(mine, theirs) is not None
+    told = told or (_first_kind(mine) is not None and b.has_bytes(two))
+    told = told or (_first_kind(theirs) is not None and a.has_bytes(one))
+    if told or _proved_different(piece, other):
         return None
+    if mine.cuts != theirs.cuts:
+        return "its parts are cut otherwise on the two sides, and digests are of parts"
     return "the two sides keep digests of two kinds, of a host and of an accelerator"
+
+
+def _proved_different(piece: Piece, other: Piece) -> bool:
+    """Do the statistics show that two tensors of one dtype and shape are not equal?"""
+    one, two = piece.record.summary, other.record.summary
+    if one is None or two is None:
+        return False
+    exact = ("num_nan", "num_posinf", "num_neginf", "num_zero", "min", "max")
+    if any(getattr(one, name) != getattr(two, name) for name in exact):
+        return True
+    return (_least(piece, other) or 0.0) > 0.0
 
 
 def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:

@@ -141,7 +141,7 @@ def with_replicas(
             verdict = _with_diff(verdict, check, diff, sites, pairs)
     if verdict.onset is None:
         return verdict
-    share = _share(verdict.onset, pairs, a, b)
+    share = _share(verdict.onset, sites, pairs, a, b)
     if share is None:
         return verdict
     return msgspec.structs.replace(
@@ -256,26 +256,39 @@ def _is_at(pair: Pair, diff: ReplicaDiff) -> bool:
 
 
 def _result_of(pair: Pair, sites: Sequence[SiteResult]) -> SiteResult | None:
-    one = pair.reference
-    wanted = (pair.pass_, one.sample, pair.candidate.record.step, one.record.site)
+    wanted = _key(pair)
     return next((s for s in sites if (s.pass_, s.sample, s.step, s.site) == wanted), None)
+
+
+def _key(pair: Pair) -> tuple[str, int, int, str]:
+    one = pair.reference
+    return (pair.pass_, one.sample, pair.candidate.record.step, one.record.site)
+
+
+def _result_at(onset: Onset, sites: Sequence[SiteResult]) -> SiteResult | None:
+    """The one that the onset was taken from: its sample may be any of a batch."""
+    at = (onset.pass_, onset.step, onset.site)
+    return next(
+        (s for s in sites if (s.pass_, s.step, s.site) == at
+         and onset.sample in (s.sample, s.worst_sample)), None,
+    )  # fmt: skip
 
 
 def _place(onset: Onset, sites: Sequence[SiteResult]) -> tuple | None:
     """Where an onset stands in order: anchored first, then by forward."""
-    found = next(
-        (s for s in sites if (s.pass_, s.step, s.site) == (onset.pass_, onset.step, onset.site)),
-        None,
-    )
+    found = _result_at(onset, sites)
     return None if found is None else (found.pass_ != "anchored", found.sample, found.step,
                                        found.order)  # fmt: skip
 
 
-def _share(onset: Onset, pairs: Sequence[Pair], a: Run, b: Run) -> RankShare | None:
+def _share(
+    onset: Onset, sites: Sequence[SiteResult], pairs: Sequence[Pair], a: Run, b: Run
+) -> RankShare | None:
     """The one rank whose part of the onset's tensor is off, where that is so."""
+    at = _result_at(onset, sites)
     for pair in pairs:
         one, two = pair.reference.record, pair.candidate.record
-        if (pair.pass_, one.site, two.step) != (onset.pass_, onset.site, onset.step):
+        if at is None or _key(pair) != (at.pass_, at.sample, at.step, at.site):
             continue
         for side, run, own in (("candidate", b, two), ("reference", a, one)):
             if not isinstance(run, UnshardedRun) or pair.reference.row is not None:

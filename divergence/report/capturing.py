@@ -28,7 +28,8 @@ def captured_lines(
     settings, plan = manifest.settings, manifest.plan
     made = "captured" if plan.replayed_pass is None else "replayed"
     state = (made, "bold green") if manifest.complete else ("INCOMPLETE", "bold yellow")
-    lines = [line(state, f" {path}: {count(len(records), 'record')}, {stored(manifest)}")]
+    num_records = len(records) or manifest.sizes.num_records  # not at hand: on several disks
+    lines = [line(state, f" {path}: {count(num_records, 'record')}, {stored(manifest)}")]
     lines += model_lines(manifest)[:1]
     wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
     lines.append(

@@ -35,6 +35,13 @@ class DirectoryTarget:
         else:
             (path / TENSORS).mkdir(parents=True, exist_ok=True)
         lines = path / records_name(rank)
+        if lines.exists():  # of an earlier run, on a disk that is not the first rank's
+            if not force:
+                raise RunExistsError(
+                    f"{lines} exists already",
+                    hint="choose another directory with -o, or pass --force to replace it",
+                )
+            lines.unlink()
         self._records = open(lines, "ab", buffering=0)  # noqa: SIM115 - see close()
 
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:

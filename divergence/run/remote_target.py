@@ -146,10 +146,16 @@ class RemoteTarget:
         self._sizes[self._lines_name] = self._sent_lines_bytes = num_bytes
 
     def _raise_failure(self) -> None:
-        for one in (*self._shards, *([self._lines] if self._lines else [])):
-            if one.done():
-                one.result()
-        self._shards = [one for one in self._shards if not one.done()]
+        # looked at once: one that fails meanwhile must not be dropped unheard
+        under_way = []
+        for shard in self._shards:
+            if shard.done():
+                shard.result()
+            else:
+                under_way.append(shard)
+        if self._lines is not None and self._lines.done():
+            self._lines.result()
+        self._shards = under_way
 
     def _check_all_there(self) -> None:
         there = self._remote.objects()

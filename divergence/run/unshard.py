@@ -13,12 +13,13 @@ held. Three things are found on the way, and never passed over:
 * what a single rank's part differs by can be asked for: ``shares``.
 
 A tensor that is joined has no digest: its bytes are nowhere in one piece. So it is compared by its
-values, and where its parts' bytes were not kept, not at all.
+values; where its parts' bytes were not kept, by the digests of parts (``digests_of``), with a run
+that is divided alike or that has the bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Disagreement", "Share", "UnshardedRun", "unsharded"]
+    from divergence.run.blob import Buffer
+
+__all__ = ["Digests", "Disagreement", "Share", "UnshardedRun", "digests_of", "unsharded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,28 @@ class Disagreement:
     @property
     def coordinates(self) -> Coordinates:
         return (self.pass_, self.sample, self.step, self.site)
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """A tensor's digests: of the parts that ``cuts`` cut out of it, one after the other; of itself
+    where one cut takes all. None of a kind that not each part has."""
+
+    cuts: tuple[tuple[slice, ...], ...]
+    xxh3: tuple[str, ...] | None
+    fold: tuple[str, ...] | None
+
+
+def digests_of(run: Run, record: Record) -> Digests:
+    """What was recorded to tell a tensor by. Of terms of a sum nothing: other ones may add up to
+    the same."""
+    parts = run.shares(record) if isinstance(run, UnshardedRun) else []
+    cuts = tuple(part.index for part in parts) or ((),)
+    records = [part.record for part in parts] or [record]
+    if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
+        return Digests(cuts, None, None)
+    xxh3, fold = [one.xxh3 for one in records], [one.fold for one in records]
+    return Digests(cuts, *(None if None in kind else tuple(kind) for kind in (xxh3, fold)))
 
 
 def unsharded(run: Run) -> Run:
@@ -131,8 +156,8 @@ class UnshardedRun(Run):
     def files(self) -> dict[str, int]:
         return self.run.files()
 
-    def open_files(self):
-        return self.run.open_files()
+    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
+        return self.run.whole_files()
 
     def borrow_from(self, other: Run | None) -> None:
         self.run.borrow_from(other)
@@ -227,9 +252,12 @@ class UnshardedRun(Run):
             return {place: group[0] for place, group in groups.items()}
         agreed: dict[tuple[int, ...], Record] = {}
         for place, group in groups.items():
+            kind = next((k for k in ("xxh3", "fold") if all(getattr(r, k) for r in group)), None)
+            if kind is None:
+                raise NotWholeError("its ranks hold digests of two kinds, which cannot be compared")
             versions: dict[tuple, list[Record]] = {}
             for record in sorted(group, key=lambda record: record.rank):
-                versions.setdefault(_value(record), []).append(record)
+                versions.setdefault((record.shape, getattr(record, kind)), []).append(record)
             best = max(versions.values(), key=len)  # of equally many, the lowest rank's
             agreed[place] = best[0]
             if len(versions) > 1:
@@ -255,12 +283,16 @@ class UnshardedRun(Run):
         added = adds(whole)
         if added and not kept:
             raise NotWholeError("its ranks hold terms of a sum, of which no bytes are kept")
+        if added:
+            summary = summarize(self._read(whole, True))
+        elif any(leaf.summary is None for leaf in leaves):
+            summary = None  # digests alone were kept
+        else:
+            summary = merged([leaf.summary for leaf in leaves], [leaf.numel for leaf in leaves])
         return msgspec.structs.replace(
             leaves[0],
             shape=shape_of(whole),
-            summary=summarize(self._read(whole, True))
-            if added
-            else merged([leaf.summary for leaf in leaves], [leaf.numel for leaf in leaves]),
+            summary=summary,
             place=leaves[0].place if kept else None,
             xxh3=None,
             fold=None,
@@ -271,11 +303,3 @@ class UnshardedRun(Run):
 
 
 _PASSES = {"free": 0, "anchored": 1, "escalated": 2, "whole": 3, "replayed": 4}
-
-
-def _value(record: Record) -> tuple:
-    """What replicas must have in common."""
-    digest = record.xxh3 or record.fold
-    if digest is None:  # statistics alone: what can be said without the bytes
-        return (record.shape, record.dtype, msgspec.json.encode(record.summary))
-    return (record.shape, record.dtype, digest)

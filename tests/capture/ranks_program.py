@@ -2,6 +2,7 @@
 
 Started by torchrun. A capture is the keyword arguments of ``divergence.capture.api.capture``, and
 perhaps ``fails``: then the rank and the forward at which its first block raises, or is killed.
+In ``out`` RANK stands for the process's own.
 Errors are written beside the run, by rank, and do not end the process.
 """
 
@@ -34,6 +35,7 @@ def main() -> None:
 
     for options in json.loads(Path(sys.argv[1]).read_text()):
         fails = options.pop("fails", None)
+        options["out"] = options["out"].replace("RANK", os.environ["RANK"])
         try:
             capture(prepare=_breaking(*fails) if fails else None, **options)
         except DivergenceError as error:

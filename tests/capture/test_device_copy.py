@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import msgspec
 import pytest
 import torch
 
-from divergence.capture.device_copy import DeviceCopies, can_pin, side_stream
+from divergence.capture.device_copy import DeviceCopies, SideStream, can_pin, side_stream
 from divergence.capture.keep import BufferKeeper
 from divergence.run.buffer import MIN_BUFFER_BYTES, Buffer, Limits
 from divergence.run.manifest import Sizes
@@ -155,3 +156,41 @@ def test_a_host_has_no_stream_to_copy_on():
     """CPU tensors are copied in the hook, into memory that needs no lock."""
     assert side_stream(torch.device("cpu")) is None
     assert not can_pin(torch.device("cpu"))
+
+
+def test_a_side_stream_waits_for_what_was_computed(monkeypatch):
+    """The copy runs on the other stream, behind the compute stream, and its event behind it."""
+    said = []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def wait_stream(self, other):
+            said.append(("wait", other))
+
+    class Event:
+        def record(self, stream):
+            said.append(("record", stream))
+
+    class Target:
+        def copy_(self, source, *, non_blocking):
+            said.append(("copy", source, non_blocking))
+
+    @contextlib.contextmanager
+    def on(stream):
+        said.append(("on", stream))
+        yield
+        said.append(("off", stream))
+
+    module = types.SimpleNamespace(
+        Stream=Stream, Event=Event, stream=on, current_stream=lambda d: "own"
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    side = SideStream("device")
+    assert isinstance(side.copy(Target(), "tensor"), Event)
+    beside = side._stream
+    assert said == [
+        ("wait", "own"), ("on", beside), ("copy", "tensor", True), ("record", beside),
+        ("off", beside),
+    ]  # fmt: skip

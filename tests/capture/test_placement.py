@@ -9,9 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.capture.divided import LocalKeeper
+from divergence.capture.divided import Division, LocalKeeper, check_request
 from divergence.capture.keep import CopyKeeper
 from divergence.capture.placement import TensorPlacement, share_of
+from divergence.capture.ranks import Ranks
+from divergence.errors import UsageError
+from divergence.run.item import Item
+from divergence.run.manifest import Mesh, MeshAxis, Repeatability, Sizes
 
 PLAN = {
     "b.q": "colwise",
@@ -108,3 +112,99 @@ def test_a_dtensor_brings_its_own_placement():
     assert torch.equal(item.tensor, local)
     assert item.placement == {"dp": "replicate", "tp": "shard:1", "x": "partial:mean"}
     assert LocalKeeper(CopyKeeper()).keep(local).placement is None
+
+
+def division(**values) -> Division:
+    """Of rank 0 of two that divide the matrices."""
+    made = object.__new__(Division)
+    made.ranks = SimpleNamespace(mesh=Mesh(axes=[MeshAxis(name="tp", size=2)]), rank=0, **values)
+    made._first, made._tensor = 0, TensorPlacement(PLAN, WHOLE, size=2, place=0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("own", "word"), [(None, ("shard:2",)), ({"tp": "replicate"}, ("replicate",)), ({}, None)]
+)
+def test_a_dtensor_without_a_word_is_not_guessed_at(own, word):
+    """A plain tensor is placed by its shape; a DTensor by what it says alone, since interleaved
+    parts (a strided shard) have the shape of a stretch."""
+    item = Item(torch.zeros(1, 4, 4))
+    item.placement = own
+    assert division().place("b.act:out", item, sample=0, step=0, pass_="free") == word
+
+
+def test_what_any_rank_found_is_the_run_s():
+    """Sizes are added; what another rank did not repeat, or was warned of, is not lost."""
+
+    def found(**repeated):
+        return SimpleNamespace(
+            sizes=Sizes(num_records=3, seen_bytes=8),
+            repeatability=Repeatability(num_runs=2, num_compared=3, **repeated),
+            settings=SimpleNamespace(nondeterministic_warnings=["a"] + ["b"] * bool(repeated)),
+        )
+
+    manifest, other = found(), found(num_different=1, first_difference="m:out (sample 1, step 0)")
+    theirs = other.sizes, other.repeatability, other.settings.nondeterministic_warnings
+    division(gather=lambda mine: [mine, theirs]).count(manifest)
+    assert (manifest.sizes.num_records, manifest.sizes.seen_bytes) == (6, 16)
+    repeated = manifest.repeatability
+    assert (repeated.num_runs, repeated.num_compared, repeated.num_different) == (2, 6, 1)
+    assert repeated.first_difference == "m:out (sample 1, step 0) on rank 1"
+    assert manifest.settings.nondeterministic_warnings == ["a", "b"]
+
+
+@pytest.mark.parametrize("steps", ["decode", "1-4"])
+def test_tensor_parallelism_needs_the_prefill(steps):
+    """Without it no tensor's place would be known, and nothing could be compared."""
+    selection = SimpleNamespace(operators=None)
+    request = SimpleNamespace(steps=steps, escalate=False, substitutes={})
+    with pytest.raises(UsageError, match="needs the prefill") as error:
+        check_request(request, selection, {"tp": 2})
+    assert error.value.hint == f"--steps 0,{steps}"
+    check_request(request, selection, {"dp": 2})
+    request.steps = f"0,{steps}"
+    check_request(request, selection, {"tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("site", "stage"),
+    [
+        (".:in.input_ids", 0), (".:out", 1), ("model:in", 0), ("model:out.0", 1),
+        ("model.layers.1:in", 1), ("model.rotary:out", 0),
+    ],
+)  # fmt: skip
+def test_which_stage_of_a_pipeline_answers(site, stage):
+    """What holds blocks begins on the first stage and ends on the last; what several have is the
+    first's; a block is its own stage's."""
+    stages = {"model.layers.0": [0], "model.layers.1": [1], "model.rotary": [0, 1]}
+    for own in (0, 1):
+        made = division(
+            idle=False, owns=lambda sample: True, places={"pp": own}, sizes={"pp": 2}
+        )  # fmt: skip
+        made._stages, made._containers, made._owned = stages, {".", "model"}, {}
+        assert made.answers(0, site) == (own == stage)
+        assert made.order(3) == 3 + own * 10**6
+        made.ranks.idle = True
+        assert not made.answers(0, site)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_how_batches_are_dealt(monkeypatch, num_groups, together):
+    """Where there is one for each rank at least; who has one less runs one more for company where
+    ranks must go in step, and does not answer for it."""
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, **_: ranks)
+    groups, answered = [[n] for n in range(num_groups)], []
+    for rank in (0, 1):
+        ranks = object.__new__(Ranks)
+        ranks.mesh = Mesh(axes=[MeshAxis(name="dp", size=2)])
+        ranks.rank, ranks.size, ranks.sizes = rank, 2, {"dp": 2}
+        own = ranks.deal(groups, together=together)
+        assert ranks.dealt == (num_groups >= 2)
+        if ranks.dealt:
+            assert (ranks._alike, ranks._speaker) == ([rank], rank)
+        if not ranks.dealt or together:
+            assert len(own) == -(-num_groups // (2 if ranks.dealt else 1))
+        answered += [group[0] for group in own if ranks.owns(group[0])]
+    once = list(range(num_groups))
+    assert sorted(answered) == (once if num_groups >= 2 else [0, 0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -218,6 +219,22 @@ def test_data_parallel_is_bit_identical(more):
     """The same operators on the same machine, only elsewhere."""
     report = compare(more("one"), more("dp"))
     assert report.verdict.kind == "identical" and whole_of(report)
+
+
+@pytest.mark.slow
+def test_nodes_without_a_common_disk(tmp_path, more):
+    """Each writes its own files; put together they are the run. What lies there from before is not
+    added to."""
+    one, out = more("one"), tmp_path / "node-RANK" / "run"
+    listed = [{"like": one.path, "out": out, "mesh": "dp", "probe": False}]
+    for again in ("", "exists already"):
+        said = torchrun(tmp_path, listed)
+        for rank in (0, 1):
+            error = tmp_path / f"node-{rank}" / f"run.rank{rank}.txt"
+            assert error.exists() == bool(again), said
+            assert again in (error.read_text() if again else "")
+    shutil.copytree(tmp_path / "node-1" / "run", tmp_path / "node-0" / "run", dirs_exist_ok=True)
+    assert compare(one, tmp_path / "node-0" / "run").verdict.kind == "identical"
 
 
 @pytest.mark.slow

@@ -129,6 +129,20 @@ def test_fingerprints_use_the_digests_that_the_first_run_has():
     assert fingerprints([run(record("x:out", None)), run(record("x:out", None))]) == [None, None]
 
 
+def test_fingerprints_of_runs_with_digests_of_both_kinds():
+    """An accelerator's sketches have ``fold`` and its integers ``xxh3``: all of them count, and a
+    run that lacks one of these digests is not said to be equal."""
+
+    def mixed(digest):
+        return run(record("x:out", digest, kind="fold"), record("x:in.ids", "1"))
+
+    found = fingerprints([mixed("7"), mixed("7"), mixed("8"), run(*mixed("7").records[1:])])
+    assert found[0] == found[1] and len(set(found)) == 3
+    unknown = run(record("x:out", None), record("x:in.ids", "1"))
+    assert fingerprints([mixed("7"), unknown])[1] is None
+    assert fingerprints([unknown, unknown, mixed("7")])[:2] == [None, None]
+
+
 def machine(**changes):
     values = {"label": "m", "platform": "Linux", "python": "3.12", "device_type": "cpu",
               "device_name": "cpu", "cpu": "C", "cpu_capability": "AVX2", "num_threads": 1,

@@ -186,6 +186,31 @@ def test_an_archive_that_is_cut_off_is_never_whole(small_run, tmp_path, kind):
             Run.open(path)
 
 
+def test_a_tar_that_ends_without_an_end_is_cut_off(small_run, tmp_path):
+    """All files may be there, or seem to: a tar says itself where it ends; and behind a header that
+    is broken tarfile sees an end where there is none."""
+    files = files_of(small_run) | {"zzz": bytes(600)}
+    path = tarred(tmp_path / "a.tar", files)
+    data = path.read_bytes()
+    end = len(data.rstrip(b"\0")) // 512 * 512 + 512 + 1024  # behind the last file's own zeros
+    path.write_bytes(data[:end])
+    refused(path, f"cut off at byte {end}")
+    header = data.rindex(b"zzz")
+    path.write_bytes(data[:header] + b"abc" + data[header + 3 :])
+    refused(path, f"damaged at byte {header}")
+
+
+def test_a_deflated_file_that_is_shorter_than_it_says(small_run, tmp_path):
+    """Its end is not taken for the end of the run's lines."""
+    path = zipped(tmp_path / "a.zip", files_of(small_run), deflate=("records.jsonl",))
+    data = bytearray(path.read_bytes())
+    at = data.rindex(b"records.jsonl") - 46 + 24  # its length, in the archive's directory
+    (size,) = struct.unpack_from("<I", data, at)
+    struct.pack_into("<I", data, at, size + 1)
+    path.write_bytes(data)
+    refused(path, "not the size")
+
+
 def test_compressed_archives_are_named_as_such(small_run, tmp_path):
     """With what to do about it."""
     path = tarred(tmp_path / "a.tar", files_of(small_run))

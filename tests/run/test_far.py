@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run import remote_target
 from divergence.run import writer as writing
+from divergence.run.location import Url
 from divergence.run.packing import pack
 from divergence.run.reader import Run
 from divergence.run.writer import Item, RunWriter
@@ -336,6 +338,27 @@ def test_local_copies_are_bounded_and_removed(far, manifest, monkeypatch, tmp_pa
             writer.drain()
     assert 1 <= most[0] <= remote_target.NUM_WAITING
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_upload_that_fails_while_it_is_looked_at_is_not_lost(far, tmp_path):
+    """It is over the second time one asks; its error is raised all the same."""
+
+    class Late(Future):
+        asked = 0
+
+        def done(self):
+            self.asked += 1
+            return self.asked > 1
+
+    target = remote_target.RemoteTarget(Url(URL), force=False)
+    late = Late()
+    late.set_exception(OSError("broken"))
+    target._shards.append(late)
+    target._raise_failure()
+    with pytest.raises(OSError, match="broken"):
+        target._raise_failure()
+    target._shards.clear()
+    target.close()
 
 
 def test_an_upload_that_fails_stops_the_capture(far, manifest, monkeypatch):

@@ -99,8 +99,7 @@ def test_a_stored_run_of_every_version_opens(version):
     for record in run.records:
         if run.has_bytes(record):
             assert tuple(run.read(record).shape) == record.shape
-    # of a tensor in parts without bytes nobody can say that it is equal
-    assert compare(run, path).verdict.kind == ("undetermined" if version == 3 else "identical")
+    assert compare(run, path).verdict.kind == "identical"  # also of parts without bytes
 
 
 def test_what_the_first_version_holds():

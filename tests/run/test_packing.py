@@ -191,3 +191,18 @@ def test_a_capture_that_stops_leaves_a_directory(tmp_path, manifest):
     with RunWriter(tmp_path / "r.tar", manifest(), force=True):
         pass
     assert os.listdir(tmp_path) == ["r.tar"]
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_a_file_that_shrinks_while_it_is_packed(small_run, tmp_path, monkeypatch, kind):
+    """Nothing is written, where an archive would lie about what it holds."""
+
+    def shorter(run):
+        for name, size, pieces in whole_files(run):
+            yield name, size, (piece[:-1] for piece in pieces)
+
+    whole_files = Run.whole_files
+    monkeypatch.setattr(Run, "whole_files", shorter)
+    with pytest.raises(RunWriteError, match="were there to be copied"):
+        pack(small_run, out=tmp_path / f"a.{kind}")
+    assert not list(tmp_path.glob("*a.*"))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +15,7 @@ from divergence.numerics.summary import summarize
 from divergence.run.item import Item
 from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.reader import Run
-from divergence.run.unshard import unsharded
+from divergence.run.unshard import digests_of, unsharded
 from divergence.run.writer import RunWriter
 
 WHOLE = torch.arange(24, dtype=torch.float32).reshape(1, 4, 6) - 7.5
@@ -74,13 +77,14 @@ def test_parts_of_unequal_length(ranks):
 
 def test_one_dimension_divided_by_two_axes(ranks):
     """The first axis is the outer one, as DTensor lays it out."""
-    cut = WHOLE.repeat(1, 2, 1).chunk(4, 1)
+    whole = torch.cat([WHOLE, WHOLE + 100], 1)
+    cut = whole.chunk(4, 1)
     placement = ("shard:1", "shard:1")
     run = ranks({"fsdp": 2, "tp": 2}, {r: (cut[r], placement) for r in range(4)})
-    assert torch.equal(only(run), WHOLE.repeat(1, 2, 1))
+    assert torch.equal(only(run), whole)
     parts = run.shares(run.records[0])
     assert [part.rank for part in parts] == [0, 1, 2, 3]
-    assert all(torch.equal(WHOLE.repeat(1, 2, 1)[p.index], cut[p.rank]) for p in parts)
+    assert all(torch.equal(whole[p.index], cut[p.rank]) for p in parts)
 
 
 def test_terms_are_added(ranks):
@@ -157,6 +161,71 @@ def test_parts_that_make_no_tensor(ranks, axes, parts, reason):
     assert run.records == []
     (said,) = run.unmade.values()
     assert reason in said
+
+
+def test_the_summary_of_parts_with_what_is_no_number(ranks):
+    """Means and norms are of the finite elements of all parts, however these are spread."""
+    whole = WHOLE.clone()
+    whole[0, :3, 4], whole[0, 0, 0], whole[0, 1, 5] = math.inf, math.nan, -math.inf
+    cut = whole.chunk(2, 2)
+    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
+    found, right = run.records[0].summary, summarize(whole)
+    assert (found.num_posinf, found.num_nan, found.num_neginf) == (3, 1, 1)
+    assert (found.mean, found.rms) == pytest.approx((right.mean, right.rms), rel=1e-12)
+
+
+def test_records_come_forward_by_forward(ranks):
+    """In each pass by sample, step and order, however the ranks' lines lie."""
+    run = ranks({"tp": 2}, {r: (WHOLE, ("replicate",)) for r in (0, 1)}).run
+    places = [("anchored", 0, 0, 1), ("free", 1, 0, 0), ("free", 0, 1, 1), ("free", 0, 0, 2)]
+    run.records = [
+        msgspec.structs.replace(one, pass_=pass_, sample=sample, step=step, order=order)
+        for pass_, sample, step, order in places for one in run.records
+    ]  # fmt: skip
+    found = [(r.pass_, r.sample, r.step, r.order) for r in unsharded(run).records]
+    assert found == [*reversed(places[1:]), places[0]]
+
+
+def test_copies_of_other_token_positions(ranks):
+    """What ranks hold of other tokens is not the same tensor."""
+    run = ranks({"dp": 2}, {r: (WHOLE, ("replicate",)) for r in (0, 1)}).run
+    run.records[1] = msgspec.structs.replace(run.records[1], positions=(0, 1, 2, 3))
+    assert "token positions" in next(iter(unsharded(run).unmade.values()))
+
+
+def test_a_record_is_known_by_its_value(ranks):
+    """One that another process was sent is read like the view's own."""
+    cut = WHOLE.chunk(2, 2)
+    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
+    assert torch.equal(run.read(pickle.loads(pickle.dumps(run.records[0]))), WHOLE)
+
+
+def test_terms_have_no_digest(ranks):
+    """Other terms may have the same sum, so that their digests tell nothing of it."""
+    run = ranks({"tp": 2}, {r: (WHOLE, ("partial:sum",)) for r in (0, 1)})
+    found = digests_of(run, run.records[0])
+    assert found.xxh3 is found.fold is None
+    assert digests_of(run.run, run.run.records[0]).xxh3 == (run.run.records[0].xxh3,)
+
+
+def test_copies_with_digests_of_two_kinds(ranks):
+    """A host's digest and an accelerator's cannot be held against each other: the copies are not
+    said to disagree, nor to agree."""
+    run = ranks({"dp": 2}, {r: (WHOLE, ("replicate",)) for r in (0, 1)}).run
+    one, two = run.records
+    run.records = [one, msgspec.structs.replace(two, xxh3=None, fold=two.xxh3)]
+    view = unsharded(run)
+    assert view.records == [] and view.disagreements == []
+    assert "two kinds" in next(iter(view.unmade.values()))
+    run.records[0] = msgspec.structs.replace(one, fold=one.xxh3)  # as `--like` of such a run
+    assert unsharded(run).disagreements == [] and len(unsharded(run).records) == 1
+
+
+def test_a_view_has_the_files_of_its_run(ranks):
+    """What is packed of it are the parts as they lie on disk."""
+    cut = WHOLE.chunk(2, 2)
+    run = ranks({"tp": 2}, {r: (cut[r], ("shard:2",)) for r in (0, 1)})
+    assert {name: size for name, size, _ in run.whole_files()} == run.run.files() == run.files()
 
 
 def test_a_joined_tensor_has_no_digest(ranks):

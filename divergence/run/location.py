@@ -81,7 +81,7 @@ def location_of(given: str | os.PathLike[str] | Url) -> Location:
         )
     scheme, rest = found[1].lower(), text[found.end() :]
     if scheme in ("file", "local"):
-        return expanded("/" + unquote(rest).lstrip("/"))
+        return expanded("/" + unquote(rest.removeprefix("localhost/")).lstrip("/"))
     if not rest.strip("/"):
         raise UsageError(f"{text} names no bucket or path", hint="for example s3://bucket/runs/a")
     if ".." in rest.split("/"):

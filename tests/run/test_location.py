@@ -15,6 +15,7 @@ def test_a_path_stays_a_path():
     assert location_of("runs/a [1]") == Path("runs/a [1]")
     assert location_of("~").is_absolute()
     assert location_of("file:///tmp/a%20b") == Path("/tmp/a b")
+    assert location_of("file://localhost/tmp/a") == Path("/tmp/a")
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/a", "gs://b/x/y.tar", "memory://m", "hf://d/u/r"])

@@ -215,6 +215,7 @@ def test_inspect_and_check_know_an_incomplete_run(invoke, killed):
     code, out, _ = invoke("inspect", killed, "--verify")
     assert code == 0
     assert out.startswith("INCOMPLETE")
+    assert "0 B in 0 shards" not in out  # as its manifest says, written before the first shard
     code, _, err = invoke("check", "golden", killed, "--bless")
     assert code == 2
     assert "incomplete" in err

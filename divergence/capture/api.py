@@ -203,7 +203,8 @@ def _execute(
         ) as determinism,
     ):
         if ranks is None or ranks.is_first:
-            check_output(out, force=force, like=request.like)
+            others = [substitute.run for substitute in request.substitutes.values()]
+            check_output(out, force=force, like=request.like, substitutes=others)
         else:  # the first rank speaks for all
             tell = lambda event, done, total, detail: None  # noqa: E731
         if ranks is not None:

@@ -211,16 +211,16 @@ class Execution:
         return passes
 
     def _anchored_passes(self) -> list[Pass]:
-        request, wide = self.request, self.compute_dtype
-        passes: list[Pass] = []
+        request, passes = self.request, list[Pass]()
         if request.like is None or not (request.anchor or request.escalate):
             return passes
         reason = can_anchor(request.like, self.notes)
         if reason is not None:
-            self._note(f"no anchored pass: {request.like.path} cannot anchor one, {reason}")
+            missed = "anchored or escalated" if request.escalate else "anchored"
+            self._note(f"no {missed} pass: {request.like.path} cannot anchor one, {reason}")
             return passes
         if request.anchor:
-            passes.append(Pass("anchored", anchored=True, compute_dtype=wide))
+            passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
         if request.escalate:
             narrow = [p.dtype for p in self.loaded.module.parameters() if p.dtype.itemsize < 4]
             if narrow:

@@ -259,6 +259,8 @@ class Ranks:
             name, _, reason = first.partition(": ")
             if reason == text:
                 raise error  # all ranks met the same: each says it itself
+            if reason == KeyboardInterrupt.__name__:  # Ctrl-C is for all, whoever meets it first
+                raise KeyboardInterrupt from error
             raise _PeerStoppedError(
                 f"{name} stopped: {reason}",
                 where=f"this is {self}",

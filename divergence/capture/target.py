@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.run.archive_target import partial_of
 from divergence.run.location import Location, archive_kind, same_location
@@ -11,11 +13,17 @@ from divergence.run.target import check_target
 __all__ = ["check_output"]
 
 
-def check_output(out: Location, *, force: bool, like: Run | None) -> None:
-    """Refuse before hours of work what the writer would refuse after them."""
+def check_output(
+    out: Location, *, force: bool, like: Run | None, substitutes: Iterable[Run] = ()
+) -> None:
+    """Refuse before hours of work what the writer would refuse after them, and to replace a run
+    that the capture reads: ``like``, and those whose results are put in place of operators'."""
     gathered = out if archive_kind(out) is None else partial_of(out)
-    if like is not None and (same_location(out, like.path) or same_location(gathered, like.path)):
-        raise RunExistsError(f"{out} is the run to be repeated", hint="choose another -o")
+    read = [(like, "the run to be repeated")] if like is not None else []
+    read += [(run, "the run that --substitute reads") for run in substitutes]
+    for run, what in read:
+        if same_location(out, run.path) or same_location(gathered, run.path):
+            raise RunExistsError(f"{out} is {what}", hint="choose another -o")
     try:
         check_target(out, force=force)
     except OSError as error:

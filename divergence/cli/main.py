@@ -34,14 +34,13 @@ from divergence.cli import (
     unpack,
 )
 from divergence.cli.options import ARGUMENTS, VERBOSE
-from divergence.cli.ranks import one_voice, other_rank
+from divergence.cli.ranks import INTERRUPTED_CODE, one_voice, other_rank
 from divergence.errors import DivergenceError
 
 __all__ = ["app", "run"]
 
 USAGE_CODE = 2
 FAULT_CODE = 3
-INTERRUPTED_CODE = 130
 _READER_GONE = (BrokenPipeError, SystemExit)
 """A pipe that is read no more; rich turns it into SystemExit(1) where it prints a help text."""
 

@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Iterator
 
-__all__ = ["one_voice", "other_rank"]
+__all__ = ["INTERRUPTED_CODE", "one_voice", "other_rank"]
 
+INTERRUPTED_CODE = 130
 PATIENCE_S = 10.0
 
 
@@ -33,7 +34,8 @@ def one_voice() -> Iterator[None]:
 
     torchrun ends all ranks as soon as one has failed. So another rank that fails first leaves rank
     0 the time to say what both have to say, and to be the one that ends all. Where it is still
-    there afterwards, the trouble was its own, and it speaks.
+    there afterwards, the trouble was its own, and it speaks. Ctrl-C is no trouble of anybody's:
+    rank 0 says it, and nobody waits.
     """
     if other_rank() is None:
         yield
@@ -46,7 +48,7 @@ def one_voice() -> Iterator[None]:
         try:
             yield
         except SystemExit as ended:
-            if ended.code not in (None, 0):
+            if ended.code not in (None, 0, INTERRUPTED_CODE):
                 time.sleep(PATIENCE_S)
                 if held.getvalue() and sys.__stderr__ is not None:
                     sys.__stderr__.write(f"rank {other_rank()}: {held.getvalue()}")

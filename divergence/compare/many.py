@@ -7,6 +7,7 @@ read or compared costs its own row and no other.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -291,7 +292,10 @@ def _write(report: Report, folder: Path, number: int, path: str) -> Path:
     try:
         file.write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
     except OSError as error:
+        with contextlib.suppress(OSError):
+            file.unlink()  # half of one is none
         raise UsageError(
-            f"the report cannot be written: {error.strerror}", where=str(file)
-        ) from error
+            f"the report cannot be written: {error.strerror}", where=str(file),
+            hint="free some space, or choose another place with --reports",
+        ) from error  # fmt: skip
     return file

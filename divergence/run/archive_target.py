@@ -105,5 +105,8 @@ def _is_free(place: Location) -> bool:
         remote.check_bucket()
         return remote.look() is None
     if place.is_symlink() or (place.exists() and not place.is_file()):
-        raise RunExistsError(f"{place} exists and is not a file")
+        raise RunExistsError(
+            f"{place} exists and is not a file, which a run of this name would be",
+            hint="choose another name with -o; one without .tar or .zip becomes a directory",
+        )
     return not place.exists()

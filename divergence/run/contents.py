@@ -7,7 +7,7 @@ out bytes that another one has (``capture --only-changed``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
 from divergence.numerics.sketch import rows_of
 from divergence.run.layout import SHARD_DTYPES
-from divergence.run.manifest import Manifest
+from divergence.run.manifest import Manifest, Sizes
 from divergence.run.record import Place, Record
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "find_content",
     "parts_of",
     "records_by_content",
+    "sizes_of",
     "verify_run",
     "why_no_bytes",
 ]
@@ -108,6 +109,22 @@ def records_by_content(records: Iterable[Record]) -> dict[Content, Record]:
 def find_content(known: dict[Content, Record], record: Record) -> Record | None:
     """One of ``known`` with the bytes of ``record``."""
     return next((known[one] for one in contents_of(record) if one in known), None)
+
+
+def sizes_of(records: Sequence[Record]) -> Sizes:
+    """What a run holds, by its records: a manifest that a crash left behind says less."""
+    tensors: dict[Place, int] = {}
+    for record in records:
+        for part in parts_of(record):
+            num_bytes = math.prod(part.shape) * format_named(part.dtype).itemsize
+            tensors[part.place] = num_bytes
+    return Sizes(
+        num_records=len(records),
+        num_tensors=len(tensors),
+        num_shards=len({place.shard for place in tensors}),
+        stored_bytes=sum(tensors.values()),
+        seen_bytes=sum(r.numel * format_named(r.dtype).itemsize for r in records),
+    )
 
 
 def why_no_bytes(manifest: Manifest) -> str:

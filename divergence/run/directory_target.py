@@ -76,7 +76,9 @@ def check_directory(path: Path, *, force: bool) -> None:
     Raises OSError where it cannot be looked at.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise RunExistsError(f"{path} exists and is not a directory")
+        raise RunExistsError(
+            f"{path} exists and is not a directory", hint="choose another directory with -o"
+        )
     names = {entry.name for entry in path.iterdir()} if path.exists() else set()
     if not names:
         return

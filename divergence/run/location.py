@@ -18,6 +18,7 @@ from divergence.run.layout import expanded
 
 __all__ = [
     "ARCHIVES",
+    "WITH_BUCKETS",
     "Location",
     "Url",
     "archive_kind",
@@ -29,6 +30,8 @@ __all__ = [
 ARCHIVES = (".tar", ".zip")
 """What a name ends in that is written as one file."""
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".tbz2", ".xz", ".txz", ".zst", ".7z", ".rar")
+WITH_BUCKETS = ("s3", "s3a", "gs", "gcs")
+"""Schemes whose URLs begin with the name of a bucket."""
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -78,11 +81,19 @@ def location_of(given: str | os.PathLike[str] | Url) -> Location:
         )
     scheme, rest = found[1].lower(), text[found.end() :]
     if scheme in ("file", "local"):
-        return expanded("/" + unquote(rest).lstrip("/"))
+        return expanded("/" + unquote(rest.removeprefix("localhost/")).lstrip("/"))
     if not rest.strip("/"):
         raise UsageError(f"{text} names no bucket or path", hint="for example s3://bucket/runs/a")
     if ".." in rest.split("/"):
         raise UsageError(f"{text} holds '..', which means nothing in a store")
+    if scheme in WITH_BUCKETS and rest.startswith("/"):
+        raise UsageError(f"{text} names no bucket", hint="for example s3://bucket/runs/a")
+    if scheme in WITH_BUCKETS and "//" in rest.rstrip("/"):
+        # an object of such a name can be stored, but listings and packages lose one of the slashes
+        merged = re.sub("/+", "/", rest.rstrip("/"))
+        raise UsageError(
+            f"{text} holds '//', an empty name", hint=f"did you mean {scheme}://{merged}?"
+        )
     return Url(f"{scheme}://{rest.rstrip('/')}")
 
 

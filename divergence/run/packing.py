@@ -103,12 +103,29 @@ def unpack(
                 with open(beside / name, "wb") as written:
                     _write(written, pieces, size, f"{source.path}: {name}")
             beside.chmod(0o777 & ~_umask())  # mkdtemp's are for the owner alone
-            if target.exists():
-                shutil.rmtree(target)
-            os.replace(beside, target)
+            _put_in_place(beside, target)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
     return Run.open(target)
+
+
+def _put_in_place(beside: Path, target: Path) -> None:
+    """``beside`` under the name ``target``. What was there goes last: whoever stops this, one of
+    the two is there, whole."""
+    if not target.exists():
+        os.replace(beside, target)
+        return
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    old = folder / target.name
+    try:
+        os.replace(target, old)
+        os.replace(beside, target)
+    except BaseException:  # also Ctrl-C between the two
+        if not target.exists():
+            os.replace(old, target)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_archive(run: Run, target: Location, *, progress: Progress | None = None) -> None:

@@ -126,15 +126,23 @@ def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
     Raises RunFormatError."""
     records: list[Record] = []
     torn = False
-    for rank in range(num_ranks(manifest.mesh)):
+    number = num_ranks(manifest.mesh)
+    empty = []
+    for rank in range(number):
         found, cut = _read_rank(store, manifest, rank)
         records += found
         torn |= cut
+        if not found:
+            empty.append(records_name(rank))
     if manifest.complete and len(records) != manifest.sizes.num_records:
+        # how many each rank wrote is noted nowhere; a file without any is the likely one
+        name = empty[0] if empty else records_name(0)
+        at_one = bool(empty) or number == 1
         raise RunFormatError(
             f"{len(records)} records in a complete run of {manifest.sizes.num_records}",
-            where=store.where(records_name(0)),
-            hint="lines were lost or added; copy records.jsonl again",
+            where=store.where(name) if at_one else str(store.place),
+            hint="lines were lost or added; copy "
+            + (f"{name} again" if at_one else f"the records of all {number} ranks again"),
         )
     return records, torn
 

@@ -23,6 +23,7 @@ from divergence.run.contents import (
     find_content,
     parts_of,
     records_by_content,
+    sizes_of,
     verify_run,
     why_no_bytes,
 )
@@ -94,6 +95,8 @@ class Run:
                 run = cls(place, manifest, [], store=store)
                 run.records, run.torn_tail = read_records(store, manifest)
                 run._check_places()
+                if not manifest.complete:  # a killed capture's says what was there long before
+                    manifest.sizes = sizes_of(run.records)
             except OSError as error:
                 raise RunFormatError(
                     f"cannot be read: {error.strerror or error}",

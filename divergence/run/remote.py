@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from divergence.errors import DivergenceError, RunError, UsageError
-from divergence.run.location import Url
+from divergence.run.location import WITH_BUCKETS, Url
 
 __all__ = ["Object", "Remote"]
 
@@ -35,7 +35,6 @@ PACKAGES = {
 
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "created")
 """What packages call that which changes with an object's bytes, the surest first."""
-_WITH_BUCKETS = ("s3", "s3a", "gs", "gcs")
 
 _T = TypeVar("_T")
 
@@ -84,7 +83,7 @@ class Remote:
     def check_bucket(self) -> None:
         """Refuse where the bucket does not exist, for stores that have buckets."""
         bucket = self._root.strip("/").partition("/")[0]
-        if self.url.scheme in _WITH_BUCKETS:
+        if self.url.scheme in WITH_BUCKETS:
             try:
                 self._try(lambda: self._fs.info(bucket), "looking at the bucket")
             except FileNotFoundError as error:
@@ -223,6 +222,11 @@ def _known_refusal(error: Exception) -> tuple[str, str] | None:
             f"there are no credentials for this store: {_text(error)}",
             "set those of its own tools (AWS_PROFILE or AWS_ACCESS_KEY_ID, "
             "GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN)",
+        )
+    if "Profile" in name or "Config" in name:
+        return (
+            f"the store's own settings cannot be used: {_text(error)}",
+            "look at AWS_PROFILE and at the configuration files of the store's tools",
         )
     if isinstance(error, PermissionError):
         return (

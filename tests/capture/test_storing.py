@@ -104,8 +104,15 @@ def test_no_anchor_without_bytes(runs, mode, tmp_path):
     """A run without bytes anchors no pass: that is said, and the free pass is made."""
     said = notes_of(like=runs[mode].path, out=tmp_path / "b")
     assert any("cannot anchor" in text and f"--store {mode}" in text for text in said)
+    assert any(text.startswith("no anchored pass") for text in said)
     made = Run.open(tmp_path / "b").manifest
     assert (made.plan.passes, made.plan.store) == (["free"], mode)
+
+
+def test_no_escalated_pass_without_bytes_is_said(runs, tmp_path):
+    """It was asked for, so it is not left out in silence."""
+    said = notes_of(like=runs["hash"].path, out=tmp_path / "b", escalate=True)
+    assert any(text.startswith("no anchored or escalated pass") for text in said)
 
 
 def test_sketched_beside_a_full_run(runs, tmp_path):

@@ -73,3 +73,20 @@ def test_faults_are_said_by_who_has_them(as_rank, monkeypatch, error, code, said
     assert run(monkeypatch, "compare", "a", "b") == code
     assert own.getvalue().startswith(said)
     assert own.getvalue().count("rank 1") == 1
+
+
+def test_nobody_waits_after_ctrl_c(as_rank, monkeypatch, capsys):
+    """It is said once, by rank 0, and all end at once."""
+    from divergence.compare import policy
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    own = as_rank(1)
+    monkeypatch.setattr(ranks, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(policy, "load_policy", stop)
+    assert run(monkeypatch, "compare", "a", "b") == 130
+    assert (capsys.readouterr(), own.getvalue()) == (("", ""), "")
+    as_rank(0)
+    assert run(monkeypatch, "compare", "a", "b") == 130
+    assert "interrupted" in capsys.readouterr().err

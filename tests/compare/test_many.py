@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -163,6 +166,23 @@ def test_reports_can_go_to_files(fleet, tmp_path):
         compare_many(fleet / "a", both, reports=tmp_path / "pairs")
     rows = compare_many(fleet / "a", both, keep_reports=False).rows
     assert [row.report for row in rows] == [None, None]
+
+
+def test_half_a_report_is_not_left(fleet, tmp_path, monkeypatch):
+    """A full disk: the reports before it stay, the one under way goes."""
+    write = Path.write_text
+
+    def full(path, text, **options):
+        if path.name.startswith("0002"):
+            write(path, text[:100], **options)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UsageError, match="No space left") as caught:
+        compare_many(fleet / "a", [fleet / "b", fleet / "d"], reports=tmp_path / "pairs")
+    assert caught.value.hint
+    assert [file.name for file in (tmp_path / "pairs").iterdir()] == ["0001-b.json"]
 
 
 def test_runs_may_be_open_already(fleet):

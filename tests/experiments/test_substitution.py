@@ -7,10 +7,12 @@ import pytest
 from divergence.capture.api import capture
 from divergence.compare.api import compare
 from divergence.compare.golden import bless
-from divergence.errors import UsageError
+from divergence.errors import RunExistsError, UsageError
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
 from divergence.report.summary import report_lines
+from divergence.run.packing import pack, unpack
+from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"
 SITE = f"{BLOCK}.mlp/aten.mul:out"
@@ -38,6 +40,21 @@ def test_a_run_with_results_of_another_says_so(operators, tmp_path):
         bless(tmp_path / "golden", b.path)
     healthy = compare(operators, capture(like=operators, out=tmp_path / "c"))
     assert "substituted operators" not in [line.check for line in healthy.preflight]
+
+
+@pytest.mark.parametrize("kind", ["", ".tar"])
+def test_a_run_whose_results_are_used_is_not_replaced(operators, tmp_path, kind):
+    """Nor the directory in which it would be gathered: it is read while the new one is written."""
+    healthy = (
+        pack(operators, out=tmp_path / "a.tar") if kind else unpack(operators, out=tmp_path / "a")
+    )
+    for out in [healthy.path] + [tmp_path / "a.tar.partial"] * bool(kind):
+        if not out.exists():
+            unpack(operators, out=out)
+        with pytest.raises(RunExistsError, match="is the run that --substitute reads"):
+            capture(like=operators, out=tmp_path / f"a{kind}", force=True,
+                    substitutes={SITE: out})  # fmt: skip
+        assert Run.open(out).verify() == []
 
 
 def test_a_substitution_that_met_no_operator_is_said(operators, tmp_path):

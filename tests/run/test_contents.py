@@ -7,6 +7,7 @@ import torch
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.sketch import sketch_tensor
+from divergence.run.contents import sizes_of
 from divergence.run.item import Item
 from divergence.run.layout import RECORDS
 from divergence.run.reader import Run
@@ -94,3 +95,18 @@ def test_only_the_named_run_lends(sketched, tmp_path, manifest):
     run.borrow_from(full)
     assert torch.equal(run.read(run.records[0]), tensors[0])
     assert not run.has_bytes(run.records[1])
+
+
+@pytest.mark.parametrize("mode", ["full", "sketch", "hash"])
+def test_sizes_by_the_records_are_those_that_the_writer_counted(tmp_path, manifest, mode):
+    """So that a run whose manifest was never finished is described as well."""
+    reducer = None if mode == "full" else Reducer(mode)
+    with RunWriter(tmp_path / "run", manifest(), reducer=reducer) as writer:
+        for step in range(6):
+            tensor = torch.full((8, 256), float(step // 2))
+            writer.put(Item(tensor), pass_="free", sample=0, step=step, site="m:out", order=step)
+            if step == 3:
+                writer.flush()  # so that there are two shards
+    run = Run.open(tmp_path / "run")
+    assert run.manifest.sizes.num_shards == (0 if mode == "hash" else 2)
+    assert sizes_of(run.records) == run.manifest.sizes

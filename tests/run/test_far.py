@@ -185,6 +185,22 @@ def test_missing_credentials_are_named_whatever_package_says_so(far, large_run):
     assert "AWS_PROFILE" in caught.value.hint
 
 
+def test_settings_that_cannot_be_used_are_not_taken_for_a_network(far, large_run):
+    """A profile that does not exist is no store that cannot be reached: nothing is tried again."""
+    upload(far, large_run)
+
+    class ProfileNotFound(Exception):
+        pass
+
+    def fail(what, path):
+        raise ProfileNotFound("The config profile (nope) could not be found")
+
+    far.fail = fail
+    with pytest.raises(RunFormatError, match=r"own settings cannot be used: .*nope") as caught:
+        Run.open(URL)
+    assert "AWS_PROFILE" in caught.value.hint and len(far.requests) == 1
+
+
 def test_what_comes_short_is_an_error(far, large_run):
     """A truncated answer is asked for again, and never taken for the whole."""
     upload(far, large_run)

@@ -15,6 +15,7 @@ def test_a_path_stays_a_path():
     assert location_of("runs/a [1]") == Path("runs/a [1]")
     assert location_of("~").is_absolute()
     assert location_of("file:///tmp/a%20b") == Path("/tmp/a b")
+    assert location_of("file://localhost/tmp/a") == Path("/tmp/a")
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/a", "gs://b/x/y.tar", "memory://m", "hf://d/u/r"])
@@ -33,13 +34,26 @@ def test_parts_of_a_url():
 
 
 @pytest.mark.parametrize(
-    "text", ["s3://", "s3:///", "zip://a::s3://b/c", "s3://bucket/../other", Path("s3://b/c")]
-)
+    "text",
+    ["s3://", "s3:///", "zip://a::s3://b/c", "s3://bucket/../other", Path("s3://b/c"),
+     "s3:///bucket/a", "gs://bucket//a", "S3://b/a//c/"],
+)  # fmt: skip
 def test_what_is_no_place_is_refused(text):
     """Before anything is opened, with a hint."""
     with pytest.raises(UsageError) as caught:
         location_of(text)
     assert caught.value.hint or ".." in str(text)
+
+
+def test_a_slash_too_many_is_no_empty_name():
+    """An object of such a name would be stored, and not found again."""
+    with pytest.raises(UsageError, match="names no bucket"):
+        location_of("s3:///bucket/a")
+    with pytest.raises(UsageError, match="empty name") as caught:
+        location_of("s3://bucket//runs//a//")
+    assert "did you mean s3://bucket/runs/a?" in caught.value.hint
+    assert str(location_of("s3://bucket/a//")) == "s3://bucket/a"
+    assert str(location_of("https://host/x//a")) == "https://host/x//a"  # a server may mean it
 
 
 def test_archives_are_known_by_their_names():

@@ -123,6 +123,25 @@ def test_unpacking_replaces_only_a_run(small_run, tmp_path):
         unpack(small_run, out=small_run, force=True)
 
 
+@pytest.mark.parametrize("which", [1, 2])
+def test_unpacking_that_is_stopped_loses_nothing(small_run, tmp_path, monkeypatch, which):
+    """The run that is to be replaced goes when the new one stands in its place."""
+    packed, held = pack(small_run), sorted(os.listdir(small_run))
+    before, replace, calls = sorted(os.listdir(tmp_path)), os.replace, []
+
+    def stopped(source, target):
+        calls.append(source)
+        if len(calls) == which:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(packing.os, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        unpack(packed, out=small_run, force=True)
+    assert (sorted(os.listdir(tmp_path)), sorted(os.listdir(small_run))) == (before, held)
+    assert Run.open(small_run).verify() == []
+
+
 @pytest.mark.parametrize("out", ["a.tar.gz", "a", "s3://bucket/a"])
 def test_a_name_that_is_no_archive_is_refused(small_run, tmp_path, monkeypatch, out):
     """Before anything is read or written."""

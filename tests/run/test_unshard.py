@@ -291,6 +291,22 @@ def test_a_run_of_ranks_needs_the_lines_of_all(tmp_path, manifest):
         Run.open(path)
 
 
+def test_lost_lines_are_looked_for_in_the_right_file(tmp_path, manifest):
+    """In that of a rank that has none; where all have some, in all."""
+    path = _ranks(tmp_path, manifest)
+    lines = (path / "records-r00001.jsonl").read_text()
+    (path / "records-r00001.jsonl").write_text("")
+    with pytest.raises(RunFormatError, match="1 records in a complete run of 2") as caught:
+        Run.open(path)
+    assert caught.value.where.endswith("records-r00001.jsonl")
+    assert "copy records-r00001.jsonl again" in caught.value.hint
+    more = json.dumps(json.loads(lines) | {"step": 1})
+    (path / "records-r00001.jsonl").write_text(f"{lines}{more}\n")
+    with pytest.raises(RunFormatError, match="3 records in a complete run of 2") as caught:
+        Run.open(path)
+    assert "the records of all 2 ranks" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

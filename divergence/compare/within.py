@@ -100,10 +100,11 @@ def explain_within(verdict: Verdict) -> Verdict:
 def _nothing_whole(run: Run) -> UsageError:
     path = shlex.quote(str(run.path))
     other = beside(path, "-whole")
+    ranks = f"; to hold its ranks against one another: divergence compare {path} {path}"
     return UsageError(
         f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
         hint=f"give a second run, or make the pass: divergence capture --like {path} -o {other} "
-        f"--whole, then divergence compare {other}",
+        f"--whole, then divergence compare {other}{ranks if run.manifest.mesh else ''}",
     )
 
 

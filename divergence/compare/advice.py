@@ -184,6 +184,12 @@ class WithinAdvice(Advice):
     def __init__(self, run: Run) -> None:
         super().__init__(run, run)
 
+    def whole(self) -> list[str]:
+        """The run with the pass that its decode steps are held against."""
+        other = beside(self._a, "-whole")
+        command = f"{_capture(self._reference)} --like {self._a} -o {other} --whole"
+        return [command + _mesh(self._reference), f"divergence compare {other}"]
+
     def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """Nothing: every pair is anchored."""
         return []

@@ -156,7 +156,9 @@ def test_several_ranks_are_started_again_as_several(llama, tmp_path):
     assert by_hand[1].startswith(f"{start}{a.path}-deep -o {b.path}-deep --mesh dp=2,tp=4")
     assert not any("ops@" in command or " localize " in command for command in by_hand)
     assert (advice.escalate(), advice.divided) == ([], True)
-    assert WithinAdvice(of_ranks(b, tp=2)).into_block(BLOCK)[0].startswith("torchrun")
+    within = WithinAdvice(of_ranks(b, tp=2))
+    assert within.into_block(BLOCK)[0].startswith("torchrun")
+    assert within.whole()[0].endswith(f"--like {b.path} -o {b.path}-whole --whole --mesh tp=2")
     other_way = Advice(of_ranks(b, tp=2), a)
     assert other_way.escalate()[0].startswith("divergence capture")
 

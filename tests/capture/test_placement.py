@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.capture.divided import LocalKeeper
+from divergence.capture.divided import LocalKeeper, check_request
 from divergence.capture.keep import CopyKeeper
 from divergence.capture.placement import TensorPlacement, share_of
+from divergence.errors import UsageError
 
 PLAN = {
     "b.q": "colwise",
@@ -108,3 +109,17 @@ def test_a_dtensor_brings_its_own_placement():
     assert torch.equal(item.tensor, local)
     assert item.placement == {"dp": "replicate", "tp": "shard:1", "x": "partial:mean"}
     assert LocalKeeper(CopyKeeper()).keep(local).placement is None
+
+
+@pytest.mark.parametrize(
+    ("escalate", "operators", "why"),
+    [
+        (True, (), "--escalate cannot be combined with --mesh: the float32 pass is made by one"),
+        (False, ("ops@m",), "ops@ sites cannot be combined with --mesh: operators are seen whole"),
+    ],
+)
+def test_what_takes_one_process_says_why(escalate, operators, why):
+    """A float32 pass records no operators."""
+    request = SimpleNamespace(escalate=escalate, substitutes=())
+    with pytest.raises(UsageError, match=why):
+        check_request(request, SimpleNamespace(operators=operators))

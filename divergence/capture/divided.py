@@ -105,15 +105,16 @@ def check_request(request: Request, selection: SiteSelection, axes: Collection[s
             "holds of a tensor is settled there",
             hint=f"--steps 0,{request.steps}",
         )
-    asked = {
-        "--escalate": request.escalate,
-        "ops@ sites": bool(selection.operators),
-        "--substitute": bool(request.substitutes),
-    }
-    for name, wanted in asked.items():
+    operators = "operators are seen whole in one process"
+    asked = (
+        ("--escalate", request.escalate, "the float32 pass is made by one process"),
+        ("ops@ sites", bool(selection.operators), operators),
+        ("--substitute", bool(request.substitutes), operators),
+    )
+    for name, wanted, why in asked:
         if wanted:
             raise UsageError(
-                f"{name} cannot be combined with --mesh: operators are seen whole in one process",
+                f"{name} cannot be combined with --mesh: {why}",
                 hint="repeat the run without torchrun: divergence capture --like RUN -o RUN2",
             )
 

@@ -61,7 +61,7 @@ def check_operators(request: Request, selection: SiteSelection) -> None:
     given = "--only-changed" if request.only_changed else f"--store {request.store}"
     raise UsageError(
         f"{given} keeps not all bytes, and operators (ops@) are run again from theirs",
-        hint="capture operators in full, in a run of their own",
+        hint="capture operators in a run of their own, with --store full",
     )
 
 

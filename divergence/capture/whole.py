@@ -55,7 +55,7 @@ def why_not_whole(
     if request.store != "full":
         return (
             f"it repeats the free pass block by block, of which --store {request.store} keeps no "
-            "bytes; leave out --store"
+            "bytes; give --store full"
         )
     if request.only_changed and request.like.manifest.plan.store != "full":
         return "what has not changed is in no run; leave out --only-changed"

@@ -47,15 +47,17 @@ def command(
     import msgspec
 
     from divergence.compare.audit import audit_runs
-    from divergence.report.inspection import run_lines, select_records, site_lines
+    from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines
+    from divergence.run.contents import parts_of, why_no_bytes
     from divergence.run.reader import Run
 
     opened = Run.open(run)
     records = opened.records if site is None else select_records(opened.records, site)
     audit = None if site is not None else audit_runs(opened)
     problems: list[str] | None = None
+    kept = sum(bool(parts_of(record)) for record in opened.records) if verify else 0
     if verify:
         with progress_bars(quiet=quiet or json) as progress:
             problems = opened.verify(progress=progress)
@@ -70,6 +72,7 @@ def command(
             answer["audit"] = msgspec.to_builtins(audit)
         if problems is not None:
             answer["problems"] = problems
+            answer["num_stored"] = kept
         show(strict_json(answer))
     else:
         if site is not None:
@@ -85,7 +88,7 @@ def command(
             show(
                 "\n".join(["verified: DAMAGED", *(f"  {text}" for text in problems)])
                 if problems
-                else "verified: every tensor has the checksum it was written with"
+                else verified_text(kept, len(opened.records), why_no_bytes(opened.manifest))
             )
     if problems:
         raise RunFormatError(

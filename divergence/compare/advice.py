@@ -1,7 +1,7 @@
 """The commands a report ends with: what gives certainty, or goes one level deeper.
 
-Options that made the candidate what it is (planted faults, another dtype or attention,
-a label) are repeated, so that a printed command followed literally asks the same thing.
+Options that made the candidate what it is (planted faults, another dtype or attention, several
+ranks, a label) are repeated, so that a printed command followed literally asks the same thing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from divergence.run.location import ARCHIVES
 from divergence.run.manifest import Manifest
+from divergence.run.mesh import num_ranks
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
@@ -26,6 +28,7 @@ class Advice:
         self._a, self._b = shlex.quote(str(reference.path)), shlex.quote(str(candidate.path))
         self._truth = None if truth is None else shlex.quote(str(truth.path))
         self._reference, self._candidate = reference.manifest, candidate.manifest
+        self.divided = candidate.manifest.mesh is not None  # among several ranks
         self._inputs = {
             module_of(record.site)
             for record in reference.records
@@ -43,20 +46,22 @@ class Advice:
         first = beside(self._a, "-blocks") if again else self._a
         return [
             *again,
-            f"divergence capture --like {first} -o {anchored}"
+            f"{_capture(self._candidate)} --like {first} -o {anchored}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
             f"divergence compare {first} {anchored}",
         ]
 
     def in_full(self, flagged: Sequence[str] = ()) -> list[str]:
-        """The candidate once more with its bytes, where it kept none: the blocks, and ``flagged``
-        sites beside them."""
+        """The side that kept no bytes once more with them: the blocks, and ``flagged`` sites
+        beside them. Where it is the reference, both: without its bytes it anchors nothing."""
+        if self._reference.plan.store != "full":
+            return self.certainty(flagged)
         if self._candidate.plan.store == "full":
             return []
         out = beside(self._b, "-full")
         words = [f"--sites {shlex.quote(site)}" for site in ["blocks", *flagged[:_MOST_SITES]]]
         return [
-            f"divergence capture --like {self._a} -o {out} --store full {' '.join(words)}"
+            f"{_capture(self._candidate)} --like {self._a} -o {out} --store full {' '.join(words)}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
             f"divergence compare {self._a} {out}",
         ]
@@ -73,8 +78,8 @@ class Advice:
         if plan.positions is not None:  # a run cannot be repeated with more tokens than it kept
             source = shlex.quote(self._reference.model.source)
             return [
-                f"divergence capture {source} -o {out} --prompts FILE{where}: its prompts, all "
-                "token positions"
+                f"{_capture(self._reference)} {source} -o {out} --prompts FILE"
+                f"{_mesh(self._reference)}{where}: its prompts, all token positions"
             ]
         sites = plan.sites if plan.store == "full" else flagged[:_MOST_SITES]
         words = [f"--sites {shlex.quote(site)}" for site in dict.fromkeys(["blocks", *sites])]
@@ -83,63 +88,78 @@ class Advice:
         if plan.steps is not None:
             words.append(f"--steps 0-{max(settings.max_new_tokens, 1) - 1}")
         return [
-            f"divergence capture --like {self._a} -o {out} {' '.join(words)} --no-anchor"
+            f"{_capture(self._reference)} --like {self._a} -o {out} {' '.join(words)} --no-anchor"
             f"{_options(self._reference, self._reference)}{where}"
         ]
 
     def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
         """Everything inside a block, on both machines; ``hidden``: it shows in the escalated
-        pass alone, against a truth."""
-        down = f"divergence localize {self._a} {self._b} -o {beside(self._b, '-localized')}"
+        pass alone, against a truth. Operators are recorded in one process alone."""
+        ranks = self.divided or self._reference.mesh is not None
+        whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
+        down = f"divergence localize {self._a} {self._b} -o {_folder(self._b, '-localized')}"
         down += f" --reference {self._truth}" if self._truth else ""
+        down += "   # on a machine with the model; or by hand:"
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
-        inside = (block + ".*", f"ops@{block}")
+        inside = (block + ".*",) if ranks else (block + ".*", f"ops@{block}")
         sites = " ".join(["--sites blocks", *(f"--sites {shlex.quote(one)}" for one in inside)])
+        sites += "" if whole else " --store full"
         escalate = " --escalate" if hidden else ""
         right = beside(one, "-truth") if hidden or self._truth else None
         return [
-            f"{down}   # on a machine with the model; or by hand:",
+            *([down] if whole and not ranks else []),
             # operators of a pass that is anchored itself would have no partner in the candidate's
-            f"divergence capture --like {self._a} -o {one} --no-anchor {sites}"
+            f"{_capture(self._reference)} --like {self._a} -o {one} --no-anchor {sites}"
             f"{_options(self._reference, self._reference)}   # on the reference's machine",
-            f"divergence capture --like {one} -o {two}{escalate}"
+            f"{_capture(self._candidate)} --like {one} -o {two}{escalate}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
             *([f"divergence reference {one} -o {right}   # on any machine with the model"]
               if right else []),
             f"divergence compare {one} {two}" + (f" --reference {right}" if right else ""),
         ]  # fmt: skip
 
-    def truth(self) -> list[str]:
-        """Which side is wrong."""
-        truth = beside(self._a, "-truth")
+    def truth(self, *, full: bool = False) -> list[str]:
+        """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
+        against the truth, which judges nothing that is not there in full."""
+        a, b = self._a, self._b
+        if full and self._reference.plan.store != "full":
+            a, b = beside(a, "-blocks"), beside(b, "-anchored")
+        elif full:
+            b = beside(b, "-full")
+        truth = beside(a, "-truth")
         return [
-            f"divergence reference {self._a} -o {truth}   # on any machine with the model",
-            f"divergence compare {self._a} {self._b} --reference {truth}",
+            f"divergence reference {a} -o {truth}   # on any machine with the model",
+            f"divergence compare {a} {b} --reference {truth}",
         ]
 
     def escalate(self) -> list[str]:
         """The same inputs in float32: what a 16-bit dtype hides. Nothing for two dtypes, whose
-        weights are not the same to float32's last bit."""
-        if self._candidate.model.dtype != self._reference.model.dtype:
+        weights are not the same to float32's last bit, and for a candidate of several ranks, which
+        make no such pass."""
+        if self._candidate.model.dtype != self._reference.model.dtype or self.divided:
             return []
+        again = self._anchoring(()) if self._reference.plan.store != "full" else []
+        first = beside(self._a, "-blocks") if again else self._a
         deep = beside(self._b, "-escalated")
-        truth = self._truth or beside(self._a, "-truth")
+        known = self._truth is not None and not again
+        truth = self._truth if known else beside(first, "-truth")
         commands = [
-            f"divergence capture --like {self._a} -o {deep} --escalate"
-            f"{_options(self._candidate, self._reference)}   # on the candidate's machine"
+            *again,
+            f"divergence capture --like {first} -o {deep} --escalate"
+            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
         ]
-        if self._truth is None:
+        if not known:
             commands.append(
-                f"divergence reference {self._a} -o {truth}   # on any machine with the model"
+                f"divergence reference {first} -o {truth}   # on any machine with the model"
             )
-        return [*commands, f"divergence compare {self._a} {deep} --reference {truth}"]
+        return [*commands, f"divergence compare {first} {deep} --reference {truth}"]
 
     def operator(self, site: str, candidate_site: str, side: str | None) -> list[str]:
         """The operator by itself, as a script for whoever made it."""
         path, name = (self._a, site) if side == "reference" else (self._b, candidate_site)
         return [
             f"divergence repro {path} --site {shlex.quote(name + ':out')} "
-            f"-o {beside(path, '-repro')}   # a script that shows it without the model"
+            f"-o {_folder(path, '-repro')}   # a script that shows it without the model"
         ]
 
     def operator_input(self, site: str, side: str | None) -> list[str]:
@@ -164,11 +184,17 @@ class WithinAdvice(Advice):
     def __init__(self, run: Run) -> None:
         super().__init__(run, run)
 
+    def whole(self) -> list[str]:
+        """The run with the pass that its decode steps are held against."""
+        other = beside(self._a, "-whole")
+        command = f"{_capture(self._reference)} --like {self._a} -o {other} --whole"
+        return [command + _mesh(self._reference), f"divergence compare {other}"]
+
     def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """Nothing: every pair is anchored."""
         return []
 
-    def truth(self) -> list[str]:
+    def truth(self, *, full: bool = False) -> list[str]:
         """Nothing: a truth repeats one of two runs."""
         return []
 
@@ -176,7 +202,8 @@ class WithinAdvice(Advice):
         """The same tokens in float32: what a 16-bit dtype hides."""
         wide = beside(self._a, "-float32")
         return [
-            f"divergence capture --like {self._a} -o {wide} --no-anchor --whole --dtype float32"
+            f"{_capture(self._reference)} --like {self._a} -o {wide} --no-anchor --whole "
+            "--dtype float32"
             f"{_options(self._reference, self._reference)}",
             f"divergence compare {wide}",
         ]
@@ -185,7 +212,7 @@ class WithinAdvice(Advice):
         """Everything inside a block, of the same run."""
         deep = beside(self._a, "-deep")
         return [
-            f"divergence capture --like {self._a} -o {deep} --no-anchor --whole "
+            f"{_capture(self._reference)} --like {self._a} -o {deep} --no-anchor --whole "
             f"--sites blocks --sites {shlex.quote(block + '.*')}"
             f"{_options(self._reference, self._reference)}",
             f"divergence compare {deep}",
@@ -208,8 +235,35 @@ def _blocks(manifest: Manifest) -> set[str]:
 
 
 def beside(quoted: str, ending: str) -> str:
-    """``a`` → ``a-deep``, also where the path is quoted."""
-    return f"{quoted[:-1]}{ending}'" if quoted.endswith("'") else quoted + ending
+    """``a`` → ``a-deep``, ``a.zip`` → ``a-deep.zip``; also where the path is quoted."""
+    stem, kind = _stem(quoted)
+    return shlex.quote(stem + ending + kind)
+
+
+def _folder(quoted: str, ending: str) -> str:
+    """The same for what is always a directory of this machine."""
+    stem, _ = _stem(quoted)
+    return shlex.quote((stem.rpartition("/")[2] if "://" in stem else stem) + ending)
+
+
+def _stem(quoted: str) -> tuple[str, str]:
+    """A path without its quotes, and what it ends in if it is an archive's."""
+    (path,) = shlex.split(quoted)
+    kind = next((path[-len(one) :] for one in ARCHIVES if path.lower().endswith(one)), "")
+    return path.removesuffix(kind), kind
+
+
+def _capture(manifest: Manifest) -> str:
+    """The command that captures with as many processes as made the run."""
+    start = f"torchrun --nproc-per-node {num_ranks(manifest.mesh)} -m " if manifest.mesh else ""
+    return f"{start}divergence capture"
+
+
+def _mesh(manifest: Manifest) -> str:
+    """How those divide the work, as an option; begins with a space if there is one."""
+    if manifest.mesh is None:
+        return ""
+    return " --mesh " + ",".join(f"{axis.name}={axis.size}" for axis in manifest.mesh.axes)
 
 
 def _options(manifest: Manifest, like: Manifest) -> str:
@@ -230,4 +284,4 @@ def _options(manifest: Manifest, like: Manifest) -> str:
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own
         words += ["--label", environment.label]
-    return " " + shlex.join(words) if words else ""
+    return _mesh(manifest) + (" " + shlex.join(words) if words else "")

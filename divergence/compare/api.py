@@ -345,4 +345,10 @@ def _notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
                 f"the {name} was told to use {override.name} {override.used} "
                 f"instead of {override.reference}"
             )
+        changed = run.manifest.plan.only_changed
+        if changed is not None and not all(run.has_bytes(record) for record in run.records):
+            notes.append(
+                f"the {name} stores what differs from run {changed} alone, which is not at hand: "
+                "of the rest digests and statistics are compared"
+            )
     return notes

@@ -63,10 +63,12 @@ class Case:
         if not self.anchored:
             return advice.certainty(_outside_blocks(self.sites))
         commands: list[str] = []
+        again: list[str] = []
         unmeasured = [site for site in self.sites if is_unmeasured(site)]
         if unmeasured or (unit is not None and any(r.estimated for r in unit.results)):
             named = [site.site for site in unmeasured if site.role == "inner"]
-            commands += advice.in_full([*_outside_blocks(self.sites), *dict.fromkeys(named)])
+            again = advice.in_full([*_outside_blocks(self.sites), *dict.fromkeys(named)])
+            commands += again
             if unit is None and commands:
                 return commands
         if unit is not None:
@@ -76,7 +78,7 @@ class Case:
             else:
                 commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
             if self.tallies is None:
-                commands += advice.truth()
+                commands += advice.truth(full=bool(again))
         if self.narrow and not escalated and unit is None:
             commands += advice.escalate()
         return commands

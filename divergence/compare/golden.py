@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
-from divergence.run.location import Location, Url, folder_of, location_of
+from divergence.run.location import ARCHIVES, Location, Url, folder_of, location_of
 from divergence.run.packing import unpack
 from divergence.run.site import natural_key
 
@@ -95,9 +96,13 @@ def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) 
     """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
     place = location_of(golden)
     if isinstance(place, Url) or place.is_file():
+        name = str(place)
+        archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
         raise UsageError(
-            f"{place} is no directory, and only one can be replaced and its old state kept",
-            hint=f"divergence pack {new} -o {place} --force, if it is an archive",
+            f"{place} is no directory of this machine, and only one can be replaced and its old "
+            "state kept",
+            hint=f"divergence pack {shlex.quote(str(new))} -o {shlex.quote(archive)}"
+            f"{' --force' if archive == name else ''}, and check against that",
         )
 
 

@@ -85,6 +85,12 @@ class Matrix(msgspec.Struct, kw_only=True):
     only_odd: list[str] = []
     next: list[str] = []
 
+    def __repr__(self) -> str:
+        """``<Matrix a b c: 2 of 3 runs agree bit for bit; c differs from them>``: with every
+        pair's report all fields are megabytes."""
+        paths = " ".join([self.reference.path, *(row.path for row in self.rows)])
+        return f"<Matrix {paths}: {self.agreement}>"
+
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole matrix as strict JSON; nan and inf become strings."""
         text = msgspec.json.encode(json_safe(msgspec.to_builtins(self)))

@@ -321,6 +321,10 @@ class Report(_Part, kw_only=True):
     replicas: list[ReplicaCheck] = []
     suite: SuiteResult | None = None
 
+    def __repr__(self) -> str:
+        """``<Report a b: localized>``: all fields are megabytes."""
+        return f"<Report {self.reference.path} {self.candidate.path}: {self.verdict.kind}>"
+
     def to_records(self) -> list[dict[str, Any]]:
         """One flat dict per compared site, ready for pandas.DataFrame or csv.DictWriter."""
         rows = []

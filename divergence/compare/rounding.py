@@ -68,7 +68,16 @@ def within_floor(
                 "escalated pass: see next"
             )
         )
-    told = sure and bool(against_truth) and not case.partial
+    elif case.narrow and case.advice.divided and sure and not escalation.judged:
+        evidence.append(
+            Evidence(
+                text="what is smaller than this dtype's floor stays invisible without an "
+                "escalated pass, which takes a candidate that one process runs"
+            )
+        )
+    # of what is estimated the truth judges nothing, and so says nothing of either side
+    estimated = any(result.estimated for unit in judged for result in unit.results)
+    told = sure and bool(against_truth) and not case.partial and not estimated
     certain = told and (not case.narrow or escalation.complete)
     return Verdict(
         kind="within_floor",

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from divergence.compare.advice import beside
+from divergence.compare.advice import WithinAdvice
 from divergence.compare.align import Alignment, Pair, Piece
 from divergence.compare.result import Skipped, Verdict
 from divergence.errors import UsageError
@@ -99,11 +99,11 @@ def explain_within(verdict: Verdict) -> Verdict:
 
 def _nothing_whole(run: Run) -> UsageError:
     path = shlex.quote(str(run.path))
-    other = beside(path, "-whole")
+    ranks = f"; to hold its ranks against one another: divergence compare {path} {path}"
     return UsageError(
         f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
-        hint=f"give a second run, or make the pass: divergence capture --like {path} -o {other} "
-        f"--whole, then divergence compare {other}",
+        hint=f"give a second run, or make the pass: {', then '.join(WithinAdvice(run).whole())}"
+        f"{ranks if run.manifest.mesh else ''}",
     )
 
 

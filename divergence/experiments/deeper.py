@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from divergence.compare.advice import Advice
+from divergence.compare.advice import Advice, beside
 from divergence.compare.api import Measured
 from divergence.numerics.chance import spread
 
@@ -17,24 +17,25 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     a, b = measured.reference, measured.candidate
     advice, commands = Advice(a, b), []
     known, narrow = measured.truth is not None, measured.case.narrow
-    truth = measured.truth.run.path if known else f"{a.path}-truth"
-    candidate = None if made_here else b.path
+    here, there = shlex.quote(str(a.path)), shlex.quote(str(b.path))
+    truth = shlex.quote(str(measured.truth.run.path)) if known else beside(here, "-truth")
+    candidate = None if made_here else there
     if narrow and not escalated and not made_here:
-        candidate = f"{b.path}-escalated"
+        candidate = beside(there, "-escalated")
         commands.append(advice.escalate()[0])
     if not known:
         commands.append(advice.truth()[0])
     if commands:
-        words = ["divergence", "sensitivity", str(a.path)]
-        words += [] if candidate is None else ["--candidate", str(candidate)]
-        words += ["--reference", str(truth)]
+        words = ["divergence", "sensitivity", here]
+        words += [] if candidate is None else ["--candidate", candidate]
+        words += ["--reference", truth]
         also = "   # and an escalated pass, which is then made too" if narrow and made_here else ""
-        commands.append(shlex.join(words) + also)
+        commands.append(" ".join(words) + also)
     num_tokens = sum(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
     if spread(num_tokens) > 1:
-        words = ["divergence", "capture", a.manifest.model.source, "-o", f"{a.path}-more"]
+        source = shlex.quote(a.manifest.model.source)
         commands.append(
-            f"{shlex.join(words)} --prompts FILE   # more prompts: with {num_tokens} tokens "
-            "chance widens some limits"
+            f"divergence capture {source} -o {beside(here, '-more')} --prompts FILE   # more "
+            f"prompts: with {num_tokens} tokens chance widens some limits"
         )
     return commands

@@ -29,6 +29,7 @@ __all__ = [
     "site_lines",
     "skipped_lines",
     "stored",
+    "verified_text",
 ]
 
 MAX_SITES = 60
@@ -231,6 +232,19 @@ def select_records(records: Sequence[Record], site: str) -> list[Record]:
     return found
 
 
+def verified_text(kept: int, total: int, why: str) -> str:
+    """What `--verify` found of a run without a problem: no more than there was to check.
+    ``kept``: of how many of all records anything is stored; ``why`` not of the others."""
+    if kept == total:
+        return "verified: every tensor has the checksum it was written with"
+    if kept == 0:
+        return f"nothing to verify: no tensor is stored ({why})"
+    return (
+        "verified: every stored tensor has the checksum it was written with; "
+        f"{total - kept:,} of {total:,} are not stored ({why})"
+    )
+
+
 def site_lines(records: Sequence[Record]) -> list[Line]:
     """The recorded summary of each tensor of one or a few sites; of an operator its first call."""
     lines: list[Line] = []
@@ -239,11 +253,14 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
         by_site[record.site].append(record)
     for site, group in by_site.items():
         lines.append(heading(site, f"{group[0].dtype}, {count(len(group), 'record')}"))
-        rows = [("pass", "sample", "step", "shape", "min", "max", "mean", "rms", "nan/inf/zero")]
+        ranks = any(record.rank for record in records)
+        titles = ("pass", "sample", "step", "shape", "min", "max", "mean", "rms", "nan/inf/zero")
+        rows = [("rank", *titles) if ranks else titles]
         for record in group:
             summary = record.summary or _NOTHING
             rows.append(
                 (
+                    *([str(record.rank)] if ranks else []),
                     record.pass_,
                     str(record.sample),
                     str(record.step),

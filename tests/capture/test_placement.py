@@ -208,3 +208,17 @@ def test_how_batches_are_dealt(monkeypatch, num_groups, together):
         answered += [group[0] for group in own if ranks.owns(group[0])]
     once = list(range(num_groups))
     assert sorted(answered) == (once if num_groups >= 2 else [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("escalate", "operators", "why"),
+    [
+        (True, (), "--escalate cannot be combined with --mesh: the float32 pass is made by one"),
+        (False, ("ops@m",), "ops@ sites cannot be combined with --mesh: operators are seen whole"),
+    ],
+)
+def test_what_takes_one_process_says_why(escalate, operators, why):
+    """A float32 pass records no operators."""
+    request = SimpleNamespace(escalate=escalate, substitutes=())
+    with pytest.raises(UsageError, match=why):
+        check_request(request, SimpleNamespace(operators=operators), {"dp": 2})

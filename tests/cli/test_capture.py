@@ -304,6 +304,20 @@ def test_inspect_a_site(invoke, opened):
     assert "did you mean model.layers.0:out?" in err
 
 
+def test_inspect_a_site_of_several_ranks(invoke, opened):
+    """Whose tensor each line is; one process needs no such column."""
+    assert "rank" not in invoke("inspect", "a", "--site", "model.layers.0:out")[1]
+    opened.records = [
+        msgspec.structs.replace(record, rank=rank) for record in opened.records for rank in (0, 1)
+    ]
+    _, out, _ = invoke("inspect", "a", "--site", "model.layers.0:out")
+    assert [row.split()[:2] for row in out.splitlines()[1:4]] == [
+        ["rank", "pass"],
+        ["0", "free"],
+        ["1", "free"],
+    ]
+
+
 def test_inspect_verify(invoke, opened):
     """A damaged run is named and exits 2, in JSON too."""
     assert "verified: every tensor" in invoke("inspect", "a", "--verify")[1]

@@ -65,3 +65,31 @@ def test_no_command_fails(folder, tmp_path, invoke, monkeypatch, mode, name):
         assert "error" in err.lower() and len(err) > 40
     if name.endswith("--json"):
         json.loads(out)
+
+
+def test_verify_claims_no_more_than_it_read(folder, invoke):
+    """Of what is not stored nothing is verified."""
+    said = {}
+    for name in ("sketch-b", "hash-b", "part-b", "full"):
+        code, out, _ = invoke("inspect", str(folder / name), "--verify", "-q")
+        assert code == 0
+        said[name] = out.splitlines()[-1]
+    every = "verified: every tensor has the checksum it was written with"
+    assert (said["full"], said["sketch-b"]) == (every, every)
+    assert said["hash-b"] == (
+        "nothing to verify: no tensor is stored (the run was captured with --store hash)"
+    )
+    assert said["part-b"].startswith("verified: every stored tensor")
+    answer = json.loads(invoke("inspect", str(folder / "hash-b"), "--verify", "--json")[1])
+    assert (answer["problems"], answer["num_stored"]) == ([], 0)
+    assert " are not stored (what did not change is in run " in said["part-b"]
+
+
+def test_what_a_sketched_run_passes_on_is_named_with_the_way_out(folder, tmp_path, invoke):
+    """--store was not given, but recorded: leaving it out would change nothing."""
+    run = str(folder / "sketch-a")
+    options = ("--like", run, "-o", str(tmp_path / "new"), "--no-probe")
+    assert "give --store full" in invoke("capture", *options, "--whole")[2]
+    code, _, err = invoke("capture", *options, "--sites", "ops@model.layers.1", "--force")
+    assert code == 2
+    assert "with --store full" in err

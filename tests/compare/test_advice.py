@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from divergence.capture.api import capture, reference
 from divergence.cli.main import app
+from divergence.compare.advice import Advice, WithinAdvice, beside
 from divergence.compare.api import compare
+from divergence.run.location import Url
+from divergence.run.manifest import Mesh, MeshAxis
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 BLOCK = "model.layers.1"
@@ -101,3 +107,74 @@ def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
     assert said.startswith(f"LOCALIZED: the error comes into {BLOCK}/aten.add#2 from operators")
     assert "side        the candidate is wrong" in said
     assert "operators  inside model.layers.1, from equal inputs" in said
+
+
+def test_two_sketches_are_captured_again_in_full(llama, tmp_path, capsys):
+    """The first anchors nothing before it is there in full itself, nor does a truth judge it; no
+    descent begins from it."""
+    kept = capture(llama, out=tmp_path / "kept", prompts=[PROMPT], max_new_tokens=2, probe=False)
+    plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.5"]
+    a = capture(like=kept, out=tmp_path / "a", store="sketch", probe=False)
+    b = capture(like=kept, out=tmp_path / "b", store="sketch", plants=plants, probe=False)
+    report = compare(a, b)
+    assert not any(command.startswith("divergence localize") for command in report.verdict.next)
+    said = follow(report, capsys)
+    assert said.startswith(f"LOCALIZED: the error is made at {BLOCK}:out, by the candidate")
+    assert "estimated" not in said
+
+
+def test_a_sketch_is_held_against_a_truth_in_full(llama, tmp_path):
+    """A truth judges nothing that is a sketch."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.5"]
+    b = capture(like=a, out=tmp_path / "b", store="sketch", plants=plants, probe=False)
+    last = compare(a, b).verdict.next[-1]
+    assert last == f"divergence compare {a.path} {b.path}-full --reference {a.path}-truth"
+
+
+def of_ranks(run, **axes):
+    """The run as if several ranks had made it."""
+    mesh = Mesh(axes=[MeshAxis(name=name, size=size) for name, size in axes.items()])
+    manifest = msgspec.structs.replace(run.manifest, mesh=mesh)
+    return SimpleNamespace(
+        path=run.path, manifest=manifest, records=run.records, has_bytes=run.has_bytes
+    )
+
+
+def test_several_ranks_are_started_again_as_several(llama, tmp_path):
+    """One process would not ask the same; neither operators nor float32 are made by several."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    b = capture(like=a, out=tmp_path / "b", plants=["lm_head:out=nan"], probe=False)
+    advice = Advice(a, of_ranks(b, dp=2, tp=4))
+    start = "torchrun --nproc-per-node 8 -m divergence capture --like "
+    assert advice.certainty()[0] == (
+        f"{start}{a.path} -o {b.path}-anchored --mesh dp=2,tp=4 --plant lm_head:out=nan"
+        "   # on the candidate's machine"
+    )
+    by_hand = advice.into_block(BLOCK)
+    assert by_hand[0].startswith("divergence capture")
+    assert by_hand[1].startswith(f"{start}{a.path}-deep -o {b.path}-deep --mesh dp=2,tp=4")
+    assert not any("ops@" in command or " localize " in command for command in by_hand)
+    assert (advice.escalate(), advice.divided) == ([], True)
+    within = WithinAdvice(of_ranks(b, tp=2))
+    assert within.into_block(BLOCK)[0].startswith("torchrun")
+    assert within.whole()[0].endswith(f"--like {b.path} -o {b.path}-whole --whole --mesh tp=2")
+    other_way = Advice(of_ranks(b, tp=2), a)
+    assert other_way.escalate()[0].startswith("divergence capture")
+
+
+def test_places_beside_archives_and_urls(llama, tmp_path):
+    """An archive stays one; what is a directory of this machine is none at a URL."""
+    assert beside("a", "-deep") == "a-deep"
+    assert beside("'of me/a.zip'", "-deep") == "'of me/a-deep.zip'"
+    assert beside("s3://bucket/A.TAR", "-truth") == "s3://bucket/A-truth.TAR"
+    run = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    for place, folder in (
+        (Path("runs/b.zip"), "runs/b"), (Url("s3://bucket/runs/b.tar"), "b")
+    ):  # fmt: skip
+        there = SimpleNamespace(
+            path=place, manifest=run.manifest, records=run.records, has_bytes=run.has_bytes
+        )
+        advice = Advice(run, there)
+        assert f" {place} -o {folder}-localized " in advice.into_block(BLOCK)[0]
+        assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0]

@@ -68,6 +68,13 @@ def test_each_row_is_the_comparison_with_the_first(fleet):
     assert 0 < faulty.logits_rel_l2 < 1
 
 
+def test_a_matrix_and_its_reports_print_as_one_line(fleet):
+    """In a notebook all fields would be megabytes."""
+    matrix = compare_many(fleet / "a", [fleet / "b", fleet / "d"])
+    assert repr(matrix).endswith(f"{fleet / 'd'}: {matrix.agreement}>")
+    assert repr(matrix.rows[1].report) == f"<Report {fleet / 'a'} {fleet / 'd'}: localized>"
+
+
 def test_the_odd_machine_stands_out(fleet):
     """Four agree, one does not; what is only its own is said; equal bits are shown as such."""
     matrix = compare_many(fleet / "a", [fleet / name for name in "bcde"])

@@ -356,6 +356,17 @@ def test_bless_makes_a_first_golden(make_folder, tmp_path):
     assert (tmp_path / "deep" / "golden" / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("golden", "packed"),
+    [("s3://bucket/golden", "s3://bucket/golden.tar"), ("s3://b/g.zip", "s3://b/g.zip --force")],
+)
+def test_what_to_do_where_nothing_can_be_blessed(golden, packed):
+    """The old one could not be kept at a URL; the command that is printed packs an archive."""
+    with pytest.raises(UsageError, match="is no directory of this machine") as caught:
+        bless(golden, "of me")
+    assert caught.value.hint.startswith(f"divergence pack 'of me' -o {packed}, and check")
+
+
 def test_bless_replaces_an_incomparable_golden(make_folder, monkeypatch):
     """Other weights are why one blesses: the reason is told, and the golden replaced."""
     module = ModuleType("divergence.compare.api")

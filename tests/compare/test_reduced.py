@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.capture.api import capture
+from divergence.capture.api import capture, reference
 from divergence.compare.api import compare
 from divergence.compare.check import check
 from divergence.compare.result import json_safe
@@ -299,3 +299,23 @@ def test_two_dtypes(tiny_model, tmp_path):
     found = [site for site in report.sites if site.estimated]
     assert len(found) > 10 and all(1e-4 < site.rel_l2 < 0.1 for site in found)
     assert report.verdict.kind == "within_floor"
+
+
+def test_a_truth_clears_nobody_by_sketches(tiny_model, tmp_path):
+    """It judged what was kept in full alone, rotary tables, and blocks were not."""
+    a = capture(str(tiny_model("llama", dtype="bfloat16", hidden=128)), out=tmp_path / "a",
+                prompts=[PROMPT], max_new_tokens=3, probe=False)  # fmt: skip
+    b = repeated(a, tmp_path / "b", store="sketch")
+    verdict = compare(a, b, truth=reference(a.path, out=tmp_path / "truth")).verdict
+    assert any("against the truth" in fact.text for fact in verdict.evidence)
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", None, "medium")
+
+
+def test_where_the_bytes_are_that_did_not_change(recorded, tmp_path):
+    """Without the run that has them digests are compared, and the report says so."""
+    a = recorded()
+    b = repeated(a, tmp_path / "b", only_changed=True)
+    c = repeated(a, tmp_path / "c", plants=["model.layers.1.mlp:out=scale:1.3"])
+    assert not any("not at hand" in note for note in compare(a, b).notes)
+    (note,) = [note for note in compare(c.path, b.path).notes if "not at hand" in note]
+    assert note.startswith(f"the candidate stores what differs from run {a.manifest.id} alone")

@@ -95,24 +95,18 @@ class Captured:
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
         from divergence.capture.execution import Pass
-        from divergence.capture.keep import BufferKeeper
         from divergence.capture.passes import run_pass
-        from divergence.capture.storing import keeper_of, reducer_of
-        from divergence.capture.volume import kernel_for_capture
-        from divergence.run.buffer import Buffer, Limits
-        from divergence.run.writer import RunWriter
+        from divergence.capture.storage import storage
+        from divergence.capture.volume import about_bytes
 
         execution = self._execution
-        request = execution.request
         self.manifest.sizes = type(self.manifest.sizes)()
-        kernel = kernel_for_capture(
-            request, model, execution.selection.hooked, execution.samples, num_passes=1
-        )
-        buffer = Buffer(Limits.of(request.buffer_bytes, kernel=kernel))
-        with RunWriter(
-            folder / "run", self.manifest, buffer=buffer, reducer=reducer_of(request, kernel)
-        ) as writer:
-            execution.keeper = keeper_of(request, BufferKeeper(writer, buffer))
+        hooked = execution.selection.hooked
+        seen = about_bytes(model, hooked, execution.samples, new)
+        with storage(
+            execution.request, folder / "run", self.manifest, device=execution.loaded.device,
+            num_bytes=seen,
+        ) as (writer, execution.keeper):  # fmt: skip
             run_pass(
                 execution.loaded, execution._recorder(writer, Pass("free")), execution.samples,
                 execution.groups, max_new_tokens=new,

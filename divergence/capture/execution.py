@@ -16,15 +16,14 @@ from typing import Any, Protocol
 import torch
 
 from divergence.capture.determinism import Determinism
-from divergence.capture.device_copy import can_pin
-from divergence.capture.divided import Division, LocalKeeper, closed, on_all, own_part, started
+from divergence.capture.divided import Division, closed, on_all, own_part
 from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.offloaded import map_text
 from divergence.capture.engines.tokenizing import group_samples, token_texts, tokenize
 from divergence.capture.hooks import Anchor, Recorder, inside
-from divergence.capture.keep import BufferKeeper, Keeper
+from divergence.capture.keep import Keeper
 from divergence.capture.memory import free_bytes
 from divergence.capture.passes import (
     Pass,
@@ -38,14 +37,14 @@ from divergence.capture.plant import check_places
 from divergence.capture.provenance import probed, provenance
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
-from divergence.capture.storing import check_operators, keeper_of, reducer_of
+from divergence.capture.storage import storage
+from divergence.capture.storing import check_operators
 from divergence.capture.structure import compiled_modules, describe_modules, output_paths
 from divergence.capture.substitute import substitute_from
-from divergence.capture.volume import kernel_for_capture
+from divergence.capture.volume import about_bytes
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
 from divergence.errors import UsageError
-from divergence.run.buffer import Buffer, Limits
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
 from divergence.run.site import ROOT
@@ -109,21 +108,13 @@ class Execution:
                 "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
             )
         rank = 0 if self.ranks is None else self.ranks.rank
-        kernel = kernel_for_capture(
-            request, self.loaded.structure, self.selection.hooked, self.samples,
-            num_passes=len(passes),
-        )  # fmt: skip
-        limits = Limits.of(request.buffer_bytes, kernel=kernel)
-        buffer = Buffer(limits, pinned=can_pin(self.loaded.device))
-        reducer = reducer_of(request, kernel)
-        with started(
-            self.ranks,
-            lambda: RunWriter(
-                out, manifest, force=force, rank=rank, reducer=reducer, buffer=buffer
-            ),
-        ) as writer:
-            keeper = keeper_of(request, BufferKeeper(writer, buffer))
-            self.keeper = keeper if self.ranks is None else LocalKeeper(keeper)
+        seen = about_bytes(
+            self.loaded.structure, self.selection.hooked, self.samples, request.max_new_tokens
+        )
+        with storage(
+            request, out, manifest, device=self.loaded.device, num_bytes=seen * len(passes),
+            ranks=self.ranks, force=force,
+        ) as (writer, self.keeper):  # fmt: skip
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0
             for one in passes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,9 +32,20 @@ from divergence.run.writer import RunWriter
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pass", "RememberingSink", "RepeatSink", "can_anchor", "recorded_inputs", "run_pass"]
+__all__ = [
+    "Pass",
+    "RememberingSink",
+    "RepeatSink",
+    "can_anchor",
+    "recorded_inputs",
+    "run_pass",
+    "undisturbed",
+]
 
 Key = tuple[int, int, str]
+
+_SWITCH_S = 0.0003
+"""Some operators of a decode step. Python's own is 5 ms, of which a step has a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +106,7 @@ def run_pass(
     on_group: Callable[[list[int], GroupResult], None] | None = None,
 ) -> None:
     """Run every group once under the recorder's hooks."""
-    with recorder.installed(), _old_objects_aside():
+    with recorder.installed(), undisturbed():
         for group in groups:
             members = [samples[number] for number in group]
             first = members[0]
@@ -112,10 +124,17 @@ def run_pass(
 
 
 @contextlib.contextmanager
-def _old_objects_aside() -> Iterator[None]:
-    """What is there already, the model above all, is no business of Python's cycle collector for
-    as long: records waiting for the writer set it off, and it would walk through everything."""
+def undisturbed() -> Iterator[None]:
+    """Python itself keeps out of the model's way while a pass runs.
+
+    Lock: a thread that wants Python's lock waits for this long before it asks for it. An operator
+    that returns while the writer's thread holds the lock would wait longer than it ran.
+    Collector: what is there already, the model above all, is set aside, since records waiting for
+    the writer set the collector off, and it would walk through everything.
+    """
+    before = sys.getswitchinterval()
     apart = gc.isenabled() and not gc.get_freeze_count()  # else somebody else's affair
+    sys.setswitchinterval(min(before, _SWITCH_S))
     if apart:
         gc.freeze()
     try:
@@ -123,6 +142,7 @@ def _old_objects_aside() -> Iterator[None]:
     finally:
         if apart:
             gc.unfreeze()
+        sys.setswitchinterval(before)
 
 
 def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:

@@ -1,23 +1,19 @@
-"""What a capture keeps of what it sees: the mode, what goes with it, and who does it."""
+"""What a capture keeps of what it sees: the mode, and what goes with it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
-from divergence.capture.keep import Keeper
-from divergence.capture.keep_reduced import ReducedKeeper
 from divergence.errors import UsageError
 from divergence.run.manifest import Store
-from divergence.run.reduction import Reducer, reducer_for
 from divergence.run.site import near_names
 
 if TYPE_CHECKING:
     from divergence.capture.request import Request
     from divergence.capture.sites import SiteSelection
-    from divergence.numerics.kernels import Kernel
     from divergence.run.reader import Run
 
-__all__ = ["check_operators", "chosen_store", "keeper_of", "reducer_of"]
+__all__ = ["check_operators", "chosen_store"]
 
 STORES: tuple[Store, ...] = get_args(Store)
 
@@ -62,16 +58,4 @@ def check_operators(request: Request, selection: SiteSelection) -> None:
     raise UsageError(
         f"{given} keeps not all bytes, and operators (ops@) are run again from theirs",
         hint="capture operators in a run of their own, with --store full",
-    )
-
-
-def keeper_of(request: Request, whole: Keeper) -> Keeper:
-    """What the hooks keep tensors with; ``whole`` keeps those that stay so."""
-    return whole if request.store == "full" else ReducedKeeper(request.store, whole)
-
-
-def reducer_of(request: Request, kernel: Kernel = "numpy") -> Reducer | None:
-    """What the writer keeps of them."""
-    return reducer_for(
-        request.store, like=request.like, only_changed=request.only_changed, kernel=kernel
     )

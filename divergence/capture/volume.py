@@ -11,50 +11,33 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.run.site import ROOT
 
 if TYPE_CHECKING:
     import torch
 
-    from divergence.capture.request import Request
     from divergence.run.manifest import SampleTokens
 
-__all__ = ["about_bytes", "kernel_for_capture"]
-
-_SHARE = 4
-"""Compiled loops may take this part of the buffer, and no more."""
+__all__ = ["about_bytes"]
 
 
-def about_bytes(module: torch.nn.Module, hooked: Collection[str], *, num_tokens: int) -> int:
-    """Of all inputs and outputs of the ``hooked`` modules over ``num_tokens`` tokens."""
+def about_bytes(
+    module: torch.nn.Module,
+    hooked: Collection[str],
+    samples: Sequence[SampleTokens],
+    max_new_tokens: int,
+) -> int:
+    """Of all inputs and outputs of the ``hooked`` modules in one pass over ``samples``."""
+    prompts = sum(len(sample.prompt_ids) for sample in samples)
+    num_tokens = prompts + len(samples) * max_new_tokens
     total = 0
     for path, one in module.named_modules():
         if (path or ROOT) not in hooked:
             continue
-        weight = getattr(one, "weight", None)
-        if weight is None:
-            weight = next(one.parameters(), None)
+        own = getattr(one, "weight", None)
+        weight = own if own is not None else next(one.parameters(), None)
         if weight is None or weight.ndim == 0:
             continue
-        own = one is not module and weight.ndim == 2 and getattr(one, "weight", None) is weight
-        features = sum(weight.shape) if own else 2 * weight.shape[-1]
+        features = sum(weight.shape) if own is not None and own.ndim == 2 else 2 * weight.shape[-1]
         total += num_tokens * features * weight.element_size()
     return total
-
-
-def kernel_for_capture(
-    request: Request,
-    module: torch.nn.Module,
-    hooked: Collection[str],
-    samples: Sequence[SampleTokens],
-    *,
-    num_passes: int,
-) -> Kernel:
-    """Which loops digest what a capture sees: compiled ones where they pay, and where the memory
-    that they take is a small part of the buffer, in whose bound it is."""
-    if request.buffer_bytes < _SHARE * RESIDENT_BYTES:
-        return "numpy"
-    prompts = sum(len(sample.prompt_ids) for sample in samples)
-    num_tokens = prompts + len(samples) * request.max_new_tokens
-    return kernel_for(about_bytes(module, hooked, num_tokens=num_tokens) * num_passes)

@@ -48,10 +48,11 @@ SHARD_SECONDS = 2.0
 """Seconds after which a smaller shard is written all the same."""
 BATCH_ITEMS = 4096
 """Tensors taken at once: their summaries share what interpreting costs."""
-WAKE_BYTES = 8 << 20
-WAKE_SECONDS = 0.25
-"""The writer works in batches: woken by this many waiting bytes, or after this time. Between
-batches it leaves the processor (and Python's lock) to the model."""
+WAKE_BYTES = 64 << 20
+WAKE_SECONDS = 1.0
+"""The writer works in batches: woken by this many waiting bytes (or an eighth of the buffer, or
+half of the records that may wait), or after this time. Between batches it leaves the processor,
+its caches and Python's lock to the model."""
 
 
 def new_run_id() -> str:
@@ -91,7 +92,9 @@ class RunWriter:
         self._stored = Stored(max_bytes=self._limits.stored_bytes, rank=rank)
         self._last_flush = time.monotonic()
         self._queue: deque[tuple] = deque()
-        self._put_bytes = self._put_count = self._new_bytes = 0  # the caller's thread's alone
+        self._wake_bytes = min(WAKE_BYTES, self._limits.ring_bytes // 8)
+        self._put_bytes = self._put_count = 0  # the caller's thread's alone, as the next two
+        self._new_bytes = self._new_count = 0
         self._done_bytes = self._done_count = 0  # the background thread's
         self._wake, self._progress = threading.Event(), threading.Event()
         self._closing = self._flush_asked = False
@@ -146,8 +149,9 @@ class RunWriter:
         self._put_count += 1
         self._put_bytes += own_bytes
         self._new_bytes += item.num_bytes
-        if self._new_bytes > WAKE_BYTES:
-            self._new_bytes = 0
+        self._new_count += 1
+        if self._new_bytes > self._wake_bytes or self._new_count > self._limits.num_queued // 2:
+            self._new_bytes = self._new_count = 0
             self._wake.set()
         if self._too_much():
             self._wait_until(lambda: not self._too_much())

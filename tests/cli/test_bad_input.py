@@ -243,7 +243,7 @@ BAD_OPTIONS = [
     (("--no-anchor",), ("--no-anchor needs --like",)),
     (("--only-changed",), ("--only-changed needs --like",)),
     (("--store", "sketches"), ("'sketches'", "sketch")),
-    (("--store", "hash", "--sites", "ops@model.layers.1"), ("keeps not all bytes", "in full")),
+    (("--store", "hash", "--sites", "ops@model.layers.1"), ("keeps not all bytes", "--store full")),
     (("--prompt", ""), ("--prompt number 1 is empty",)),
     (("--prompt", "caf\udce9"), ("is not UTF-8 text", "--prompts FILE")),
     (("--nope",), ("--nope",)),

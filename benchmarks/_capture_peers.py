@@ -87,6 +87,25 @@ def hooks(paths: str) -> Way:
     return way
 
 
+def empty_hooks() -> Way:
+    """A hook before and one after every module that do nothing: what is the least there is."""
+
+    def way(model: torch.nn.Module, ids: torch.Tensor, new: int, folder: Path) -> None:
+        handles = []
+        for module in model.modules():
+            handles += [
+                module.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
+                module.register_forward_hook(lambda *_: None, with_kwargs=True),
+            ]
+        try:
+            generate(model, ids, new, folder)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    return way
+
+
 def debugger() -> Way:
     """transformers' own, with full tensors. Each forward overwrites the files of the last."""
     from transformers import model_addition_debugger_context
@@ -182,6 +201,7 @@ def msprobe() -> Way:
 PEERS: dict[str, tuple[Callable[[], Way], Way]] = {
     "hooks": (lambda: hooks("blocks"), generate),
     "hooks modules": (lambda: hooks("modules"), generate),
+    "empty hooks": (empty_hooks, generate),
     "debugger": (debugger, stepwise),
     "nnsight": (nnsight, stepwise),
     "msprobe": (msprobe, stepwise),

@@ -8,6 +8,7 @@ blocks          divergence capture, --sites blocks (default)
 modules         divergence capture, --sites modules: every module's inputs and outputs
 modules:sketch  the same with --store sketch; so blocks:stats, modules:hash ...
 hooks modules   plain hooks that clone every module's inputs and outputs, and one torch.save
+empty hooks     a hook before and one after every module that do nothing
 debugger, nnsight, msprobe: see _capture_peers.py
 
 Each way has a process of its own, in which it and the bare model take turns. Its time is from the
@@ -35,7 +36,8 @@ from typing import Any
 
 DEFAULT_WAYS = [
     "hooks", "blocks", "blocks:stats", "modules", "modules:sketch", "modules:stats",
-    "modules:hash", "hooks modules", "debugger", "nnsight", "msprobe",
+    "modules:hash", "hooks modules", "empty hooks", "debugger", "nnsight",
+    "msprobe",
 ]  # fmt: skip
 
 

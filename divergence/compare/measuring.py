@@ -5,11 +5,12 @@ was found of each (``Found`` can be pickled and sent), whatever process does it;
 needs them all in the alignment's order, since in a free pass a module inherits what was judged
 before it.
 
-One thread reads ahead: it takes each pair's checksums (at some 20 GB/s), which brings the bytes
-into memory in the order they lie on disk, and into the last cache for the threads that measure. The
-map is simply touched: reading into buffers, or asking the system to fetch (posix_fadvise), was no
-faster (benchmarks/compare_throughput.py) and costs a copy. What was measured is given back, and
-what is under way is bounded in bytes, so memory stays flat on dumps larger than it.
+Three steps, each ahead of the next. One thread asks the system to fetch what comes, into its own
+cache: hundreds of MB ahead, since that is nobody's memory, and so the disk works while compiled
+loops load. Two threads take the pairs' checksums (at some 20 GB/s), which maps the bytes and brings
+them into the last cache; the others measure. What was measured is given back, and what is under way
+is bounded in bytes, so memory stays flat on dumps larger than it. Reading into buffers, or past the
+cache, was no faster, and costs a copy.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ Progress = Callable[..., None]
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
 """Pairs are started until so much is under way for each thread; one at least, however large."""
+_FETCHED_BYTES = 512 << 20
+"""Pairs are fetched into the system's cache until so much lies ahead of those that are started."""
+_FETCHED_ALONE_BYTES = 1 << 20
+"""What is smaller comes with its neighbours, when one of them is read."""
+_READERS = 1
+"""A disk serves two better than one; on two cores more get into one another's way."""
 _LARGE_BYTES = 64 << 20
 """From here on the threads share a pair: few as large are under way side by side."""
 _MEASURE: ContextVar[Callable[..., Generator[Found | None]] | None] = ContextVar(
@@ -98,7 +105,8 @@ def measure_pairs(
 
     measurer.announce(pairs)
     measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
-    reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-read")
+    fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
+    reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
     pool = ThreadPoolExecutor(max_workers=measuring, thread_name_prefix="divergence-measure")
 
     def look(pair: Pair, read: Future[None]) -> Found | None:
@@ -113,8 +121,15 @@ def measure_pairs(
 
     ahead: deque[tuple[Future[Found | None], int]] = deque()
     started = under_way_bytes = 0
+    fetched = fetched_bytes = 0
     try:
         for number, pair in enumerate(pairs):
+            while fetched < len(pairs) and fetched_bytes < _FETCHED_BYTES:
+                num_bytes = _num_bytes(pairs[fetched])
+                if num_bytes >= _FETCHED_ALONE_BYTES:
+                    fetcher.submit(measurer.fetch, pairs[fetched])
+                fetched_bytes += num_bytes
+                fetched += 1
             while started < len(pairs) and (
                 not ahead
                 or (len(ahead) < 2 * measuring + 2 and under_way_bytes < measuring * _AHEAD_BYTES)
@@ -124,6 +139,7 @@ def measure_pairs(
                 num_bytes = _num_bytes(coming)
                 ahead.append((pool.submit(look, coming, read), num_bytes))
                 under_way_bytes += num_bytes
+                fetched_bytes -= num_bytes
                 started += 1
             if progress is not None:
                 progress("compare", number, len(pairs), pair.reference.record.site)
@@ -132,7 +148,7 @@ def measure_pairs(
             under_way_bytes -= num_bytes
             yield found
     finally:
-        for one in (reader, pool):
+        for one in (fetcher, reader, pool):
             one.shutdown(wait=True, cancel_futures=True)
 
 

@@ -18,6 +18,10 @@ __all__ = ["Blob", "Buffer", "LocalBlob", "reader"]
 Buffer = bytes | memoryview
 
 
+_SCRATCH_BYTES = 1 << 20
+"""Stays in a core's cache."""
+
+
 class Blob(Protocol):
     """``size`` bytes under a printable ``name``. Methods raise OSError."""
 
@@ -32,6 +36,9 @@ class Blob(Protocol):
 
     def part(self, begin: int, num_bytes: int, name: str) -> Blob:
         """A stretch as a blob of its own."""
+
+    def will_need(self, begin: int, num_bytes: int) -> None:
+        """A stretch will be viewed soon: fetch it meanwhile, where that is somebody else's work."""
 
     def release(self) -> None:
         """What was viewed is not needed for now: let it leave memory. Views stay good."""
@@ -69,12 +76,35 @@ class LocalBlob:
             self.path, offset=self.offset + begin, size=num_bytes, name=name, mapped=self._map
         )
 
+    def will_need(self, begin: int, num_bytes: int) -> None:
+        if not hasattr(os, "preadv") or num_bytes <= 0:
+            return
+        first = self.offset + begin
+        end = first + num_bytes
+        with open(self.path, "rb", buffering=0) as file:
+            number = file.fileno()
+            if _is_cached(number, first) and _is_cached(number, end - 1):
+                return
+            # read and forgotten: what is only asked for (posix_fadvise) comes in small pages,
+            # each of which is then mapped alone
+            scratch = bytearray(min(_SCRATCH_BYTES, num_bytes))
+            for start in range(first, end, len(scratch)):
+                os.preadv(number, [memoryview(scratch)[: end - start]], start)
+
     def release(self) -> None:
         self._map.release()
 
     def close(self) -> None:
         if self._owns:
             self._map.close()
+
+
+def _is_cached(file: int, at: int) -> bool:
+    """Is the byte in the system's cache, as far as it says so?"""
+    try:
+        return os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):  # it would have to wait, or cannot tell
+        return False
 
 
 class _Map:

@@ -220,6 +220,13 @@ class Run:
                 )
         return tensor
 
+    def will_read(self, record: Record) -> None:
+        """A record's bytes will be read soon: the system fetches them meanwhile. A hint: what is
+        wrong with them is said by whoever reads them."""
+        with contextlib.suppress(OSError, RunFormatError):
+            for part in parts_of(record):
+                self._shard(record, part.place.shard).will_need(part.place.key)
+
     def release(self, record: Record) -> None:
         """A record's bytes may leave memory for now, in portions; views of them stay good."""
         if record.place is None:

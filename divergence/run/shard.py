@@ -88,6 +88,12 @@ class Shard:
             raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
         return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
 
+    def will_need(self, key: str) -> None:
+        """The tensor at ``key`` will be viewed soon. Raises OSError."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            self._blob.will_need(entry.begin, entry.num_bytes)
+
     def release(self) -> None:
         """Let what was viewed leave memory; views stay good."""
         self._blob.release()

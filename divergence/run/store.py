@@ -230,6 +230,9 @@ class _RemoteBlob:
             self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
         )
 
+    def will_need(self, begin: int, num_bytes: int) -> None:
+        pass  # Store.expect says it, of everything at once
+
     def release(self) -> None:
         pass
 

@@ -175,6 +175,10 @@ class UnshardedRun(Run):
     def read_sketch(self, record: Record, *, verify: bool = True) -> torch.Tensor:
         return self.run.read_sketch(record, verify=verify)
 
+    def will_read(self, record: Record) -> None:
+        for leaf in self._leaves(record):
+            self.run.will_read(leaf)
+
     def release(self, record: Record) -> None:
         for leaf in self._leaves(record):
             self.run.release(leaf)

@@ -79,6 +79,7 @@ def rows_of(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape[:lead]), math.prod(shape[lead:])
 
 
+@functools.lru_cache(maxsize=4096)
 def num_projections(shape: Sequence[int], form: Format) -> int | None:
     """k, or None where the bytes are kept as they are."""
     rows, features = rows_of(shape)

@@ -17,14 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from divergence.numerics.fold import fold_tensor, folds_of
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.sketch import num_projections, sketch_many
+from divergence.numerics.sketch import num_projections, rows_of, sketch_many
 from divergence.numerics.summaries import summarize_many
 from divergence.numerics.summary_device import summaries_of
 from divergence.run.contents import Content, contents_of
-from divergence.run.fingerprint import digest_tensor, plain_tensor
+from divergence.run.piece import Piece, flat_parts, piece_of, piece_of_item
 from divergence.run.record import Sketch
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reducer", "reducer_for", "wants_fold"]
 
-StoreBytes = Callable[[str, "torch.Tensor", int], "Place"]
+StoreBytes = Callable[[bytes, Piece], "Place"]
 
 _REMEMBERED = 4096
 """Reduced tensors kept for recognition: an output comes by again as the next input, or not."""
@@ -78,22 +80,22 @@ class Reducer:
         self._known: dict[Content, tuple[Summary | None, Sketch | None]] = {}
 
     def take(self, items: Sequence[Item], store: StoreBytes) -> list[Item]:
-        """``store(digest, tensor, num_bytes)`` says where bytes will be."""
+        """``store(digest, piece)`` says where bytes will be."""
         self._fetch([item for item in items if item.reduced is not None], store)
         whole: list[Item] = []
-        reduced: list[tuple[Item, torch.Tensor]] = []
+        reduced: list[tuple[Item, Piece]] = []
         for item in items:
-            if item.tensor is None:
+            if not item.has_bytes:
                 continue  # twice in one batch, or reduced before
-            tensor = plain_tensor(item.tensor)
             if self._fold:
-                item.fold = fold_tensor(tensor)
-            item.digest = digest_tensor(tensor)
+                item.fold = fold_tensor(item.tensor)
+            piece = piece_of_item(item)
+            item.digest = xxhash.xxh3_128_hexdigest(piece.data)
             if self._stays_whole(item) and not self._is_held(item):
                 whole.append(item)
                 continue
             item.tensor = None
-            reduced.append((item, tensor))
+            reduced.append((item, piece))
         self._complete(reduced, store)
         return whole
 
@@ -116,35 +118,38 @@ class Reducer:
             (digest, item.dtype, item.shape) in self._held for digest in (item.digest, item.fold)
         )
 
-    def _complete(self, items: list[tuple[Item, torch.Tensor]], store: StoreBytes) -> None:
-        fresh: dict[Content, torch.Tensor] = {}
-        for item, tensor in items:
+    def _complete(self, items: list[tuple[Item, Piece]], store: StoreBytes) -> None:
+        fresh: dict[Content, Piece] = {}
+        for item, piece in items:
             content = _content(item)
             if content not in self._known:
-                fresh[content] = tensor
-        tensors = list(fresh.values())
-        summaries: Sequence[Summary | None] = [None] * len(fresh)
-        if self._store_mode != "hash":
-            summaries = summarize_many(tensors, kernel=self._kernel)
-        sketches = self._sketches(fresh, store)
-        for (content, _), summary in zip(fresh.items(), summaries, strict=True):
-            self._known[content] = (summary, sketches.get(content))
+                fresh[content] = piece
+        contents = iter(fresh)
+        for part in [] if self._store_mode == "hash" else flat_parts(fresh.values()):
+            summaries = summarize_many(part, kernel=self._kernel)
+            flat = {content: one for one, content in zip(part, contents, strict=False)}
+            sketches = self._sketches(flat, store)
+            for content, summary in zip(flat, summaries, strict=True):
+                self._known[content] = (summary, sketches.get(content))
+        for content in contents:  # of a digest alone
+            self._known[content] = (None, None)
         for item, _ in items:
             item.summary, item.sketch = self._known[_content(item)]
         while len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
 
     def _sketches(
-        self, fresh: dict[Content, torch.Tensor], store: StoreBytes
+        self, flat: dict[Content, torch.Tensor], store: StoreBytes
     ) -> dict[Content, Sketch]:
+        """By content, of its elements on one axis."""
         if self._store_mode != "sketch":
             return {}
         wanted = {
             content: k
-            for content in fresh
+            for content in flat
             if (k := num_projections(content[2], format_named(content[1]))) is not None
         }
-        tensors = [fresh[content] for content in wanted]
+        tensors = [flat[content].view(rows_of(content[2])) for content in wanted]
         found = sketch_many(tensors, list(wanted.values()), kernel=self._kernel)
         return {
             content: stored_sketch(one, k, store, sums="float64")
@@ -176,9 +181,9 @@ def _fetch(items: list[Item], store: StoreBytes) -> None:
 
 def stored_sketch(projections: torch.Tensor, k: int, store: StoreBytes, *, sums: str) -> Sketch:
     """Queue a sketch's own bytes, and say where they will be."""
-    digest = digest_tensor(projections)
-    place = store(digest, projections, projections.numel() * 4)
-    return Sketch(place=place, xxh3=digest, num_projections=k, sums=sums)
+    piece = piece_of(projections)
+    digest = xxhash.xxh3_128_digest(piece.data)
+    return Sketch(place=store(digest, piece), xxh3=digest.hex(), num_projections=k, sums=sums)
 
 
 def _content(item: Item) -> Content:

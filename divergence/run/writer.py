@@ -29,7 +29,7 @@ from divergence.run.item import Item
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.pending import Pending
-from divergence.run.piece import Piece, flat_parts, piece_of, piece_of_item
+from divergence.run.piece import Piece, flat_parts, piece_of_item
 from divergence.run.record import PassName, Place, Placement, Record
 from divergence.run.reduction import Reducer
 from divergence.run.stored import Stored
@@ -38,7 +38,6 @@ from divergence.run.target import open_target
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
 
 __all__ = ["Item", "RunWriter", "new_run_id"]
 
@@ -353,9 +352,9 @@ class RunWriter:
         for item, first in same:
             item.place, item.summary = first.place, first.summary
 
-    def _store(self, digest: str, tensor: torch.Tensor, num_bytes: int) -> Place:
-        """Queue the bytes of a tensor made beside (a sketch), and say where they will be."""
-        return self._pending.add(bytes.fromhex(digest), piece_of(tensor))[0]
+    def _store(self, digest: bytes, piece: Piece) -> Place:
+        """Queue bytes that are made beside (a sketch's), and say where they will be."""
+        return self._pending.add(digest, piece)[0]
 
     def _flush(self) -> None:
         self._last_flush = time.monotonic()

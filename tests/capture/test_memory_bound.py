@@ -15,6 +15,7 @@ import torch
 
 from divergence.capture.keep import BufferKeeper
 from divergence.errors import RunWriteError
+from divergence.numerics.kernels import has_compiled
 from divergence.run import directory_target
 from divergence.run.buffer import MIN_BUFFER_BYTES, Buffer, Limits
 from divergence.run.manifest import Sizes
@@ -22,6 +23,7 @@ from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
 MIB = 1 << 20
+needs_numba = pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
 
 # Pushes forwards through hooks' keeper and the writer, as a capture does; the model is left out,
 # so that the process grows by what the capture takes.
@@ -35,7 +37,8 @@ from divergence.run.manifest import Sizes
 from divergence.run.reader import Run
 from divergence.run.writer import RunWriter
 
-run, out, buffer_mib, steps, numel, sites = sys.argv[1:3] + [int(word) for word in sys.argv[3:]]
+run, out, kernel = sys.argv[1:4]
+buffer_mib, steps, numel, sites = [int(word) for word in sys.argv[4:]]
 torch.set_num_threads(1)
 manifest = msgspec.structs.replace(Run.open(run).manifest, sizes=Sizes(), complete=False)
 
@@ -43,9 +46,9 @@ def status_bytes(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-def capture(out, steps):
+def capture(out, steps, kernel):
     manifest.sizes = Sizes()
-    buffer = Buffer(Limits.of(buffer_mib << 20))
+    buffer = Buffer(Limits.of(buffer_mib << 20, kernel=kernel))
     with RunWriter(Path(out), manifest, buffer=buffer) as writer:
         keeper, recent = BufferKeeper(writer, buffer), Recent()
         for step in range(steps):
@@ -58,11 +61,11 @@ def capture(out, steps):
                                order=number)
 
 source = torch.zeros(64)
-capture(out + "-warm", 1)  # imports, threads
+capture(out + "-warm", 1, "numpy")  # imports, threads
 source = torch.zeros(numel)
 before = status_bytes("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-capture(out, steps)
+capture(out, steps, kernel)
 grown = status_bytes("VmHWM") - before
 print(json.dumps([grown, manifest.sizes.num_records, manifest.sizes.stored_bytes]))
 """
@@ -72,22 +75,23 @@ print(json.dumps([grown, manifest.sizes.num_records, manifest.sizes.stored_bytes
     not os.access("/proc/self/clear_refs", os.W_OK), reason="only Linux counts peaks anew"
 )
 @pytest.mark.parametrize(
-    ("buffer_mib", "steps", "numel", "sites"),
+    ("buffer_mib", "steps", "numel", "sites", "kernel"),
     [
-        (16, 4, 1 << 18, 20),  # tensors of 1 MiB, five times the buffer
-        (16, 16, 1 << 18, 20),  # four times as many steps
-        # larger ones; below 1 GiB, from which on numba is loaded
-        pytest.param(64, 12, 1 << 20, 20, marks=pytest.mark.slow),
-        (16, 400, 256, 100),  # 80,000 records of 1 KiB: the bookkeeping counts too
+        (16, 4, 1 << 18, 20, "numpy"),  # tensors of 1 MiB, five times the buffer
+        (16, 16, 1 << 18, 20, "numpy"),  # four times as many steps
+        pytest.param(64, 12, 1 << 20, 20, "numpy", marks=pytest.mark.slow),  # larger ones
+        (16, 400, 256, 100, "numpy"),  # 80,000 records of 1 KiB: the bookkeeping counts too
+        # numba and its loops are in the bound
+        pytest.param(448, 12, 1 << 20, 20, "compiled", marks=[pytest.mark.slow, needs_numba]),
     ],
 )
 def test_a_capture_takes_no_more_than_its_buffer(
-    buffer_mib, steps, numel, sites, captured, tmp_path
+    buffer_mib, steps, numel, sites, kernel, captured, tmp_path
 ):
     """The growth of a process's peak resident memory, at several sizes and numbers of steps."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(captured("llama").path), str(tmp_path / "run"),
-         *map(str, (buffer_mib, steps, numel, sites))],
+         kernel, *map(str, (buffer_mib, steps, numel, sites))],
         capture_output=True, text=True, timeout=300,
         env={**os.environ, "MALLOC_ARENA_MAX": "2"},
     )  # fmt: skip

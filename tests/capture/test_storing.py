@@ -221,11 +221,11 @@ def test_as_on_an_accelerator(runs, mode):
     items = [keeper.keep(tensor) for tensor in tensors]
     stored = {}
 
-    def store(digest, tensor, num_bytes):
+    def store(digest, piece):
         from divergence.run.record import Place
 
-        stored[digest] = tensor
-        return Place(shard="tensors/r00000-000000.safetensors", key=digest)
+        stored[digest.hex()] = piece.holder
+        return Place(shard="tensors/r00000-000000.safetensors", key=digest.hex())
 
     whole = Reducer(mode).take(items, store)
     assert [item.shape for item in whole] == ([(5,)] if mode == "sketch" else [])

@@ -138,6 +138,25 @@ def test_large_pairs_are_shared_by_threads(case, monkeypatch):
     assert [r.site for r in measure_all(fresh, pairs)] == [r.site for r in whole]
 
 
+def test_pairs_are_fetched_ahead(case, monkeypatch):
+    """Each once and in order, as far as time allows. Small ones come by themselves."""
+    fetched, fetch = [], Measurer.fetch
+
+    def noted(self, pair):
+        fetched.append(pair.reference.record.site)
+        fetch(self, pair)
+
+    monkeypatch.setattr(Measurer, "fetch", noted)
+    measurer, pairs = case()
+    measure_all(measurer, pairs)
+    assert fetched == []
+    monkeypatch.setattr("divergence.compare.measuring._FETCHED_ALONE_BYTES", 1)
+    measurer, pairs = case()
+    measure_all(measurer, pairs)
+    wanted = [pair.reference.record.site for pair in pairs]
+    assert fetched and fetched == wanted[: len(fetched)]
+
+
 def test_too_few_found_are_no_answer(case):
     """Judging refuses a list that is not one found for each pair."""
     measurer, pairs = case()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from divergence.numerics.formats import format_named, format_of
+from divergence.numerics.kernels import has_compiled
 from divergence.numerics.mixing import mixed
 from divergence.numerics.sketch import (
     SIGMA,
@@ -18,6 +19,8 @@ from divergence.numerics.sketch import (
     sketch_tensor,
 )
 
+KERNELS = ["numpy", pytest.param("compiled", marks=pytest.mark.skipif(
+    not has_compiled(), reason="numba is not installed"))]  # fmt: skip
 GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -42,11 +45,12 @@ def by_definition(rows: list[list[float]], k: int, numbers: list[int]) -> list[l
     return found
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("features", [64, 67, 200], ids=str)
-def test_the_definition(features):
+def test_the_definition(features, kernel):
     """Every projection is the defined signed sum, also where k does not divide the row."""
     x = torch.randint(-9, 9, (1, 5, features)).float()
-    found = sketch_tensor(x, 8)
+    found = sketch_tensor(x, 8, kernel=kernel)
     assert found[:, :8].tolist() == by_definition(x[0].tolist(), 8, list(range(5)))
 
 
@@ -148,6 +152,22 @@ def test_distances(kind):
     found = sketch_tensor(d.contiguous(), k)[:, :k].double().norm()
     limit = 4 * 0.5 * math.sqrt(2 / (k * 256))
     assert float(found / d.double().norm()) == pytest.approx(1.0, abs=limit)
+
+
+@pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(1, 7, 520), (3, 64), (1, 1, 2048), (2, 3, 8, 70)])
+def test_compiled_loops_find_the_same(shape, dtype):
+    """On any shape and dtype, with rows alone and with elements that are no finite numbers."""
+    x = torch.randn(shape).to(format_named(dtype).torch_dtype)
+    x.view(-1)[::37] = math.inf
+    x.view(-1)[5] = math.nan
+    k = num_projections(shape, format_of(x.dtype)) or 8
+    one, two = (sketch_tensor(x, k, kernel=kernel) for kernel in ("numpy", "compiled"))
+    assert torch.allclose(one, two, rtol=1e-5, atol=1e-4)
+    many = sketch_many([x[:1], x[:1]], [8, 8], kernel="compiled")
+    assert torch.equal(many[0], many[1])
+    assert torch.allclose(many[0], sketch_tensor(x[:1], 8), rtol=1e-5, atol=1e-4)
 
 
 def test_nonfinite_elements_count_as_zero():

@@ -102,7 +102,7 @@ class Limits:
         )
 
 
-_WORK_BYTES = 4 << 20
+_WORK_BYTES = 6 << 20
 _QUEUED_BYTES = 1024
 """Of Python objects beside a waiting tensor's bytes."""
 

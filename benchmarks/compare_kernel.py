@@ -103,23 +103,30 @@ def tiny(kernel: str, *, rounds: int = 200) -> tuple[float, float]:
 
 
 _START = """
-import time, torch
-from divergence.numerics.pair import measure_pair  # noqa: E402
+import resource, time, torch
+from divergence.numerics.pair import measure_pair
 a = torch.randn(64, 64).bfloat16()
-start = time.process_time()
+measure_pair(a, a * 1.01, kernel="numpy")
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start, before = time.process_time(), resident()
 measure_pair(a, a * 1.01, kernel="compiled")
-print(time.process_time() - start)
+print(time.process_time() - start, (resident() - before) / 1024)
 """
 
 
-def start_s() -> float:
-    """Processor seconds until compiled loops answer in a new process, machine code kept."""
-    times = [
-        float(subprocess.run([sys.executable, "-c", _START], check=True, capture_output=True,
-                             text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}).stdout)
-        for _ in range(4)
-    ]  # fmt: skip
-    return statistics.median(times[1:])  # the first may compile
+def start() -> tuple[float, float]:
+    """Processor seconds until compiled loops answer in a new process, machine code kept, and the
+    MiB by which its resident memory has grown then (Linux)."""
+    found = []
+    for _ in range(4):
+        done = subprocess.run(
+            [sys.executable, "-c", _START], check=True, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        found.append([float(word) for word in done.stdout.split()])
+    seconds, mib = zip(*found[1:], strict=True)  # the first may compile
+    return statistics.median(seconds), statistics.median(mib)
 
 
 def main() -> None:
@@ -145,7 +152,8 @@ def main() -> None:
             f"{summary_s * 1e6:.0f} us"
         )
     if has_compiled():
-        print(f"compiled loops start in {start_s():.2f} s of a new process")
+        seconds, mib = start()
+        print(f"compiled loops start in {seconds:.2f} s of a new process and take {mib:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,13 @@ def test_compiled_loops_are_within_the_bound():
 
 
 @pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
-@pytest.mark.parametrize("mode", ["full", "sketch", "stats"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("full", marks=pytest.mark.slow), "sketch",
+        pytest.param("stats", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_the_run_is_the_same(tiny_model, tmp_path, monkeypatch, mode):
     """Digests are equal; statistics and sketches are, to rounding."""
     model = str(tiny_model("llama", hidden=256, num_blocks=2, dtype="bfloat16"))

@@ -155,7 +155,9 @@ def test_distances(kind):
 
 
 @pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float32", pytest.param("float16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("shape", [(1, 7, 520), (3, 64), (1, 1, 2048), (2, 3, 8, 70)])
 def test_compiled_loops_find_the_same(shape, dtype):
     """On any shape and dtype, with rows alone and with elements that are no finite numbers."""

@@ -85,8 +85,8 @@ class LocalBlob:
             number = file.fileno()
             if _is_cached(number, first) and _is_cached(number, end - 1):
                 return
-            # read and forgotten: what is only asked for (posix_fadvise) comes in small pages,
-            # each of which is then mapped alone
+            # read and forgotten: in turn, so that the system reads ahead as it does for a copy
+            # (what is asked for by posix_fadvise is cut to one read-ahead each time)
             scratch = bytearray(min(_SCRATCH_BYTES, num_bytes))
             for start in range(first, end, len(scratch)):
                 os.preadv(number, [memoryview(scratch)[: end - start]], start)

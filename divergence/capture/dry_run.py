@@ -25,7 +25,7 @@ from divergence.capture.passes import can_anchor
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.selection import step_selected
 from divergence.capture.sites import SiteSelection
-from divergence.capture.storing import check_operators
+from divergence.capture.store_modes import check_operators
 from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.suites import opened, plan_suite, wants_suite
 from divergence.capture.whole import why_not_whole

@@ -38,7 +38,7 @@ from divergence.capture.provenance import probed, provenance
 from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
 from divergence.capture.storage import storage
-from divergence.capture.storing import check_operators
+from divergence.capture.store_modes import check_operators
 from divergence.capture.structure import compiled_modules, describe_modules, output_paths
 from divergence.capture.substitute import substitute_from
 from divergence.capture.volume import about_bytes

@@ -13,7 +13,7 @@ from pathlib import Path
 from divergence.capture.plant import Plant, parse_plant
 from divergence.capture.prompts import Prompt, collect_prompts
 from divergence.capture.selection import select_positions, step_selected
-from divergence.capture.storing import chosen_store
+from divergence.capture.store_modes import chosen_store
 from divergence.capture.substitute import Substitute, parse_substitutes
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import xxhash
+
 from divergence.numerics.formats import FORMATS
 from divergence.run.buffer import Slot
 from divergence.run.fingerprint import plain_tensor, tensor_bytes
@@ -25,6 +27,10 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     data: memoryview
     holder: torch.Tensor | Slot
+
+    def digest(self) -> bytes:
+        """xxh3-128 of the bytes."""
+        return xxhash.xxh3_128_digest(self.data)
 
     def flat(self) -> torch.Tensor:
         """The elements on one axis, without a copy."""

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from divergence.numerics.fold import fold_tensor, folds_of
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import Kernel
@@ -90,7 +88,7 @@ class Reducer:
             if self._fold:
                 item.fold = fold_tensor(item.tensor)
             piece = piece_of_item(item)
-            item.digest = xxhash.xxh3_128_hexdigest(piece.data)
+            item.digest = piece.digest().hex()
             if self._stays_whole(item) and not self._is_held(item):
                 whole.append(item)
                 continue
@@ -182,7 +180,7 @@ def _fetch(items: list[Item], store: StoreBytes) -> None:
 def stored_sketch(projections: torch.Tensor, k: int, store: StoreBytes, *, sums: str) -> Sketch:
     """Queue a sketch's own bytes, and say where they will be."""
     piece = piece_of(projections)
-    digest = xxhash.xxh3_128_digest(piece.data)
+    digest = piece.digest()
     return Sketch(place=store(digest, piece), xxh3=digest.hex(), num_projections=k, sums=sums)
 
 

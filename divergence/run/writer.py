@@ -19,7 +19,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import xxhash
 
 from divergence.errors import RunWriteError
 from divergence.numerics.summaries import summarize_many
@@ -327,7 +326,7 @@ class RunWriter:
                 continue
             piece = piece_of_item(item)
             if item.digest is None:
-                digest = xxhash.xxh3_128_digest(piece.data)
+                digest = piece.digest()
                 item.digest = digest.hex()
             else:
                 digest = bytes.fromhex(item.digest)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from divergence.run.buffer import Slot
 from divergence.run.layout import shard_name
 from divergence.run.record import Place
 from divergence.run.stored import place_of
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from divergence.run.target import Target
 
 __all__ = ["Pending"]
+
+
+_SHORT_BYTES = 1 << 14
+_APART_BYTES = 1 << 20
+"""The ring gives places back in their order: where most tensors leave no bytes, a few token ids
+that wait for their shard would keep everything behind them. So many are copied out of it."""
 
 
 class Pending:
@@ -32,6 +39,7 @@ class Pending:
     def _empty(self) -> None:
         self._pieces: dict[str, Piece] = {}
         self._lines: list[bytes] = []
+        self._apart_bytes = 0
         self.num_bytes = self.num_records = self.line_bytes = self.seen_bytes = 0
 
     def add(self, digest: bytes, piece: Piece) -> tuple[Place, int]:
@@ -41,8 +49,12 @@ class Pending:
         while place.key in self._pieces:
             clash += 1
             place = place_of(digest, clash, rank=self._rank, shard=self.shard)
+        num_bytes = piece.data.nbytes
+        if num_bytes <= _SHORT_BYTES and self._apart_bytes + num_bytes <= _APART_BYTES:
+            piece = piece.apart() if isinstance(piece.holder, Slot) else piece
+            self._apart_bytes += num_bytes
         self._pieces[place.key] = piece
-        self.num_bytes += piece.data.nbytes
+        self.num_bytes += num_bytes
         return place, clash
 
     def add_records(self, records: Sequence[Record], *, seen_bytes: int) -> None:

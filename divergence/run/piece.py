@@ -38,6 +38,10 @@ class Piece(NamedTuple):
             return self.holder.tensor(FORMATS[self.dtype].torch_dtype, (math.prod(self.shape),))
         return self.holder.reshape(-1)
 
+    def apart(self) -> Piece:
+        """A copy in memory of its own."""
+        return piece_of(self.flat().clone().view(self.shape))
+
 
 def piece_of(tensor: torch.Tensor) -> Piece:
     """A contiguous CPU tensor as a piece, without a copy."""

@@ -107,17 +107,17 @@ def test_python_keeps_out_of_the_way_and_comes_back():
         assert sys.getswitchinterval() < interval
         assert gc.get_freeze_count() > frozen
         raise KeyboardInterrupt
-    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (interval, frozen)
+    assert sys.getswitchinterval() == interval
+    assert gc.get_freeze_count() == frozen == 0
 
 
 def test_what_somebody_else_set_aside_stays_so():
     """A program that has frozen its objects, or goes without the collector, keeps it that way."""
     gc.freeze()
     try:
-        before = gc.get_freeze_count()
         with undisturbed():
             pass
-        assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() > 0  # some may have died meanwhile
     finally:
         gc.unfreeze()
     gc.disable()

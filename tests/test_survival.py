@@ -146,6 +146,7 @@ def test_an_interrupted_capture_is_readable(interrupted):
     assert not [file for file in path.rglob("*") if file.suffix == ".tmp"]
 
 
+@pytest.mark.slow
 def test_a_capture_into_a_bucket_that_is_killed_is_readable(place, llama, s3):
     """An incomplete run of what the stored lines name."""
     assert stopped_in_bucket(place, llama, f"{s3}/a", signal.SIGKILL)[0] == -signal.SIGKILL
@@ -179,6 +180,7 @@ def test_an_interrupted_capture_into_an_archive_leaves_a_directory(place, llama)
     assert len(run.records) > 100 and run.verify() == []
 
 
+@pytest.mark.slow
 def test_a_terminated_capture_is_readable(place, llama):
     """SIGTERM, as batch systems send it."""
     process = start(place, llama, "terminated")
@@ -192,6 +194,7 @@ def test_a_terminated_capture_is_readable(place, llama):
     assert run.verify() == []
 
 
+@pytest.mark.slow
 def test_compare_says_how_far_incomplete_runs_go(invoke, killed, interrupted):
     """What both hold is compared; the rest is counted, and nobody takes it for the whole."""
     code, out, err = invoke("compare", killed, interrupted[0])

@@ -151,7 +151,9 @@ def check(references, folder: Path) -> dict[tuple[str, str, str], tuple[float, s
     return most
 
 
-@pytest.mark.parametrize("machine", ["aten-default", "oldest"])
+@pytest.mark.parametrize(
+    "machine", ["aten-default", pytest.param("oldest", marks=pytest.mark.slow)]
+)
 def test_other_kernels_raise_no_alarm(machine, few, tmp_path):
     """Another instruction set or library mode is rounding, whether anchored or free."""
     check(few, repeat_elsewhere(few, tmp_path, MACHINES[machine]))
@@ -184,6 +186,7 @@ def inner_sites(architectures, recorded, tmp_path, repeat):
             assert verdict.kind in ("identical", "within_floor"), (run.path.name, verdict)
 
 
+@pytest.mark.slow
 def test_inner_sites_raise_no_alarm(recorded, tmp_path):
     """Every module compared, not only blocks: narrow routers and experts, whose rows are whatever
     tokens were sent there, included."""

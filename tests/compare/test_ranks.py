@@ -221,6 +221,7 @@ run()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [("raise TypeError('odd')", "rank 1: TypeError: odd"), ("os.kill(os.getpid(), 9)", "rank")],

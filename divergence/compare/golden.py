@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
-from divergence.run.location import ARCHIVES, Location, Url, folder_of, location_of
+from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
 from divergence.run.packing import unpack
 from divergence.run.site import natural_key
 
@@ -95,15 +95,20 @@ def bless(
 def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
     """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
     place = location_of(golden)
-    if isinstance(place, Url) or place.is_file():
+    packed = isinstance(place, Url) or (archive_kind(place) and not place.is_dir())
+    if packed or place.is_file():
         name = str(place)
         archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
         raise UsageError(
             f"{place} is no directory of this machine, and only one can be replaced and its old "
             "state kept",
             hint=f"divergence pack {shlex.quote(str(new))} -o {shlex.quote(archive)}"
-            f"{' --force' if archive == name else ''}, and check against that",
+            f"{' --force' if _is_there(place, archive) else ''}, and check against that",
         )
+
+
+def _is_there(place: Location, archive: str) -> bool:
+    return archive == str(place) and (isinstance(place, Url) or place.exists())
 
 
 def _refuse_unfit(run: Any, source: Location) -> None:

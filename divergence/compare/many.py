@@ -68,6 +68,8 @@ def compare_many(
         raise UsageError("there is no run to compare with", hint="divergence compare A B C")
     a = _opened(reference)
     right = None if truth is None else _opened(truth)
+    if right is not None:
+        _check_truth(right, a)
     trusted = [_opened(run) for run in floor]
     folder = None if reports is None else _folder(reports)
     options = {
@@ -86,6 +88,7 @@ def compare_many(
         if folder is not None and report is not None:
             row.report_path = str(_write(report, folder, number + 1, _path(given)))
         rows.append(row)
+    fleet.check_truth()
     return fleet.matrix(rows)
 
 
@@ -112,6 +115,7 @@ class _Fleet:
             _Member(str(first.path), first, first.manifest, fingerprints([first])[0], None)
         ]
         self._checks: list[CrossCheck] = []
+        self._known = _repeatable(first.manifest)
 
     def row(self, given: Run | str | Path) -> MatrixRow:
         """One candidate against the first run; its report is in the row."""
@@ -120,6 +124,7 @@ class _Fleet:
         try:
             run = _opened(given)
             row.run = summary_of(run)
+            self._known |= _repeatable(run.manifest)
             report = compare(
                 self._first, run, truth=self._truth, progress=self._progress, **self._options
             )
@@ -135,6 +140,16 @@ class _Fleet:
         _fill(row, report, self._first.manifest.plan.logits_site)
         self._members.append(_Member(row.path, given, run.manifest, digest, row.verdict))
         return row
+
+    def check_truth(self) -> None:
+        """After all rows: UsageError for the truth of a run that is none of these."""
+        truth = self._truth
+        like = None if truth is None else truth.manifest.like
+        if like is not None and like not in self._known:
+            raise UsageError(
+                f"{truth.path} is the truth of none of these runs ({like})",
+                hint=_make_truth(self._first),
+            )
 
     def matrix(self, rows: list[MatrixRow]) -> Matrix:
         """Who belongs together, from all rows."""
@@ -211,8 +226,7 @@ class _Fleet:
 
     def _truth_of(self, one: _Member, two: _Member) -> Run | None:
         """The truth, where it is one of these two as well: it repeats what anchored them."""
-        plans = (one.manifest, two.manifest)
-        known = {m.id for m in plans} | {m.plan.anchored_to for m in plans}
+        known = _repeatable(one.manifest) | _repeatable(two.manifest)
         return self._truth if self._truth and self._truth.manifest.like in known else None
 
 
@@ -261,6 +275,25 @@ def _identical(members: list[_Member]) -> bool:
 
 def _same_as(member: _Member, path: str, members: list[_Member]) -> bool:
     return any(_identical([member, one]) for one in members if one.path == path)
+
+
+def _check_truth(truth: Run, first: Run) -> None:
+    """What is wrong with it whatever it is held against is said once, and not of each run."""
+    settings = truth.manifest.settings
+    if settings.compute_dtype is None:
+        raise UsageError(
+            f"{truth.path} is no truth: it was computed in {truth.manifest.model.dtype}",
+            hint=_make_truth(first),
+        )
+
+
+def _repeatable(manifest: Manifest) -> set[str | None]:
+    """The ids of the runs whose truth may judge this one."""
+    return {manifest.id, manifest.plan.anchored_to}
+
+
+def _make_truth(first: Run) -> str:
+    return f"divergence reference {shlex.quote(str(first.path))} -o TRUTH"
 
 
 def _opened(run: str | Path | Run) -> Run:

@@ -33,6 +33,11 @@ order moves each element by a few."""
 _LIMIT = 6.0
 """Floors beyond which a disagreement is a fault: the judge's own limit for a site with siblings."""
 
+_UNMEASURED = (
+    "; by how much digests do not tell, so that a sum taken in another order on each rank is not "
+    "excluded"
+)
+
 Where = dict[tuple[str, tuple], Pair]
 
 
@@ -177,7 +182,7 @@ def _with_diff(
         text=f"{_sentence(diff)} at {diff.site} ({diff.pass_} pass, sample {diff.sample}, step "
         f"{diff.step}) and at {check.num_different - 1:,} more of {check.num_tensors:,} tensors "
         "that both hold"
-        + ("" if diff.rel_l2 is None else f"; rel L2 {diff.rel_l2:.2e} there")
+        + (_UNMEASURED if diff.rel_l2 is None else f"; rel L2 {diff.rel_l2:.2e} there")
         + {"nobody": "; which of them is wrong cannot be told", "majority": ""}.get(
             diff.told_by, "; the other run agrees with the latter"
         ),
@@ -213,7 +218,7 @@ def _with_diff(
             position=None,
             pass_=diff.pass_ if result is None else result.pass_,
         ),
-        confidence="high",
+        confidence="medium" if diff.rel_l2 is None else "high",
         side=diff.side,
         evidence=evidence,
     )

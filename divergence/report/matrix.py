@@ -32,16 +32,10 @@ _MARKS = {"diverged": "!", "silent": "?", "agrees": " "}
 
 def matrix_lines(matrix: Matrix, *, all_runs: bool = False) -> list[Line]:
     """The whole matrix. ``all_runs``: nothing is left out."""
-    lines = [*matrix_headline(matrix), BLANK, *_table(matrix, all_runs=all_runs), BLANK]
-    problems = [row for row in matrix.rows if row.problem is not None]
+    lines = [*_headline(matrix), BLANK, *_table(matrix, all_runs=all_runs), BLANK]
+    problems = _problems(matrix)
     if problems:
-        lines.append(heading("not compared", count(len(problems), "run")))
-        for row in problems:
-            lines += [
-                prose("  - " if not number else "    ", text.strip(), width=4)
-                for number, text in enumerate(f"{row.path}: {row.problem}".split("\n"))
-            ]
-        lines.append(BLANK)
+        lines += [*problems, BLANK]
     if matrix.cross_checks:
         lines.append(heading("among themselves", "who agrees with whom, where the first is odd"))
         for check in matrix.cross_checks:
@@ -57,7 +51,26 @@ def matrix_lines(matrix: Matrix, *, all_runs: bool = False) -> list[Line]:
 
 
 def matrix_headline(matrix: Matrix) -> list[Line]:
-    """Who is odd, and what there is to say of it: what ``--quiet`` prints."""
+    """What ``--quiet`` prints: who is odd, and why others were not compared."""
+    return [*_headline(matrix), *_problems(matrix)]
+
+
+def _problems(matrix: Matrix) -> list[Line]:
+    problems = [row for row in matrix.rows if row.problem is not None]
+    if not problems:
+        return []
+    return [
+        heading("not compared", count(len(problems), "run")),
+        *(
+            prose("  - " if not number else "    ", text.strip(), width=4)
+            for row in problems
+            for number, text in enumerate(f"{row.path}: {row.problem}".split("\n"))
+        ),
+    ]
+
+
+def _headline(matrix: Matrix) -> list[Line]:
+    """Who is odd, and what there is to say of it."""
     word, style = _word(matrix)
     first = matrix.reference
     tally = Counter(row.verdict or "not compared" for row in matrix.rows)

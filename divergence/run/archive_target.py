@@ -35,9 +35,9 @@ class ArchiveTarget:
     """The target for a name that ends in .tar or .zip."""
 
     def __init__(self, place: Location, *, force: bool, rank: int = 0) -> None:
-        self._place, self._packs = place, rank == 0  # when all ranks have written
-        self._folder = partial_of(place)
-        self._staged = DirectoryTarget(self._folder, force=force, rank=rank)
+        self._archive, self._packs = place, rank == 0  # when all ranks have written
+        self.place = partial_of(place)
+        self._staged = DirectoryTarget(self.place, force=force, rank=rank)
         self._complete = False
 
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
@@ -59,10 +59,10 @@ class ArchiveTarget:
             from divergence.run.packing import write_archive
             from divergence.run.reader import Run
 
-            run = Run.open(self._folder)
-            write_archive(run, self._place)
+            run = Run.open(self.place)
+            write_archive(run, self._archive)
             run.close()
-            shutil.rmtree(self._folder)
+            shutil.rmtree(self.place)
 
 
 def partial_of(place: Location) -> Path:

@@ -28,7 +28,7 @@ class DirectoryTarget:
     """
 
     def __init__(self, path: Path, *, force: bool, rank: int = 0) -> None:
-        self.path = path
+        self.place = path
         self._direct = DirectFiles()
         if rank == 0:
             prepare_directory(path, force=force)
@@ -45,7 +45,7 @@ class DirectoryTarget:
         self._records = open(lines, "ab", buffering=0)  # noqa: SIM115 - see close()
 
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
-        final = self.path / name
+        final = self.place / name
         with _beside(final.with_suffix(".tmp"), final) as temporary:
             write_shard(temporary, pieces, direct=self._direct)
 
@@ -60,11 +60,11 @@ class DirectoryTarget:
             raise
 
     def replace_manifest(self, text: bytes) -> None:
-        with _beside(self.path / (MANIFEST + ".tmp"), self.path / MANIFEST) as temporary:
+        with _beside(self.place / (MANIFEST + ".tmp"), self.place / MANIFEST) as temporary:
             temporary.write_bytes(text)
 
     def flush(self) -> Path:
-        return self.path
+        return self.place
 
     def close(self) -> None:
         self._records.close()

@@ -33,6 +33,7 @@ PACKAGES = {
 }  # fmt: skip
 """Scheme → package that fsspec needs for it."""
 
+_WEB = ("http", "https")
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "created")
 """What packages call that which changes with an object's bytes, the surest first."""
 
@@ -78,6 +79,10 @@ class Remote:
                 # a web server's page of links says no sizes
                 one = _object(entry) if entry.get("size") is not None else self.look(name)
                 named |= {} if one is None else {name: one}
+        if not named and self.url.scheme in _WEB:
+            # a server that does not answer has nothing to list: asked for the object, it is told
+            alone = self.look()
+            named |= {} if alone is None else {"": alone}
         return named
 
     def check_bucket(self) -> None:
@@ -161,12 +166,13 @@ class Remote:
         for attempt in range(NUM_TRIES):
             try:
                 return action()
-            except FileNotFoundError:
-                raise
             except DivergenceError:
                 raise
             # Each store's package has exceptions of its own, many of them no OSError.
-            except Exception as error:
+            except Exception as failure:
+                error = _meant(failure)
+                if isinstance(error, FileNotFoundError):
+                    raise
                 known = _known_refusal(error)
                 if known is not None:
                     message, hint = known
@@ -238,6 +244,20 @@ def _known_refusal(error: Exception) -> tuple[str, str] | None:
     if "ParamValidation" in name or isinstance(error, IsADirectoryError | ValueError):
         return (_text(error), "is the URL right? For example s3://bucket/runs/a")
     return None
+
+
+def _meant(error: Exception) -> Exception:
+    """What happened. fsspec's http:// says of most that there is no such file, and keeps the
+    reason as the cause: a response that is an error, or no response."""
+    missing, cause = isinstance(error, FileNotFoundError), error.__cause__
+    reason = cause if missing and isinstance(cause, Exception) else error
+    status = getattr(reason, "status", None)
+    if status in (401, 403):
+        return PermissionError(f"HTTP {status} {getattr(reason, 'message', '')}".strip())
+    name = type(reason).__name__
+    unanswered = "Connection" in name or "Connector" in name or isinstance(reason, TimeoutError)
+    broken = isinstance(status, int) and status >= 500
+    return reason if unanswered or broken else error
 
 
 def _text(error: BaseException) -> str:

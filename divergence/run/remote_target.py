@@ -48,7 +48,7 @@ class RemoteTarget:
     """The target for a URL. Of several ranks the first empties it, before the others begin."""
 
     def __init__(self, place: Url, *, force: bool, rank: int = 0) -> None:
-        self._place = place
+        self.place = place
         self._remote = Remote(place, refused=RunWriteError)
         if rank == 0:
             replaced = _checked(self._remote, place, force=force)
@@ -105,7 +105,7 @@ class RemoteTarget:
             shard.result()
         self._put_manifest()
         self._check_all_there()
-        return self._place
+        return self.place
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -165,7 +165,7 @@ class RemoteTarget:
                 what = "it is not there" if found is None else f"{found.size} bytes are there"
                 raise RunWriteError(
                     f"of {name} {size} bytes were stored, but {what}",
-                    where=str(self._place / name),
+                    where=str(self.place / name),
                     hint="does something else write to this place, or remove from it?",
                 )
 

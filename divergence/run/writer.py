@@ -11,7 +11,9 @@ there, and a killed capture leaves everything before the last shard readable.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shlex
 import threading
 import time
 import uuid
@@ -101,7 +103,11 @@ class RunWriter:
         try:
             self._target = open_target(self.path, force=force, rank=rank)
         except OSError as error:
-            raise _refused(error, self.path) from error
+            raise RunWriteError(
+                f"nothing can be written there: {error.strerror or error}",
+                where=str(self.path),
+                hint=f"{_free_space(error)}choose another place with -o",
+            ) from error
         try:
             self.update_manifest()
         except BaseException:
@@ -189,7 +195,7 @@ class RunWriter:
         try:
             return self._target.flush()
         except OSError as error:
-            raise _refused(error, self.path) from error
+            raise self._refused(error) from error
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
         while not done() and self._failure is None and self._thread.is_alive():
@@ -208,7 +214,7 @@ class RunWriter:
         try:
             self._target.replace_manifest(msgspec.json.format(data, indent=1))
         except OSError as error:
-            raise _refused(error, self.path) from error
+            raise self._refused(error) from error
 
     def close(self, *, complete: bool, stopped_by: str | None = None) -> None:
         """Finish the background work and the manifest. Raises the writer's own failure."""
@@ -236,7 +242,15 @@ class RunWriter:
         except Exception as error:
             if self._failure is None:
                 failed = isinstance(error, OSError)
-                self._failure = _refused(error, self.path) if failed else error
+                self._failure = self._refused(error) if failed else error
+
+    def _refused(self, error: OSError) -> RunWriteError:
+        return RunWriteError(
+            f"writing failed: {error.strerror or error}",
+            where=str(self.path),
+            hint=f"{_free_space(error)}choose another place with -o; what was finished before is "
+            f"readable: divergence inspect {shlex.quote(str(self._target.place))}",
+        )
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -258,7 +272,7 @@ class RunWriter:
                 if asked:
                     self._flush_asked = False
             except OSError as error:
-                self._failure = _refused(error, self.path)
+                self._failure = self._refused(error)
             except Exception as error:
                 self._failure = error
             self._progress.set()
@@ -371,10 +385,6 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _refused(error: OSError, path: Location) -> RunWriteError:
-    return RunWriteError(
-        f"writing failed: {error.strerror or error}",
-        where=str(path),
-        hint="free some space or choose another disk with -o; "
-        "what was finished before is readable (divergence inspect)",
-    )
+def _free_space(error: OSError) -> str:
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return "free some space or " if error.errno in full else ""

@@ -146,6 +146,11 @@ def test_what_is_wrong_with_the_first_run_is_an_error(fleet, tmp_path):
         compare_many(fleet / "a", both, truth=tmp_path / "none")
     with pytest.raises(RunFormatError, match="does not exist"):
         compare_many(fleet / "a", both, floor=[tmp_path / "none"])
+    with pytest.raises(UsageError, match="is no truth: it was computed in") as caught:
+        compare_many(fleet / "a", both, truth=fleet / "d")
+    assert caught.value.hint.startswith("divergence reference ")
+    with pytest.raises(UsageError, match="is the truth of none of these runs"):
+        compare_many(fleet / "a", both, truth=fleet / "truth-d")
     with pytest.raises(UsageError, match="no run to compare"):
         compare_many(fleet / "a", [])
 

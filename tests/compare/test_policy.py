@@ -358,7 +358,11 @@ def test_bless_makes_a_first_golden(make_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("golden", "packed"),
-    [("s3://bucket/golden", "s3://bucket/golden.tar"), ("s3://b/g.zip", "s3://b/g.zip --force")],
+    [
+        ("s3://bucket/golden", "s3://bucket/golden.tar"),
+        ("s3://b/g.zip", "s3://b/g.zip --force"),
+        ("g.tar", "g.tar"),
+    ],
 )
 def test_what_to_do_where_nothing_can_be_blessed(golden, packed):
     """The old one could not be kept at a URL; the command that is printed packs an archive."""

@@ -73,10 +73,14 @@ def test_snapshot(matrix):
 
 
 def test_quiet_is_who_is_odd(matrix):
-    """The sentence and what is only there, without the table."""
-    said = text_of(matrix_headline(matrix)).splitlines()
-    assert said[0].startswith("ODD: 3 of 4 runs agree")
-    assert said == text_of(matrix_lines(matrix)).splitlines()[: len(said)]
+    """The sentence, what is only there and why a run was not compared; no table."""
+    said = text_of(matrix_headline(matrix))
+    assert said.startswith("ODD: 3 of 4 runs agree")
+    begin, heading, problems = said.rpartition("\nnot compared ")
+    whole = text_of(matrix_lines(matrix))
+    assert whole.startswith(begin)
+    assert "runs/gone: " in problems
+    assert heading + problems in whole
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -199,6 +201,45 @@ def test_settings_that_cannot_be_used_are_not_taken_for_a_network(far, large_run
     with pytest.raises(RunFormatError, match=r"own settings cannot be used: .*nope") as caught:
         Run.open(URL)
     assert "AWS_PROFILE" in caught.value.hint and len(far.requests) == 1
+
+
+@pytest.mark.parametrize("name", ["a", "a.tar"])
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (403, "the store refuses: HTTP 403"),
+        (404, "there is nothing at http"),
+        (500, "failed 3 times, the last time with: 500"),
+        (None, "failed 3 times, the last time with: Cannot connect"),
+    ],
+)
+def test_a_web_server_is_quoted(name, status, said, monkeypatch):
+    """fsspec says of each of these that there is no such file."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr("divergence.run.remote.FIRST_PAUSE_S", 0.0)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        url = f"http://127.0.0.1:{server.server_port}/{name}"
+        if status is None:
+            server.server_close()
+        else:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(RunFormatError) as caught:
+            Run.open(url)
+        if status is not None:
+            server.shutdown()
+    assert said in str(caught.value)
 
 
 def test_what_comes_short_is_an_error(far, large_run):

@@ -383,6 +383,22 @@ def test_a_full_disk_is_one_clear_error(tmp_path, manifest, monkeypatch):
     assert not [path for path in run.path.rglob("*") if path.suffix == ".tmp"]
 
 
+@pytest.mark.parametrize("name", ["r", "r.tar"])
+def test_a_full_disk_names_what_is_readable(name, tmp_path, manifest, monkeypatch):
+    """Of an archive, the directory in which it is gathered."""
+    writer = RunWriter(tmp_path / name, manifest())
+    put(writer, torch.ones(3))
+    writer.flush()
+    put(writer, torch.zeros(3), step=1)
+    monkeypatch.setattr(target_of_runs, "write_shard", full)
+    with pytest.raises(RunWriteError) as caught:
+        writer.close(complete=True)
+    monkeypatch.undo()
+    assert caught.value.hint.startswith("free some space or ")
+    named = caught.value.hint.rpartition("divergence inspect ")[2]
+    assert len(Run.open(named).records) == 1
+
+
 def test_a_record_line_cut_by_a_full_disk_is_taken_back(tmp_path, manifest):
     """Half a line in the middle of the file would make the whole run unreadable."""
     writer = RunWriter(tmp_path / "r", manifest())
@@ -419,8 +435,9 @@ def test_a_manifest_that_cannot_be_written_leaves_no_rest(tmp_path, manifest, mo
 def test_a_directory_that_cannot_be_made_is_a_write_error(tmp_path, manifest):
     """Not a traceback."""
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunWriteError, match="Not a directory"):
+    with pytest.raises(RunWriteError, match="Not a directory") as caught:
         RunWriter(tmp_path / "file/run", manifest())
+    assert caught.value.hint == "choose another place with -o"  # there is space enough
 
 
 def test_what_cannot_be_stored_stops_the_capture(tmp_path, manifest):

@@ -30,6 +30,7 @@ from divergence.run.item import Item
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
 from divergence.run.pending import Pending
+from divergence.run.own_thread import without_team
 from divergence.run.piece import Piece, flat_parts, piece_of_item
 from divergence.run.record import PassName, Place, Placement, Record
 from divergence.run.reduction import Reducer
@@ -259,6 +260,7 @@ class RunWriter:
     # The background thread, from here on.
 
     def _work(self) -> None:
+        without_team()
         while True:
             self._wake.wait(WAKE_SECONDS)
             self._wake.clear()

@@ -395,7 +395,9 @@ def test_a_place_that_cannot_be_written(refused, llama, tmp_path):
     refused(*capture, "full.tar", said=("is not a file", "choose another name with -o"))
     refused(*capture, "file", "--force", said="is not a directory")
     refused(*capture, "/dev/full", said="is not a directory")
-    refused(*capture, "/proc/run", said=("nothing can be written there", "choose another disk with -o"))
+    refused(
+        *capture, "/proc/run", said=("nothing can be written there", "choose another place with -o")
+    )
     refused("capture", llama, said=("there is no directory to write to", "--dry-run"))
     assert (tmp_path / "full/precious.txt").read_text() == (tmp_path / "file").read_text() == "x"
 

@@ -29,8 +29,8 @@ from divergence.run.call import Call
 from divergence.run.item import Item
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
-from divergence.run.pending import Pending
 from divergence.run.own_thread import without_team
+from divergence.run.pending import Pending
 from divergence.run.piece import Piece, flat_parts, piece_of_item
 from divergence.run.record import PassName, Place, Placement, Record
 from divergence.run.reduction import Reducer

@@ -48,7 +48,8 @@ def test_no_thread_is_started(two_threads):
         new = {task.name for task in TASKS.iterdir()} - before
         return len(new), torch.get_num_threads()
 
-    assert on_a_thread(lambda: started(lambda: None)) == (1, 2)
+    num_new, num_threads = on_a_thread(lambda: started(lambda: None))
+    assert (num_new >= 1, num_threads) == (True, 2)
     assert on_a_thread(lambda: started(without_team)) == (0, 1)
     assert torch.get_num_threads() == 2
 

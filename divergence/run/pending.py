@@ -50,8 +50,12 @@ class Pending:
             clash += 1
             place = place_of(digest, clash, rank=self._rank, shard=self.shard)
         num_bytes = piece.data.nbytes
-        if num_bytes <= _SHORT_BYTES and self._apart_bytes + num_bytes <= _APART_BYTES:
-            piece = piece.apart() if isinstance(piece.holder, Slot) else piece
+        if (
+            isinstance(piece.holder, Slot)
+            and num_bytes <= _SHORT_BYTES
+            and self._apart_bytes + num_bytes <= _APART_BYTES
+        ):
+            piece = piece.apart()
             self._apart_bytes += num_bytes
         self._pieces[place.key] = piece
         self.num_bytes += num_bytes

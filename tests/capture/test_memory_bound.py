@@ -19,6 +19,8 @@ from divergence.numerics.kernels import has_compiled
 from divergence.run import directory_target
 from divergence.run.buffer import MIN_BUFFER_BYTES, Buffer, Limits
 from divergence.run.manifest import Sizes
+from divergence.run.pending import Pending
+from divergence.run.piece import Piece, piece_of
 from divergence.run.reader import Run
 from divergence.run.reduction import Reducer
 from divergence.run.writer import RunWriter
@@ -148,6 +150,20 @@ def test_a_few_bytes_that_are_stored_hold_no_place(tmp_path, captured):
     assert run.verify() == []
     stored = [run.read(record)[0, 0].item() for record in run.records if record.site == "ids:in"]
     assert stored == list(range(9))
+
+
+def test_what_has_memory_of_its_own_leaves_the_short_ones_theirs():
+    """Sketches lie in no ring: however many there are, token ids after them hold no place."""
+    buffer, pending = Buffer(Limits.of(MIN_BUFFER_BYTES)), Pending(rank=0)
+    for number in range(200):
+        pending.add(number.to_bytes(16, "big"), piece_of(torch.full((2048,), float(number))))
+    slot = buffer.take(128)
+    slot.tensor(torch.int64, (16,)).copy_(torch.arange(16))
+    piece = Piece("int64", (16,), slot.bytes(), slot)
+    pending.add(b"ids" + bytes(13), piece)
+    assert not buffer.empty
+    del slot, piece
+    assert buffer.empty
 
 
 def full(*_, **__):

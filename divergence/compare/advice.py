@@ -118,6 +118,16 @@ class Advice:
             f"divergence compare {one} {two}" + (f" --reference {right}" if right else ""),
         ]  # fmt: skip
 
+    def inside(self, block: str) -> list[str]:
+        """What looks inside a block that stands out; nothing where no descent is possible."""
+        if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
+            return []
+        out = _folder(self._b, "-localized")
+        return [
+            f"divergence localize {self._a} {self._b} -o {out} --block {shlex.quote(block)}"
+            "   # on a machine with the model"
+        ]
+
     def truth(self, *, full: bool = False) -> list[str]:
         """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
         against the truth, which judges nothing that is not there in full."""
@@ -192,6 +202,10 @@ class WithinAdvice(Advice):
 
     def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """Nothing: every pair is anchored."""
+        return []
+
+    def inside(self, block: str) -> list[str]:
+        """Nothing: a descent takes two runs."""
         return []
 
     def truth(self, *, full: bool = False) -> list[str]:

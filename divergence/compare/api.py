@@ -39,6 +39,7 @@ from divergence.compare.run_summary import summary_of
 from divergence.compare.suite import is_suite, report_on_suites
 from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
+from divergence.compare.trusted import refuse_own_floor, widening_notes
 from divergence.compare.truth import Tallies, Truth, inputs_of
 from divergence.compare.unmeasured import is_unmeasured
 from divergence.compare.within import align_within, check_alone, explain_within
@@ -105,10 +106,9 @@ def compare(
         progress=progress,
     )  # fmt: skip
     case, alignment = replace(found.case, arithmetic=arithmetic.brief()), found.alignment
+    own = judge(case, thresholds=thresholds)
     verdict = judge_probes(a.manifest, b.manifest, arithmetic, case) or with_arithmetic(
-        with_operators(
-            judge(case, thresholds=thresholds), found.operators, case.advice, alone=not case.sites
-        ),
+        with_operators(own, found.operators, case.advice, alone=not case.sites),
         found.operators,
         arithmetic,
     )
@@ -126,7 +126,7 @@ def compare(
         tokens=relate_to_onset(case.tokens, verdict.onset),
         coverage=_coverage(alignment),
         sites=list(case.sites),
-        notes=found.notes,
+        notes=[*found.notes, *widening_notes(case.shown, case.sites, len(floor), thresholds)],
         replicas=replicas,
     )
 
@@ -196,10 +196,8 @@ def measure_runs(
         partial=right is not None and not right.run.manifest.complete,
     )
     if floor:
-        shown = _shown(a, floor, right, names, thresholds)
-        case = replace(case, shown=shown)
-        runs = "a trusted run shows" if len(floor) == 1 else f"{len(floor)} trusted runs show"
-        notes.append(f"limits are widened by what {runs}")
+        shown = _shown(a, b, floor, right, names, thresholds)
+        case = replace(case, shown=shown, widened_beyond=any(x > 1 for x in shown.values()))
     return Measured(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
         operators=operators,
@@ -264,6 +262,7 @@ def _case(
 
 def _shown(
     a: Run,
+    b: Run,
     runs: Sequence[str | Path | Run],
     right: Truth | None,
     names: NameMap | None,
@@ -272,6 +271,7 @@ def _shown(
     """What trusted runs use of their limits, the largest of all by site."""
     shown: dict[tuple[str, str, str], float] = {}
     for run in map(_opened, runs):
+        refuse_own_floor(run, a, b)
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
         run.borrow_from(a)
         alignment = without_unknowable(align(a, run, name_map=names), a, run)

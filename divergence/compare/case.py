@@ -32,7 +32,8 @@ class Case:
     ``missing``: records without a partner or skipped; ``tallies``: both sides against the
     truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
     computes in a dtype whose floor hides what an escalated pass would see; ``partial``: the
-    truth was cut off; ``arithmetic``: what the probed machines' arithmetic explains."""
+    truth was cut off; ``widened_beyond``: a trusted run is itself beyond the limits that it widens;
+    ``arithmetic``: what the probed machines' arithmetic explains."""
 
     sites: Sequence[SiteResult]
     preflight: Sequence[PreflightLine]
@@ -46,6 +47,7 @@ class Case:
     shown: Shown | None = None
     narrow: bool = False
     partial: bool = False
+    widened_beyond: bool = False
     arithmetic: Sequence[Evidence] = ()
 
     def context(self) -> list[Evidence]:

@@ -12,16 +12,19 @@ from __future__ import annotations
 import msgspec
 
 from divergence.compare.case import Case
+from divergence.compare.confidence import checks_of, confidence_of
 from divergence.compare.drift import find_drift
 from divergence.compare.escalation import Escalation, judge_escalated
 from divergence.compare.evidence import (
-    confidence_of,
+    only_in,
     onset_of,
     unit_evidence,
 )
 from divergence.compare.families import Family, find_family
 from divergence.compare.result import Evidence, Verdict
 from divergence.compare.rounding import within_floor
+from divergence.compare.settings import with_settings
+from divergence.compare.standouts import find_standouts
 from divergence.compare.suspects import find_suspects
 from divergence.compare.units import Unit, build_units, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -34,7 +37,7 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
 
     Where a blocking difference was overridden, it explains whatever is found: confidence is low.
     """
-    verdict = _judge(case, thresholds)
+    verdict = with_settings(_judge(case, thresholds), case.preflight)
     forced = [line.check for line in case.preflight if line.status == "blocking"]
     if not forced:
         return verdict
@@ -98,18 +101,30 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
             evidence=[drift.evidence, *case.context()],
             next=case.next_commands(None, escalated=bool(escalation.judged)),
         )
-    return within_floor(case, units, excused, unanchored, escalation)
+    standouts = find_standouts(units, excused, thresholds)
+    return within_floor(case, units, excused, unanchored, escalation, standouts)
 
 
 def _mark(units: list[Unit], flagged: list[Unit]) -> None:
     for unit in units:
         for result in unit.results:
             result.limit, result.strain = unit.limit, unit.strain
+            result.usage = 0.0 if len(unit.looks) > 1 else unit.strain
+        for look in unit.looks if len(unit.looks) > 1 else ():
+            look.result.usage = max(look.result.usage or 0.0, look.usage)
+            look.result.prompts = [
+                msgspec.structs.replace(one, usage=look.usage) if one.sample == look.sample else one
+                for one in look.result.prompts
+            ]
     for unit in flagged:
         for result in unit.results:
             if unit.blame is not None:
-                narrow = unit.blame.why in ("step", "token", "sink")
+                narrow = unit.blame.why in ("token", "sink")
                 result.flagged = not narrow or result is unit.blame.at
+                if unit.why == "forward":
+                    result.flagged = any(look.result is result for look in unit.beyond)
+            elif unit.why == "forward":
+                result.flagged = any(look.result is result for look in unit.beyond)
             else:
                 worst = max(result.ratio_max or 0, result.ratio_sink or 0)
                 result.flagged = (result.ratio or 0) > unit.limit or (
@@ -195,9 +210,15 @@ def _beyond_floor(
         return Verdict(
             kind="systematic",
             summary=f"every {family.name} differs by more than rounding, from {first.first.site} "
-            "on: a kernel or a precision setting, not one layer",
+            f"on{only_in(first)}: "
+            + (
+                "what is special there?"
+                if only_in(first)
+                else "a kernel or a precision setting, not one layer"
+            ),
             onset=onset_of(first.first),
-            confidence=confidence_of(first),
+            confidence=confidence_of(checks_of(first)),
+            checks=checks_of(first),
             side=_side(family.members),
             evidence=[_family_evidence(family), *evidence, *case.context()],
             next=case.next_commands(first, escalated=bool(escalation.judged)),
@@ -208,13 +229,19 @@ def _beyond_floor(
     by = f", by the {side}" if side in ("reference", "candidate") else ""
     return Verdict(
         kind="localized",
-        summary=f"the error {made} {first.first.site}{by}",
+        summary=f"the error {made} {first.first.site}{by}{_only(first, by)}",
         onset=onset_of(first.first),
-        confidence=confidence_of(first),
+        confidence=confidence_of(checks_of(first)),
+        checks=checks_of(first),
         side=side,
         evidence=evidence + case.context(),
         next=case.next_commands(first, escalated=bool(escalation.judged)),
     )
+
+
+def _only(unit: Unit, by: str) -> str:
+    where = only_in(unit)
+    return f",{where}" if by and where else where
 
 
 def _side(flagged: list[Unit]) -> str | None:
@@ -286,9 +313,10 @@ def _hidden(case: Case, escalation: Escalation) -> Verdict:
         kind="systematic" if family else "localized",
         summary=f"every {family.name} is off, {below}: a wrong formula or wrong data, not one layer"
         if family
-        else f"the error is made at {first.first.site}{by}: {below}",
+        else f"the error is made at {first.first.site}{by}{_only(first, by)}: {below}",
         onset=onset_of(first.first),
-        confidence=confidence_of(first),
+        confidence=confidence_of(checks_of(first)),
+        checks=checks_of(first),
         side=side,
         evidence=[
             unit_evidence(first),

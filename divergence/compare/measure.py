@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from divergence.compare.align import Pair
 from divergence.compare.floors import Floor, row_floor
+from divergence.compare.looks import num_rows
 from divergence.compare.pieces import Pieces, same_positions
 from divergence.compare.reduced import look_reduced
-from divergence.compare.result import LogitsDiff, SiteResult
+from divergence.compare.result import LogitsDiff, PromptRatio, SiteResult
 from divergence.compare.site_fields import identical_site, nonfinite_of, shared_fields
 from divergence.compare.truth import Tallies, Truth, truth_diff
 from divergence.errors import RunFormatError
@@ -266,6 +267,9 @@ class Measurer:
         result = identical_site(pair.reference.record, place)
         if result.ulp_format is not None:
             result.ratio = result.ratio_max = 0.0
+            members = self._pieces.members(pair.reference, result.shape)
+            rows = num_rows(result) // max(1, len(members))
+            result.prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=rows) for n in members]
         return result
 
     def _judge_rows(self, pair: Pair, result: SiteResult, rows: RowMetrics) -> None:
@@ -274,6 +278,7 @@ class Measurer:
         if one.kind != "float" or two.kind != "float":
             return
         inherited, beside = None, 0.0
+        members = [] if result.estimated else self._pieces.members(pair.reference, result.shape)
         if pair.pass_ == "free":
             path, _, port = result.site.partition(":")
             key = (result.sample, result.step, path)
@@ -292,8 +297,13 @@ class Measurer:
             role=result.role or "inner",
             inherited=inherited,
             beside=beside,
+            num_members=max(1, len(members)),
         )
         if found is not None:
+            result.prompts = [
+                PromptRatio(sample=members[number], ratio=ratio, num_rows=rows)
+                for number, ratio, rows in found.members
+            ]
             result.floor, result.ratio, result.ratio_max = found.floor, found.typical, found.worst
             result.ratio_sink = found.sink
 

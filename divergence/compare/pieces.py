@@ -97,6 +97,15 @@ class Pieces:
         inner = math.prod(shape[2:-1])
         return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
 
+    def members(self, piece: Piece, shape: Sequence[int]) -> list[int]:
+        """The prompts whose rows follow each other in equal parts; fewer than two where the forward
+        held one, or the first axis is none of prompts."""
+        if piece.row is not None or len(shape) < 2:
+            return []
+        groups = self.reference.manifest.tokens.groups
+        group = next((g for g in groups if g and g[0] == piece.record.sample), [])
+        return list(group) if len(group) > 1 and shape[0] == len(group) else []
+
     def locate(
         self, piece: Piece, shape: Sequence[int], row: int | None
     ) -> tuple[int | None, int | None]:

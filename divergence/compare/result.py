@@ -35,6 +35,7 @@ __all__ = [
     "AuditRow",
     "AuditedPlace",
     "CausalCheck",
+    "Check",
     "Coverage",
     "Estimate",
     "Evidence",
@@ -45,6 +46,7 @@ __all__ = [
     "OperatorResult",
     "OperatorsResult",
     "PreflightLine",
+    "PromptRatio",
     "RankShare",
     "ReplicaCheck",
     "ReplicaDiff",
@@ -107,10 +109,19 @@ class Evidence(_Part, frozen=True, kw_only=True):
     values: dict[str, float] = {}
 
 
+class Check(_Part, frozen=True, kw_only=True):
+    """One thing that a verdict's confidence rests on. ``detail``: what is lacking, where it is."""
+
+    name: str
+    state: Literal["met", "failed", "not_made"]
+    detail: str = ""
+
+
 class Verdict(_Part, frozen=True, kw_only=True):
     """The judgement. ``side``: which run is wrong, where that can be told.
 
-    ``summary``: one line for people. ``next``: commands that go deeper.
+    ``summary``: one line for people. ``checks``: what the confidence is computed from, where it is
+    computed. ``next``: commands that go deeper.
     """
 
     kind: VerdictKind
@@ -120,6 +131,7 @@ class Verdict(_Part, frozen=True, kw_only=True):
     side: Literal["reference", "candidate", "both", "neither"] | None = None
     evidence: list[Evidence] = []
     next: list[str] = []
+    checks: list[Check] = []
 
 
 class PreflightLine(_Part, frozen=True, kw_only=True):
@@ -187,6 +199,16 @@ class TruthDiff(_Part, frozen=True, kw_only=True):
     gain_candidate: float
 
 
+class PromptRatio(_Part, frozen=True, kw_only=True):
+    """One prompt's rows of a forward that holds several. ``ratio``: of its median token; ``usage``:
+    the largest share of any limit that it uses there."""
+
+    sample: int
+    ratio: float
+    num_rows: int
+    usage: float = 0.0
+
+
 class SiteResult(_Part, kw_only=True):
     """One compared pair of tensors, a = reference, b = candidate, d = a - b.
 
@@ -203,6 +225,8 @@ class SiteResult(_Part, kw_only=True):
     ``estimated``: how well this is known, where it was estimated from sketches; what cannot be is
     None. Where a run keeps neither bytes nor a sketch, nothing is known but ``identical`` and, from
     its statistics, ``at_least``: what ``rel_l2`` is no less than.
+    ``prompts``: in a forward of several prompts, the ratio of each. ``usage``: the largest share of
+    any limit that this forward alone uses.
     """
 
     pass_: str = msgspec.field(name="pass")
@@ -261,6 +285,8 @@ class SiteResult(_Part, kw_only=True):
     flagged: bool = False
     estimated: Estimate | None = None
     at_least: float | None = None
+    prompts: list[PromptRatio] = []
+    usage: float | None = None
 
 
 class Skipped(_Part, frozen=True, kw_only=True):
@@ -330,6 +356,7 @@ class Report(_Part, kw_only=True):
         rows = []
         for site in self.sites:
             row = msgspec.to_builtins(site)
+            row.pop("prompts")
             for name in ("logits", "nonfinite", "truth", "estimated"):
                 nested = row.pop(name) or {}
                 row.update({f"{name}_{key}": value for key, value in nested.items()})

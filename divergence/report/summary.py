@@ -19,6 +19,7 @@ from divergence.report.audit import audit_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
 from divergence.report.operators import operator_lines
+from divergence.report.prompts import prompt_lines
 from divergence.report.replicas import replica_lines
 from divergence.report.suite import suite_lines
 from divergence.report.table import table_lines
@@ -50,6 +51,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *_evidence_lines(report.verdict, verbose=verbose),
         *_preflight_lines(report.preflight, verbose=verbose),
         *token_lines(report.tokens),
+        *prompt_lines(report, all_sites=all_sites),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
         *([] if same_bits or report.suite else table_lines(report, all_sites=all_sites)),
         *suite_lines(report, all_sites=all_sites),
@@ -92,7 +94,9 @@ def verdict_lines(report: Report) -> list[Line]:
     }
     if verdict.side is not None:
         lines.append(prose("side", sides[verdict.side]))
-    lines.append(prose("confidence", verdict.confidence))
+    lacking = [one.detail for one in verdict.checks if one.state != "met" and one.detail]
+    why = f": {'; '.join(lacking)}" if lacking else ""
+    lines.append(prose("confidence", verdict.confidence + why))
     return lines
 
 

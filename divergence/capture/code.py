@@ -39,7 +39,7 @@ from divergence.capture.source import (
 from divergence.capture.wrapped import compiler_of, hooks_of, original_forward, wrappers_of
 from divergence.run.fingerprint import digest_many
 from divergence.run.manifest import CodeNote
-from divergence.run.site import ROOT
+from divergence.run.site import ROOT, starred
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,6 +119,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         ],
         wrapped=[_of_all(text, count, len(modules)) for text, count in wrapped.items()],
         compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
+        places=sorted({starred(path) for path in modules}),
         odd={path: digest for path, digest in digests.items() if digest != usual},
     )
 

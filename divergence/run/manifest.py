@@ -66,7 +66,8 @@ class CodeNote(_Strict, kw_only=True):
     ``forward``, with the file's name and line where it is no library's. ``replaced``: what was put
     in place of the class' own code, and by what. ``wrapped``: what stands around the module or in
     it (an adapter, sharding, offloading, quantised weights). ``compiled``: by what. ``odd``:
-    modules of this class that run other code than most, each with its digest.
+    modules of this class that run other code than most, each with its digest. ``places``: paths of
+    the modules, with ``*`` for the numbers in them.
     """
 
     digest: str
@@ -76,6 +77,7 @@ class CodeNote(_Strict, kw_only=True):
     wrapped: list[str] = []
     compiled: str | None = None
     odd: dict[str, str] = {}
+    places: list[str] = []
 
 
 class ModelIdentity(_Strict, kw_only=True):

@@ -159,6 +159,8 @@ def test_what_the_fourth_version_holds():
     assert manifest.model.config["rope_parameters.rope_theta"] == 10000.0
     assert (manifest.model.embedding_rows, manifest.model.tokenizer_size) == (512, 512)
     assert "U1" in manifest.model.chat_example
+    assert manifest.plan.compiled["model.layers.0.mlp"].backend == "eager"
+    assert manifest.environment.torch_build["compiler"]
 
 
 @pytest.mark.parametrize("name", ["run-v1", "run-v2", "run-v3", "run-v4"])

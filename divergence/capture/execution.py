@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from divergence.capture.compiled import CompiledWatch
 from divergence.capture.determinism import Determinism
 from divergence.capture.divided import Division, closed, on_all, own_part
 from divergence.capture.engines.generate import GroupResult, check_ids
@@ -39,7 +40,7 @@ from divergence.capture.request import Request
 from divergence.capture.sites import SiteSelection
 from divergence.capture.storage import storage
 from divergence.capture.store_modes import check_operators
-from divergence.capture.structure import compiled_modules, describe_modules, output_paths
+from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.substitute import substitute_from
 from divergence.capture.volume import about_bytes
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
@@ -101,12 +102,9 @@ class Execution:
         request = self.request
         passes = self._made = self._passes()
         manifest = self._manifest(self._plan(passes), command)
-        compiled = compiled_modules(self.loaded.module, self.selection.operators)
-        if compiled:
-            self._note(
-                f"{', '.join(compiled[:3])} runs through torch.compile: while operators are "
-                "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
-            )
+        watch = CompiledWatch(self.loaded.module)
+        for note in watch.beforehand(self.selection.operators, self.selection.hooked):
+            self._note(note)
         rank = 0 if self.ranks is None else self.ranks.rank
         seen = about_bytes(
             self.loaded.structure, self.selection.hooked, self.samples, request.max_new_tokens
@@ -114,7 +112,7 @@ class Execution:
         with storage(
             request, out, manifest, device=self.loaded.device, num_bytes=seen * len(passes),
             ranks=self.ranks, force=force,
-        ) as (writer, self.keeper):  # fmt: skip
+        ) as (writer, self.keeper), watch.watching():  # fmt: skip
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0
             for one in passes:
@@ -135,6 +133,9 @@ class Execution:
             if request.substitutes and not num_substituted:
                 self._note("no operator was met whose result was to be replaced")
             manifest.settings.nondeterministic_warnings = self.determinism.warnings
+            manifest.plan.compiled = watch.notes()
+            for note in watch.afterwards():
+                self._note(note)
             if request.repeat > 1:
                 writer.drain()
                 manifest.repeatability = self._repeat(first.items)

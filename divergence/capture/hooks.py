@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from divergence.capture.compiled import compiled_regions, hooked
 from divergence.capture.keep import CopyKeeper, Keeper, Recent
 from divergence.capture.leaves import (
     argument_names,
@@ -145,28 +146,19 @@ class Recorder:
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
         """Hooks on; off again on any exit."""
-        handles = []
-        try:
+        compiled = bool(compiled_regions(self._model))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._recent.clear)
             for name, module in self._model.named_modules():
                 path = name or ROOT
-                if path not in self._hooked:
-                    continue
-                handles.append(
-                    module.register_forward_pre_hook(
-                        self._pre_hook(path, argument_names(module)), with_kwargs=True
-                    )
-                )
-                handles.append(
-                    module.register_forward_hook(self._post_hook(path), with_kwargs=True)
-                )
+                if path in self._hooked:
+                    pre = self._pre_hook(path, argument_names(module))
+                    post = self._post_hook(path)
+                    stack.enter_context(hooked(module, pre, post, compiled=compiled))
             # its hooks come after these: what an anchor puts in place is no operator, what a
             # plant does is one
             with contextlib.nullcontext() if self.operators is None else self.operators.installed():
                 yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._recent.clear()
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable:
         anchors = (

@@ -18,7 +18,7 @@ from divergence.run.site import ROOT
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["compiled_modules", "describe_modules", "output_paths"]
+__all__ = ["describe_modules", "output_paths"]
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
@@ -79,20 +79,3 @@ def _block_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 def _children(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_children()]
-
-
-def compiled_modules(model: nn.Module, paths: set[str]) -> list[str]:
-    """Those of ``paths``, and of what lies in them, that run through ``torch.compile``: while
-    operators are recorded, torch runs them uncompiled."""
-    found = []
-    for name, module in model.named_modules():
-        inside = any(name == path or path == ROOT or name.startswith(path + ".") for path in paths)
-        forward = module.__dict__.get("forward", type(module).forward)
-        compiled = (
-            getattr(module, "_compiled_call_impl", None) is not None
-            or hasattr(forward, "_torchdynamo_orig_callable")
-            or hasattr(module, "_orig_mod")
-        )
-        if inside and compiled:
-            found.append(name or ROOT)
-    return found

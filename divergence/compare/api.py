@@ -12,6 +12,7 @@ from divergence.compare.align import Alignment, align, renaming, why_nothing
 from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
+from divergence.compare.code import with_code
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
@@ -119,7 +120,7 @@ def compare(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
-        verdict=with_audit(verdict, audit),
+        verdict=with_code(with_audit(verdict, audit), a.manifest, b.manifest),
         operators=found.operators,
         audit=audit,
         preflight=lines,

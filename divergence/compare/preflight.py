@@ -7,6 +7,14 @@ computations. Everything else that differs is shown, because it may be the cause
 
 from __future__ import annotations
 
+from divergence.compare.causes import (
+    template_cause,
+    text_cause,
+    tokenizer_cause,
+    weight_causes,
+)
+from divergence.compare.code import code_line
+from divergence.compare.configuration import config_line
 from divergence.compare.result import PreflightLine
 from divergence.run.manifest import Manifest
 from divergence.run.mesh import describe_mesh
@@ -22,16 +30,20 @@ def preflight(reference: Run, candidate: Run) -> list[PreflightLine]:
     """One line a check, in order of how much it explains."""
     a, b = reference.manifest, candidate.manifest
     lines = [
+        code_line(a, b),
         _weights(a, b),
         _same("model class", a.model.model_class, b.model.model_class),
-        _same("config", _short(a.model.config_digest), _short(b.model.config_digest)),
+        config_line(a, b),
         _same("quantization", a.model.quantization or "none", b.model.quantization or "none"),
         _prompt_ids(a, b),
-        _same("tokenizer", _short(a.model.tokenizer_digest), _short(b.model.tokenizer_digest)),
-        _same(
+        _digests(
+            "tokenizer", a.model.tokenizer_digest, b.model.tokenizer_digest, tokenizer_cause(a, b)
+        ),
+        _digests(
             "chat template",
-            _short(a.model.chat_template_digest),
-            _short(b.model.chat_template_digest),
+            a.model.chat_template_digest,
+            b.model.chat_template_digest,
+            template_cause(a, b),
         ),
         _generated_ids(a, b),
         _same(
@@ -56,6 +68,9 @@ def preflight(reference: Run, candidate: Run) -> list[PreflightLine]:
             f"{a.environment.cpu} {a.environment.cpu_capability}",
             f"{b.environment.cpu} {b.environment.cpu_capability}",
         ),
+        *_recorded("cpu model", a.environment.cpu_model, b.environment.cpu_model),
+        *_recorded("architecture", a.environment.architecture, b.environment.architecture),
+        *_build(a, b),
         _same("threads", str(a.environment.num_threads), str(b.environment.num_threads)),
         *(_library(name, a, b) for name in _libraries(a, b)),
         _variables(a, b),
@@ -90,6 +105,25 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
 def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLine:
     status = "same" if a == b else "differs"
     return PreflightLine(check=check, status=status, reference=a, candidate=b, detail=detail)
+
+
+def _digests(check: str, a: str | None, b: str | None, cause: str | None) -> PreflightLine:
+    return _same(check, _short(a), _short(b), cause if None not in (a, b) and a != b else None)
+
+
+def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
+    """A line where both runs say it."""
+    return [] if a is None or b is None else [_same(check, a, b)]
+
+
+def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """What torch was built with: what differs, else its compiler and BLAS."""
+    one, two = a.environment.torch_build, b.environment.torch_build
+    if not one or not two:
+        return []
+    keys = [key for key in {**one, **two} if one.get(key) != two.get(key)] or ["compiler", "BLAS"]
+    shown = [", ".join(f"{k} {found[k]}" for k in keys if k in found) for found in (one, two)]
+    return [_same("torch build", shown[0] or "-", shown[1] or "-")]
 
 
 def _short(digest: str | None) -> str:
@@ -131,6 +165,8 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
             status, detail = "differs", renamed
         else:
             status, detail = "blocking", _differing(one.digests, two.digests)
+    if status != "same":
+        detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
     return PreflightLine(
         check="weights", status=status, reference=shown[0], candidate=shown[1], detail=detail
     )
@@ -205,8 +241,8 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
                 f"prompt {number} differs from token {place} on: "
                 f"{one[place : place + 6]} against {two[place : place + 6]}"
             )
-            if a.tokens.samples[number].text == b.tokens.samples[number].text:
-                detail += " (the text is the same, so the tokenizers differ)"
+            why = text_cause(a.tokens.samples, b.tokens.samples, number)
+            detail += f" ({why})" if why is not None else ""
     return PreflightLine(
         check="prompt ids", status=status, reference=shown[0], candidate=shown[1], detail=detail
     )

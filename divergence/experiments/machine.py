@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from divergence.capture.api import capture, reference
-from divergence.capture.environment import VARIABLES, collect_environment, resolve_device
+from divergence.capture.environment import SETTABLE, collect_environment, resolve_device
 from divergence.capture.substitute import Substitute
 from divergence.errors import (
     DivergenceError,
@@ -263,7 +263,7 @@ def _words(values: Mapping[str, Any]) -> list[str]:
 def _variables(recorded: Mapping[str, str]) -> dict[str, str | None]:
     """What must be set, or taken away (None), to have the recorded variables."""
     return {
-        name: recorded.get(name) for name in VARIABLES if os.environ.get(name) != recorded.get(name)
+        name: recorded.get(name) for name in SETTABLE if os.environ.get(name) != recorded.get(name)
     }
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "operator_of",
     "operator_path",
     "split_site",
+    "starred",
 ]
 
 ROOT = "."
@@ -117,3 +118,8 @@ def natural_key(site: str) -> list[tuple[int, int, str]]:
 def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str]:
     """The ``count`` names most like ``wanted``, best first: for "did you mean"."""
     return difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.5)
+
+
+def starred(path: str) -> str:
+    """``model.layers.3.mlp`` → ``model.layers.*.mlp``: what modules of every block share."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

@@ -9,6 +9,7 @@ a folder for a vendor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 from divergence.compare.api import compare
 from divergence.compare.operator_verdict import onset_result
 from divergence.compare.operators_result import CausalCheck
-from divergence.compare.result import Report
+from divergence.compare.result import Report, SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.localization import OwnError
 from divergence.experiments.machine import Maker
 from divergence.experiments.replaced import replaced_sites
+from divergence.numerics.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.repro import repro
 from divergence.run.reader import Run
@@ -28,6 +30,8 @@ from divergence.run.reader import Run
 __all__ = ["errors_alone", "prove", "reproduce"]
 
 Progress = Callable[..., None]
+
+_MIN_ROWS = 8  # fewer rows tell nothing about one channel
 
 
 def prove(
@@ -68,7 +72,7 @@ def prove(
     )  # fmt: skip
     still = [r.site for r in after if r.share > 1]
     still += [s.site for s in again.sites if s.flagged and s.site == f"{s.block}:out"
-              and s.pass_ != "free" and s.block == first.block]  # fmt: skip
+              and s.pass_ != "free" and s.block == first.block and _is_off(s, side)]  # fmt: skip
     return CausalCheck(
         site=first.site,
         holds=not still,
@@ -77,6 +81,18 @@ def prove(
         largest_share=max((r.share for r in after), default=0.0),
         still=list(dict.fromkeys(still)),
     )
+
+
+def _is_off(site: SiteResult, side: str) -> bool:
+    """Is the block's output off by ``side``? Where every block of a kind has the fault, the one
+    that is free of it now stands out among its siblings, and is flagged for being right."""
+    truth = site.truth
+    if truth is None:
+        return True
+    questions = [(truth.w_median, THRESHOLDS.operator), (truth.w_max, THRESHOLDS.operator_row)]
+    if math.prod(site.shape[:-1]) >= _MIN_ROWS:
+        questions.append((truth.w_channel, THRESHOLDS.operator_column))
+    return any((w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions)
 
 
 def errors_alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress) -> list[OwnError]:

@@ -13,6 +13,7 @@ block (``BLOCK``).
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -50,7 +51,9 @@ def install(name: str) -> None:
 
 def _kernel(operator: str, wrong: Callable[..., Any]) -> None:
     library = torch.library.Library("aten", "IMPL")
-    library.impl(operator, wrong, "CPU", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it replaces a kernel is what it is for
+        library.impl(operator, wrong, "CPU", allow_override=True)
     _kept.append(library)
 
 

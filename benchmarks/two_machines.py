@@ -8,7 +8,7 @@ step is a command line:
 
     A: capture, C: capture --like, A: reference, A: compare, A: localize,
     and then whatever `localize` prints, each command on the machine that it names, until
-    nothing is left to do; last, the same `localize` on both machines.
+    nothing is left to do; with --twice the same `localize` on both machines again.
 
 Every answer on the way is judged, not only the last. *wrong*: a side that is not the faulty one, a
 module that is not the faulty one, "nothing found" where there is a fault, or "proven yes" of any of
@@ -37,7 +37,7 @@ from benchmarks._machine_faults import FAULTS, MachineFault  # noqa: E402
 
 __all__ = ["Play", "Step", "main", "play"]
 
-PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
+PROMPT = "A bridge is built twice: once on paper."
 ROUNDS = 5
 SITE = Path(__file__).parent / "_machine_site"
 
@@ -181,6 +181,7 @@ class Play:
 def play(
     fault: MachineFault, side: str, folder: Path, *, model: Path, dtype: str = "float32",
     say: bool = False,
+    twice: bool = False,
 ) -> Play:  # fmt: skip
     """From the first capture to the last localize."""
     start, done = time.perf_counter(), Play(fault=fault, side=side, dtype=dtype)
@@ -201,7 +202,7 @@ def play(
 
     try:
         attention = ["--attn-implementation", fault.attention] if fault.attention else []
-        must(a, "capture", model, "-o", "a", "--prompt", PROMPT, "--max-new-tokens", "3",
+        must(a, "capture", model, "-o", "a", "--prompt", PROMPT, "--max-new-tokens", "2",
              "--dtype", dtype, *attention, "-q")  # fmt: skip
         must(c, "capture", "--like", "a", "-o", "b", "-q")
         must(a, "reference", "a", "-o", "truth", "-q")
@@ -225,8 +226,9 @@ def play(
                     if command[0] != "localize":
                         must(machines[target], *command)
             turn = list(asked)
-        for one in ("reference", "candidate"):
-            _localize(done, machines[one], words, say)
+        if twice:
+            for one in ("reference", "candidate"):
+                _localize(done, machines[one], words, say)
     finally:
         for machine in machines.values():
             machine.close()
@@ -256,7 +258,10 @@ def main() -> None:
     parser.add_argument("--sides", default="candidate,reference")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--say", action="store_true", help="print every command and answer")
+    parser.add_argument("--twice", action="store_true", help="localize once more on both machines")
+    parser.add_argument("--share", default="1/1", help="2/3: the second third of the plays")
     options = parser.parse_args()
+    part, count = map(int, options.share.split("/"))
     counts: dict[str, int] = {}
     print("| fault | kind | on | dtype | operator named | side named | outcome | |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
@@ -268,8 +273,10 @@ def main() -> None:
                 continue
             for side in options.sides.split(","):
                 number += 1
+                if number % count != part % count:
+                    continue
                 done = play(fault, side, Path(text) / str(number), model=model,
-                            dtype=options.dtype, say=options.say)  # fmt: skip
+                            dtype=options.dtype, say=options.say, twice=options.twice)  # fmt: skip
                 outcome, reason = done.outcome
                 counts[outcome] = counts.get(outcome, 0) + 1
                 print(f"| {fault.name} | {fault.kind} | {side} | {done.dtype} | {done.named} "

@@ -144,18 +144,18 @@ def _descend(
     ops_truth = None
     if made["reference"] is not None:  # also where the other side is still to come
         ops_truth = maker.truth("truth-operators", sites=sites, step=step)
+    assert right is not None
+    apart = None if ops_truth is None else disagreement(right, ops_truth).first
+    if ops_truth is not None and apart is not None:
+        maker.refusals.insert(0, _two_truths(maker, right, ops_truth, apart))
+        maker.ask("reference", "makes its truths, with both removed")
+        return
     if None in made.values():
         missing = [side for side in _SIDES if made[side] is None]
         done.stopped = f"the {' and the '.join(missing)} cannot be captured on this machine"
         return
     if ops_truth is None:
         done.stopped = f"the truth of {chosen} has to be made on the reference's machine"
-        return
-    assert right is not None
-    apart = disagreement(right, ops_truth).first
-    if apart is not None:
-        done.refused, done.stopped = True, _two_truths(maker, right, ops_truth, apart)
-        maker.ask("reference", "makes its truths, with both removed")
         return
     tell("localize", 3, 4, "operators")
     deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=tell)

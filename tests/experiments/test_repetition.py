@@ -135,7 +135,7 @@ def test_what_lies_there_is_held_against_the_run_as_well(runs, tmp_path):
     """The printed command was run on the wrong machine."""
     work, options = tmp_path / "work", {"truth": runs / "truth", "here": "reference"}
     first = localize(runs / "a", runs / "b", out=work, **options)
-    words = shlex.split(first.commands[0])
+    words = shlex.split(first.commands[0].partition("   #")[0])
     sites = [words[n + 1] for n, word in enumerate(words) if word == "--sites"]
     made = capture(like=runs / "a", out=work / "candidate-operators", sites=sites, weights=True)
     result = localize(runs / "a", runs / "b", out=work, **options)

@@ -23,6 +23,7 @@ from divergence.compare.operator_arithmetic import with_arithmetic
 from divergence.compare.operator_runs import compare_operators, operator_notes
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorsResult
+from divergence.compare.owner import with_owner
 from divergence.compare.preflight import preflight
 from divergence.compare.probes import judge_probes
 from divergence.compare.reduced import without_unknowable
@@ -120,7 +121,12 @@ def compare(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
-        verdict=with_code(with_audit(verdict, audit), a.manifest, b.manifest),
+        verdict=with_owner(
+            with_code(with_audit(verdict, audit), a.manifest, b.manifest),
+            found.truth and found.truth.run,
+            a.manifest,
+            b.manifest,
+        ),
         operators=found.operators,
         audit=audit,
         preflight=lines,

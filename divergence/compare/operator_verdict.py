@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from divergence.compare.advice import Advice
+from divergence.compare.contradiction import contradicted, contradicts
 from divergence.compare.figures import figure
 from divergence.compare.operators_result import OperatorResult, OperatorsResult
 from divergence.compare.result import Evidence, Onset, Verdict
@@ -36,6 +37,8 @@ def with_operators(
         site=site, block=first.block, sample=first.sample, step=first.step, position=None,
         pass_=operators.pass_,
     )  # fmt: skip
+    if contradicts(verdict, side, first.block):
+        return contradicted(verdict, side, site, found)
     seems = "is made at" if sure != "low" else "seems to be made at"
     elsewhere = verdict.onset is not None and verdict.onset.block not in (None, first.block)
     if verdict.kind == "systematic" or (elsewhere and verdict.kind == "localized"):

@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from divergence.compare.result import CausalCheck, OperatorResult, Report, SiteResult, json_safe
+from divergence.compare.result import (
+    CausalCheck,
+    OperatorResult,
+    OtherInput,
+    Report,
+    SiteResult,
+    json_safe,
+)
 
 __all__ = ["Level", "Localization", "OwnError"]
 
@@ -90,8 +97,10 @@ class OwnError(msgspec.Struct, kw_only=True, frozen=True):
 class Localization(msgspec.Struct, kw_only=True):
     """The answer of `localize`. ``stopped``: why it went no deeper; ``commands``: what another
     machine must make first, ``again``: what then goes on. ``truth``: None where none was needed.
-    ``alone``: empty where the operator could not be run by itself.
-    ``repro``: directory of the reproducer."""
+    ``alone``: empty where the operator could not be run by itself; ``given``: tensor operands that
+    differ, the largest difference first.
+    ``repro``: directory of the reproducer; ``repro_other``: of the other side's call, where the
+    sides call the operator with other scalars or constants."""
 
     schema_version: int = LOCALIZATION_SCHEMA_VERSION
     reference: str
@@ -103,7 +112,9 @@ class Localization(msgspec.Struct, kw_only=True):
     side: Literal["reference", "candidate"] | None = None
     causal: CausalCheck | None = None
     alone: list[OwnError] = []
+    given: list[OtherInput] = []
     repro: str | None = None
+    repro_other: str | None = None
     stopped: str | None = None
     commands: list[str] = []
     again: str = ""

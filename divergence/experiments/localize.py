@@ -24,6 +24,7 @@ from divergence.compare.operator_verdict import onset_result
 from divergence.compare.operators_result import CausalCheck
 from divergence.compare.result import Report
 from divergence.errors import DivergenceError, UsageError
+from divergence.experiments.given import given_to, stands_alone
 from divergence.experiments.localization import Level, Localization, OwnError
 from divergence.experiments.machine import Maker
 from divergence.experiments.replaced import replaced_sites
@@ -136,11 +137,17 @@ def localize(
     tell("localize", 4, 4, first.site)
     done.operator = first
     done.side = side if side in _SIDES else None
-    if side in _SIDES:
+    if side in _SIDES and (first.region is None or first.region.argument is None):
         done.causal = _causal(maker, made, ops_truth, deep, side, sites, step, escalate, tell)
     done.alone = _alone(made, first, folder, tell)
-    if any(own.times > _NEAR for own in done.alone) or not done.alone:
-        done.repro = _reproduce(made, first, side, folder, tell)
+    done.given = given_to(made, first, deep.operators.pass_)
+    guilty = "reference" if side == "reference" else "candidate"
+    wrong = any(own.times > _NEAR for own in done.alone) or not done.alone
+    if stands_alone(first, guilty) and (wrong or first.other_operands):
+        done.repro = _reproduce(made, first, guilty, folder, tell)
+    if first.other_operands and first.region is None:  # the other side's call, with its scalars
+        other = "candidate" if guilty == "reference" else "reference"
+        done.repro_other = _reproduce(made, first, other, folder, tell, name=f"repro-{other}")
     return done
 
 
@@ -253,6 +260,8 @@ def _alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress) -> li
     """Each side's operator on its own recorded inputs, against float64."""
     found: list[OwnError] = []
     for side, path in (("reference", first.site), ("candidate", first.candidate_site)):
+        if not stands_alone(first, side):
+            continue
         out = folder / f"{side}-float64"
         try:
             right = replay(
@@ -273,15 +282,14 @@ def _alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress) -> li
 
 
 def _reproduce(
-    made: dict[str, Run], first: Any, side: str | None, folder: Path, tell: Progress
+    made: dict[str, Run], first: Any, side: str, folder: Path, tell: Progress, name: str = "repro"
 ) -> str | None:
-    """The guilty side's operator as a folder; None where it cannot stand alone."""
-    guilty = "reference" if side == "reference" else "candidate"
-    path = first.site if guilty == "reference" else first.candidate_site
-    out = folder / "repro"
+    """One side's operator as a folder; None where it cannot stand alone."""
+    path = first.site if side == "reference" else first.candidate_site
+    out = folder / name
     try:
         repro(
-            made[guilty], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
+            made[side], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
             force=True,
         )  # fmt: skip
     except DivergenceError as error:

@@ -40,7 +40,7 @@ _RUNS = {"truth", "truth-operators", "reference-operators", "candidate-operators
 """Runs that may be brought from another machine."""
 _MADE = _RUNS | {
     _PAIR, "reference-substituted", "candidate-substituted", "reference-float64",
-    "candidate-float64", "repro",
+    "candidate-float64", "repro", "repro-reference", "repro-candidate",
 }  # fmt: skip
 """All that a descent leaves in its folder."""
 

@@ -241,12 +241,13 @@ class _Matcher:
 
     def _by_dataflow(self) -> bool:
         """Calls without a partner whose results go into the same argument of paired ones."""
+        lone = [{node.path: node for node in nodes} for nodes in self.lone]
         for match in list(self.found):
             if match.reference.name != match.candidate.name:
                 continue  # their arguments need not mean the same
             pairs = zip(match.reference.call.operands, match.candidate.call.operands, strict=False)
             for one, two in pairs:
-                chains = _makers(one, self.lone[0]), _makers(two, self.lone[1])
+                chains = _makers(one, lone[0]), _makers(two, lone[1])
                 pair = next(((x, y) for x in chains[0] for y in chains[1] if _alike(x, y)), None)
                 if pair is not None:
                     self._add(*pair, "dataflow")
@@ -288,9 +289,8 @@ class _Matcher:
         return found
 
 
-def _makers(operand: Operand, nodes: list[Node]) -> list[Node]:
+def _makers(operand: Operand, by_path: dict[str, Node]) -> list[Node]:
     """The call without a partner that made it, and, while that only copied, the one before."""
-    by_path = {node.path: node for node in nodes}
     found: list[Node] = []
     made = maker_of(operand)
     while made in by_path:

@@ -15,6 +15,7 @@ import math
 from divergence.compare.inputs import argument_names
 from divergence.compare.operators import OperatorUnit
 from divergence.compare.operators_result import OperatorResult, RegionResult
+from divergence.numerics.chance import rare_ratio
 from divergence.numerics.floor import Thresholds
 
 __all__ = ["judge_operands", "judge_roundings", "region_result"]
@@ -35,7 +36,8 @@ def judge_roundings(result: OperatorResult, unit: OperatorUnit, thresholds: Thre
     """Flag a region for its own roundings, where nothing else flags it more."""
     if unit.own is None:
         return
-    shares = [own.times / thresholds.operator_roundings for own in unit.own]
+    limits = [thresholds.operator_roundings * rare_ratio(own.num_values) for own in unit.own]
+    shares = [own.times / limit for own, limit in zip(unit.own, limits, strict=True)]
     if result.verdict == "unjudged":
         result.verdict = "fine"
     if max(shares) <= result.share:

@@ -33,26 +33,25 @@ __all__ = ["OwnError", "is_product_region", "own_error"]
 
 _PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul", "aten.addmm", "aten.baddbmm",
              "aten.linear")  # fmt: skip
+_ONE_ROUNDING = 0.41  # u, rms (numerics.floor)
 _SUMS = ("aten.add", "aten.sub", "aten.cat")
 
 
 @dataclass(slots=True)
 class OwnError:
     """What a side's region itself adds, squared and summed over rows: ‖y - R‖² / ‖R‖² and, of an
-    ideal product, ‖round(R) - R‖² / ‖R‖²."""
+    ideal product, ‖round(R) - R‖² / ‖R‖² (0.41 u where everything happens to be stored exactly)."""
 
     own: float = 0.0
     ideal: float = 0.0
     num_rows: int = 0
+    num_values: int = 0
 
     def add(self, other: OwnError) -> None:
         self.own += other.own
         self.ideal += other.ideal
         self.num_rows += other.num_rows
-
-    @property
-    def error(self) -> float:
-        return math.sqrt(self.own / self.num_rows) if self.num_rows else 0.0
+        self.num_values += other.num_values
 
     @property
     def times(self) -> float:
@@ -96,7 +95,9 @@ def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
     if not bool(kept.any()):
         return None
     parts = [((one - right)[kept].norm(dim=1) / norm[kept]).square() for one in (value, stored)]
-    return OwnError(float(parts[0].sum()), float(parts[1].sum()), int(kept.sum()))
+    num_rows, u = int(kept.sum()), format_named(last.dtype).unit_roundoff
+    ideal = float(parts[1].sum()) or num_rows * (_ONE_ROUNDING * u) ** 2
+    return OwnError(float(parts[0].sum()), ideal, num_rows, num_rows * columns)
 
 
 def _value(

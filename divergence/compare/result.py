@@ -16,6 +16,9 @@ from divergence.compare.operators_result import (
     CausalCheck,
     OperatorResult,
     OperatorsResult,
+    OtherInput,
+    OtherOperand,
+    RegionResult,
     UnmatchedOperator,
 )
 from divergence.compare.replicas_result import RankShare, ReplicaCheck, ReplicaDiff
@@ -45,9 +48,12 @@ __all__ = [
     "Onset",
     "OperatorResult",
     "OperatorsResult",
+    "OtherInput",
+    "OtherOperand",
     "PreflightLine",
     "PromptRatio",
     "RankShare",
+    "RegionResult",
     "ReplicaCheck",
     "ReplicaDiff",
     "Report",

@@ -25,7 +25,7 @@ _RUNS = {
 """Runs that may be brought from another machine."""
 _MADE = _RUNS | {
     _PAIR, _VERIFIED, "reference-float64", "candidate-float64", "reference-again",
-    "candidate-again", "repro",
+    "candidate-again", "repro", "repro-reference", "repro-candidate",
 }  # fmt: skip
 """All that a descent leaves in its folder."""
 

@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from divergence.compare.result import CausalCheck, OperatorResult, Report, SiteResult, json_safe
+from divergence.compare.result import (
+    CausalCheck,
+    OperatorResult,
+    OtherInput,
+    Report,
+    SiteResult,
+    json_safe,
+)
 
 __all__ = ["Level", "Localization", "OwnError", "Repetition"]
 
@@ -129,12 +136,14 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True):
 class Localization(msgspec.Struct, kw_only=True):
     """The answer of `localize`. ``stopped``: why it went no deeper; ``commands``: what another
     machine must make first, ``again``: what then goes on. ``truth``: None where none was needed.
-    ``alone``: empty where the operator could not be run by itself.
-    ``repro``: directory of the reproducer. ``repetitions``: of each run that was captured again,
-    whether it repeats the one it stands for. ``refused``: something that was made or given does
-    not belong to these runs, so nothing was concluded. ``contradiction``: levels that blame
-    different sides; ``doubt``: why no side is named though an operator is; ``code``: the first
-    module that float64 tells apart, where the two sides' code is not the same."""
+    ``alone``: empty where the operator could not be run by itself; ``given``: tensor operands that
+    differ, the largest difference first.
+    ``repro``: directory of the reproducer; ``repro_other``: of the other side's call, where the
+    sides call the operator with other scalars or constants. ``repetitions``: of each run that was
+    captured again, whether it repeats the one it stands for. ``refused``: something that was made
+    or given does not belong to these runs, so nothing was concluded. ``contradiction``: levels that
+    blame different sides; ``doubt``: why no side is named though an operator is; ``code``: the
+    first module that float64 tells apart, where the two sides' code is not the same."""
 
     schema_version: int = LOCALIZATION_SCHEMA_VERSION
     reference: str
@@ -151,7 +160,9 @@ class Localization(msgspec.Struct, kw_only=True):
     repetitions: list[Repetition] = []
     refused: bool = False
     alone: list[OwnError] = []
+    given: list[OtherInput] = []
     repro: str | None = None
+    repro_other: str | None = None
     stopped: str | None = None
     commands: list[str] = []
     again: str = ""

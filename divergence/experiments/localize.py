@@ -27,6 +27,7 @@ from divergence.compare.owner import Disagreement, disagreement
 from divergence.compare.result import Report
 from divergence.errors import UsageError
 from divergence.experiments.blamed import NEAR, name_side
+from divergence.experiments.given import given_to, stands_alone
 from divergence.experiments.localization import Level, Localization
 from divergence.experiments.machine import Maker
 from divergence.experiments.proof import errors_alone, prove, reproduce
@@ -176,13 +177,21 @@ def _descend(
         above=report.verdict.side if same_block else None, chosen=chosen, sites=sites, step=step,
     )  # fmt: skip
     repeated = all(maker.repetitions[f"{side}-operators"].met for side in _SIDES)
-    if done.side is not None and repeated:
+    whole = first.region is None or first.region.argument is None
+    if done.side is not None and repeated and whole:
         done.causal = prove(
             maker, made, ops_truth, deep, done.side, sites=sites, step=step, escalate=escalate,
             tell=tell,
         )  # fmt: skip
-    if any(own.times > NEAR for own in done.alone) or not done.alone:
-        done.repro = reproduce(made, first, done.side or blamed, maker.folder.path, tell)
+    done.given = given_to(made, first, deep.operators.pass_)
+    guilty = "reference" if (done.side or blamed) == "reference" else "candidate"
+    wrong = any(own.times > NEAR for own in done.alone) or not done.alone
+    folder = maker.folder.path
+    if stands_alone(first, guilty) and (wrong or first.other_operands):
+        done.repro = reproduce(made, first, guilty, folder, tell)
+    if first.other_operands and first.region is None:  # the other side's call, with its scalars
+        other = "candidate" if guilty == "reference" else "reference"
+        done.repro_other = reproduce(made, first, other, folder, tell, name=f"repro-{other}")
 
 
 def _two_truths(maker: Maker, right: Run, made: Run, apart: Disagreement) -> str:

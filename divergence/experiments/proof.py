@@ -19,6 +19,7 @@ from divergence.compare.operator_verdict import onset_result
 from divergence.compare.operators_result import CausalCheck
 from divergence.compare.result import Report, SiteResult
 from divergence.errors import DivergenceError
+from divergence.experiments.given import stands_alone
 from divergence.experiments.localization import OwnError
 from divergence.experiments.machine import Maker
 from divergence.experiments.replaced import replaced_sites
@@ -99,6 +100,8 @@ def errors_alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress)
     """Each side's operator on its own recorded inputs, against float64."""
     found: list[OwnError] = []
     for side, path in (("reference", first.site), ("candidate", first.candidate_site)):
+        if not stands_alone(first, side):
+            continue
         out = folder / f"{side}-float64"
         try:
             right = replay(
@@ -119,15 +122,14 @@ def errors_alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress)
 
 
 def reproduce(
-    made: dict[str, Run], first: Any, side: str | None, folder: Path, tell: Progress
+    made: dict[str, Run], first: Any, side: str, folder: Path, tell: Progress, name: str = "repro"
 ) -> str | None:
-    """The guilty side's operator as a folder; None where it cannot stand alone."""
-    guilty = "reference" if side == "reference" else "candidate"
-    path = first.site if guilty == "reference" else first.candidate_site
-    out = folder / "repro"
+    """One side's operator as a folder; None where it cannot stand alone."""
+    path = first.site if side == "reference" else first.candidate_site
+    out = folder / name
     try:
         repro(
-            made[guilty], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
+            made[side], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
             force=True,
         )  # fmt: skip
     except DivergenceError as error:

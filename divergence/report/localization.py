@@ -144,12 +144,34 @@ def _proof(result: Localization) -> list[Line]:
     if result.alone:
         parts = [f"{own.side} {times(own.times)} of an ideal one's error" for own in result.alone]
         text = f"on its own inputs, against float64: {', '.join(parts)}"
-        if all(own.times < 3 for own in result.alone) and result.operator is not None:
-            text += "; so it is right on both sides, and what it is given differs"
+        if len(result.alone) == 2 and all(own.times < 3 for own in result.alone):
+            given = _given(result)
+            text += "; so it is right on both sides"
+            text += f", and what it is given differs: {given}" if given else ""
         lines.append(prose("  alone", text, width=12))
     if result.repro is not None:
         lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
+    if result.repro_other is not None:
+        lines.append(prose("  and", f"{result.repro_other} (the other side's call)", width=14))
     return lines
+
+
+def _given(result: Localization) -> str:
+    """Which operands differ and by how much; empty where that is not recorded."""
+    first = result.operator
+    assert first is not None
+    parts = [
+        f"{one.argument}={one.candidate} in the candidate, {one.reference} in the reference"
+        for one in first.other_operands
+    ]
+    if first.fed_by and not parts:
+        parts = [f"it comes from {first.fed_by[-1]}, which only the {first.fed_by_side} calls"]
+    for one in result.given[:2]:
+        if one.difference is None:
+            continue
+        whence = dict.fromkeys((one.reference, one.candidate))
+        parts.append(f"{one.argument} by {one.difference:.2g} (from {' / '.join(whence)})")
+    return "; ".join(parts)
 
 
 def _next(result: Localization) -> list[Line]:

@@ -62,6 +62,9 @@ class Toy:
     def read(self, record):
         return self._tensors[record.step, record.site]
 
+    def has_bytes(self, record):
+        return True
+
     def expect(self, records):
         """It is all here."""
 

@@ -39,7 +39,9 @@ def named(result, ending):
 
 
 def times(factor):
-    return lambda x: x * factor
+    """By a table as large as x: another scalar would be told as such."""
+    tables = {t: torch.full((40, 64), factor, dtype=t) for t in (torch.float32, torch.float64)}
+    return lambda x: x * tables[x.dtype]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,11 @@ def test_one_head(judged):
     """One of four: a quarter of the rows, each seven times as far; no row alone is out."""
 
     def off(head):
-        factor = torch.full((1, 4, 1, 1), 1 + 1e-4)
+        factor = torch.full(HEADS.shape, 1 + 1e-4)
         factor[0, 1] = 1 + head
         return lambda x: x * factor
 
-    result = judged(off(1e-4), off(7e-4), [HEADS], right=times(1.0))
+    result = judged(off(1e-4), off(7e-4), [HEADS], right=lambda x: x * torch.ones(HEADS.shape))
     found = named(result, "aten.mul")
     assert (result.onset, result.side, found.why) == ("./aten.mul", "candidate", "slice")
     assert found.w == pytest.approx(1.0, rel=1e-3)
@@ -317,11 +319,14 @@ def test_few_numbers_may_differ_widely(toy):
     """One row of two numbers, one side right by luck, is nothing; forty rows so are."""
 
     def run(rows, error):
-        return toy(lambda x: x * (1 + error), [X[:rows, :2]])
+        weights = {"weight": torch.full((rows, 2), 1 + error)}
+        return toy(lambda x, weight: x * weight, [X[:rows, :2]], weights=weights)
 
     for rows, onset in ((1, None), (40, "./aten.mul")):
         a, b = run(rows, 1e-3), run(rows, 1e-5)
-        truth = toy(times(1.0), [X[:rows, :2].double()], compute_dtype="float64")
+        weights = {"weight": torch.ones(rows, 2, dtype=torch.float64)}
+        truth = toy(lambda x, weight: x * weight, [X[:rows, :2].double()], weights=weights,
+                    compute_dtype="float64")  # fmt: skip
         result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
         assert result.onset == onset
 

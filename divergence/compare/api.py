@@ -12,6 +12,7 @@ from divergence.compare.align import Alignment, align, renaming, why_nothing
 from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
+from divergence.compare.ends import find_ends
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
@@ -194,7 +195,9 @@ def measure_runs(
         case,
         advice=Advice(a, b, right.run if right is not None and right.anchors else None),
         partial=right is not None and not right.run.manifest.complete,
+        ends=find_ends(a, b, alignment, sites, truth=right and right.run, thresholds=thresholds),
     )
+    notes += case.ends.notes() if case.ends is not None else []
     if floor:
         shown = _shown(a, floor, right, names, thresholds)
         case = replace(case, shown=shown)

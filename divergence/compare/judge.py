@@ -13,6 +13,7 @@ import msgspec
 
 from divergence.compare.case import Case
 from divergence.compare.drift import find_drift
+from divergence.compare.ends import judge_ends, with_ends
 from divergence.compare.escalation import Escalation, judge_escalated
 from divergence.compare.evidence import (
     confidence_of,
@@ -35,7 +36,7 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
 
     Where a blocking difference was overridden, it explains whatever is found: confidence is low.
     """
-    verdict = _judge(case, thresholds)
+    verdict = with_ends(_judge(case, thresholds), case)
     forced = [line.check for line in case.preflight if line.status == "blocking"]
     if not forced:
         return verdict
@@ -80,6 +81,9 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
     _mark(units, flagged)
     escalation = judge_escalated(case.sites, routed=case.routed, thresholds=thresholds)
     _mark(escalation.units, escalation.flagged)
+    ends = judge_ends(case, flagged, escalation.flagged)
+    if ends is not None:
+        return ends
     if all(site.identical for site in case.sites if site.pass_ != "escalated"):
         if not escalation.flagged or any(unit.side == "both" for unit in flagged):
             return _identical(case, flagged)

@@ -9,6 +9,7 @@ from pathlib import Path
 from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
 from divergence.compare.align import Alignment, align, renaming, why_nothing
+from divergence.compare.allowed import allowed_errors
 from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
@@ -189,7 +190,9 @@ def measure_runs(
     replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
     tokens = None
     if not replays:
-        tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
+        tokens = compare_tokens(
+            a, b, truth=right and right.run, allowed=allowed_errors(sites), thresholds=thresholds
+        )
     case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
     case = replace(
         case,

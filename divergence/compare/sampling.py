@@ -7,12 +7,15 @@ them. Only where several logits are equal is any of them right. A row with a nan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from divergence.compare.deciding import Place, logits_row
 from divergence.run.reader import Run
 
-__all__ = ["Misfit", "find_misfits"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Misfit", "find_misfits", "misfit_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +39,23 @@ def find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
             continue
         for sample, tokens in enumerate(run.manifest.tokens.samples):
             for step, chosen in enumerate(tokens.chosen_ids):
-                misfit = _misfit(run, side, (sample, step), chosen)
-                if misfit is not None:
-                    found.append(misfit)
+                row = logits_row(run, sample, step)
+                found_there = None if row is None else misfit_in(row, chosen)
+                if found_there is not None:
+                    largest, behind = found_there
+                    found.append(
+                        Misfit(side=side, place=(sample, step), chosen=chosen, largest=largest,
+                               behind=behind)
+                    )  # fmt: skip
     return sorted(found, key=lambda misfit: misfit.place)
 
 
-def _misfit(
-    run: Run, side: Literal["reference", "candidate"], place: Place, chosen: int
-) -> Misfit | None:
-    row = logits_row(run, *place)
-    if row is None or not row.is_floating_point() or bool(row.isnan().any()):
+def misfit_in(row: torch.Tensor, chosen: int) -> tuple[int, float] | None:
+    """(the largest, by how much) where ``chosen`` is not the largest of a row of logits (V,)."""
+    if not row.is_floating_point() or bool(row.isnan().any()):
         return None
     largest = int(row.argmax())
     if chosen >= len(row):
-        return Misfit(side=side, place=place, chosen=chosen, largest=largest, behind=float("inf"))
+        return largest, float("inf")
     behind = float(row[largest].double() - row[chosen].double())
-    if not behind > 0:
-        return None
-    return Misfit(side=side, place=place, chosen=chosen, largest=largest, behind=behind)
+    return (largest, behind) if behind > 0 else None

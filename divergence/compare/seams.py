@@ -86,8 +86,12 @@ def find_seams(
     results = {(s.pass_, s.sample, s.step, s.site): s for s in sites}
     looked = _Looked(a, b, truth, results, thresholds)
     found: list[Seam] = []
+    first: dict[int, list[Pair]] = {}  # outputs of the first forward, which later ones use again
     for pairs in _forwards(alignment.pairs, a.manifest):
-        found += looked.in_forward(pairs)
+        sample, step = pairs[0].reference.sample, pairs[0].reference.record.step
+        found += looked.in_forward(pairs, first.get(sample, []) if step else [])
+        if step == 0:
+            first[sample] = [pair for pair in pairs if not _takes(pair.reference.record.site)]
     return found
 
 
@@ -118,6 +122,11 @@ def _takes(site: str) -> bool:
     return port.startswith("in") or path == ROOT
 
 
+def _is_main(site: str) -> bool:
+    """The stream itself, not what comes in beside it (tables, an encoder's states)."""
+    return site.partition(":")[2] in ("in", "out")
+
+
 @dataclass(frozen=True, slots=True)
 class _Looked:
     a: Run
@@ -126,9 +135,10 @@ class _Looked:
     results: dict[tuple[str, int, int, str], SiteResult]
     thresholds: Thresholds
 
-    def in_forward(self, pairs: Sequence[Pair]) -> list[Seam]:
+    def in_forward(self, pairs: Sequence[Pair], earlier: Sequence[Pair]) -> list[Seam]:
+        """``earlier``: outputs of the first forward, such as an encoder's."""
         found: list[Seam] = []
-        given: list[Pair] = []
+        given: list[Pair] = list(earlier)
         for pair in pairs:
             record = pair.reference.record
             result = self.results.get(("free", pair.reference.sample, record.step, record.site))
@@ -150,7 +160,9 @@ class _Looked:
             return self._changed(self.b, theirs, ours[0].candidate.record, ours[0], result)
         if others:
             return self._changed(self.a, mine, others[0].reference.record, others[0], result)
-        return self._grown(given, result)
+        if not _is_main(mine.site):
+            return None
+        return self._grown([p for p in given if p.reference.record.step == mine.step], result)
 
     def _sources(
         self, run: Run, record: Record, before: Sequence[tuple[Pair, Record]]
@@ -228,7 +240,7 @@ class _Looked:
 
         What comes in are the outputs since the last block's, since which of them is used is not
         known."""
-        if result.token_rel_l2_median is None:
+        if result.token_rel_l2_median is None or not given:
             return None
         place = max((n for n, p in enumerate(given) if self._is_block(p)), default=0)
         carried = [self._error(p) for p in given[place:]]

@@ -47,6 +47,7 @@ from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_
 from divergence.capture.widening import Widening
 from divergence.errors import UsageError
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
+from divergence.run.nonfinite import first_nonfinite, nonfinite_text
 from divergence.run.reader import Run
 from divergence.run.site import ROOT
 from divergence.run.writer import RunWriter
@@ -142,9 +143,11 @@ class Execution:
             if self.division is not None:
                 writer.flush()
                 self.division.count(manifest)
-        return (
-            Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
-        )
+        run = Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
+        bad = first_nonfinite(run)
+        if bad is not None:
+            self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
+        return run
 
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)

@@ -9,10 +9,12 @@ from pathlib import Path
 from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
 from divergence.compare.align import Alignment, align, renaming, why_nothing
+from divergence.compare.allowed import allowed_errors
 from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
 from divergence.compare.code import with_code
+from divergence.compare.ends import find_ends
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
@@ -195,13 +197,17 @@ def measure_runs(
     replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
     tokens = None
     if not replays:
-        tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
+        tokens = compare_tokens(
+            a, b, truth=right and right.run, allowed=allowed_errors(sites), thresholds=thresholds
+        )
     case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
     case = replace(
         case,
         advice=Advice(a, b, right.run if right is not None and right.anchors else None),
         partial=right is not None and not right.run.manifest.complete,
+        ends=find_ends(a, b, alignment, sites, truth=right and right.run, thresholds=thresholds),
     )
+    notes += case.ends.notes() if case.ends is not None else []
     if floor:
         shown = _shown(a, b, floor, right, names, thresholds)
         case = replace(case, shown=shown, widened_beyond=any(x > 1 for x in shown.values()))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divergence.compare.advice import Advice
+from divergence.compare.ends import Ends
 from divergence.compare.evidence import context
 from divergence.compare.result import Evidence, PreflightLine, SiteResult, TokensResult
 from divergence.compare.suspects import Shown
@@ -33,7 +34,8 @@ class Case:
     truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
     computes in a dtype whose floor hides what an escalated pass would see; ``partial``: the
     truth was cut off; ``widened_beyond``: a trusted run is itself beyond the limits that it widens;
-    ``arithmetic``: what the probed machines' arithmetic explains."""
+    ``arithmetic``: what the probed machines' arithmetic explains; ``ends``: what lies between the
+    blocks and behind them, where it was looked at."""
 
     sites: Sequence[SiteResult]
     preflight: Sequence[PreflightLine]
@@ -49,6 +51,7 @@ class Case:
     partial: bool = False
     widened_beyond: bool = False
     arithmetic: Sequence[Evidence] = ()
+    ends: Ends | None = None
 
     def context(self) -> list[Evidence]:
         """What the reader must know beside the numbers."""

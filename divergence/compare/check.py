@@ -166,9 +166,10 @@ def _preflight(report: Report, policy: Policy) -> list[Failure]:
 
 def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
     """Whether both sides preferred their own token by no more than ``margin`` logits, or the gap
-    was at most ``z`` standard deviations: of the floor's logit error where a truth shows it, of
-    the two sides' difference otherwise."""
-    if z is not None and difference.z is not None and difference.z <= z:
+    was at most ``z`` standard deviations of what rounding makes of these logits: of the floor where
+    a truth shows it, of the rounding model otherwise; never of the two sides' own difference."""
+    judged = difference.z_of in ("floor", "model") and difference.z is not None
+    if z is not None and judged and difference.z <= z:
         return True
     if margin is None or difference.margin is None:
         return False
@@ -205,18 +206,13 @@ def _tokens(report: Report, policy: Policy) -> list[Failure]:
 def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
     """Equal tokens with ties counted in, and the number of ties.
 
-    Over the two sides' difference ``tie_z`` holds only where the verdict says that this is
-    rounding: in units of a faulty difference every flip is small. Over the floor, which a truth
-    shows, it holds whatever the verdict. Tokens not forced: what follows a tie continues another
-    text, so nothing after it counts against the candidate.
+    A tie is one whatever the verdict, since its unit is rounding and no fault moves it. Tokens not
+    forced: what follows a tie continues another text, so nothing after it counts against the
+    candidate.
     """
     tokens, rules = report.tokens, policy.tokens
     margin = rules.tie_margin_for(report.reference.dtype)
-    rounding = report.verdict.kind == "within_floor"
-    ties = sum(
-        is_tie(flip, margin, rules.tie_z if rounding or flip.z_of == "floor" else None)
-        for flip in tokens.differences
-    )
+    ties = sum(is_tie(flip, margin, rules.tie_z) for flip in tokens.differences)
     if ties and not tokens.forced and ties == len(tokens.differences):
         return tokens.num_tokens, ties
     return tokens.num_equal + ties, ties

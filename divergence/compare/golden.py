@@ -45,14 +45,17 @@ def bless(
     new: str | os.PathLike[str],
     *,
     name_map: Any = None,
+    allow_nonfinite: bool = False,
     progress: Callable[..., None] | None = None,
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
 
     The run is copied beside its place and renamed into it; the old golden stays as
     GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run,
-    one with planted faults, and one with results of another run.
+    one with planted faults, one with results of another run, and, unless ``allow_nonfinite``, one
+    in which a block or the model hands on nan or inf.
     """
+    from divergence.run.nonfinite import first_nonfinite, nonfinite_text
     from divergence.run.reader import Run
 
     _refuse_packed(golden, new)
@@ -60,6 +63,12 @@ def bless(
     previous = target.with_name(target.name + ".previous")
     run = Run.open(source)
     _refuse_unfit(run, source)
+    bad = None if allow_nonfinite else first_nonfinite(run)
+    if bad is not None:
+        raise UsageError(
+            f"{source} cannot become a golden: {nonfinite_text(bad)}",
+            hint="find out why, or --bless --allow-nonfinite if this model is meant to do so",
+        )
     real = None if isinstance(source, Url) else source.resolve()
     if real is not None and (
         target.resolve() in (real, *real.parents) or real in target.resolve().parents

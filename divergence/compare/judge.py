@@ -14,6 +14,7 @@ import msgspec
 from divergence.compare.case import Case
 from divergence.compare.confidence import checks_of, confidence_of
 from divergence.compare.drift import find_drift
+from divergence.compare.ends import judge_ends, with_ends
 from divergence.compare.escalation import Escalation, judge_escalated
 from divergence.compare.evidence import (
     only_in,
@@ -21,6 +22,7 @@ from divergence.compare.evidence import (
     unit_evidence,
 )
 from divergence.compare.families import Family, find_family
+from divergence.compare.nonfinite import find_nonfinite
 from divergence.compare.result import Evidence, Verdict
 from divergence.compare.rounding import within_floor
 from divergence.compare.settings import with_settings
@@ -37,7 +39,7 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
 
     Where a blocking difference was overridden, it explains whatever is found: confidence is low.
     """
-    verdict = with_settings(_judge(case, thresholds), case.preflight)
+    verdict = with_settings(with_ends(_judge(case, thresholds), case), case.preflight)
     forced = [line.check for line in case.preflight if line.status == "blocking"]
     if not forced:
         return verdict
@@ -75,13 +77,16 @@ def judge_units(
 
 
 def _judge(case: Case, thresholds: Thresholds) -> Verdict:
-    bad = _nonfinite(case)
+    bad = find_nonfinite(case)
     if bad is not None:
         return bad
     units, flagged, excused, unanchored = judge_units(case, thresholds)
     _mark(units, flagged)
     escalation = judge_escalated(case.sites, routed=case.routed, thresholds=thresholds)
     _mark(escalation.units, escalation.flagged)
+    ends = judge_ends(case, flagged, escalation.flagged)
+    if ends is not None:
+        return ends
     if all(site.identical for site in case.sites if site.pass_ != "escalated"):
         if not escalation.flagged or any(unit.side == "both" for unit in flagged):
             return _identical(case, flagged)
@@ -91,7 +96,9 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
     if escalation.flagged:
         return _hidden(case, escalation)
     two_dtypes = any(line.check == "dtype" and line.status != "same" for line in case.preflight)
-    drift = find_drift(case.sites, thresholds, case.tokens, two_dtypes=two_dtypes)
+    drift = find_drift(
+        case.sites, thresholds, case.tokens, two_dtypes=two_dtypes, routed=bool(case.routed)
+    )
     if drift is not None:
         return Verdict(
             kind="drift",
@@ -130,50 +137,6 @@ def _mark(units: list[Unit], flagged: list[Unit]) -> None:
                 result.flagged = (result.ratio or 0) > unit.limit or (
                     unit.why in ("token", "sink") and worst > unit.worst_limit
                 )
-
-
-def _nonfinite(case: Case) -> Verdict | None:
-    """The first place where one side has a nan or inf that the other has not."""
-    found = [
-        site
-        for site in case.sites
-        if site.nonfinite is not None
-        and (site.nonfinite.reference_nan, site.nonfinite.reference_inf)
-        != (site.nonfinite.candidate_nan, site.nonfinite.candidate_inf)
-    ]
-    anchored = [site for site in found if site.pass_ == "anchored"]
-    if not found:
-        return None
-    first = min(anchored or found, key=order_of)
-    counts = first.nonfinite
-    more_a = counts.reference_nan + counts.reference_inf
-    more_b = counts.candidate_nan + counts.candidate_inf
-    side = "candidate" if more_b > more_a else "reference"
-    nan, inf = (
-        (counts.candidate_nan, counts.candidate_inf)
-        if side == "candidate"
-        else (counts.reference_nan, counts.reference_inf)
-    )
-    what = " and ".join(f"{count} {name}" for count, name in ((nan, "nan"), (inf, "inf")) if count)
-    for site in found:
-        site.flagged = site.pass_ == first.pass_
-    return Verdict(
-        kind="nonfinite",
-        summary=f"{what} in the {side} first at {first.site}, where the other side has "
-        + ("fewer" if min(more_a, more_b) else "none"),
-        onset=onset_of(first),
-        confidence="high",
-        side=side,
-        evidence=[
-            Evidence(
-                text=f"{first.site}: reference {counts.reference_nan} nan and "
-                f"{counts.reference_inf} inf, candidate {counts.candidate_nan} nan and "
-                f"{counts.candidate_inf} inf among {first.numel} elements",
-                values={"reference": more_a, "candidate": more_b},
-            )
-        ],
-        next=case.advice.look_at(first.site),
-    )
 
 
 def _identical(case: Case, flagged: list[Unit]) -> Verdict:

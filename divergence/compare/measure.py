@@ -20,7 +20,12 @@ from divergence.compare.looks import num_rows
 from divergence.compare.pieces import Pieces, same_positions
 from divergence.compare.reduced import look_reduced
 from divergence.compare.result import LogitsDiff, PromptRatio, SiteResult
-from divergence.compare.site_fields import identical_site, nonfinite_of, shared_fields
+from divergence.compare.site_fields import (
+    identical_site,
+    nonfinite_in,
+    nonfinite_of,
+    shared_fields,
+)
 from divergence.compare.truth import Tallies, Truth, truth_diff
 from divergence.errors import RunFormatError
 from divergence.numerics.against import AgainstTruth, measure_against, with_rounding
@@ -264,7 +269,12 @@ class Measurer:
             self.tallies.add(result, against, floor)
 
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
-        result = identical_site(pair.reference.record, place)
+        record = pair.reference.record
+        result = identical_site(record, place)
+        if result.nonfinite is not None and self._reference.has_bytes(record):
+            mask = self._pieces.row_mask(pair.reference, record.shape)
+            if mask is not None:  # the statistics count rows of padding, too
+                result.nonfinite = nonfinite_in(self._reference.read(record), mask)
         if result.ulp_format is not None:
             result.ratio = result.ratio_max = 0.0
             members = self._pieces.members(pair.reference, result.shape)

@@ -112,8 +112,7 @@ class TokensPolicy(_Strict, frozen=True, kw_only=True):
     ``tie_margin``: in logits, one number or one per dtype of the golden. A flipped token
     is a tie where both sides preferred their own choice by at most this. ``tie_z``: also
     where the gap is at most this many standard deviations of the logits' rounding: of the
-    floor that a truth shows, or else, provided that the verdict is within_floor (the
-    difference itself is rounding), of the two sides' logit difference.
+    floor that a truth shows, or else of the rounding model of all blocks together.
     """
 
     min_equal: Share | None = None

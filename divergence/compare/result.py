@@ -151,12 +151,24 @@ class PreflightLine(_Part, frozen=True, kw_only=True):
 
 
 class NonfiniteCount(_Part, frozen=True, kw_only=True):
-    """Elements that are no finite number, per side."""
+    """Elements that are no finite number, per side.
+
+    ``*_inf``: infinities of both signs, of which ``*_neginf`` are below. ``differ``: elements at
+    which the sides do not agree (finite, nan, +inf or -inf alike); of them ``*_alone`` where the
+    other side is finite, and ``mask_alike`` where -inf stands against a number below -10,000, which
+    means the same in a mask. Where neither side's bytes are left, the least that the counts tell.
+    """
 
     reference_nan: int = 0
     reference_inf: int = 0
     candidate_nan: int = 0
     candidate_inf: int = 0
+    reference_neginf: int = 0
+    candidate_neginf: int = 0
+    differ: int = 0
+    reference_alone: int = 0
+    candidate_alone: int = 0
+    mask_alike: int = 0
 
     @property
     def total(self) -> int:

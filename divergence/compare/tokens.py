@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from divergence.compare.allowed import Allowed
 from divergence.compare.deciding import Distances, Place, distances_of, logits_row
-from divergence.compare.flips import deviations, judge_flip, kl_fields
+from divergence.compare.flips import deviations, judge_by_model, judge_flip, kl_fields
 from divergence.compare.result import Onset, TokenChoice, TokenDifference, TokensResult
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.logits import top_choices
@@ -34,9 +35,11 @@ def compare_tokens(
     candidate: Run,
     *,
     truth: Run | None = None,
+    allowed: Allowed | None = None,
     thresholds: Thresholds = THRESHOLDS,
 ) -> TokensResult | None:
-    """Agreement of the generated tokens; None where neither side generated any."""
+    """Agreement of the generated tokens; None where neither side generated any. ``allowed``: what
+    rounding may make of each forward's logits, for want of a truth."""
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     places = comparable_places(reference, candidate)
     count = sum(
@@ -55,9 +58,12 @@ def compare_tokens(
     if routed:  # a tie is a tie; nothing beyond it is a fault for that
         thresholds = msgspec.structs.replace(thresholds, flip=math.inf)
     found = [
-        _difference(reference, candidate, truth, flip, distances, thresholds, tops=number == 0)
+        _difference(
+            reference, candidate, truth, flip, distances, thresholds,
+            allowed=(allowed or {}).get(flip), tops=number == 0,
+        )
         for number, flip in enumerate(flips)
-    ]
+    ]  # fmt: skip
     return TokensResult(
         num_tokens=count,
         num_equal=len(places) - len(flips),
@@ -107,6 +113,7 @@ def _difference(
     distances: Distances | None,
     thresholds: Thresholds,
     *,
+    allowed: float | None,
     tops: bool,
 ) -> TokenDifference:
     sample, step = place
@@ -130,8 +137,7 @@ def _difference(
     )
     right = None if truth is None else logits_row(truth, *place)
     if truth is None or right is None:
-        z_of = None if found.z is None else "difference"
-        return msgspec.structs.replace(found, z_of=z_of)
+        return judge_by_model(found, row_a, row_b, allowed)
     chosen = truth.manifest.tokens.samples[sample].chosen_ids
     choice = _choice(chosen[step], right, texts) if step < len(chosen) else None
     mine = row_b if distances is not None and distances.side == "candidate" else row_a

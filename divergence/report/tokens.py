@@ -71,8 +71,8 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
 
 
 def _sigmas(first: TokenDifference) -> str:
-    """The margin in standard deviations of the logits' difference; a floor's z has its own line."""
-    if first.z is None or first.z_of == "floor":
+    """The margin in standard deviations of the logits' difference; a judged z has its own line."""
+    if first.z is None or first.z_of in ("floor", "model"):
         return ""
     return f" ({first.z:.1f} σ of the diff)"
 
@@ -92,6 +92,14 @@ def _judgement_lines(first: TokenDifference) -> list[Line]:
         return [prose("    ", text, width=4)]
     if first.z_of is None or first.z is None:
         return []
+    if first.z_of == "model":
+        says = (
+            "a tie: rounding may flip it"
+            if first.judgement == "tie"
+            else ("not judged: more than the rounding model makes of it; --reference tells")
+        )
+        text = f"{says} ({first.z:.1f} σ of what all blocks together may make by rounding)"
+        return [prose("    ", text, style="green" if first.judgement else "yellow", width=4)]
     judged = (
         f"{_JUDGEMENTS[first.judgement]} (gap {fixed(abs(first.truth_margin or 0.0))} logits in "
         f"the truth, {first.z:.1f} σ of the floor's logit error)"

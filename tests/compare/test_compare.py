@@ -271,15 +271,18 @@ def test_nonfinite_on_one_side_is_a_verdict(fault, run, replay):
     msgspec.json.decode(report.to_json())  # nan and inf are still JSON
 
 
-def test_nonfinite_on_both_sides_is_no_difference(run, replay):
-    """A mask of -inf, or one nan that both machines make, says nothing about either."""
+def test_nan_on_both_sides_is_nonfinite(run, replay):
+    """One nan that both machines make at one place: equal bits, and no result on either side."""
     plant = "model.layers.1.mlp.down_proj:out=nan:7"
     reference = run(plants=[plant])
-    same = compare(reference, replay(reference, plants=[plant]))
-    assert same.verdict.kind == "identical"
-    other = compare(reference, replay(reference, plants=[plant], attn_implementation="sdpa"))
-    assert other.verdict.kind == "within_floor", other.verdict
-    assert any(site.nonfinite is not None for site in other.sites)
+    for other in (
+        replay(reference, plants=[plant]),
+        replay(reference, plants=[plant], attn_implementation="sdpa"),
+    ):
+        verdict = compare(reference, other).verdict
+        assert (verdict.kind, verdict.side, verdict.confidence) == ("nonfinite", "both", "high")
+        assert verdict.onset.site == "model.layers.1:out"
+        assert "both sides" in verdict.summary
 
 
 # --- tokens ------------------------------------------------------------------------------------

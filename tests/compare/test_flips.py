@@ -248,7 +248,8 @@ def test_flips_of_healthy_kernels_are_ties(runs):
 
 
 def test_check_takes_the_floors_z(runs):
-    """A tie over the floor counts as equal whatever the verdict; one over a difference does not."""
+    """A tie over the floor, or over the rounding model, counts as equal whatever the verdict; one
+    over the two sides' own difference never does."""
     a, b, truth = runs
     report = compare(a, b, truth=truth)
     policy = msgspec.convert(
@@ -263,6 +264,15 @@ def test_check_takes_the_floors_z(runs):
     assert evaluate(report, policy).passed
     without = compare(a, b)
     without.verdict = msgspec.structs.replace(without.verdict, kind="drift")
+    assert {flip.z_of for flip in without.tokens.differences} == {"model"}
+    assert {flip.judgement for flip in without.tokens.differences} == {"tie"}
+    assert evaluate(without, policy).passed
+    unjudged = [
+        msgspec.structs.replace(flip, z=0.1, z_of="difference", judgement=None)
+        for flip in without.tokens.differences
+    ]
+    without.verdict = msgspec.structs.replace(without.verdict, kind="within_floor")
+    without.tokens = msgspec.structs.replace(without.tokens, differences=unjudged)
     assert [failure.rule for failure in evaluate(without, policy).failures] == ["tokens.min_equal"]
 
 
@@ -282,7 +292,7 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
             row[wrong] = row.max() + 1
         return row
 
-    for module in ("deciding", "tokens"):
+    for module in ("deciding", "tokens", "sampling"):
         monkeypatch.setattr(f"divergence.compare.{module}.logits_row", pushed)
     verdict = compare(a, other, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("drift", "candidate")

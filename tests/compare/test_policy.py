@@ -311,7 +311,9 @@ class FakeRun(SimpleNamespace):
                     plants=tables.get("plants", []), substitutes=tables.get("substitutes", [])
                 ),
             ),
-            records=[SimpleNamespace(site=site) for site in tables["sites"]],
+            records=[
+                SimpleNamespace(site=site, pass_="free", summary=None) for site in tables["sites"]
+            ],
             verify=lambda progress=None: tables.get("problems", []),
         )
 

@@ -32,7 +32,7 @@ from divergence.run.call import Call
 from divergence.run.item import Item
 from divergence.run.manifest import ModuleNote
 from divergence.run.record import PassName
-from divergence.run.site import ROOT, join_site
+from divergence.run.site import ROOT, escape_path, join_site
 
 __all__ = ["Anchor", "Recorder", "Sink", "inside"]
 
@@ -148,7 +148,7 @@ class Recorder:
         handles = []
         try:
             for name, module in self._model.named_modules():
-                path = name or ROOT
+                path = escape_path(name)
                 if path not in self._hooked:
                     continue
                 handles.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from divergence._version import __version__
@@ -12,6 +12,7 @@ from divergence.compare.align import Alignment, align, renaming, why_nothing
 from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
+from divergence.compare.coverage import account, tokens_row
 from divergence.compare.escalated import compare_escalated, drop_escalated
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
@@ -22,6 +23,7 @@ from divergence.compare.operator_arithmetic import with_arithmetic
 from divergence.compare.operator_runs import compare_operators, operator_notes
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorsResult
+from divergence.compare.policy_bounds import check_thresholds
 from divergence.compare.preflight import preflight
 from divergence.compare.probes import judge_probes
 from divergence.compare.reduced import without_unknowable
@@ -29,6 +31,7 @@ from divergence.compare.replicas import check_replicas, with_replicas
 from divergence.compare.result import (
     Coverage,
     Evidence,
+    PassCoverage,
     PreflightLine,
     Report,
     SiteResult,
@@ -83,6 +86,7 @@ def compare(
                 reference, candidate, force=force, name_map=name_map, truth=truth, floor=floor,
                 thresholds=thresholds, progress=progress,
             )  # fmt: skip
+    check_thresholds(thresholds)
     a = _opened(reference)
     if candidate is None:
         check_alone(truth=truth, floor=floor, name_map=name_map)
@@ -124,7 +128,7 @@ def compare(
         audit=audit,
         preflight=lines,
         tokens=relate_to_onset(case.tokens, verdict.onset),
-        coverage=_coverage(alignment),
+        coverage=_coverage(alignment, [*found.covered, *tokens_row(case.tokens)]),
         sites=list(case.sites),
         notes=found.notes,
         replicas=replicas,
@@ -142,6 +146,7 @@ class Measured:
     case: Case
     notes: list[str]
     operators: OperatorsResult | None = None
+    covered: list[PassCoverage] = field(default_factory=list)
 
 
 def measure_runs(
@@ -172,6 +177,9 @@ def measure_runs(
     escalated = compare_escalated(a, b, right, thresholds, measure_all, progress)
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
+    alignment, covered = account(
+        alignment, a, b, rename=rename, escalated=escalated, with_operators=operators is not None
+    )
     notes = _notes(a, b, alignment)
     notes += operator_notes(a, b, operators)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
@@ -202,7 +210,7 @@ def measure_runs(
         notes.append(f"limits are widened by what {runs}")
     return Measured(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
-        operators=operators,
+        operators=operators, covered=covered,
     )  # fmt: skip
 
 
@@ -319,13 +327,14 @@ def _incomparable(
     )
 
 
-def _coverage(alignment: Alignment) -> Coverage:
+def _coverage(alignment: Alignment, passes: Sequence[PassCoverage] = ()) -> Coverage:
     return Coverage(
         num_compared=len(alignment.pairs),
         num_only_reference=len(alignment.only_reference),
         num_only_candidate=len(alignment.only_candidate),
         num_skipped=len(alignment.skipped),
         unmatched=[*alignment.only_reference, *alignment.only_candidate, *alignment.skipped],
+        passes=list(passes),
     )
 
 

@@ -10,16 +10,15 @@ got the inputs that its source recorded, so the source and other replays of it a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
+from divergence.compare.kinds import kinds_of
 from divergence.compare.names import NameMap, find_prefix
 from divergence.compare.result import Skipped
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
-from divergence.run.site import is_operator_site, unescape_path
 
 __all__ = [
     "Alignment",
@@ -30,7 +29,6 @@ __all__ = [
     "compared_passes",
     "first_different_token",
     "indexed",
-    "kinds_of",
     "renaming",
     "replayed_from",
 ]
@@ -285,38 +283,6 @@ def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
         for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
             pieces[record.pass_, piece.sample, record.step, record.site] = piece
     return pieces
-
-
-Kind = Literal["tensor", "operator", "weight", "whole"]
-
-
-def kinds_of(run: Run) -> Callable[[Record], Kind]:
-    """What a record of the run is, and with that how it is compared: an ``operator``'s by its
-    place in the sequence of calls, which may differ (compare.match); a ``weight``, stored for
-    replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
-    (compare.within); any other ``tensor`` with the one at the same site.
-
-    An operator is known by its call and not by the ``/`` in its site alone.
-    """
-    calls = {r.site.rpartition(":")[0] for r in run.records if r.call is not None}
-
-    def kind(record: Record) -> Kind:
-        if is_operator_site(record.site) and record.site.rpartition(":")[0] in calls:
-            return "operator"
-        if _is_weight(record.site, run.manifest):
-            return "weight"
-        return "whole" if record.pass_ == "whole" else "tensor"
-
-    return kind
-
-
-def _weight_name(path: str, port: str) -> str:
-    return f"{unescape_path(path)}.{port.removeprefix('in.')}".removeprefix(".")
-
-
-def _is_weight(site: str, manifest: Manifest) -> bool:
-    path, _, port = site.partition(":")
-    return port.startswith("in.") and _weight_name(path, port) in manifest.model.digests
 
 
 def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:

@@ -14,6 +14,7 @@ from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
 from divergence.compare.coverage import account, tokens_row
 from divergence.compare.escalated import compare_escalated, drop_escalated
+from divergence.compare.fitness import with_itself
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Measurer
@@ -95,12 +96,13 @@ def compare(
     a.borrow_from(b)
     b.borrow_from(a)
     if is_suite(a) and is_suite(b):
-        return report_on_suites(
+        found_there = report_on_suites(
             a, b, truth=truth and _opened(truth), floor=floor, progress=progress
         )
+        return with_itself(found_there, a.manifest, b.manifest)
     names = None if name_map is None else load_name_map(name_map)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
-    lines = [*preflight(a, b), *arithmetic.lines]
+    lines = [*preflight(a, b, names=names), *arithmetic.lines]
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
@@ -119,7 +121,7 @@ def compare(
     audit = audit_runs(a, b, rename=names or renaming(a, b, None)[0])
     replicas = check_replicas(a, b, alignment.pairs)
     verdict = with_replicas(verdict, replicas, case.sites, alignment.pairs, a, b)
-    return Report(
+    report = Report(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
@@ -133,6 +135,7 @@ def compare(
         notes=found.notes,
         replicas=replicas,
     )
+    return with_itself(report, a.manifest, b.manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +181,7 @@ def measure_runs(
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
     alignment, covered = account(
-        alignment, a, b, rename=rename, escalated=escalated, with_operators=operators is not None
+        alignment, a, b, rename=rename, escalated=escalated, operators=operators
     )
     notes = _notes(a, b, alignment)
     notes += operator_notes(a, b, operators)
@@ -197,7 +200,8 @@ def measure_runs(
     tokens = None
     if not replays:
         tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
-    case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
+    missing = len(unmatched) + (0 if tokens is None else tokens.num_missing)
+    case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, missing)
     case = replace(
         case,
         advice=Advice(a, b, right.run if right is not None and right.anchors else None),

@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from divergence.compare.align import Alignment, Piece, compared_passes, indexed, kinds_of
+from divergence.compare.align import Alignment, Piece, compared_passes, indexed
 from divergence.compare.coverage_result import PassCoverage
+from divergence.compare.kinds import kinds_of
 from divergence.compare.names import NameMap
+from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.result import SiteResult, Skipped, TokensResult
 from divergence.config import BUILTIN_SITES
 from divergence.errors import IncomparableError
@@ -43,7 +45,10 @@ _CLOSER = "the candidate's anchored pass got this run's own inputs instead"
 _BY_DIGEST = "weights, by their digests in preflight"
 _ALONE = "a run's whole pass is held against its own decode steps: compare RUN"
 _NOT_WIDENED = "integers and masks, which no pass widens"
-_NO_ANCHOR = "operators are compared where blocks had equal inputs, and the candidate has no such pass"
+_NO_ANCHOR = (
+    "operators are compared where blocks had equal inputs, and the candidate has no such pass"
+)
+_OTHER_CALLS = "computed by other operators there, judged where the two meet again"
 UNACCOUNTED = "unaccounted for: a fault of this tool"
 
 
@@ -84,21 +89,21 @@ def account(
     *,
     rename: NameMap,
     escalated: Sequence[SiteResult] = (),
-    with_operators: bool = False,
+    operators: OperatorsResult | None = None,
 ) -> tuple[Alignment, list[PassCoverage]]:
     """The alignment with all that has no partner, and the coverage by pass.
 
-    ``escalated``: what compare_escalated measured. ``with_operators``: operators were compared.
+    ``escalated``: what compare_escalated measured. ``operators``: those that were compared.
     Raises IncomparableError where all that was paired holds no element.
     """
     empty = sum(_is_empty(pair.reference, pair.candidate) for pair in alignment.pairs)
-    if alignment.pairs and empty == len(alignment.pairs) and not with_operators:
+    if alignment.pairs and empty == len(alignment.pairs) and operators is None:
         raise IncomparableError(
             f"nothing was compared: none of the {empty} tensors in common has an element",
             where=f"{a.path} and {b.path}",
             hint="capture other sites, or a prompt that has tokens",
         )
-    ledger = _Ledger(alignment, a, b, rename, escalated, with_operators)
+    ledger = _Ledger(alignment, a, b, rename, escalated, operators)
     ledger.tensors()
     ledger.reference_alone()
     ledger.operators()
@@ -136,10 +141,10 @@ class _Ledger:
         b: Run,
         rename: NameMap,
         escalated: Sequence[SiteResult],
-        with_operators: bool,
+        operators: OperatorsResult | None,
     ) -> None:
         self._alignment, self._a, self._b, self._rename = alignment, a, b, rename
-        self._escalated, self._with_operators = escalated, with_operators
+        self._escalated, self._operators = escalated, operators
         self._notes = a.manifest.plan.modules
         self._replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
         self._split = a.manifest.tokens.groups != b.manifest.tokens.groups
@@ -244,6 +249,9 @@ class _Ledger:
 
     def operators(self) -> None:
         """Of operators the module and forward count: the calls in it may differ (compare.match)."""
+        lone = set()
+        if self._operators is not None:
+            lone = {one.site for one in self._operators.unmatched if one.side == "reference"}
         ours = [r for r in self._a.records if self._kinds[0](r) == "operator"]
         if not ours:
             return
@@ -263,21 +271,22 @@ class _Ledger:
             if other is None and record.pass_ in ("anchored", "free") and "free" in partners:
                 row.add("elsewhere", _CLOSER)
                 continue
-            if other is None and record.pass_ == "free" and self._with_operators:
+            if other is None and record.pass_ == "free" and self._operators is not None:
                 row.add("elsewhere", "operators are compared in the anchored pass")
                 continue
             if other is not None and (other, record.sample, record.step, caller) in theirs:
-                row.add("compared" if self._with_operators else "missing")
-                if self._with_operators:
+                if self._operators is not None:
+                    own = record.site.rpartition(":")[0] in lone
+                    row.add("elsewhere" if own else "compared", _OTHER_CALLS)
                     continue
                 reason = "its operators were not compared"
+                row.add("missing", reason)
             elif other is None:
                 reason = _NO_ANCHOR
                 row.add("missing", reason)
             else:
                 reason = f"the candidate recorded no operator of {caller} in its {other} pass"
                 row.add("missing", reason)
-            row.reason = row.reason or reason
             self._lacks(record.pass_, record.sample, record.step, record.site, reason)
 
     def candidate_alone(self) -> None:
@@ -296,7 +305,9 @@ def _extra_modules(a: Manifest, b: Manifest, rename: NameMap) -> set[str]:
         return set()  # a rank hooks what it has
     ours = {rename(f"{path}:out").rpartition(":")[0] for path in a.plan.modules}
     selects = _selects(a.plan.sites)
-    return {path for path, note in b.plan.modules.items() if path not in ours and selects(path, note)}
+    return {
+        path for path, note in b.plan.modules.items() if path not in ours and selects(path, note)
+    }
 
 
 def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:

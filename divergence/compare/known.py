@@ -22,7 +22,7 @@ from divergence.compare.drift import find_drift
 from divergence.compare.policy import Known, Policy
 from divergence.compare.result import Report, SiteResult
 
-__all__ = ["KnownUse", "Knowledge", "excuse"]
+__all__ = ["Knowledge", "KnownUse", "excuse"]
 
 _EXCUSABLE = ("localized", "systematic")
 

@@ -134,7 +134,9 @@ class Known(_Strict, frozen=True, kw_only=True):
     def describe(self) -> str:
         """The sites and limits, for people."""
         sites = self.sites if isinstance(self.sites, str) else ", ".join(self.sites)
-        return sites + "".join(f", {name} <= {value:g}" for name, value in self.max.limits().items())
+        return sites + "".join(
+            f", {name} <= {value:g}" for name, value in self.max.limits().items()
+        )
 
 
 def _is_meant(rule: Tolerance | Known, site: SiteResult) -> bool:

@@ -290,7 +290,8 @@ class Coverage(_Part, frozen=True, kw_only=True):
 
 
 class RunSummary(_Part, frozen=True, kw_only=True):
-    """What the report says about each run without opening it again."""
+    """What the report says about each run without opening it again. ``compute_dtype``: of a
+    truth, what its operators were computed in."""
 
     path: str
     id: str
@@ -303,6 +304,7 @@ class RunSummary(_Part, frozen=True, kw_only=True):
     num_records: int = 0
     plants: list[str] = []
     substitutes: list[str] = []
+    compute_dtype: str | None = None
 
 
 class Report(_Part, kw_only=True):

@@ -12,9 +12,9 @@ its name without the overload, and from its second call in that module on the nu
 * ``out``           the output, or the first tensor of a tuple or a ModelOutput,
 * ``out.N``, ``out.NAME``   the others.
 
-In a module path ``/``, ``:``, ``#``, ``%``, spaces and control characters would mean something else
-or break a line; they are written ``%2F``, ``%3A`` … as in URLs (``escape_path``). torch allows them in
-the name of a module.
+In a module path ``/``, ``:``, ``#``, ``%``, spaces and control characters would mean something
+else or break a line; torch allows them in a module's name. They are written ``%2F``, ``%3A`` … as
+in URLs (``escape_path``).
 
 Patterns select sites: a glob (``model.layers.*.mlp:*``; ``*`` also crosses dots)
 or ``re:`` and a regular expression that must match the whole site. A pattern

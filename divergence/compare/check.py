@@ -99,6 +99,7 @@ def check(
             else "nothing was compared, so nothing was checked",
             where="; ".join(
                 f"{line.check}: {line.reference} in the golden, {line.candidate} in the new run"
+                + (f" ({line.detail})" if line.detail else "")
                 for line in blocking
             )
             or None,

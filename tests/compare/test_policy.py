@@ -200,7 +200,7 @@ def test_a_tie_ends_the_count_where_tokens_are_not_forced(reports):
         ({"rel_l2": 1e-3, "sites": "lm_head"}, 1),
         ({"rel_l2": 1e-3, "sites": ["lm_head:*", "re:model\\.layers\\.0:out"]}, 2),
         ({"rel_l2": 1e-3, "dtype": "float32"}, 0),
-        ({"rel_l2": 1e-3, "pass": "anchored"}, 0),
+        ({"rel_l2": 1e-3, "pass": "anchored", "optional": True}, 0),
         ({"max_abs": 0.01, "one_minus_cosine": 1.0}, 3),
         ({"ratio": 1.1}, 3),
     ],
@@ -307,6 +307,7 @@ class FakeRun(SimpleNamespace):
             manifest=SimpleNamespace(
                 complete=tables.get("complete", True),
                 stopped_by=tables.get("stopped_by"),
+                settings=SimpleNamespace(compute_dtype=tables.get("compute_dtype")),
                 plan=SimpleNamespace(
                     plants=tables.get("plants", []), substitutes=tables.get("substitutes", [])
                 ),
@@ -391,6 +392,7 @@ def test_bless_replaces_an_incomparable_golden(make_folder, monkeypatch):
         ({"plants": ["a:out=nan"]}, "planted"),
         ({"substitutes": ["a/aten.mm:out from 0f"]}, "results of another run"),
         ({"problems": ["shard 0 is damaged"]}, "damaged"),
+        ({"compute_dtype": "float64"}, "truth"),
     ],
 )
 def test_bless_refuses_unfit_runs(make_folder, tmp_path, tables, told):

@@ -33,7 +33,7 @@ from divergence.run.call import Call
 from divergence.run.item import Item
 from divergence.run.manifest import ModuleNote
 from divergence.run.record import PassName
-from divergence.run.site import ROOT, join_site
+from divergence.run.site import ROOT, escape_path, join_site
 
 __all__ = ["Anchor", "Recorder", "Sink", "inside"]
 
@@ -150,7 +150,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             stack.callback(self._recent.clear)
             for name, module in self._model.named_modules():
-                path = name or ROOT
+                path = escape_path(name)
                 if path in self._hooked:
                     pre = self._pre_hook(path, argument_names(module))
                     post = self._post_hook(path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from divergence.run.manifest import ModuleNote
-from divergence.run.site import ROOT
+from divergence.run.site import ROOT, escape_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
         else:
             role = "inner"
         routed = role == "block" and any("experts" in name for name, _ in module.named_modules())
-        notes[path or ROOT] = ModuleNote(kind=_kind(module), role=role, routed=routed)
+        notes[escape_path(path)] = ModuleNote(kind=_kind(module), role=role, routed=routed)
     return notes
 
 
@@ -59,7 +59,7 @@ def output_paths(model: nn.Module) -> set[str]:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if head is not None:
-        paths.update(path for path, module in model.named_modules() if module is head)
+        paths.update(escape_path(path) for path, module in model.named_modules() if module is head)
     return paths
 
 

@@ -99,8 +99,7 @@ def command(
     if json:
         show(check_json(result))
     else:
-        lines = check_lines(result, verbose=verbose)
-        print_lines(lines[: 1 + len(result.failures)] if quiet else lines)
+        print_lines(check_lines(result, verbose=verbose, brief=quiet))
     if not result.passed:
         raise typer.Exit(1)
 

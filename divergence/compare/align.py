@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from divergence.compare.kinds import kinds_of
 from divergence.compare.names import NameMap, find_prefix
 from divergence.compare.result import Skipped
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
-from divergence.run.site import is_operator_site
 
 __all__ = [
     "Alignment",
@@ -26,7 +26,9 @@ __all__ = [
     "Piece",
     "align",
     "anchored_passes",
+    "compared_passes",
     "first_different_token",
+    "indexed",
     "renaming",
     "replayed_from",
 ]
@@ -82,13 +84,11 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     split = a.tokens.groups != b.tokens.groups
     rename, prefix = renaming(reference, candidate, name_map)
     notes: list[str] = []
-    passes = [("free", "free", "free")]
-    anchored = anchored_passes(a, b, notes)
+    passes = compared_passes(a, b, notes)
+    anchored = any(label == "anchored" for label, _, _ in passes)
     replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
-    if anchored is not None:
-        passes.insert(0, ("anchored", *anchored))
-    theirs = {} if replays else _indexed(candidate, split)
-    ours = {} if replays else _indexed(reference, split)
+    theirs = {} if replays else indexed(candidate, split=split)
+    ours = {} if replays else indexed(reference, split=split)
     pairs: list[Pair] = []
     only_reference: list[Skipped] = []
     skipped: list[Skipped] = []
@@ -138,7 +138,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     )
     return Alignment(
         pairs=pairs, only_reference=only_reference, only_candidate=only_candidate,
-        skipped=skipped, prefix=prefix, anchored=anchored is not None, notes=notes,
+        skipped=skipped, prefix=prefix, anchored=anchored, notes=notes,
     )  # fmt: skip
 
 
@@ -194,6 +194,14 @@ def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:
         if x != y:
             return index
     return None
+
+
+def compared_passes(a: Manifest, b: Manifest, notes: list[str]) -> list[tuple[str, str, str]]:
+    """(name of the comparison, reference's pass, candidate's pass) of all that are compared tensor
+    by tensor; the escalated pass is measured apart (compare.escalated)."""
+    anchored = anchored_passes(a, b, notes)
+    passes = [] if anchored is None else [("anchored", *anchored)]
+    return [*passes, ("free", "free", "free")]
 
 
 def anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
@@ -264,23 +272,17 @@ def _rule(prefix: tuple[str, str] | None) -> str:
     return f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
 
 
-def _indexed(run: Run, split: bool) -> dict[tuple[str, int, int, str], Piece]:
+def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
+    """The tensors that are paired one by one, by (pass, sample, step, site); ``split``: batches are
+    taken apart into their samples."""
     pieces: dict[tuple[str, int, int, str], Piece] = {}
+    kinds = kinds_of(run)
     for record in run.records:
-        if is_operator_site(record.site):
-            continue  # the order of calls may differ, see compare.match
-        if _is_weight(record.site, run.manifest):
-            continue  # stored for replays; preflight compares weights by digest
-        if record.pass_ == "whole":
-            continue  # held against its own run's decode steps, see compare.within
+        if kinds(record) != "tensor":
+            continue
         for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
             pieces[record.pass_, piece.sample, record.step, record.site] = piece
     return pieces
-
-
-def _is_weight(site: str, manifest: Manifest) -> bool:
-    path, _, port = site.partition(":")
-    return port.startswith("in.") and f"{path}.{port[3:]}" in manifest.model.digests
 
 
 def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from divergence._version import __version__
@@ -14,8 +14,10 @@ from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
 from divergence.compare.code import with_code
+from divergence.compare.coverage import account, tokens_row
 from divergence.compare.ends import find_ends
 from divergence.compare.escalated import compare_escalated, drop_escalated
+from divergence.compare.fitness import with_itself
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Measurer
@@ -26,6 +28,7 @@ from divergence.compare.operator_runs import compare_operators, operator_notes
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorsResult
 from divergence.compare.owner import with_owner
+from divergence.compare.policy_bounds import check_thresholds
 from divergence.compare.preflight import preflight
 from divergence.compare.probes import judge_probes
 from divergence.compare.reduced import without_unknowable
@@ -33,6 +36,7 @@ from divergence.compare.replicas import check_replicas, with_replicas
 from divergence.compare.result import (
     Coverage,
     Evidence,
+    PassCoverage,
     PreflightLine,
     Report,
     SiteResult,
@@ -88,6 +92,7 @@ def compare(
                 reference, candidate, force=force, name_map=name_map, truth=truth, floor=floor,
                 thresholds=thresholds, progress=progress,
             )  # fmt: skip
+    check_thresholds(thresholds)
     a = _opened(reference)
     if candidate is None:
         check_alone(truth=truth, floor=floor, name_map=name_map)
@@ -96,12 +101,13 @@ def compare(
     a.borrow_from(b)
     b.borrow_from(a)
     if is_suite(a) and is_suite(b):
-        return report_on_suites(
+        found_there = report_on_suites(
             a, b, truth=truth and _opened(truth), floor=floor, progress=progress
         )
+        return with_itself(found_there, a.manifest, b.manifest)
     names = None if name_map is None else load_name_map(name_map)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
-    lines = [*preflight(a, b), *arithmetic.lines]
+    lines = [*preflight(a, b, names=names), *arithmetic.lines]
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
@@ -119,7 +125,7 @@ def compare(
     audit = audit_runs(a, b, rename=names or renaming(a, b, None)[0])
     replicas = check_replicas(a, b, alignment.pairs)
     verdict = with_replicas(verdict, replicas, case.sites, alignment.pairs, a, b)
-    return Report(
+    report = Report(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
@@ -133,11 +139,12 @@ def compare(
         audit=audit,
         preflight=lines,
         tokens=relate_to_onset(case.tokens, verdict.onset),
-        coverage=_coverage(alignment),
+        coverage=_coverage(alignment, [*found.covered, *tokens_row(case.tokens)]),
         sites=list(case.sites),
         notes=[*found.notes, *widening_notes(case.shown, case.sites, len(floor), thresholds)],
         replicas=replicas,
     )
+    return with_itself(report, a.manifest, b.manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +158,7 @@ class Measured:
     case: Case
     notes: list[str]
     operators: OperatorsResult | None = None
+    covered: list[PassCoverage] = field(default_factory=list)
 
 
 def measure_runs(
@@ -181,6 +189,9 @@ def measure_runs(
     escalated = compare_escalated(a, b, right, thresholds, measure_all, progress)
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
+    alignment, covered = account(
+        alignment, a, b, rename=rename, escalated=escalated, operators=operators
+    )
     notes = _notes(a, b, alignment)
     notes += operator_notes(a, b, operators)
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
@@ -200,7 +211,8 @@ def measure_runs(
         tokens = compare_tokens(
             a, b, truth=right and right.run, allowed=allowed_errors(sites), thresholds=thresholds
         )
-    case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
+    missing = len(unmatched) + (0 if tokens is None else tokens.num_missing)
+    case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, missing)
     case = replace(
         case,
         advice=Advice(a, b, right.run if right is not None and right.anchors else None),
@@ -213,7 +225,7 @@ def measure_runs(
         case = replace(case, shown=shown, widened_beyond=any(x > 1 for x in shown.values()))
     return Measured(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
-        operators=operators,
+        operators=operators, covered=covered,
     )  # fmt: skip
 
 
@@ -332,13 +344,14 @@ def _incomparable(
     )
 
 
-def _coverage(alignment: Alignment) -> Coverage:
+def _coverage(alignment: Alignment, passes: Sequence[PassCoverage] = ()) -> Coverage:
     return Coverage(
         num_compared=len(alignment.pairs),
         num_only_reference=len(alignment.only_reference),
         num_only_candidate=len(alignment.only_candidate),
         num_skipped=len(alignment.skipped),
         unmatched=[*alignment.only_reference, *alignment.only_candidate, *alignment.skipped],
+        passes=list(passes),
     )
 
 

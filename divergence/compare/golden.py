@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from divergence.compare.fitness import why_no_golden
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
 from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
 from divergence.run.packing import unpack
@@ -126,10 +127,13 @@ def _refuse_unfit(run: Any, source: Location) -> None:
     problems = []
     if not manifest.complete:
         problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
-    if manifest.plan.plants:
-        problems.append(f"it carries planted faults ({', '.join(manifest.plan.plants)})")
-    if manifest.plan.substitutes:
-        problems.append(f"it holds results of another run ({', '.join(manifest.plan.substitutes)})")
+    unfit = why_no_golden(
+        manifest.settings.compute_dtype, manifest.plan.plants, manifest.plan.substitutes
+    )
+    if unfit is not None:
+        problems.append(unfit)
+    if not run.records:
+        problems.append("it holds no record")
     problems += run.verify()[:3]
     if problems:
         raise UsageError(

@@ -141,7 +141,7 @@ def _mark(units: list[Unit], flagged: list[Unit]) -> None:
 
 def _identical(case: Case, flagged: list[Unit]) -> Verdict:
     """Equal runs; with a truth, perhaps equally wrong ones."""
-    partly = "" if not case.missing else f" ({case.missing} tensors had no partner)"
+    partly = "" if not case.missing else f" ({case.missing} tensors or tokens had no partner)"
     shared = [unit for unit in flagged if unit.side == "both"]
     count = sum(site.pass_ != "escalated" for site in case.sites)
     return Verdict(

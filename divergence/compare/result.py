@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from divergence.compare.audit_result import AuditedPlace, AuditFinding, AuditResult, AuditRow
+from divergence.compare.coverage_result import PassCoverage
 from divergence.compare.operators_result import (
     CausalCheck,
     OperatorResult,
@@ -50,6 +51,7 @@ __all__ = [
     "OperatorsResult",
     "OtherInput",
     "OtherOperand",
+    "PassCoverage",
     "PreflightLine",
     "PromptRatio",
     "RankShare",
@@ -319,17 +321,21 @@ class Skipped(_Part, frozen=True, kw_only=True):
 
 
 class Coverage(_Part, frozen=True, kw_only=True):
-    """How much of what was recorded was compared."""
+    """How much of what was recorded was compared. ``passes``: by pass, what the reference holds
+    and what became of it; the other numbers are sums over pairs of tensors. Operators and tokens
+    are in ``passes`` alone, and in ``num_only_reference`` where the candidate lacks them."""
 
     num_compared: int
     num_only_reference: int
     num_only_candidate: int
     num_skipped: int
     unmatched: list[Skipped] = []
+    passes: list[PassCoverage] = []
 
 
 class RunSummary(_Part, frozen=True, kw_only=True):
-    """What the report says about each run without opening it again."""
+    """What the report says about each run without opening it again. ``compute_dtype``: of a
+    truth, what its operators were computed in."""
 
     path: str
     id: str
@@ -342,6 +348,7 @@ class RunSummary(_Part, frozen=True, kw_only=True):
     num_records: int = 0
     plants: list[str] = []
     substitutes: list[str] = []
+    compute_dtype: str | None = None
 
 
 class Report(_Part, kw_only=True):

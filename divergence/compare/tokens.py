@@ -20,6 +20,7 @@ from divergence.compare.flips import deviations, judge_by_model, judge_flip, kl_
 from divergence.compare.result import Onset, TokenChoice, TokenDifference, TokensResult
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.logits import top_choices
+from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:
@@ -38,15 +39,16 @@ def compare_tokens(
     allowed: Allowed | None = None,
     thresholds: Thresholds = THRESHOLDS,
 ) -> TokensResult | None:
-    """Agreement of the generated tokens; None where neither side generated any. ``allowed``: what
-    rounding may make of each forward's logits, for want of a truth."""
+    """Agreement of the generated tokens; None where the reference generated none. ``allowed``:
+    what rounding may make of each forward's logits, for want of a truth."""
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     places = comparable_places(reference, candidate)
     count = sum(
         min(len(one.chosen_ids), len(two.chosen_ids))
         for one, two in zip(a.samples, b.samples, strict=False)
     )
-    if count == 0:
+    num_reference = sum(len(sample.chosen_ids) for sample in a.samples)
+    if count == 0 and num_reference == 0:
         return None
     flips = [
         (sample, step)
@@ -64,13 +66,27 @@ def compare_tokens(
         )
         for number, flip in enumerate(flips)
     ]  # fmt: skip
+    forced = a.forced_by is not None or b.forced_by is not None
     return TokensResult(
         num_tokens=count,
         num_equal=len(places) - len(flips),
-        forced=a.forced_by is not None or b.forced_by is not None,
+        num_reference=num_reference,
+        num_missing=_num_missing(a, b, set() if forced else {sample for sample, _ in flips}),
+        num_other_text=count - len(places),
+        forced=forced,
         first_difference=found[0] if found else None,
         differences=found,
         **kl_fields(distances, thresholds, routed=routed),
+    )
+
+
+def _num_missing(a: Tokens, b: Tokens, parted: set[int]) -> int:
+    """Tokens of the reference that the candidate did not go on to. In a sample whose text
+    ``parted``, the candidate's may well be shorter."""
+    return sum(
+        max(0, len(one.chosen_ids) - len(two.chosen_ids))
+        for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False))
+        if number not in parted
     )
 
 

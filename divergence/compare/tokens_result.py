@@ -96,6 +96,9 @@ class Explanation(_Part, frozen=True, kw_only=True):
 class TokensResult(_Part, frozen=True, kw_only=True):
     """Agreement of greedy choices. ``forced``: the candidate was fed the reference's tokens,
     so that every step is comparable; otherwise steps after the first difference are not.
+    ``num_tokens``: that both sides generated, ``num_other_text`` of them after a difference;
+    ``num_reference``: all that the reference did; ``num_missing``: of those, how many the candidate
+    did not go on to, although nothing had parted the two texts.
     ``differences``: every comparable flip, the first included.
 
     ``kl_mean``, ``kl_p99``: KL(reference‖candidate) of the distributions that decided the
@@ -109,6 +112,9 @@ class TokensResult(_Part, frozen=True, kw_only=True):
 
     num_tokens: int
     num_equal: int
+    num_reference: int = 0
+    num_missing: int = 0
+    num_other_text: int = 0
     forced: bool
     first_difference: TokenDifference | None = None
     differences: list[TokenDifference] = []

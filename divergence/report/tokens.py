@@ -19,12 +19,15 @@ __all__ = ["logits_lines", "token_lines"]
 
 
 def token_lines(tokens: TokensResult | None) -> list[Line]:
-    if tokens is None or tokens.num_tokens == 0:
+    if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
         return []
     how = (
         "the candidate was fed the reference's tokens" if tokens.forced else "each run chose alone"
     )
-    lines = [heading("tokens", f"{tokens.num_equal} of {tokens.num_tokens} equal; {how}")]
+    if tokens.num_missing:
+        how += f"; {tokens.num_missing} of the reference's it did not generate"
+    total = tokens.num_tokens + tokens.num_missing
+    lines = [heading("tokens", f"{tokens.num_equal} of {total} equal; {how}")]
     first = tokens.first_difference
     if first is not None:
         lines += _difference_lines(first, forced=tokens.forced)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import shutil
 
 import msgspec
 import pytest
@@ -68,9 +69,15 @@ def test_identical_runs_are_identical(run, replay):
     assert {line.status for line in report.preflight} == {"same"}
 
 
-def test_a_run_is_identical_to_itself(run):
-    """One directory compared with itself."""
-    assert compare(run().path, run().path).verdict.kind == "identical"
+def test_a_run_compared_with_itself_proves_nothing(run, tmp_path):
+    """One directory twice, or a copy: every bit is equal, and no verdict follows from it."""
+    shutil.copytree(run().path, tmp_path / "copy")
+    for other in (run().path, tmp_path / "copy"):
+        report = compare(run().path, other)
+        assert all(site.identical for site in report.sites)
+        assert (report.verdict.kind, report.verdict.confidence) == ("undetermined", "low")
+        assert "proves nothing" in report.verdict.summary
+        assert run().manifest.id in report.verdict.evidence[0].text
 
 
 def test_sites_without_a_partner_are_counted_and_no_pass(run, replay):

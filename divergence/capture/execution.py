@@ -17,7 +17,7 @@ import torch
 
 from divergence.capture.determinism import Determinism
 from divergence.capture.divided import Division, closed, on_all, own_part
-from divergence.capture.engines.generate import GroupResult, check_ids
+from divergence.capture.engines.generate import GroupResult, check_ids, pad_id
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.offloaded import map_text
@@ -36,6 +36,7 @@ from divergence.capture.passes import (
 from divergence.capture.plant import check_places
 from divergence.capture.provenance import probed, provenance
 from divergence.capture.request import Request
+from divergence.capture.rows import fed_alike, unpadded
 from divergence.capture.sites import SiteSelection
 from divergence.capture.storage import storage
 from divergence.capture.store_modes import check_operators
@@ -119,7 +120,7 @@ class Execution:
             num_substituted = 0
             for one in passes:
                 free = one.name == "free"
-                anchor = recorded_inputs(request.like) if one.anchored else None
+                anchor = self._anchor_inputs() if one.anchored else None
                 if one.whole:
                     own = own_part(Run.open(writer.flush()), rank)
                     own.borrow_from(request.like)
@@ -144,6 +145,10 @@ class Execution:
         return (
             Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
         )
+
+    def _anchor_inputs(self) -> Anchor:
+        assert self.request.like is not None
+        return recorded_inputs(self.request.like, self.samples, self.groups)
 
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
@@ -174,6 +179,12 @@ class Execution:
         request, like = self.request, self.request.like
         if like is not None:
             recorded = like.manifest.tokens
+            if request.regrouped:
+                samples = unpadded(recorded.samples)
+                pad_left = self.loaded.task == "causal-lm"
+                groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
+                forced = [sample.generated_ids for sample in recorded.samples]
+                return samples, groups, fed_alike(forced, groups, pad_id(self.loaded))
             samples = [
                 SampleTokens(
                     text=s.text,
@@ -355,6 +366,9 @@ class Execution:
                 sample = self.samples[number]
                 sample.generated_ids = result.generated[place]
                 sample.chosen_ids = result.chosen[place]
+                if self.request.regrouped:  # of a prompt that had ended: no choices any more
+                    ended = self.request.like.manifest.tokens.samples[number]
+                    del sample.chosen_ids[len(ended.chosen_ids or ended.generated_ids) :]
                 sample.decoder_prompt_ids = result.decoder_prompt[place]
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()

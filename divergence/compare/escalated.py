@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from divergence.compare.align import Alignment, Pair, Piece
+from divergence.compare.align import Alignment, Pair, pieces_in, why_no_pair
 from divergence.compare.floors import ModelFloor
 from divergence.compare.measure import Measurer
 from divergence.compare.result import SiteResult
@@ -84,19 +84,15 @@ def _measured(
     progress: Callable[..., None] | None,
 ) -> list[SiteResult]:
     pairs = []
-    for record in two.records:
-        if record.pass_ != ESCALATED or format_named(record.dtype).kind != "float":
+    split = one.manifest.tokens.groups != two.manifest.tokens.groups
+    theirs = pieces_in(one, pass_, split=split)
+    for key, piece in pieces_in(two, ESCALATED, split=split).items():
+        other = theirs.get(key)
+        if format_named(piece.record.dtype).kind != "float":
             continue
-        other = one.find((pass_, record.sample, record.step, record.site))
-        if other is None or other.shape != record.shape or other.positions != record.positions:
+        if other is None or why_no_pair(other, piece, exactly=True) is not None:
             continue
-        pair = Pair(
-            reference=Piece(other, other.sample),
-            candidate=Piece(record, record.sample),
-            pass_=ESCALATED,
-            match="exact",
-        )
-        pairs.append(pair)
+        pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
     pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
                                  pair.reference.record.order))  # fmt: skip
     float32 = format_named("float32")

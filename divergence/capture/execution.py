@@ -17,7 +17,7 @@ import torch
 
 from divergence.capture.determinism import Determinism
 from divergence.capture.divided import Division, closed, on_all, own_part
-from divergence.capture.engines.generate import GroupResult, check_ids, pad_id
+from divergence.capture.engines.generate import GroupResult, check_ids
 from divergence.capture.engines.identity import identify
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.offloaded import map_text
@@ -36,7 +36,7 @@ from divergence.capture.passes import (
 from divergence.capture.plant import check_places
 from divergence.capture.provenance import probed, provenance
 from divergence.capture.request import Request
-from divergence.capture.rows import fed_alike, unpadded
+from divergence.capture.rows import end_choices, repeated_tokens
 from divergence.capture.sites import SiteSelection
 from divergence.capture.storage import storage
 from divergence.capture.store_modes import check_operators
@@ -178,23 +178,7 @@ class Execution:
         """(samples, groups, forced tokens), tokenised here or taken from the recorded run."""
         request, like = self.request, self.request.like
         if like is not None:
-            recorded = like.manifest.tokens
-            if request.regrouped:
-                samples = unpadded(recorded.samples)
-                pad_left = self.loaded.task == "causal-lm"
-                groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
-                forced = [sample.generated_ids for sample in recorded.samples]
-                return samples, groups, fed_alike(forced, groups, pad_id(self.loaded))
-            samples = [
-                SampleTokens(
-                    text=s.text,
-                    prompt_ids=s.prompt_ids,
-                    num_left_pad=s.num_left_pad,
-                    num_right_pad=s.num_right_pad,
-                )
-                for s in recorded.samples
-            ]
-            return samples, recorded.groups, [s.generated_ids for s in recorded.samples]
+            return repeated_tokens(request, self.loaded)
         samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
         pad_left = self.loaded.task == "causal-lm"
         groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
@@ -366,10 +350,8 @@ class Execution:
                 sample = self.samples[number]
                 sample.generated_ids = result.generated[place]
                 sample.chosen_ids = result.chosen[place]
-                if self.request.regrouped:  # of a prompt that had ended: no choices any more
-                    ended = self.request.like.manifest.tokens.samples[number]
-                    del sample.chosen_ids[len(ended.chosen_ids or ended.generated_ids) :]
-                sample.decoder_prompt_ids = result.decoder_prompt[place]
+                if self.request.regrouped:
+                    end_choices(sample, self.request.like.manifest.tokens.samples[number])
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()
 

@@ -22,14 +22,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from divergence.capture.engines.generate import pad_id
+from divergence.capture.engines.tokenizing import group_samples
 from divergence.run.manifest import SampleTokens
 
 if TYPE_CHECKING:
     import torch
 
+    from divergence.capture.engines.load import LoadedModel
+    from divergence.capture.request import Request
     from divergence.run.reader import Run
 
-__all__ = ["RecordedRows", "fed_alike", "unpadded"]
+__all__ = ["RecordedRows", "end_choices", "repeated_tokens", "unpadded"]
 
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
@@ -37,7 +41,29 @@ def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
     return [SampleTokens(text=one.text, prompt_ids=one.prompt_ids) for one in samples]
 
 
-def fed_alike(
+def repeated_tokens(
+    request: Request, loaded: LoadedModel
+) -> tuple[list[SampleTokens], list[list[int]], list[list[int]]]:
+    """(samples, groups, forced tokens) of the run that is repeated, in the batches asked for."""
+    assert request.like is not None
+    recorded = request.like.manifest.tokens
+    forced = [sample.generated_ids for sample in recorded.samples]
+    samples = unpadded(recorded.samples)
+    if request.regrouped:
+        pad_left = loaded.task == "causal-lm"
+        groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
+        return samples, groups, _fed_alike(forced, groups, pad_id(loaded))
+    for sample, theirs in zip(samples, recorded.samples, strict=True):
+        sample.num_left_pad, sample.num_right_pad = theirs.num_left_pad, theirs.num_right_pad
+    return samples, recorded.groups, forced
+
+
+def end_choices(sample: SampleTokens, theirs: SampleTokens) -> None:
+    """Leave out what a prompt chose after it had ended in the run that is repeated."""
+    del sample.chosen_ids[len(theirs.chosen_ids or theirs.generated_ids) :]
+
+
+def _fed_alike(
     forced: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], pad: int
 ) -> list[list[int]]:
     """Tokens to feed, equally many for each prompt of a batch: ``pad`` after one that has ended."""

@@ -291,14 +291,21 @@ def pieces_in(run: Run, pass_: str, *, split: bool) -> dict[tuple[int, int, str]
 def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
     """One piece for each sample in the record's batch, pads cut off."""
     group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
+    members = [manifest.tokens.samples[number] for number in group]
+    padded = any(sample.num_left_pad or sample.num_right_pad for sample in members)
+    if len(group) > 1 and record.shape[:1] == (1,) and not padded:  # one table for all prompts
+        right = record.shape[1] if len(record.shape) > 1 else 0
+        return [Piece(record, number, 0, 0, right) for number in group]
     if len(group) <= 1 or not record.shape or record.shape[0] != len(group):
         return [Piece(record, record.sample)]
     pieces = []
-    for row, number in enumerate(group):
-        sample = manifest.tokens.samples[number]
+    for row, (number, sample) in enumerate(zip(group, members, strict=True)):
         length = sample.num_left_pad + len(sample.prompt_ids) + sample.num_right_pad
         left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
-        if record.step == 0 and len(record.shape) > 2 and record.shape[1] == length:
+        encoded = manifest.model.task == "encoder-decoder"  # goes into every step
+        if (
+            (record.step == 0 or encoded) and len(record.shape) > 2 and record.shape[1] == length
+        ):  # fmt: skip
             left, right = sample.num_left_pad, length - sample.num_right_pad
         pieces.append(Piece(record, number, row, left, right, sample.num_left_pad))
     return pieces

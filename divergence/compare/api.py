@@ -13,6 +13,7 @@ from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
 from divergence.compare.escalated import compare_escalated, drop_escalated
+from divergence.compare.experts import Routes, routing_notes, with_experts
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Measurer
@@ -35,6 +36,7 @@ from divergence.compare.result import (
     TokensResult,
     Verdict,
 )
+from divergence.compare.routing import unknown_blocks
 from divergence.compare.run_summary import summary_of
 from divergence.compare.suite import is_suite, report_on_suites
 from divergence.compare.suspects import shown_by
@@ -107,7 +109,10 @@ def compare(
     case, alignment = replace(found.case, arithmetic=arithmetic.brief()), found.alignment
     verdict = judge_probes(a.manifest, b.manifest, arithmetic, case) or with_arithmetic(
         with_operators(
-            judge(case, thresholds=thresholds), found.operators, case.advice, alone=not case.sites
+            with_experts(judge(case, thresholds=thresholds), case.sites, found.routes),
+            found.operators,
+            case.advice,
+            alone=not case.sites,
         ),
         found.operators,
         arithmetic,
@@ -141,6 +146,7 @@ class Measured:
     alignment: Alignment
     case: Case
     notes: list[str]
+    routes: Routes
     operators: OperatorsResult | None = None
 
 
@@ -169,11 +175,13 @@ def measure_runs(
         )
     measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
     sites = measure_all(measurer, alignment.pairs, progress)
-    escalated = compare_escalated(a, b, right, thresholds, measure_all, progress)
+    escalated = compare_escalated(
+        a, b, right, thresholds, measure_all, progress, routes=measurer.routes
+    )
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
     notes = _notes(a, b, alignment)
-    notes += operator_notes(a, b, operators)
+    notes += [*routing_notes(sites, measurer.routes), *operator_notes(a, b, operators)]
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     if right is not None and not right.run.manifest.complete:
         notes.append(
@@ -202,7 +210,7 @@ def measure_runs(
         notes.append(f"limits are widened by what {runs}")
     return Measured(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
-        operators=operators,
+        routes=measurer.routes, operators=operators,
     )  # fmt: skip
 
 
@@ -253,7 +261,7 @@ def _case(
         preflight=lines,
         tokens=tokens,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
-        routed=frozenset(path for path, note in a.manifest.plan.modules.items() if note.routed),
+        routed=unknown_blocks(a.manifest, sites),
         advice=Advice(a, b),
         missing=missing,
         notes=alignment.notes,

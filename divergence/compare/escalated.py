@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from divergence.compare.align import Alignment, Pair, pieces_in, why_no_pair
+from divergence.compare.experts import Routes
 from divergence.compare.floors import ModelFloor
 from divergence.compare.measure import Measurer
 from divergence.compare.result import SiteResult
@@ -28,11 +29,13 @@ def compare_escalated(
     progress: Callable[..., None] | None,
     *,
     sides: Sequence[str] = ("reference", "candidate"),
+    routes: Routes | None = None,
 ) -> list[SiteResult]:
     """One result for each escalated record that has a partner.
 
     Against the truth each side of ``sides`` answers for itself (``of``); without one, two
-    escalated passes of equal inputs are compared with each other.
+    escalated passes of equal inputs are compared with each other. ``routes`` takes what was seen
+    of experts.
     """
     inputs = inputs_of(a, b)
     having = [(name, run) for name, run in (("reference", a), ("candidate", b)) if _has(run)]
@@ -47,14 +50,14 @@ def compare_escalated(
             if run.manifest.model.dtype != right.manifest.model.dtype:
                 continue  # its weights were rounded otherwise: far beyond float32's floor
             results += _measured(
-                right, run, "anchored", name, inputs, thresholds, measure, progress
+                right, run, "anchored", name, inputs, thresholds, measure, progress, routes
             )
     elif (
         len(having) == 2
         and a.manifest.model.dtype == b.manifest.model.dtype
         and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to
     ):
-        results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress)
+        results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes)
     return results
 
 
@@ -82,6 +85,7 @@ def _measured(
     thresholds: Thresholds,
     measure: Callable[..., list[SiteResult]],
     progress: Callable[..., None] | None,
+    routes: Routes | None,
 ) -> list[SiteResult]:
     pairs = []
     split = one.manifest.tokens.groups != two.manifest.tokens.groups
@@ -100,4 +104,6 @@ def _measured(
     results = measure(measurer, pairs, progress)
     for result in results:
         result.of = of
+    if routes is not None:
+        routes.take(measurer.routes, of)
     return results

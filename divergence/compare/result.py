@@ -202,7 +202,9 @@ class SiteResult(_Part, kw_only=True):
     it is compared with the truth (or, where None, with the reference's own escalated pass).
     ``estimated``: how well this is known, where it was estimated from sketches; what cannot be is
     None. Where a run keeps neither bytes nor a sketch, nothing is known but ``identical`` and, from
-    its statistics, ``at_least``: what ``rel_l2`` is no less than.
+    its statistics, ``at_least``: what ``rel_l2`` is no less than. ``num_rerouted``: tokens that
+    rounding sent to other experts on one side, which are in none of the ratios; None where that
+    is not known.
     """
 
     pass_: str = msgspec.field(name="pass")
@@ -254,6 +256,7 @@ class SiteResult(_Part, kw_only=True):
     ratio: float | None = None
     ratio_max: float | None = None
     ratio_sink: float | None = None
+    num_rerouted: int | None = None
     limit: float | None = None
     strain: float | None = None
     truth: TruthDiff | None = None

@@ -37,6 +37,7 @@ from divergence.capture.passes import (
 from divergence.capture.plant import check_places
 from divergence.capture.provenance import probed, provenance
 from divergence.capture.request import Request
+from divergence.capture.rows import end_choices, repeated_tokens
 from divergence.capture.sites import SiteSelection
 from divergence.capture.storage import storage
 from divergence.capture.store_modes import check_operators
@@ -118,7 +119,7 @@ class Execution:
             num_substituted = 0
             for one in passes:
                 free = one.name == "free"
-                anchor = recorded_inputs(request.like) if one.anchored else None
+                anchor = self._anchor_inputs() if one.anchored else None
                 if one.whole:
                     own = own_part(Run.open(writer.flush()), rank)
                     own.borrow_from(request.like)
@@ -149,6 +150,10 @@ class Execution:
             self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
         return run
 
+    def _anchor_inputs(self) -> Anchor:
+        assert self.request.like is not None
+        return recorded_inputs(self.request.like, self.samples, self.groups)
+
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
         if one.whole and num_emitted == 0:
@@ -177,17 +182,7 @@ class Execution:
         """(samples, groups, forced tokens), tokenised here or taken from the recorded run."""
         request, like = self.request, self.request.like
         if like is not None:
-            recorded = like.manifest.tokens
-            samples = [
-                SampleTokens(
-                    text=s.text,
-                    prompt_ids=s.prompt_ids,
-                    num_left_pad=s.num_left_pad,
-                    num_right_pad=s.num_right_pad,
-                )
-                for s in recorded.samples
-            ]
-            return samples, recorded.groups, [s.generated_ids for s in recorded.samples]
+            return repeated_tokens(request, self.loaded)
         samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
         pad_left = self.loaded.task == "causal-lm"
         groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
@@ -359,7 +354,8 @@ class Execution:
                 sample = self.samples[number]
                 sample.generated_ids = result.generated[place]
                 sample.chosen_ids = result.chosen[place]
-                sample.decoder_prompt_ids = result.decoder_prompt[place]
+                if self.request.regrouped:
+                    end_choices(sample, self.request.like.manifest.tokens.samples[number])
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()
 

@@ -56,9 +56,12 @@ class Sink(Protocol):
 
 
 class Anchor(Protocol):
-    """Recorded inputs by coordinates; None where nothing was recorded."""
+    """Recorded inputs by coordinates; None where nothing was recorded. ``own``: what this run has
+    there."""
 
-    def __call__(self, sample: int, step: int, site: str) -> torch.Tensor | None: ...
+    def __call__(
+        self, sample: int, step: int, site: str, own: torch.Tensor
+    ) -> torch.Tensor | None: ...
 
 
 class Recorder:
@@ -250,7 +253,7 @@ class Recorder:
         """The other run's tensor for this input; the own one where none was recorded."""
         if not tensor.is_floating_point() or "mask" in port:
             return tensor
-        recorded = self._anchor(self._sample, self._step, join_site(path, port))
+        recorded = self._anchor(self._sample, self._step, join_site(path, port), tensor)
         if recorded is None:
             if port == "in" and self._notes[path.partition("#")[0]].role == "block":
                 # From here on the caches would hold own values: no longer anchored.

@@ -17,6 +17,7 @@ from divergence.compare.code import with_code
 from divergence.compare.coverage import account, tokens_row
 from divergence.compare.ends import find_ends
 from divergence.compare.escalated import compare_escalated, drop_escalated
+from divergence.compare.experts import Routes, routing_notes, with_experts
 from divergence.compare.fitness import with_itself
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
@@ -43,6 +44,7 @@ from divergence.compare.result import (
     TokensResult,
     Verdict,
 )
+from divergence.compare.routing import unknown_blocks
 from divergence.compare.run_summary import summary_of
 from divergence.compare.suite import is_suite, report_on_suites
 from divergence.compare.suspects import shown_by
@@ -118,7 +120,12 @@ def compare(
     case, alignment = replace(found.case, arithmetic=arithmetic.brief()), found.alignment
     own = judge(case, thresholds=thresholds)
     verdict = judge_probes(a.manifest, b.manifest, arithmetic, case) or with_arithmetic(
-        with_operators(own, found.operators, case.advice, alone=not case.sites),
+        with_operators(
+            with_experts(own, case.sites, found.routes),
+            found.operators,
+            case.advice,
+            alone=not case.sites,
+        ),
         found.operators,
         arithmetic,
     )
@@ -157,6 +164,7 @@ class Measured:
     alignment: Alignment
     case: Case
     notes: list[str]
+    routes: Routes
     operators: OperatorsResult | None = None
     covered: list[PassCoverage] = field(default_factory=list)
 
@@ -186,14 +194,16 @@ def measure_runs(
         )
     measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
     sites = measure_all(measurer, alignment.pairs, progress)
-    escalated = compare_escalated(a, b, right, thresholds, measure_all, progress)
+    escalated = compare_escalated(
+        a, b, right, thresholds, measure_all, progress, routes=measurer.routes
+    )
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
     alignment, covered = account(
         alignment, a, b, rename=rename, escalated=escalated, operators=operators
     )
     notes = _notes(a, b, alignment)
-    notes += operator_notes(a, b, operators)
+    notes += [*routing_notes(sites, measurer.routes), *operator_notes(a, b, operators)]
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     if right is not None and not right.run.manifest.complete:
         notes.append(
@@ -225,7 +235,7 @@ def measure_runs(
         case = replace(case, shown=shown, widened_beyond=any(x > 1 for x in shown.values()))
     return Measured(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
-        operators=operators, covered=covered,
+        routes=measurer.routes, operators=operators, covered=covered,
     )  # fmt: skip
 
 
@@ -276,7 +286,7 @@ def _case(
         preflight=lines,
         tokens=tokens,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
-        routed=frozenset(path for path, note in a.manifest.plan.modules.items() if note.routed),
+        routed=unknown_blocks(a.manifest, sites),
         advice=Advice(a, b),
         missing=missing,
         notes=alignment.notes,

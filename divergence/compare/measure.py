@@ -9,17 +9,21 @@ token positions.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from divergence.compare.align import Pair
+from divergence.compare.experts import Routes, kept_rows
 from divergence.compare.floors import Floor, row_floor
 from divergence.compare.looks import num_rows
+from divergence.compare.pair_format import storage_format, work_format
 from divergence.compare.pieces import Pieces, same_positions
 from divergence.compare.reduced import look_reduced
 from divergence.compare.result import LogitsDiff, PromptRatio, SiteResult
+from divergence.compare.routing import Routing
 from divergence.compare.site_fields import (
     identical_site,
     nonfinite_in,
@@ -34,7 +38,6 @@ from divergence.numerics.kernels import Kernel
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
 from divergence.numerics.pair_metrics import Estimate
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import module_of
@@ -84,7 +87,9 @@ class Measurer:
         self.kernel: Kernel = "numpy"
         self.device: torch.device | None = None  # measure there, not by the kernel
         self.tallies = Tallies()
-        self._work = work or _work_format(reference.manifest, candidate.manifest)
+        self.routing = Routing(reference, candidate)
+        self.routes = Routes()
+        self._work = work or work_format(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
         self._blocks = sorted(
@@ -149,9 +154,8 @@ class Measurer:
 
     def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
         """What of which run is read for a pair, a block's input apart."""
-        found = [
-            (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
-        ]  # fmt: skip
+        one, two = pair.reference.record, pair.candidate.record
+        found = [(self._reference, one), (self._candidate, two)]
         right = None if self._truth is None else self._truth.record(pair)
         return found if right is None else [*found, (self._truth.run, right)]
 
@@ -204,6 +208,9 @@ class Measurer:
         if base is not None and base.shape != a.shape:
             base = None
         mask = pieces.row_mask(pair.reference, tuple(a.shape))
+        routed = self.routing.of(pair, math.prod(a.shape[:-1]), (run, right))
+        if routed is not None and routed.kept is not None:
+            mask = routed.kept if mask is None else mask & routed.kept
         return measure_against(
             a, b, truth, row_mask=mask, base=base, kernel=self.kernel, device=self.device
         )
@@ -249,7 +256,7 @@ class Measurer:
             at_least=found.least,
         )
         if result.rel_l2 is not None:
-            self._judge_rows(pair, result, found.rows)
+            self._judge_routed(pair, result, found)
         self._tally(result, found, pair)
         return result
 
@@ -259,14 +266,19 @@ class Measurer:
         if against is None:
             return
         result.truth = truth_diff(against)
-        floor = row_floor(
-            against.norm.clamp_min(1e-300), against.update, form=_storage(pair), work=self._work,
-            num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
-        )  # fmt: skip
+        floor = self._row_floor(pair, result, against.norm, against.update)
         if floor is not None:
             if self._reference.manifest.model.dtype != self._candidate.manifest.model.dtype:
                 against = with_rounding(against, floor)
             self.tallies.add(result, against, floor)
+
+    def _row_floor(
+        self, pair: Pair, result: SiteResult, norm: torch.Tensor, update: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return row_floor(
+            norm.clamp_min(1e-300), update, form=storage_format(pair), work=self._work,
+            num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
+        )  # fmt: skip
 
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
         record = pair.reference.record
@@ -275,12 +287,29 @@ class Measurer:
             mask = self._pieces.row_mask(pair.reference, record.shape)
             if mask is not None:  # the statistics count rows of padding, too
                 result.nonfinite = nonfinite_in(self._reference.read(record), mask)
+        result.num_rerouted = 0 if self.routing.is_known(pair) else None
         if result.ulp_format is not None:
             result.ratio = result.ratio_max = 0.0
             members = self._pieces.members(pair.reference, result.shape)
             rows = num_rows(result) // max(1, len(members))
             result.prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=rows) for n in members]
         return result
+
+    def _judge_routed(self, pair: Pair, result: SiteResult, found: Found) -> None:
+        """Judge the tokens that both sides sent to the same experts, if any choose."""
+        routed = self.routing.of(pair, len(found.rows.rel_l2))
+        rows = found.rows if routed is None else kept_rows(found.rows, routed)
+        self._judge_rows(pair, result, rows)
+        if routed is None:
+            return
+        result.num_rerouted = routed.num_rerouted
+        if result.ratio is not None:
+            floor = self._row_floor(pair, result, rows.norm, rows.update_norm)
+            self.routes.add(result, routed, None if floor is None else rows.rel_l2 / floor)
+        if routed.kept is not None and bool(routed.kept.any()):
+            worst = int(rows.rel_l2.nan_to_num(-1.0).argmax())
+            place = self._pieces.locate(pair.reference, found.shape, worst)
+            result.worst_sample, result.worst_position = place
 
     def _judge_rows(self, pair: Pair, result: SiteResult, rows: RowMetrics) -> None:
         """Fill floor and ratios. In the free pass a block answers only for what it adds."""
@@ -301,7 +330,7 @@ class Measurer:
                 )
         found = self._floor.ratios(
             rows,
-            form=_storage(pair),
+            form=storage_format(pair),
             work=self._work,
             num_features=result.shape[-1] if result.shape else 1,
             role=result.role or "inner",
@@ -344,17 +373,9 @@ class Measurer:
         # what has no digest (a tensor in parts) cannot be told from another like it
         whole = whole and None not in (one.xxh3, two.xxh3)
         key = (
-            one.xxh3,
-            one.dtype,
-            two.xxh3,
-            two.dtype,
-            one.shape,
-            logits,
-            one.positions,
-            two.positions,
-            base is not None,
-            one.step == 0,
-        )
+            one.xxh3, one.dtype, two.xxh3, two.dtype, one.shape, logits, one.positions,
+            two.positions, base is not None, one.step == 0,
+        )  # fmt: skip
         known = self._cache.get(key) if whole else None
         if known is not None:
             return known
@@ -383,19 +404,6 @@ class Measurer:
                 if len(self._cache) > _REMEMBERED:
                     self._cache.pop(next(iter(self._cache)))
         return result
-
-
-def _storage(pair: Pair) -> Format:
-    """The coarser of the two formats that a pair is stored in."""
-    forms = [format_named(piece.record.dtype) for piece in (pair.reference, pair.candidate)]
-    return max(forms, key=lambda form: form.unit_roundoff)
-
-
-def _work_format(*manifests: Manifest) -> Format:
-    """The coarser of the formats that the models compute in; 8-bit weights are widened first."""
-    forms = [format_named(manifest.model.dtype) for manifest in manifests]
-    forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
-    return max(forms, key=lambda form: form.unit_roundoff)
 
 
 def _equal(pair: Pair) -> bool:

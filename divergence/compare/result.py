@@ -247,6 +247,8 @@ class SiteResult(_Part, kw_only=True):
     its statistics, ``at_least``: what ``rel_l2`` is no less than.
     ``prompts``: in a forward of several prompts, the ratio of each. ``usage``: the largest share of
     any limit that this forward alone uses.
+    ``num_rerouted``: tokens that rounding sent to other experts on one side, which are in none of
+    the ratios; None where that is not known.
     """
 
     pass_: str = msgspec.field(name="pass")
@@ -298,6 +300,7 @@ class SiteResult(_Part, kw_only=True):
     ratio: float | None = None
     ratio_max: float | None = None
     ratio_sink: float | None = None
+    num_rerouted: int | None = None
     limit: float | None = None
     strain: float | None = None
     truth: TruthDiff | None = None

@@ -135,7 +135,8 @@ def _descend(
     onset = report.verdict.onset
     step = onset.step if onset is not None and onset.block == chosen else None
     escalate = onset is not None and onset.pass_ == "escalated"
-    sites = ["blocks", *_inner_modules(a, chosen), f"ops@{chosen}"]
+    alike = a.manifest.tokens.groups == b.manifest.tokens.groups
+    sites = ["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])]
     made: dict[str, Run | None] = {}
     for number, side in enumerate(_SIDES):
         tell("localize", 1 + number, 4, f"operators of {chosen}, {side}")
@@ -164,6 +165,12 @@ def _descend(
     done.report = deep
     done.levels = [level for level in levels if level is not None]
     first = None if deep.operators is None else onset_result(deep.operators)
+    if first is None and not alike:
+        done.stopped = (
+            "the two sides ran their prompts in other batches: their operators have other shapes "
+            "and are no pairs, so modules are as deep as this goes"
+        )
+        return
     if first is None:
         done.stopped = f"no operator of {chosen} is beyond its limit" + _alone_there(deep)
         return

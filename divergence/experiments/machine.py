@@ -238,6 +238,8 @@ class Maker:
             values["attn_implementation"] = own.model.attn_implementation
         if not own.settings.deterministic and source.manifest.settings.deterministic:
             values["deterministic"] = False
+        if own.tokens.groups != source.manifest.tokens.groups:
+            values["batch"] = len(own.tokens.groups) == 1
         if own.plan.plants:
             values["plants"] = own.plan.plants
         values["label"] = own.environment.label
@@ -362,6 +364,8 @@ def _words(values: Mapping[str, Any]) -> list[str]:
     for name in ("max_new_tokens", "dtype", "attn_implementation", "label", "store"):
         if values.get(name) is not None:
             words += [f"--{name.replace('_', '-')}", str(values[name])]
+    if values.get("batch") is not None:
+        words.append("--batch" if values["batch"] else "--no-batch")
     for name in ("deterministic", "anchor", "probe"):
         words += [f"--no-{name}"] if values.get(name) is False else []
     for plant in values.get("plants", ()):

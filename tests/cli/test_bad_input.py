@@ -460,7 +460,7 @@ def test_a_run_that_cannot_be_repeated(refused, runs, llama, tmp_path):
     refused(*like, "none", "-o", "x", said=("none does not exist", "-o RUN"))
     refused(*like, "empty", "-o", "x", said=("is not a run", "no manifest.json"))
     refused(*like, llama, "-o", "x", said="is not a run")
-    for extra in (("--prompt", "x"), ("--chat",), ("--batch",)):
+    for extra in (("--prompt", "x"), ("--chat",)):
         refused(*like, "a", "-o", "x", *extra, said=("repeats the recorded tokens", "leave out"))
     refused(*like, "a", "-o", "a", said=("is the run to be repeated", "another -o"))
     refused(*like, "a", "-o", "./empty/../a", "--force", said="is the run to be repeated")

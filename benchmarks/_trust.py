@@ -28,7 +28,7 @@ from divergence.capture.engines.tiny import build
 from divergence.errors import DivergenceError
 
 __all__ = [
-    "PROMPTS", "Bench", "Case", "Machine", "Ran", "Told", "abstained", "fails", "finds",
+    "PROMPTS", "Bench", "Case", "Machine", "Ran", "Told", "abstained", "checks", "fails", "finds",
     "many_prompts", "play", "refuses", "right", "said", "stays_quiet", "words_of", "wrong",
 ]  # fmt: skip
 
@@ -277,6 +277,11 @@ def fails(ran: Ran) -> Told:
     if ran.code == 1:
         return right(text)
     return abstained(text) if ran.code == 2 else wrong(text)
+
+
+def checks(bench: Bench, a: Path, b: Path, *options: object) -> Told:
+    """right: exit 1; abstained: refused with exit 2; wrong: a pass, or a fault of the tool."""
+    return fails(bench.cli("check", a, b, *options))
 
 
 # ── two machines, as the docs tell ──────────────────────────────────────────────────────────────

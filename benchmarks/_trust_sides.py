@@ -203,7 +203,7 @@ def unseen_variable(bench: Bench) -> Told:
     b = bench.capture(like=a, machine=MACHINES["attention"])
     answer, printed = play(bench, a, b, reference=HEALTHY, candidate=HEALTHY, here="both")
     stopped = answer.get("stopped") or ""
-    if "repeat" in stopped or "repeat" in printed or (not answer and printed):
+    if "repeat" in stopped or not answer:
         return abstained(f"stopped: {(stopped or printed.strip())[:110]}")
     return wrong(f"operator {(answer.get('operator') or {}).get('site')}; {stopped[:110]}")
 

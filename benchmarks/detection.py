@@ -1,6 +1,7 @@
 """Which planted faults are found at the right block, per dtype, and how far healthy pairs stay off.
 
     python benchmarks/detection.py [--dtypes float32,bfloat16,float16]
+    python benchmarks/detection.py --axis       # one prompt or step of 1, 8, 64
 
 Four architectures (three-block random models), faults planted at one inner projection of
 the first, middle and last block. Where the architecture has attention, the candidate runs
@@ -22,6 +23,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._axis import axis
 from divergence.capture.api import capture
 from divergence.capture.engines.tiny import build
 from divergence.compare.api import compare
@@ -50,9 +52,16 @@ def found(report, site: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
-    dtypes = parser.parse_args().dtypes.split(",")
+    parser.add_argument("--axis", action="store_true", help="prompts and steps alone")
+    options = parser.parse_args()
+    dtypes = options.dtypes.split(",")
     logging.disable(logging.WARNING)
     start = time.perf_counter()
+    if options.axis:
+        with tempfile.TemporaryDirectory() as folder:
+            axis(Path(folder), dtypes)
+        print(f"{time.perf_counter() - start:.0f} s")
+        return
     hits = {(fault, dtype): [0, 0] for fault in FAULTS for dtype in dtypes}
     elsewhere = total = 0
     health: dict[str, list[float]] = {}

@@ -283,10 +283,11 @@ class Recorder:
 
     def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
         def change(port: str, tensor: torch.Tensor) -> torch.Tensor:
+            forward = self._sample * FORWARDS + self._step
             for plant in plants:
-                if plant.port == port:
+                if plant.port == port and plant.meets(forward):
                     self.fired.add(plant.site)
-                    tensor = plant.apply(tensor, self._sample * FORWARDS + self._step)
+                    tensor = plant.apply(tensor, forward)
             return tensor
 
         return change

@@ -1,7 +1,8 @@
 """Known faults, planted on purpose: proof that a set-up would see a real one.
 
 ``SITE=FAULT``: a fault is ``NAME`` or ``NAME:ARGUMENT``, with ``@RANK`` behind it for one process
-of several. Random faults draw from
+of several, or ``@sample=N``, ``@step=N``, ``@rank=N`` (several with commas) for one prompt, one
+forward or one process alone. A padded batch counts as its first prompt. Random faults draw from
 torch's CPU generator under a seed made of the fault's own seed and the forward
 number, so that the same plant is the same on every machine.
 """
@@ -43,7 +44,7 @@ Change = Callable[[torch.Tensor, int], torch.Tensor]
 class Plant:
     """A fault at a site. ``apply(tensor, forward)`` gives the faulty tensor, a new one.
 
-    ``rank``: the one process that gets it; None for all.
+    ``rank``, ``sample``, ``step``: the one process, prompt or forward that gets it; None for all.
     ``change`` is any function of the tensor and the forward's number (see FORWARDS); ``fault``
     its name in the manifest."""
 
@@ -53,6 +54,13 @@ class Plant:
     fault: str
     change: Change
     rank: int | None = None
+    sample: int | None = None
+    step: int | None = None
+
+    def meets(self, forward: int) -> bool:
+        """Whether that forward gets it."""
+        sample, step = divmod(forward, FORWARDS)
+        return self.sample in (None, sample) and self.step in (None, step)
 
     def apply(self, tensor: torch.Tensor, forward: int) -> torch.Tensor:
         """Raises PlantError where the fault does not fit the tensor."""
@@ -80,11 +88,8 @@ def parse_plant(text: str) -> Plant:
         path, port = split_site(site)
     except UsageError as error:
         raise PlantError(error.message, where=f"--plant {text}", hint=error.hint) from error
-    does, at, rank = fault.partition("@")
-    if at and not rank.isdecimal():
-        raise PlantError(
-            f"{rank!r} is no rank", where=f"--plant {text}", hint="for example scale:1.05@1"
-        )
+    does, at, place = fault.partition("@")
+    only = _only(place, text) if at else {}
     name, *arguments = does.split(":")
     maker = _MAKERS.get(name)
     if maker is None:
@@ -101,7 +106,23 @@ def parse_plant(text: str) -> Plant:
             where=f"--plant {text}",
             hint=FAULTS[name],
         ) from error
-    return Plant(site, path, port, fault, change, int(rank) if at else None)
+    return Plant(site, path, port, fault, change, **only)
+
+
+def _only(place: str, text: str) -> dict[str, int]:
+    """``"1"`` → rank 1; ``"sample=2,step=0"`` → that prompt's prefill."""
+    only: dict[str, int] = {}
+    for part in place.split(","):
+        name, equals, number = part.partition("=")
+        name, number = (name, number) if equals else ("rank", name)
+        if name not in ("rank", "sample", "step") or not number.isdecimal() or name in only:
+            raise PlantError(
+                f"{part!r} is no rank, sample or step",
+                where=f"--plant {text}",
+                hint="for example scale:1.05@1 (rank 1), scale:1.05@sample=2,step=0",
+            )
+        only[name] = int(number)
+    return only
 
 
 def check_places(plants: Iterable[Plant], modules: Collection[str], *, num_ranks: int) -> None:

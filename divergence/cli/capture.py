@@ -303,7 +303,8 @@ def command(
         typer.Option(
             "--plant",
             metavar="SITE=FAULT",
-            help="Plant a fault, to see that it is found; repeatable.",
+            help="Plant a fault, to see that it is found; repeatable. @sample=2,step=5 behind it: "
+            "in that prompt's step alone.",
             rich_help_panel=REPEATING,
         ),
     ] = None,

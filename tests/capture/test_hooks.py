@@ -307,7 +307,8 @@ def test_casting_below_saturates():
 @pytest.mark.parametrize(
     "text",
     ["model.norm:out", "a:out=", "a:out=scal:2", "a:out=scale:x", "a:out=scale", "a=scale:2",
-     "a:out=channel:1", "a:out=cast:nothing"],
+     "a:out=channel:1", "a:out=cast:nothing", "a:out=scale:2@sample", "a:out=scale:2@step=1,step=2",
+     "a:out=scale:2@head=3"],
 )  # fmt: skip
 def test_faults_that_cannot_be_understood_are_refused(text):
     """A PlantError shows how faults are written."""
@@ -324,6 +325,7 @@ def test_faults_that_cannot_be_understood_are_refused(text):
         ("model.layers.1:out=channel:999:2", "999"),
         ("model.layers.1:out=zero:0-999", "999"),
         ("model.embed_tokens:in=scale:2", "not floating point"),
+        ("model.layers.1:out=scale:2@sample=4", "never planted"),
     ],
 )
 def test_a_fault_that_meets_no_tensor_is_an_error(plant, told, llama, tmp_path):
@@ -332,6 +334,23 @@ def test_a_fault_that_meets_no_tensor_is_an_error(plant, told, llama, tmp_path):
         capture(
             str(llama), out=tmp_path / "run", prompts=[PROMPT], max_new_tokens=1, plants=[plant]
         )
+
+
+def test_a_fault_can_be_limited_to_one_prompt_and_step(llama, tmp_path):
+    """``@sample=1,step=2`` leaves every other forward as it was."""
+    a = capture(str(llama), out=tmp_path / "a", prompts=[PROMPT, "two"], max_new_tokens=3)
+    b = capture(like=a, out=tmp_path / "b", plants=["model.layers.1:out=scale:2@sample=1,step=2"])
+    site = "model.layers.1:out"
+    other = {
+        (sample, step)
+        for sample in (0, 1)
+        for step in (0, 1, 2)
+        if not torch.equal(
+            a.read(a.find(("free", sample, step, site))),
+            b.read(b.find(("free", sample, step, site))),
+        )
+    }
+    assert other == {(1, 2)}
 
 
 def test_a_fault_at_an_input_is_planted_before_the_module_sees_it(captured, replay):

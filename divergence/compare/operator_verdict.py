@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from divergence.compare.advice import Advice
+from divergence.compare.confidence import RANK
 from divergence.compare.contradiction import contradicted, contradicts
 from divergence.compare.figures import figure
 from divergence.compare.operands import operands_text
@@ -53,10 +54,14 @@ def with_operators(
                 text="the blocks' own outputs are within the floor: seen in the operator alone"
             )
         )
+    summary = f"{_what_happens(first, seems)}{by}"
+    if verdict.kind == "localized" and RANK[verdict.confidence] > RANK[sure]:
+        # that the block is wrong is as sure as it was; the operator only tells where to look in it
+        summary, sure = f"{verdict.summary}; inside it, {summary}", verdict.confidence
     return msgspec.structs.replace(
         verdict,
         kind="nonfinite" if first.why == "nonfinite" else "localized",
-        summary=f"{_what_happens(first, seems)}{by}",
+        summary=summary,
         onset=onset,
         side=side if side is not None else verdict.side if verdict.kind not in _QUIET else None,
         confidence=sure,

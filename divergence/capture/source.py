@@ -119,8 +119,15 @@ def declared(file: str | None, qualname: str) -> ast.AST | None:
 def digest_of(function: types.FunctionType, node: ast.AST | None) -> str:
     """Digest of the syntax and of the plain values held from outside. Without source of the byte
     code, which every version of Python writes otherwise."""
-    text = "".join(_dump(node)) if node is not None else function.__code__.co_code.hex()
+    text = "".join(_dump(node)) if node is not None else _byte_code(function.__code__)
     return digest_text(text + repr(sorted(plain_values(function).items())))
+
+
+def _byte_code(code: types.CodeType) -> str:
+    constants = [
+        _byte_code(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def plain_values(function: types.FunctionType) -> dict[str, str]:

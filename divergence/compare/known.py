@@ -7,8 +7,9 @@ beside a known difference is therefore found as without it. Where the verdict en
 difference, the question behind it is asked here: is the free run farther off than the blocks
 together may make it, the known ones as much as they were seen to (drift)?
 
-It never excuses nan and inf, coverage, tokens, a difference that preflight refuses, an operator's
-or a rank's verdict, or an abstention; and a tolerance holds at known sites as elsewhere.
+It never excuses nan and inf, coverage, tokens, a difference that preflight refuses, a rank's
+verdict or an abstention; an operator's only in a block whose own output is known, since that bounds
+what the operators in it make. A tolerance holds at known sites as elsewhere.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ _EXCUSABLE = ("localized", "systematic")
 
 
 class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one entry. ``status``: ``used``: it excused ``num_records`` flagged records;
-    ``exceeded``: some of them are beyond its ``max``; ``expired``: it would have, but its last
-    day is over; ``unused``: nothing that is flagged is meant. ``found``: the largest of each
-    number that ``max`` bounds, over the flagged records that are meant. ``text``: a sentence."""
+    """What became of one entry. ``status``:
+
+    * ``used``: it excused ``num_records`` flagged records;
+    * ``matched``: it would have, but the verdict rests on more than what is known;
+    * ``exceeded``: some of them are beyond its ``max``;
+    * ``expired``: its last day is over;
+    * ``unused``: nothing that is flagged is meant.
+
+    ``found``: the largest of each number that ``max`` bounds, over the flagged records that are
+    meant. ``text``: a sentence.
+    """
 
     number: int
     sites: str | tuple[str, ...]
@@ -65,6 +73,11 @@ def excuse(report: Report, policy: Policy, *, today: datetime.date | None = None
     open_ = [entry for entry in policy.known if not _is_over(entry, day)]
     unknown = [site for site in flagged if not any(_covers(entry, site) for entry in open_)]
     why_not = _why_not(report, policy, flagged, unknown)
+    if why_not is not None:
+        uses = [
+            msgspec.structs.replace(use, status="matched") if use.status == "used" else use
+            for use in uses
+        ]
     return Knowledge(excused=why_not is None, uses=uses, why_not=why_not)
 
 
@@ -72,15 +85,20 @@ def _why_not(
     report: Report, policy: Policy, flagged: list[SiteResult], unknown: list[SiteResult]
 ) -> str | None:
     onset = report.verdict.onset
+    blocks = {site.block for site in flagged if site.site == f"{site.block}:out"}
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         return f"flagged and not known: {_place(unknown[0])}{more}"
     if not flagged:
         return "what the verdict rests on is no flagged record, and only such can be known"
-    if onset is not None and onset.site not in {site.site for site in flagged}:
+    for result in [] if report.operators is None else report.operators.results:
+        # what a known block's operators make ends in its output, which is no larger than known
+        beyond = result.share > 1 or result.site == report.operators.onset
+        if beyond and (result.block not in blocks or result.why == "nonfinite"):
+            return f"the operator {result.site} is beyond its limit"
+    inside = onset is not None and onset.block in blocks
+    if onset is not None and not inside and onset.site not in {site.site for site in flagged}:
         return f"the verdict ends at {onset.site}, which is no flagged record"
-    if report.operators is not None and report.operators.onset is not None:
-        return f"the operator {report.operators.onset} is beyond its limit"
     if any(check.num_different for check in report.replicas):
         return "ranks that must agree do not"
     drift = find_drift(_with_known_errors(report.sites, flagged), policy.thresholds)

@@ -99,6 +99,23 @@ def test_a_fault_beside_a_known_difference_fails(golden, again):
     assert check(golden, new, policy=policy(both)).passed
 
 
+def test_operators_in_a_known_block_are_known(golden, again, tmp_path_factory):
+    """What they make ends in the block's output, which is no larger than known; in another block
+    they are not."""
+    sites = {"sites": ["blocks", "ops@model.layers.1"]}
+    base = capture(golden.manifest.model.source, out=tmp_path_factory.mktemp("o") / "run",
+                   prompts=PROMPTS, max_new_tokens=2, **sites)  # fmt: skip
+    new = capture(like=base, out=tmp_path_factory.mktemp("o") / "run", plants=[FAULT])
+    result = check(base, new, policy=policy(ENTRY))
+    assert "/" in result.report.verdict.onset.site
+    assert result.passed and result.excused
+    for one in result.report.operators.results:
+        one.block = "model.layers.0"
+    (failure,) = evaluate(result.report, policy(ENTRY)).failures
+    assert "operator" in failure.text
+    assert evaluate(result.report, policy(ENTRY)).known[0].status == "matched"
+
+
 def test_an_unused_entry_is_noted(golden, again):
     """On a healthy run the check passes, and says that the difference was not seen."""
     result = check(golden, again(), policy=policy(ENTRY))

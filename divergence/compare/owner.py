@@ -25,6 +25,7 @@ What it cannot tell: code that is the same on both machines and wrong.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,43 +143,75 @@ def limit_of(manifest: Manifest, record: Record) -> float:
     return SHARP * math.hypot(stores, update)
 
 
-def other_code(one: Manifest, two: Manifest) -> list[str]:
-    """Classes of modules whose source differs between two runs; empty where they are the same, or
-    where a run does not say."""
-    mine, theirs = (getattr(m.model, "code", None) or {} for m in (one, two))
-    return sorted(
-        name for name in mine if name in theirs and _digest(mine[name]) != _digest(theirs[name])
-    )
+def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[str]:
+    """Classes of modules whose code differs between two runs, of ``block`` where one is given.
 
-
-def _digest(note: Any) -> Any:
-    """What tells the code of one class: its digest, and those of modules that run other code."""
-    odd = getattr(note, "odd", None)
-    return getattr(note, "digest", note), dict(odd) if odd else {}
+    Empty where a run does not say. A class that one run alone has counts where something was
+    replaced in it.
+    """
+    mine, theirs = _code(one), _code(two)
+    if not mine or not theirs:
+        return []
+    found: list[str] = []
+    for name in sorted({*mine, *theirs}):
+        a, b = mine.get(name), theirs.get(name)
+        if a is not None and b is not None:
+            odd = _differing(_odd(a), _odd(b))
+            if a.digest != b.digest:
+                if any(_concerns(n, name, m, block) for n, m in ((a, one), (b, two))):
+                    found.append(name)
+            elif any(_lies_in(path, block) for path in odd):
+                found.append(name)
+            continue
+        note, manifest = (b, two) if a is None else (a, one)
+        if getattr(note, "replaced", ()) and _concerns(note, name, manifest, block):
+            found.append(name)
+    return found
 
 
 def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
     """Code put in the place of a class' own: of the modules inside ``block``, or of all."""
-    code: dict[str, Any] = getattr(manifest.model, "code", None) or {}
-    kinds = _kinds(manifest, block)
     found: list[str] = []
-    for name, note in code.items():
-        if kinds is None or name in kinds or name.rpartition(".")[2] in kinds:
-            found += list(getattr(note, "replaced", ()))
-            found += [f"{name} in {path}" for path in getattr(note, "odd", ())]
+    for name, note in _code(manifest).items():
+        odd = [path for path in _odd(note) if _lies_in(path, block)]
+        if odd or (not _odd(note) and _concerns(note, name, manifest, block)):
+            found += list(getattr(note, "replaced", ())) or [f"{name} in {path}" for path in odd]
     return found
 
 
-def _kinds(manifest: Manifest, block: str | None) -> set[str] | None:
-    """Classes of the recorded modules inside ``block``; None where only the block itself was."""
-    if block is None:
-        return None
-    inside = [
-        note.kind.partition("/")[0]
-        for path, note in manifest.plan.modules.items()
+def _code(manifest: Manifest) -> dict[str, Any]:
+    """Notes on the code by class of module; empty where the run does not say."""
+    return getattr(manifest.model, "code", None) or {}
+
+
+def _odd(note: Any) -> dict[str, str]:
+    """Modules of a class that run other code than most, by path."""
+    return getattr(note, "odd", None) or {}
+
+
+def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    return [path for path in {**a, **b} if a.get(path) != b.get(path)]
+
+
+def _lies_in(path: str, block: str | None) -> bool:
+    return block is None or path == block or path.startswith(f"{block}.")
+
+
+def _concerns(note: Any, name: str, manifest: Manifest, block: str | None) -> bool:
+    """May a module of this class run in ``block``? Where its places are not recorded, by the
+    classes of the recorded modules; functions of torch run everywhere."""
+    places = getattr(note, "places", None)
+    if block is None or getattr(note, "origin", None) == "torch":
+        return True
+    if places:
+        starred = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", block)
+        return any(_lies_in(place, starred) for place in places)
+    kinds = {
+        module.kind.partition("/")[0]
+        for path, module in manifest.plan.modules.items()
         if path.startswith(f"{block}.")
-    ]
-    return set(inside) or None
+    }
+    return not kinds or name in kinds or name.rpartition(".")[2] in kinds
 
 
 def with_owner(verdict: Verdict, truth: Run | None, a: Manifest, b: Manifest) -> Verdict:
@@ -213,8 +246,7 @@ def _unknown_owner(truth: Manifest, own: Manifest) -> str | None:
 
 
 def _whose_code(a: Manifest, b: Manifest, block: str | None) -> str | None:
-    kinds = _kinds(a, block)
-    names = [name for name in other_code(a, b) if kinds is None or name.rpartition(".")[2] in kinds]
+    names = other_code(a, b, block)
     if not names or (replaced_in(b, block) and not replaced_in(a, block)):
         return None
     mine = replaced_in(a, block)

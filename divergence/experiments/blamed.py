@@ -19,8 +19,11 @@ name one then. Levels that blame different sides contradict each other: no side.
 
 from __future__ import annotations
 
+import msgspec
+
 from divergence.compare.owner import Disagreement, disagreement, replaced_in
-from divergence.experiments.localization import Localization
+from divergence.compare.result import Report
+from divergence.experiments.localization import Localization, OwnError
 from divergence.experiments.machine import Maker
 from divergence.run.reader import Run
 
@@ -47,8 +50,7 @@ def name_side(
     """Set ``done.side``, or ``doubt`` or ``contradiction``. ``blamed``: by the operators, against
     ``truth``; ``above``: by the comparison that named the block ``chosen``."""
     assert done.operator is not None
-    off = [own.side for own in done.alone if own.times > NEAR]
-    alone = off[0] if len(off) == 1 else None
+    alone = _off_alone(done.alone)
     said = [
         (f"block {chosen}", above),
         (f"operator {done.operator.site}", blamed),
@@ -58,9 +60,34 @@ def name_side(
     if len(sides) == 2:
         told = [f"{what} by the {side}" for what, side in said if side in _SIDES]
         done.contradiction = ", ".join(told)
-        return
-    if blamed not in _SIDES:
-        return
+    elif blamed in _SIDES:
+        _name(done, maker, made, truth, blamed, alone, chosen, sites, step)
+    if done.side is None and done.report is not None:
+        done.report = _without_side(done.report)
+
+
+def _without_side(report: Report) -> Report:
+    """The last comparison names a side as well, by the truth: it is not to say more than this."""
+    verdict = report.verdict
+    if verdict.side not in _SIDES:
+        return report
+    summary = verdict.summary.replace(f", by the {verdict.side}", "")
+    verdict = msgspec.structs.replace(verdict, side=None, summary=summary, confidence="low")
+    return msgspec.structs.replace(report, verdict=verdict)
+
+
+def _name(
+    done: Localization,
+    maker: Maker,
+    made: dict[str, Run],
+    truth: Run,
+    blamed: str,
+    alone: str | None,
+    chosen: str,
+    sites: list[str],
+    step: int | None,
+) -> None:
+    """Name the side that the truth blames, or say what is missing for that."""
     if alone == blamed or maker.one_machine:
         done.side = blamed
     elif blamed == "reference":
@@ -75,6 +102,14 @@ def name_side(
             maker.ask("reference", "makes the truth by its code")
     else:
         _by_both_codes(done, maker, made, truth, chosen, sites, step)
+
+
+def _off_alone(errors: list[OwnError]) -> str | None:
+    """The side whose operator is off by itself, while the other's is not, or far less."""
+    if len(errors) != 2:
+        return None
+    less, more = sorted(errors, key=lambda own: own.times)
+    return more.side if more.times > NEAR * max(1.0, less.times) else None
 
 
 def _by_both_codes(

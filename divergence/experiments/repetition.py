@@ -7,9 +7,10 @@ as long as both were fed the same tokens. Fields of an environment cannot tell t
 the numbers need not be in any field. Values tell it.
 
 Where equal bits are not to be had, because the run itself is known not to repeat them (its own
-repeats differed, it has operators without a deterministic form, several processes made it and one
-repeats it), its error against the truth must be the same at the block that is looked into: the
-median row's, within ``_SAME_ERROR`` either way. Then what is repeated is the error, not its bits.
+repeats differed, it has operators without a deterministic form or compiled modules, several
+processes made it and one repeats it), its error against the truth must be the same at the block
+that is looked into: the median row's, within ``_SAME_ERROR`` either way. Then what is repeated is
+the error, not its bits.
 
 It refuses to guess: runs that share nothing are not said to repeat each other.
 """
@@ -88,6 +89,9 @@ def why_not_bits(own: Manifest, made: Manifest) -> str | None:
             return f"its own repeats differed in {seen.num_different} of {seen.num_compared}"
         if manifest.settings.nondeterministic_warnings:
             return "it has operators without a deterministic form"
+        notes = (getattr(manifest.model, "code", None) or {}).values()
+        if any(getattr(note, "compiled", None) for note in notes):
+            return "it has compiled modules, which run eagerly while operators are recorded"
     if own.mesh is not None and made.mesh is None:
         return "several processes made it, and one repeats it"
     return None

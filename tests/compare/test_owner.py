@@ -11,7 +11,7 @@ from divergence.compare.api import compare
 from divergence.compare.contradiction import contradicts
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorResult, OperatorsResult
-from divergence.compare.owner import disagreement, other_code, with_owner
+from divergence.compare.owner import disagreement, other_code, replaced_in, with_owner
 from divergence.compare.result import Evidence, Onset, Verdict
 from divergence.errors import IncomparableError
 
@@ -87,6 +87,24 @@ def test_only_classes_that_both_tell_are_held_against_each_other():
     assert other_code(one, two) == ["LlamaMLP"]
     assert other_code(one, one) == []
     assert other_code(one, manifest()) == []
+    plugin = manifest(LlamaMLP=["x"], LlamaRMSNorm=["y"], functional=["f", "plugin.py:3"])
+    assert other_code(one, plugin) == ["functional"]
+
+
+def test_code_of_another_block_does_not_count():
+    """One module of a class was given other code: it matters where it is."""
+    stock, odd = manifest(LlamaMLP=["x"]), manifest(LlamaMLP=["x", "plugin.py:3"])
+    odd.model.code["LlamaMLP"].odd = {"model.layers.2.mlp": "z"}
+    assert other_code(stock, odd) == ["LlamaMLP"]
+    assert other_code(stock, odd, "model.layers.2") == ["LlamaMLP"]
+    assert other_code(stock, odd, BLOCK) == replaced_in(odd, BLOCK) == []
+    assert replaced_in(odd, "model.layers.2") == ["plugin.py:3"]
+    for one in (stock, odd):
+        one.model.code["LlamaMLP"].places = ["model.layers.*.mlp"]
+        one.model.code["LlamaMLP"].odd = {}
+    odd.model.code["LlamaMLP"].digest = "other"
+    assert other_code(stock, odd, "model.layers.7") == ["LlamaMLP"]
+    assert other_code(stock, odd, "model.norm") == []
 
 
 def test_a_truth_of_other_code_is_refused(runs, monkeypatch):

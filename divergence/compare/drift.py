@@ -4,8 +4,8 @@ Looked at in every sample and step, at the last block's output and behind it up 
 the blocks' and modules' errors are added as squares (compare.allowed); what blocks make of each
 other's is left room for by ``drift``, what the final norm and the head make of what reaches them by
 ``free_gain``. With a truth the two sides' distances from it are compared instead, over the rows of
-a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone to another
-expert, so that the median of fewer than eight tells nothing.
+a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone
+to another expert, so that the median of fewer than eight tells nothing.
 
 With a truth it also shows in the tokens: one flips over a gap that rounding does not bridge, or
 their distributions are farther apart than it explains.

@@ -4,8 +4,8 @@ Looked at in every sample and step, at the last block's output and behind it up 
 the blocks' and modules' errors are added as squares (compare.allowed); what blocks make of each
 other's is left room for by ``drift``, what the final norm and the head make of what reaches them by
 ``free_gain``. With a truth the two sides' distances from it are compared instead, over the rows of
-a prefill or for the one row of a decode step; where a model routes tokens, one row may have gone to
-another expert, and tells nothing.
+a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone
+to another expert, so that the median of fewer than eight tells nothing.
 
 With a truth it also shows in the tokens: one flips over a gap that rounding does not bridge, or
 their distributions are farther apart than it explains.
@@ -13,6 +13,7 @@ their distributions are farther apart than it explains.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ from divergence.numerics.floor import Thresholds
 from divergence.run.site import ROOT, module_of
 
 __all__ = ["Drift", "find_drift"]
+
+
+_MIN_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,12 @@ def find_drift(
         for site in path[last:]:
             by_truth = site.truth is not None and not two_dtypes
             if by_truth:
-                found = _against_truth(site, allowed.get(place), thresholds, routed=routed)
+                found = _against_truth(site, allowed.get(place), thresholds)
             else:
                 found = _against_floors(site, allowed.get(place), thresholds)
-                found = found or _behind_blocks(site, thresholds)
+            if routed and _num_rows(site) < _MIN_ROWS:
+                found = None
+            found = found or _behind_blocks(site, thresholds)
             if found is not None:
                 return found
     return _in_tokens(tokens)
@@ -80,14 +86,14 @@ def _where(site: SiteResult) -> str:
     return f"free pass, sample {site.sample}, step {site.step}, {site.site}"
 
 
-def _against_truth(
-    site: SiteResult, allowed: float | None, thresholds: Thresholds, *, routed: bool
-) -> Drift | None:
-    """A prefill's median token; in a decode step the one token there is, whose limit is wider."""
+def _num_rows(site: SiteResult) -> int:
+    return math.prod(site.shape[:-1])
+
+
+def _against_truth(site: SiteResult, allowed: float | None, thresholds: Thresholds) -> Drift | None:
+    """The median token; where there is but one row, as in a decode step, its limit is wider."""
     assert site.truth is not None
-    one_row = site.step > 0
-    if one_row and routed:
-        return None
+    one_row = _num_rows(site) == 1
     least = thresholds.truth_least * (allowed or 0.0)  # two tiny errors make no large ratio
     errors = site.truth.candidate_error + least, site.truth.reference_error + least
     w = errors[0] / errors[1] if errors[1] else site.truth.w_median

@@ -15,9 +15,10 @@ is taken as healthy, so a flip is a fault only beyond 3 W (the threshold ``flip`
 between the two nothing is claimed.
 
 Without a truth s comes from the rounding model: what all blocks together may make
-(compare.allowed), times the spread of the row; the gap is the larger of the two sides', since the
-difference has bridged both. A tie is a tie then, and nothing else is claimed. Without either
-nothing is: in units of the two sides' own difference every flip is small.
+(compare.allowed), times the spread of the row, times 2.2 for the coarsest kernels that are taken
+as healthy, since no side is known to be as good as the model; the gap is the larger of the two
+sides', since the difference has bridged both. A tie is a tie then, and nothing else is claimed.
+Without either nothing is: in units of the two sides' own difference every flip is small.
 
 Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more.
 It goes with the square of the error: see numerics.floor, ``kl``, for its limit.
@@ -53,6 +54,8 @@ __all__ = [
 
 TIE = 3.0
 """Standard deviations up to which rounding of the floor's own size flips a token."""
+_COARSEST = 2.2
+"""The largest W that is taken as healthy (docs/verdicts.md): here, over the rounding model."""
 _TOKENS = 8
 """Independent numbers that are taken to make up the KL of one position: the tokens that are
 likely. It sets how much wider the limit of few positions is."""
@@ -85,7 +88,7 @@ def judge_by_model(
     gap = max(float(row_a[ids[0]] - row_a[ids[1]]), float(row_b[ids[1]] - row_b[ids[0]]))
     if not spread_of_row or not math.isfinite(gap):
         return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
-    z = gap / (math.sqrt(2) * allowed * spread_of_row)
+    z = gap / (math.sqrt(2) * _COARSEST * allowed * spread_of_row)
     return msgspec.structs.replace(flip, z=z, z_of="model", judgement="tie" if z <= TIE else None)
 
 

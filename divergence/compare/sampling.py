@@ -35,10 +35,13 @@ def find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
     sides: tuple[tuple[Literal["reference", "candidate"], Run], ...]
     sides = (("reference", reference), ("candidate", candidate))
     for side, run in sides:
+        other = candidate if run is reference else reference
         if run.manifest.plan.replayed_pass is not None or run.manifest.plan.logits_site is None:
             continue
         for sample, tokens in enumerate(run.manifest.tokens.samples):
             for step, chosen in enumerate(tokens.chosen_ids):
+                if run.far and _said_by_both(run, other, sample, step):
+                    continue
                 row = logits_row(run, sample, step)
                 found_there = None if row is None else misfit_in(row, chosen)
                 if found_there is not None:
@@ -48,6 +51,21 @@ def find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
                                behind=behind)
                     )  # fmt: skip
     return sorted(found, key=lambda misfit: misfit.place)
+
+
+def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
+    """Do both choose the same token of equal logits? Then those are not fetched for it."""
+    samples = other.manifest.tokens.samples
+    chosen = run.manifest.tokens.samples[sample].chosen_ids[step]
+    if sample >= len(samples) or samples[sample].chosen_ids[step : step + 1] != [chosen]:
+        return False
+    records = []
+    for one in (run, other):
+        group = next((g for g in one.manifest.tokens.groups if sample in g), [sample])
+        site = one.manifest.plan.logits_site
+        records.append(one.find(("free", group[0], step, site)) if site else None)
+    first, second = records
+    return first is not None and second is not None and first.xxh3 == second.xxh3 is not None
 
 
 def misfit_in(row: torch.Tensor, chosen: int) -> tuple[int, float] | None:

@@ -122,6 +122,38 @@ def _takes(site: str) -> bool:
     return port.startswith("in") or path == ROOT
 
 
+def _of(pair: Pair, side: int) -> Record:
+    return (pair.reference, pair.candidate)[side].record
+
+
+def _key(record: Record) -> tuple:
+    return record.xxh3, record.dtype, record.shape, record.positions
+
+
+class _Given:
+    """The outputs so far, in order, and by what they hold: for the reference, the candidate."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self.pairs: list[Pair] = []
+        self.undigested: tuple[list[Pair], list[Pair]] = ([], [])
+        self._by_key: tuple[dict[tuple, list[Pair]], ...] = ({}, {})
+        for pair in pairs:
+            self.add(pair)
+
+    def add(self, pair: Pair) -> None:
+        self.pairs.append(pair)
+        for side in (0, 1):
+            record = _of(pair, side)
+            if record.xxh3 is None:
+                self.undigested[side].append(pair)
+            else:
+                self._by_key[side].setdefault(_key(record), []).append(pair)
+
+    def equal_to(self, record: Record, side: int) -> list[Pair]:
+        """By their digests."""
+        return [] if record.xxh3 is None else self._by_key[side].get(_key(record), [])
+
+
 def _is_main(site: str) -> bool:
     """The stream itself, not what comes in beside it (tables, an encoder's states)."""
     return site.partition(":")[2] in ("in", "out")
@@ -138,23 +170,23 @@ class _Looked:
     def in_forward(self, pairs: Sequence[Pair], earlier: Sequence[Pair]) -> list[Seam]:
         """``earlier``: outputs of the first forward, such as an encoder's."""
         found: list[Seam] = []
-        given: list[Pair] = list(earlier)
+        given = _Given(earlier)
         for pair in pairs:
             record = pair.reference.record
             result = self.results.get(("free", pair.reference.sample, record.step, record.site))
-            if _takes(record.site) and result is not None and not result.identical and given:
+            if _takes(record.site) and result is not None and not result.identical:
                 seam = self._seam(pair, given, result)
                 if seam is not None:
                     found.append(seam)
             if not _takes(record.site):
-                given.append(pair)
+                given.add(pair)
         return found
 
-    def _seam(self, pair: Pair, given: Sequence[Pair], result: SiteResult) -> Seam | None:
+    def _seam(self, pair: Pair, given: _Given, result: SiteResult) -> Seam | None:
         mine, theirs = pair.reference.record, pair.candidate.record
-        ours = self._sources(self.a, mine, [(p, p.reference.record) for p in given])
-        others = self._sources(self.b, theirs, [(p, p.candidate.record) for p in given])
-        if any(source in others for source in ours):
+        ours = self._sources(self.a, mine, given, 0)
+        others = self._sources(self.b, theirs, given, 1)
+        if any(one is two for one in ours for two in others):
             return None  # the same output is handed on: no number is made
         if ours:
             return self._changed(self.b, theirs, ours[0].candidate.record, ours[0], result)
@@ -162,19 +194,31 @@ class _Looked:
             return self._changed(self.a, mine, others[0].reference.record, others[0], result)
         if not _is_main(mine.site):
             return None
-        return self._grown([p for p in given if p.reference.record.step == mine.step], result)
+        here = [p for p in given.pairs if p.reference.record.step == mine.step]
+        return self._grown(here[self._last_block(here) :], result)
 
-    def _sources(
-        self, run: Run, record: Record, before: Sequence[tuple[Pair, Record]]
-    ) -> list[Pair]:
-        """The outputs before it that are this very tensor, the last one first; else the last one
-        of which it holds some rows."""
-        found = [pair for pair, other in reversed(before) if _same(run, record, other)]
+    def _sources(self, run: Run, record: Record, given: _Given, side: int) -> list[Pair]:
+        """The outputs before it that are this very tensor, the last one first; else one behind the
+        last block of which it holds some rows."""
+        found = list(reversed(given.equal_to(record, side)))
+        if record.xxh3 is None or given.undigested[side]:
+            found += [
+                p
+                for p in reversed(given.pairs if record.xxh3 is None else given.undigested[side])
+                if _same(run, record, _of(p, side))
+            ]
         if found or record.positions is None:
             return found
-        narrowed = (p for p, other in reversed(before) if _narrowed(record, other)
-                    and _equal(run, record, other))  # fmt: skip
-        return [pair for pair in narrowed][:1]
+        last = given.pairs[self._last_block(given.pairs) :]
+        narrowed = (
+            pair
+            for pair in reversed(last)
+            if _narrowed(record, _of(pair, side)) and _equal(run, record, _of(pair, side))
+        )
+        return [pair] if (pair := next(narrowed, None)) is not None else []
+
+    def _last_block(self, given: Sequence[Pair]) -> int:
+        return max((n for n, p in enumerate(given) if self._is_block(p)), default=0)
 
     def _changed(
         self,
@@ -238,12 +282,10 @@ class _Looked:
     def _grown(self, given: Sequence[Pair], result: SiteResult) -> Seam | None:
         """Both sides compute something there: the difference over what came in.
 
-        What comes in are the outputs since the last block's, since which of them is used is not
-        known."""
+        ``given``: the outputs since the last block's, since which of them is used is not known."""
         if result.token_rel_l2_median is None or not given:
             return None
-        place = max((n for n, p in enumerate(given) if self._is_block(p)), default=0)
-        carried = [self._error(p) for p in given[place:]]
+        carried = [self._error(p) for p in given]
         if None in carried:
             return None
         entering = max(carried, default=0.0)
@@ -310,4 +352,6 @@ def _equal(run: Run, record: Record, other: Record) -> bool:
     if not (run.has_bytes(record) and run.has_bytes(other)):
         return False
     x, y = _rows(run, record, other)
+    for one in (record, other):
+        run.release(one)
     return torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())

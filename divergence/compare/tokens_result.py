@@ -32,8 +32,8 @@ class TokenDifference(_Part, frozen=True, kw_only=True):
     ``z``, ``z_of``: how many standard deviations of the difference of two logits a flip had to
     overcome. ``floor``: |truth_margin| over √2 · rms of the logit error, in this row, of the side
     that is nearer to the truth (``floor_side`` of TokensResult): what rounding moves. Without a
-    truth ``model``: the larger of the two sides' gaps between the two tokens over √2 · what all
-    blocks together may make of this row by rounding. Without that ``difference``: margin over
+    truth ``model``: the larger of the two sides' gaps between the two tokens over √2 · 2.2 · what
+    all blocks together may make of this row by rounding. Without that ``difference``: margin over
     √2 · rms of the two sides' own difference in this row, in units of which a faulty difference
     makes every flip small; never judged. A row's mean error moves nothing and is taken off.
     ``judgement``: ``tie``, which rounding may flip, or, over a floor alone, ``fault``, which it

@@ -24,7 +24,7 @@ from typing import Any
 from divergence.compare.api import compare
 from divergence.compare.operator_verdict import onset_result
 from divergence.compare.owner import Disagreement, disagreement
-from divergence.compare.result import Report
+from divergence.compare.result import Onset, Report
 from divergence.errors import UsageError
 from divergence.experiments.blamed import NEAR, name_side
 from divergence.experiments.given import given_to, stands_alone
@@ -34,7 +34,7 @@ from divergence.experiments.proof import errors_alone, prove, reproduce
 from divergence.run.contents import why_no_bytes
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
-from divergence.run.site import module_of
+from divergence.run.site import ROOT, module_of
 from divergence.run.unshard import unsharded
 
 __all__ = ["localize"]
@@ -224,6 +224,11 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         return block, None
     verdict = report.verdict
     if verdict.kind in ("localized", "systematic", "nonfinite") and verdict.onset is not None:
+        if _is_outside(verdict.onset):
+            return None, (
+                f"what is wrong at {verdict.onset.site} is made outside the blocks and modules: "
+                "there is none to go into (--block PATH goes into one all the same)"
+            )
         if verdict.onset.block is not None:
             return verdict.onset.block, None
         return module_of(verdict.onset.site), None
@@ -233,6 +238,13 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         "(--block PATH goes into one all the same)",
         "incomparable": "the runs are not the same experiment",
     }.get(verdict.kind, "no block could be named (--block PATH goes into one all the same)")
+
+
+def _is_outside(onset: Onset) -> bool:
+    """Between modules, or behind the last of them (compare.ends)?"""
+    path, _, port = onset.site.partition(":")
+    at_the_edge = port.startswith("in") and onset.block in (None, path)
+    return onset.pass_ == "free" and (at_the_edge or path == ROOT)
 
 
 def _alone_there(report: Report) -> str:

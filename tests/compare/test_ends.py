@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 
@@ -11,6 +10,8 @@ from divergence.capture.api import capture, reference
 from divergence.compare import sampling
 from divergence.compare.api import compare
 from divergence.compare.check import check
+from divergence.compare.drift import find_drift
+from divergence.numerics.floor import THRESHOLDS
 from divergence.run.reader import Run
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
@@ -367,19 +368,35 @@ def test_experts_that_rounding_chooses_are_no_fault(architecture, run, tmp_path)
 # --- the free run ------------------------------------------------------------------------------
 
 
-def test_a_later_step_that_drifts(run, changed):
-    """State that only a later step and another prompt use: drift looks at all of them."""
+def test_what_one_late_step_does_in_the_free_run_alone(run, changed):
+    """The anchored pass is healthy, the prefill is, one decode step of one prompt is not."""
     good = run(max_new_tokens=3)
-    report = compare(good, good)
-    assert report.verdict.kind == "identical"
-    sites = [msgspec.structs.replace(site) for site in report.sites]
-    from divergence.compare.drift import find_drift
-    from divergence.numerics.floor import THRESHOLDS
+    calls = []
 
-    for site in sites:
+    def change(model):
+        def hook(module, args, output):
+            calls.append(1)
+            # the free pass comes first: three forwards of the first prompt, three of the second
+            return noise(output, 2.0) if len(calls) == 6 else output
+
+        model.model.layers[1].mlp.register_forward_hook(hook)
+
+    result = check(good, changed(good, change))
+    verdict = result.report.verdict
+    assert not result.passed
+    assert verdict.kind == "drift"
+    assert any("sample 1, step 2" in fact.text for fact in verdict.evidence)
+
+
+def test_drift_behind_the_blocks(run):
+    """The logits are held against what the blocks and what follows them may make together."""
+    report = compare(run(max_new_tokens=3), run(max_new_tokens=3))
+    for site in report.sites:
         site.floor = 1e-3
         off = site.site == ".:out" and (site.sample, site.step) == (1, 2)
         site.token_rel_l2_median = 0.5 if off else 1e-3
-    found = find_drift(sites, THRESHOLDS)
-    assert found is not None and "at .:out" in found.summary
+    found = find_drift(report.sites, THRESHOLDS)
+    assert found is not None
+    assert "at .:out" in found.summary
     assert "sample 1, step 2" in found.evidence.text
+    assert find_drift(report.sites, THRESHOLDS, routed=True) is None  # one token, any expert

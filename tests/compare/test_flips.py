@@ -12,7 +12,7 @@ import torch
 from divergence.capture.api import capture, reference
 from divergence.compare import deciding
 from divergence.compare.api import compare
-from divergence.compare.check import evaluate
+from divergence.compare.check import evaluate, is_tie
 from divergence.compare.drift import find_drift
 from divergence.compare.flips import TIE
 from divergence.compare.policy import Policy
@@ -130,6 +130,19 @@ def test_without_a_truth_there_is_no_judgement():
     found = flip(*three(gap=0.5)[:2], None)
     assert (found.z_of, found.judgement, found.truth_choice) == ("difference", None, None)
     assert found.z > 0
+
+
+@pytest.mark.parametrize(("error", "judgement"), [(0.01, "tie"), (5.0, None)])
+def test_the_rounding_model_is_a_scale_that_no_fault_moves(error, judgement):
+    """The same allowance, whatever the two sides' difference: a fault's flip is no tie for it."""
+    a, b, _ = three(gap=0.02, error=error, push=2.0 if error > 1 else 0.01)
+    allowed = {(0, 0): 0.01}
+    found = compare_tokens(a, b, allowed=allowed).first_difference
+    assert (found.z_of, found.judgement) == ("model", judgement)
+    assert not is_tie(found, None, TIE) if judgement is None else is_tie(found, None, TIE)
+    own = compare_tokens(a, b).first_difference
+    assert own.z_of == "difference"
+    assert not is_tie(own, None, 100.0)
 
 
 def test_who_chose_as_the_truth_is_recorded():

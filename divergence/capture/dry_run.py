@@ -221,6 +221,7 @@ def _count(
         notes,
         wanted=selection.wanted,
         hooked=selection.hooked,
+        flat=selection.is_routing,
         sink=counter,
         positions=request.positions,
         logit_paths=frozenset(output_paths(loaded.module))

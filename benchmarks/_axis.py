@@ -1,7 +1,7 @@
 """How many prompts and steps hide a fault: the smallest size found in one of 1, 8, 64.
 
 The fault lies in one prompt, or one decode step, of many, at a block's output. Its size is searched
-on a grid of 15%: the smallest that is found at that block, and stays found at the next two sizes.
+on a grid of 15%: the smallest that is found at that block, and stays found at the next size.
 Healthy pairs of the same runs are counted beside it: more looks must not mean more alarms.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["axis"]
 
 COUNTS = (1, 8, 64)
 GRID = 1.15
-SMALLEST, LARGEST = 1e-5, 0.6
+SMALLEST, LARGEST = 1e-8, 0.6
 BLOCK = "model.layers.1"
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, number {}.",
@@ -38,6 +38,7 @@ def axis(root: Path, dtypes: list[str]) -> None:
     print("| one of | " + " | ".join(columns) + " | healthy alarms |\n|---|"
           + "---|" * (len(columns) + 1))  # fmt: skip
     gross: list[str] = []
+    before: dict[tuple[str, str, str], float | None] = {}
     for name in ("prompts", "steps"):
         for count in COUNTS:
             cells, alarms, pairs = [], 0, 0
@@ -57,7 +58,8 @@ def axis(root: Path, dtypes: list[str]) -> None:
                         plant = f"{BLOCK}:out={fault}:{value!r}@{place}"
                         return _found(compare(a, _other(a, where / "b", plants=[plant])))
 
-                    smallest = smallest_found(found)
+                    key = (name, dtype, fault)
+                    smallest = before[key] = smallest_found(found, near=before.get(key))
                     cells.append(f"{100 * smallest:.3g}%" if smallest else "-")
                     if not found(GROSS):
                         gross.append(f"{dtype} {fault} in {place} of {count} {name}")
@@ -91,19 +93,25 @@ def _found(report: Any) -> bool:
     return verdict.kind == "localized" and onset is not None and onset.block == BLOCK
 
 
-def smallest_found(found: Callable[[float], bool]) -> float | None:
-    """The smallest size on the grid that is found with the next two; None where none is."""
+def smallest_found(found: Callable[[float], bool], *, near: float | None = None) -> float | None:
+    """The smallest size on the grid that is found with the next; None where none is. ``near``: it
+    is looked for about there first, a third smaller to six times larger."""
     low, high = 0, math.ceil(math.log(LARGEST / SMALLEST) / math.log(GRID))
     known: dict[int, bool] = {}
 
-    def seen(number: int) -> bool:
-        for one in range(number, min(number + 3, high + 1)):
-            if one not in known:
-                known[one] = found(SMALLEST * GRID**one)
-            if not known[one]:
-                return False
-        return True
+    def one(number: int) -> bool:
+        if number not in known:
+            known[number] = found(SMALLEST * GRID**number)
+        return known[number]
 
+    def seen(number: int) -> bool:
+        return one(number) and (number >= high or one(number + 1))
+
+    if near is not None:
+        place = round(math.log(near / SMALLEST) / math.log(GRID))
+        below, above = max(low, place - 3), min(high, place + 13)
+        low = low if seen(below) else below + 1
+        high = above if seen(above) else high
     if not seen(high):
         return None
     while low < high:

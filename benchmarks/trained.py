@@ -308,6 +308,7 @@ def main() -> None:
                   f"size {trial.size:.1f} {trial.seconds:.0f} s", file=sys.stderr,
                   flush=True)  # fmt: skip
             if options.out:
+                options.out.parent.mkdir(parents=True, exist_ok=True)
                 with options.out.open("a") as file:
                     file.write(json.dumps(asdict(trial)) + "\n")
         runs.close()

@@ -8,10 +8,8 @@ token positions.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,7 @@ from divergence.compare.floors import Floor, row_floor
 from divergence.compare.looks import num_rows
 from divergence.compare.pair_format import storage_format, work_format
 from divergence.compare.pieces import Pieces, same_positions
+from divergence.compare.reading import Reading, equal_by_record
 from divergence.compare.reduced import look_reduced
 from divergence.compare.result import LogitsDiff, PromptRatio, SiteResult
 from divergence.compare.routing import Routing
@@ -31,7 +30,6 @@ from divergence.compare.site_fields import (
     shared_fields,
 )
 from divergence.compare.truth import Tallies, Truth, truth_diff
-from divergence.errors import RunFormatError
 from divergence.numerics.against import AgainstTruth, measure_against, with_rounding
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
@@ -84,6 +82,7 @@ class Measurer:
         self._reference, self._candidate = reference, candidate
         self._pieces = Pieces(reference, candidate, inputs)
         self._floor, self._truth = floor, truth
+        self.reading = Reading(reference, candidate, truth, self._base_of)
         self.kernel: Kernel = "numpy"
         self.device: torch.device | None = None  # measure there, not by the kernel
         self.tallies = Tallies()
@@ -102,73 +101,18 @@ class Measurer:
         self._beside: dict[tuple[int, int, str], float] = {}
         self._earlier: dict[tuple[int, str], float] = {}
 
-    def read_ahead(self, pair: Pair) -> None:
-        """Bring a pair's bytes into memory and check them; ``look`` says what is wrong."""
-        with contextlib.suppress(RunFormatError):
-            self._check(pair)
-
-    def announce(self, pairs: Sequence[Pair]) -> None:
-        """Say to runs that are far away what will be read of them, in which order."""
-        if not any(run.far for run in (self._reference, self._candidate)):
-            return
-        wanted: dict[int, tuple[Run, list[Record]]] = {}
-        for pair in pairs:
-            right = None if self._truth is None else self._truth.record(pair)
-            if _equal(pair) and right is None:
-                continue
-            one, two = pair.reference.record, pair.candidate.record
-            parts = [(self._reference, one), (self._candidate, two)]
-            if right is not None:
-                parts.append((self._truth.run, right))
-            if self._is_block(pair):
-                base = self._pieces.base_source(pair)
-                parts += [] if base is None else [base]
-            for run, record in parts:
-                wanted.setdefault(id(run), (run, []))[1].append(record)
-        for run, records in wanted.values():
-            run.expect(records)
-
-    def fetch(self, pair: Pair) -> None:
-        """Have the system fetch what is on this machine's disks of a pair."""
-        for run, record in self.reads(pair):
-            if not run.far:
-                run.will_read(record)
-
-    def _check(self, pair: Pair) -> None:
-        """Both sides' bytes are what their records say; each tensor is looked at once. Of a run
-        that is far away, what is equal by its record is not fetched to be looked at."""
-        sides = (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
-        for run, record in sides:
-            if run.far and _equal(pair):
-                continue
-            if run.has_bytes(record):
-                run.read(record)
-            elif record.sketch is not None:
-                run.read_sketch(record)
-
-    def _whole(self, pair: Pair) -> bool:
-        """Are the bytes of both sides at hand?"""
-        return self._reference.has_bytes(pair.reference.record) and self._candidate.has_bytes(
-            pair.candidate.record
-        )
-
-    def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
-        """What of which run is read for a pair, a block's input apart."""
-        one, two = pair.reference.record, pair.candidate.record
-        found = [(self._reference, one), (self._candidate, two)]
-        right = None if self._truth is None else self._truth.record(pair)
-        return found if right is None else [*found, (self._truth.run, right)]
-
     def look(self, pair: Pair, *, threads: int = 1) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
 
         ``threads``: to measure this pair with. Raises RunFormatError on bad bytes.
         """
-        if not self._whole(pair):
+        if not self.reading.has_both(pair):
             return self._reduced(pair)
         right = None if self._truth is None else self._truth.record(pair)
-        if _equal(pair):
-            self._check(pair)  # equal by what was recorded: true only if the bytes agree with it
+        if equal_by_record(pair):
+            self.reading.check(
+                pair
+            )  # equal by what was recorded: true only if the bytes agree with it
             if right is None:
                 return None
         is_block = self._is_block(pair)
@@ -182,11 +126,15 @@ class Measurer:
         is_block = self._is_block(pair)
         base = self._pieces.base_record(pair) if is_block else None
         looked = look_reduced(self._pieces, pair, base=base)
-        self._check(pair)
+        self.reading.check(pair)
         if looked is None:
             return None
         metrics, rows, estimate, least, shape = looked
         return Found(metrics, None, rows, shape, estimate=estimate, least=least)
+
+    def _base_of(self, pair: Pair) -> tuple[Run, Record] | None:
+        """What a block's output needs beside the pair: its input."""
+        return self._pieces.base_source(pair) if self._is_block(pair) else None
 
     def _is_block(self, pair: Pair) -> bool:
         """Is it a block's output?"""
@@ -235,7 +183,7 @@ class Measurer:
             "reference_dtype": one.dtype,
             "candidate_dtype": two.dtype,
         }
-        if found is None or (_equal(pair) and self._whole(pair)):
+        if found is None or (equal_by_record(pair) and self.reading.has_both(pair)):
             result = self._identical(pair, place)
             if found is not None:
                 self._tally(result, found, pair)
@@ -404,12 +352,3 @@ class Measurer:
                 if len(self._cache) > _REMEMBERED:
                     self._cache.pop(next(iter(self._cache)))
         return result
-
-
-def _equal(pair: Pair) -> bool:
-    one, two = pair.reference.record, pair.candidate.record
-    return (
-        one.xxh3 == two.xxh3 is not None and one.dtype == two.dtype and one.shape == two.shape
-        and one.positions == two.positions
-        and pair.reference.row is None and pair.candidate.row is None
-    )  # fmt: skip

@@ -48,7 +48,7 @@ def _flatten(value: Any, key: str, found: dict[str, ConfigValue]) -> None:
     if _UNTOLD.search(key):
         return
     if isinstance(value, dict):
-        if len(value) > _MAX_LIST or _is_table(value):
+        if key and (len(value) > _MAX_LIST or _is_table(value)):
             found[key] = _digest(value)
             return
         for name, inner in value.items():

@@ -52,16 +52,26 @@ def why_no_golden(
 
 def with_itself(report: Report, reference: Manifest, candidate: Manifest) -> Report:
     """The report of two runs of one id: equal bits are no finding then. What differs all the same
-    (a damaged copy, ranks that disagree) stays."""
+    (a damaged copy, ranks that disagree), and what a truth says of both, stays."""
     if reference.id != candidate.id:
         return report
     fact = Evidence(text=f"both are run {reference.id}: one of them, or both, is a copy")
     verdict = report.verdict
-    if verdict.kind in ("identical", "within_floor", "undetermined"):
-        path = shlex.quote(report.reference.path)
+    if verdict.kind == "within_floor" or (report.suite is not None and report.suite.judged):
+        verdict = msgspec.structs.replace(verdict, confidence="low")
+    elif verdict.kind in ("identical", "undetermined"):
+        replicas = [] if any(one.num_different for one in report.replicas) else report.replicas[:1]
+        held = sum(one.num_tensors for one in replicas)
+        but = f", but that its ranks agree on the {held} tensors that several hold" if held else ""
+        both = "; it is far from the truth" if verdict.side == "both" else ""
         verdict = msgspec.structs.replace(
-            verdict, kind="undetermined", summary=_WITH_ITSELF, confidence="low", side=None,
-            onset=None, next=[f"divergence capture --like {path} -o NEW"],
-        )  # fmt: skip
+            verdict,
+            kind="undetermined",
+            summary=f"{_WITH_ITSELF}{but}{both}",
+            confidence="low",
+            side="both" if both else None,
+            onset=None,
+            next=[f"divergence capture --like {shlex.quote(report.reference.path)} -o NEW"],
+        )
     report.verdict = msgspec.structs.replace(verdict, evidence=[fact, *verdict.evidence])
     return report

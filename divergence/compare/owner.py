@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,6 +39,9 @@ from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import is_operator_site
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
     "SHARP",
     "Agreement",
@@ -48,6 +51,7 @@ __all__ = [
     "other_code",
     "replaced_in",
     "with_owner",
+    "without_pads",
 ]
 
 SHARP = 64.0
@@ -124,7 +128,9 @@ def _distance(one: Run, record: Record, two: Run, other: Record) -> tuple[float,
     x, y = one.read(record), two.read(other)
     if form.kind != "float":
         return None if bool((x == y).all()) else (math.inf, 0.0)
-    x, y = x.double(), y.double()
+    x, y = (without_pads(one.manifest, record, tensor.double()) for tensor in (x, y))
+    if x is None or y is None:
+        return None
     same = x.isfinite()
     if not bool((same == y.isfinite()).all()):
         return math.inf, limit
@@ -132,6 +138,24 @@ def _distance(one: Run, record: Record, two: Run, other: Record) -> tuple[float,
     norm, apart = float(x.norm()), float((x - y).norm())
     distance = apart / norm if norm else (math.inf if apart else 0.0)
     return (distance, limit) if distance > limit else None
+
+
+def without_pads(manifest: Manifest, record: Record, tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor with the rows of pads set to 0: what stands there is no result (a row that sees
+    no key has one value in one kernel and another in the next). None where a batch has pads and
+    the tensor's axes are not (B, T, ...): which of its rows are pads is not known."""
+    group = next((g for g in manifest.tokens.groups if record.sample == g[0]), [record.sample])
+    samples = [manifest.tokens.samples[number] for number in group]
+    if record.step or not any(s.num_left_pad or s.num_right_pad for s in samples):
+        return tensor
+    lengths = {s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples}
+    if tensor.ndim < 2 or tensor.shape[0] != len(group) or {tensor.shape[1]} != lengths:
+        return None
+    tensor = tensor.clone()
+    for row, sample in enumerate(samples):
+        tensor[row, : sample.num_left_pad] = 0
+        tensor[row, tensor.shape[1] - sample.num_right_pad :] = 0
+    return tensor
 
 
 def limit_of(manifest: Manifest, record: Record) -> float:

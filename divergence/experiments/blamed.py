@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.compare.owner import Disagreement, disagreement, replaced_in
+from divergence.compare.owner import Disagreement, disagreement, replaced_in, without_pads
 from divergence.compare.result import Report
 from divergence.experiments.localization import Localization, OwnError
 from divergence.experiments.machine import Maker
@@ -159,7 +159,12 @@ def _is_small(apart: Disagreement, truth: Run, other: Run, run: Run, chosen: str
         theirs, own = other.find(record.coordinates), run.find(record.coordinates)
         if theirs is None or own is None or {theirs.shape, own.shape} != {record.shape}:
             return False
-        right = truth.read(record).double()
-        errors = max(errors, float((run.read(own).double() - right).norm() / right.norm()))
-        differ = max(differ, float((other.read(theirs).double() - right).norm() / right.norm()))
+        right, mine, its = (
+            without_pads(run.manifest, record, source.read(one).double())
+            for source, one in ((truth, record), (run, own), (other, theirs))
+        )
+        if right is None or mine is None or its is None:
+            return False
+        errors = max(errors, float((mine - right).norm() / right.norm()))
+        differ = max(differ, float((its - right).norm() / right.norm()))
     return 0 < differ * _MUCH <= errors

@@ -71,6 +71,17 @@ def test_float64_runs_of_one_code_agree(runs):
     assert found.num_compared > 8
 
 
+def test_what_stands_at_pads_is_no_result(llama, tmp_path):
+    """Fused attention gives rows that see no key other values: pads are left out."""
+    a = capture(llama, out=tmp_path / "a", prompts=["one two three four", "five"], batch=True,
+                max_new_tokens=2)  # fmt: skip
+    one = reference(a, out=tmp_path / "one")
+    two = reference(a, out=tmp_path / "two", attn_implementation="sdpa")
+    found = disagreement(one, two)
+    assert found.first is None
+    assert found.num_compared > 8
+
+
 def test_float64_runs_of_other_code_do_not(runs):
     """One part in 10⁹, far below what float32 shows, in the first block."""
     found = disagreement(*opened(runs, "truth", "other")).first

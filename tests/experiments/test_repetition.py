@@ -29,6 +29,17 @@ def faulty_mlp(model):
     mlp.forward = lambda x: healthy(x) * 1.03
 
 
+def other_rounding(model):
+    """A healthy machine with other kernels."""
+    for block in model.model.layers:
+        block.mlp.register_forward_hook(lambda _, __, out: out * (1 + 3e-7))
+
+
+def other_head(model):
+    """Another model's head: it chooses other tokens."""
+    model.lm_head.weight.data.neg_()
+
+
 @pytest.fixture(scope="module")
 def runs(llama, tmp_path_factory):
     """a, its repeat, what a faulty machine makes of it, and the truth."""
@@ -72,7 +83,7 @@ def test_another_machine_does_not_and_the_block_is_named(runs):
 def test_runs_that_were_fed_other_tokens_share_only_what_comes_before(runs, llama, tmp_path):
     """A capture of its own chose another token: its prefill is shared, its decode step is not."""
     b = capture(llama, out=tmp_path / "b", prompts=[PROMPT], dtype="float32", max_new_tokens=2,
-                prepare=lambda model: model.lm_head.weight.data.neg_())  # fmt: skip
+                prepare=other_head)  # fmt: skip
     a = Run.open(runs / "a")
     assert b.manifest.tokens.samples[0].generated_ids != a.manifest.tokens.samples[0].generated_ids
     found = check_repetition(a, b, name="a", side="candidate")
@@ -169,9 +180,6 @@ def test_a_token_is_not_explained_by_another_machine(runs, tmp_path):
 
 def test_a_size_is_not_confirmed_by_another_machine(runs, tmp_path):
     """The candidate was captured elsewhere: a plant here says what this machine sees."""
-    other = capture(like=runs / "a", out=tmp_path / "b", prepare=lambda model: [
-        block.mlp.register_forward_hook(lambda _, __, out: out * (1 + 3e-7))
-        for block in model.model.layers
-    ])  # fmt: skip
+    other = capture(like=runs / "a", out=tmp_path / "b", prepare=other_rounding)
     with pytest.raises(UsageError, match="this is not the machine of"):
         sensitivity(runs / "a", candidate=other, blocks=["middle"], faults=["scale"], confirm=True)

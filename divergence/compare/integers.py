@@ -179,6 +179,9 @@ def _choice(
         return None
     sets = [t.reshape(-1, t.shape[-1]).long().sort(-1).values for t in (x, y)]
     other = (sets[0] != sets[1]).any(-1)
+    real = pieces.row_mask(pair.reference, tuple(x.shape))
+    if real is not None:
+        other = other & real
     if not bool(other.any()):
         return None  # the same ones, in another order
     right = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
@@ -191,7 +194,7 @@ def _choice(
     return Integers(
         result=result,
         num_different=int(other.sum()),
-        num_compared=len(other),
+        num_compared=len(other) if real is None else int(real.sum()),
         reference=str(sets[0][first].tolist()),
         candidate=str(sets[1][first].tolist()),
         choice=True,

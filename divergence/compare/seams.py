@@ -135,7 +135,6 @@ class _Given:
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self.pairs: list[Pair] = []
-        self.undigested: tuple[list[Pair], list[Pair]] = ([], [])
         self._by_key: tuple[dict[tuple, list[Pair]], ...] = ({}, {})
         for pair in pairs:
             self.add(pair)
@@ -144,9 +143,7 @@ class _Given:
         self.pairs.append(pair)
         for side in (0, 1):
             record = _of(pair, side)
-            if record.xxh3 is None:
-                self.undigested[side].append(pair)
-            else:
+            if record.xxh3 is not None:
                 self._by_key[side].setdefault(_key(record), []).append(pair)
 
     def equal_to(self, record: Record, side: int) -> list[Pair]:
@@ -201,15 +198,15 @@ class _Looked:
         """The outputs before it that are this very tensor, the last one first; else one behind the
         last block of which it holds some rows."""
         found = list(reversed(given.equal_to(record, side)))
-        if record.xxh3 is None or given.undigested[side]:
-            found += [
+        last = given.pairs[self._last_block(given.pairs) :]
+        if not found:  # of a tensor in parts there is no digest: the nearest ones are read
+            found = [
                 p
-                for p in reversed(given.pairs if record.xxh3 is None else given.undigested[side])
-                if _same(run, record, _of(p, side))
+                for p in reversed(last)
+                if None in (record.xxh3, _of(p, side).xxh3) and _same(run, record, _of(p, side))
             ]
         if found or record.positions is None:
             return found
-        last = given.pairs[self._last_block(given.pairs) :]
         narrowed = (
             pair
             for pair in reversed(last)

@@ -356,10 +356,12 @@ def test_experts_that_do_not_follow_from_their_scores(run, changed):
     assert "its own scores" in verdict.summary
 
 
+@pytest.mark.parametrize("batch", [False, True])
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3-moe"])
-def test_experts_that_rounding_chooses_are_no_fault(architecture, run, tmp_path):
-    """Healthy routers flip: their choices follow from their scores on both sides."""
-    good = run(architecture, sites=["modules"])
+def test_experts_that_rounding_chooses_are_no_fault(architecture, batch, run, tmp_path):
+    """Healthy routers flip: their choices follow from their scores on both sides. Padding goes to
+    any expert."""
+    good = run(architecture, sites=["modules"], batch=batch)
     other = capture(like=good, out=tmp_path / "other", attn_implementation="sdpa")
     report = compare(good, other)
     assert report.verdict.kind == "within_floor", report.verdict

@@ -355,6 +355,7 @@ class Execution:
                 sample = self.samples[number]
                 sample.generated_ids = result.generated[place]
                 sample.chosen_ids = result.chosen[place]
+                sample.decoder_prompt_ids = result.decoder_prompt[place]
                 if self.request.regrouped:
                     end_choices(sample, self.request.like.manifest.tokens.samples[number])
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))

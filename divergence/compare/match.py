@@ -172,6 +172,11 @@ class _Matcher:
             )  # fmt: skip
             best, places = fits[0]
             equal_counts = len(mine[key]) == len(group)
+            if set(places) == {"rewired"} and best.path != named:
+                continue  # nothing that it is given is the same
+            unknown = set(places) == {"open"} and self._apart is not None and not is_copy(one)
+            if unknown and self._distance(one, best) > _SAME:
+                continue  # nor known to be, nor what it makes of it
             if set(places) <= {"same"} or len(fits) == 1 or equal_counts:
                 if len(fits) > 1 and not equal_counts and self._is_taken(one, best, mine[key]):
                     continue

@@ -135,6 +135,8 @@ class Places:
             ):  # fmt: skip
                 return "same"
             return "rewired"
+        if ("outside", "") in (x, y):  # memory that several calls wrote to: unknown
+            return "open"
         if lone[1]:
             return "linked" if self.in_candidates_words(x) in self.leaves(1, y) else "other"
         inside = {self.in_candidates_words(leaf) for leaf in self.leaves(0, x)}

@@ -50,7 +50,14 @@ class Region:
     @property
     def text(self) -> str:
         """``8 products and 7 additions in place of one product``."""
-        return f"{in_words(self.candidate)} in place of {in_words(self.reference)}"
+        theirs, ours = in_words(self.candidate), in_words(self.reference)
+        if theirs == ours:  # then their shapes tell
+            sizes = ["x".join(map(str, side[-1].results[0].shape)) or "scalar"
+                     for side in (self.candidate, self.reference)]  # fmt: skip
+            if sizes[0] == sizes[1]:
+                return f"{theirs} with other casts or layouts"
+            theirs, ours = f"{theirs} ({sizes[0]})", f"{ours} ({sizes[1]})"
+        return f"{theirs} in place of {ours}"
 
 
 @dataclass(slots=True)

@@ -328,3 +328,23 @@ def test_products_of_other_things_are_no_pair(judged):
     result = judged(one, two, [X])
     pairs = {(r.site, r.candidate_site) for r in result.results}
     assert ("./aten.mul", "./aten.mul") not in pairs
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_cast_at_another_place_is_no_fault(judged, early):
+    """A norm multiplied by its weight before or after the cast to bfloat16, on either side."""
+
+    def norm(x, w, *, after):
+        wide = x.float() if x.dtype != torch.float64 else x
+        wide = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        if after:
+            return (w * wide.to(x.dtype)).tanh()
+        return (wide * (w.float() if w.dtype != torch.float64 else w)).to(x.dtype).tanh()
+
+    weights = {"w": 1 + 0.1 * random(128, seed=8)}
+    result = judged(
+        lambda x, w: norm(x, w, after=early), lambda x, w: norm(x, w, after=not early), [X],
+        weights=weights, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert result.onset is None
+    assert all(r.reference_dtype == r.candidate_dtype for r in result.results)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from divergence.compare.graph import Node, maker_of
-from divergence.compare.places import Places, is_copy
+from divergence.compare.places import COMMUTE, Places, is_copy
 from divergence.run.call import Operand
 from divergence.run.scalars import other_scalars
 
@@ -107,6 +107,7 @@ class _Matcher:
         while self._by_dataflow():
             self._forward()
         if self._apart is not None:
+            self._move_behind_casts()
             self._move_behind()
         self.found.sort(key=lambda match: match.reference.order)
 
@@ -126,7 +127,10 @@ class _Matcher:
         operands = node.call.operands
         if node.name in _JOINS:  # of rows sorted by expert: as many as were sent to each
             return module, node.name, len(operands), node.results[0].shape
-        return module, node.name, tuple(one.shape for one in operands), node.results[0].shape
+        shapes = [one.shape for one in operands]
+        if node.name in COMMUTE:  # w * x and x * w are one job
+            shapes.sort()
+        return module, node.name, tuple(shapes), node.results[0].shape
 
     def _by_key(self) -> tuple[dict[tuple, list[Node]], dict[tuple, list[Node]]]:
         found: list[dict[tuple, list[Node]]] = []
@@ -160,7 +164,8 @@ class _Matcher:
             key = self._key(0, one)
             group = theirs.get(key, [])
             fits = [(two, self._places.compare(one, two)) for two in group]
-            fits = [(two, places) for two, places in fits if "other" not in places]
+            never = {"other", "rewired"} if is_copy(one) else {"other"}
+            fits = [(two, places) for two, places in fits if not never & set(places)]
             if not fits:
                 continue
             named = self._rename(f"{one.path}:out").rpartition(":")[0]
@@ -172,6 +177,11 @@ class _Matcher:
             )  # fmt: skip
             best, places = fits[0]
             equal_counts = len(mine[key]) == len(group)
+            if set(places) == {"rewired"} and best.path != named:
+                continue  # nothing that it is given is the same
+            unknown = set(places) == {"open"} and self._apart is not None and not is_copy(one)
+            if unknown and self._distance(one, best) > _SAME:
+                continue  # nor known to be, nor what it makes of it
             if set(places) <= {"same"} or len(fits) == 1 or equal_counts:
                 if len(fits) > 1 and not equal_counts and self._is_taken(one, best, mine[key]):
                     continue
@@ -254,6 +264,37 @@ class _Matcher:
                     return True
         return False
 
+    def _move_behind_casts(self) -> None:
+        """Pairs of two dtypes, where a cast of one side alone makes them one: laid behind it."""
+        for match in list(self.found):
+            ends = match.reference, match.candidate
+            dtypes = [end.results[0].dtype for end in ends]
+            if dtypes[0] == dtypes[1]:
+                continue
+            for side in (0, 1):
+                casts = [
+                    node
+                    for node in self.lone[side]
+                    if is_copy(node)
+                    and ends[side].path in node.feeds
+                    and node.results[0].dtype == dtypes[1 - side]
+                    and node.results[0].numel == ends[side].results[0].numel
+                ]
+                if casts:
+                    pair = (casts[0], ends[1]) if side == 0 else (ends[0], casts[0])
+                    self._replace(match, pair)
+                    break
+
+    def _replace(self, match: Match, pair: tuple[Node, Node]) -> None:
+        """Another pair in a pair's place."""
+        self.found.remove(match)
+        self._places.part(match.reference, match.candidate)
+        self.lone[0].append(match.reference)
+        self.lone[1].append(match.candidate)
+        self._add(*pair, "value")
+        for nodes in self.lone:
+            nodes.sort(key=lambda node: node.order)
+
     def _move_behind(self) -> None:
         """Pairs whose result the other side holds only after calls of its own: laid where it is."""
         for match in list(self.found):
@@ -267,13 +308,7 @@ class _Matcher:
                 here = self._distance(match.reference, match.candidate)
                 best = min(pairs, key=lambda pair: self._distance(*pair))
                 if self._distance(*best) < _NEARER * here and self._distance(*best) <= _SAME:
-                    self.found.remove(match)
-                    self._places.part(match.reference, match.candidate)
-                    self.lone[0].append(match.reference)
-                    self.lone[1].append(match.candidate)
-                    self._add(*best, "value")
-                    for nodes in self.lone:
-                        nodes.sort(key=lambda node: node.order)
+                    self._replace(match, best)
                     break
 
     def _behind(self, side: int, node: Node) -> list[Node]:

@@ -3,7 +3,7 @@
 A scalar or keyword argument (an attention scale, an epsilon, a flag) is as much an operand as a
 tensor is, and a difference in it is a fact, not a measurement: two calls with other numbers do
 other jobs. So are constants: small tensors, masks and integers that were made outside the recorded
-modules and are no weights. Numbers are compared as they stand in the record (run.scalars); small
+modules, and small buffers. Numbers are compared as they stand in the record (run.scalars); small
 floating-point constants may differ by 4 u of their dtype, two roundings of two values each within
 one ulp; integers and masks must be equal. Large tables (rotary angles) are left to the
 comparison of inputs (compare.inputs), since correct code makes them differ by more.
@@ -19,7 +19,7 @@ from divergence.compare.operators_result import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
 from divergence.run.call import Operand
 from divergence.run.reader import Run
-from divergence.run.scalars import other_scalars, scalar_words
+from divergence.run.scalars import OtherScalar, other_scalars, scalar_words
 
 __all__ = ["given_inputs", "operands_text", "other_operands"]
 
@@ -28,10 +28,18 @@ _SMALL = 64
 _SHOWN = 4
 """Elements that are printed."""
 _ROUNDINGS = 4
+_MEASURED = 2.0**-5
+"""Four ulp of bfloat16."""
 
 
-def other_operands(one: Node, two: Node, a: Run, b: Run) -> list[OtherOperand]:
-    """Scalars and constants that differ between the reference's call and its partner."""
+def other_operands(
+    one: Node, two: Node, a: Run, b: Run, *, measured: bool = False
+) -> list[OtherOperand]:
+    """Scalars and constants that differ between the reference's call and its partner.
+
+    ``measured``: the model takes numbers out of tensors (``.item()``), so a scalar may be a result,
+    which rounding moves: one that is off by less than ``_MEASURED`` is told, and is no fact.
+    """
     if one.name != two.name:
         return []
     found = [
@@ -40,7 +48,7 @@ def other_operands(one: Node, two: Node, a: Run, b: Run) -> list[OtherOperand]:
             kind="scalar",
             reference=scalar_words(item.reference),
             candidate=scalar_words(item.candidate),
-            is_value=item.is_number,
+            is_value=item.is_number and not (measured and _is_near(item)),
             difference=_relative(item.reference, item.candidate),
         )
         for item in other_scalars(one.call, two.call)
@@ -57,6 +65,11 @@ def other_operands(one: Node, two: Node, a: Run, b: Run) -> list[OtherOperand]:
     return found
 
 
+def _is_near(item: OtherScalar) -> bool:
+    apart = _relative(item.reference, item.candidate)
+    return apart is not None and apart < _MEASURED
+
+
 def _is_written(node: Node, argument: str) -> bool:
     name = node.call.operator.split(".")[1] if "." in node.call.operator else ""
     return argument == "out" or (argument == "self" and name.endswith("_"))
@@ -66,12 +79,17 @@ def _other_constant(
     name: str, mine: tuple[Node, Operand, Run], other: tuple[Node, Operand, Run]
 ) -> OtherOperand | None:
     operands = mine[1], other[1]
-    if any(maker_of(one) is not None or one.weight is not None for one in operands):
+    if any(maker_of(one) is not None for one in operands):
         return None
     records = operand_record(*mine), operand_record(*other)
     if None in records or records[0].xxh3 == records[1].xxh3:
         return None
+    weights = [one.weight is not None for one in operands]
+    if any(weights) and (not all(weights) or records[0].numel > _SMALL):
+        return None  # a weight; a small buffer is a constant
     if operands[0].shape != operands[1].shape or operands[0].dtype != operands[1].dtype:
+        return None
+    if not (mine[2].has_bytes(records[0]) and other[2].has_bytes(records[1])):
         return None
     x, y = mine[2].read(records[0]), other[2].read(records[1])
     if x.numel() != y.numel():

@@ -103,6 +103,8 @@ def judge_operators(
         _codes(result, unit, measured.with_truth)
         judge_roundings(result, unit, thresholds)
         judge_operands(result, unit)
+        if two_dtypes:  # casts are to other dtypes by right
+            result.other_operands = [one for one in result.other_operands if one.is_value]
         if two_dtypes and result.why != "nonfinite":
             result.share, result.why, result.verdict = 0.0, None, "unjudged"
         if feeds and measured.frame == "block":

@@ -89,7 +89,8 @@ def _what_happens(first: OperatorResult, seems: str) -> str:
         region = first.region
         if region.argument is None:
             return f"the error {seems} {first.site}: {region.text}"
-        return f"the error {seems} {region.argument} of {region.consumer}: {region.text}"
+        where = f"{first.site}, which {region.consumer} is given as {region.argument}"
+        return f"the error {seems} {where}: {region.text}"
     if first.fed_by:
         names = ", ".join(first.fed_by[:3])
         return (

@@ -83,6 +83,7 @@ def measure_operators(
     right = {} if truth is None else forwards_of(truth, truth_pass)
     exact = a.manifest.settings.compute_dtype == "float64"
     replays = "replayed" in passes
+    numbers = any(_takes_numbers(run) for run in (a, b))
     units: dict[tuple[str, str, str], OperatorUnit] = {}
     lone: dict[str, list[Node]] = {"reference": [], "candidate": []}
     unreached: dict[str, list[Node]] = {"reference": [], "candidate": []}
@@ -133,9 +134,8 @@ def measure_operators(
                     unit.other_inputs,
                     other_inputs(match.reference, match.candidate, a, b, partner=partners.get),
                 )
-                unit.other_operands = _worse(
-                    unit.other_operands, other_operands(match.reference, match.candidate, a, b)
-                )
+                others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
+                unit.other_operands = _worse(unit.other_operands, others)
         for number, (side, nodes) in enumerate((("reference", only_a), ("candidate", only_b))):
             in_regions[side] |= regions.members[number]
             for known, more in ((lone[side], nodes), (unreached[side], regions.unreached[number])):
@@ -150,6 +150,11 @@ def measure_operators(
         unreached=unreached,
         in_regions=in_regions,
     )
+
+
+def _takes_numbers(run: Run) -> bool:
+    """Did a module take numbers out of tensors? Such an operator returns no tensor."""
+    return any("returns no tensor" in reason for reason in run.manifest.plan.skipped_operators)
 
 
 def _ends(region: Region) -> Match:

@@ -15,7 +15,7 @@ from typing import Literal
 from divergence.compare.graph import Node, maker_of
 from divergence.run.call import Operand
 
-__all__ = ["COPIES", "Places", "Source", "is_copy"]
+__all__ = ["COMMUTE", "COPIES", "Places", "Source", "is_copy"]
 
 COPIES = ("aten.clone", "aten.copy", "aten._to_copy", "aten.contiguous", "aten.to")
 
@@ -28,7 +28,8 @@ Place = Literal["same", "linked", "rewired", "open", "other"]
 to the other through calls without a partner; ``open``: both made by calls without a partner;
 ``other``: the one is known and the other does not come from it."""
 
-_COMMUTES = ("aten.add", "aten.mul", "aten.maximum", "aten.minimum")
+COMMUTE = ("aten.add", "aten.mul", "aten.maximum", "aten.minimum")
+"""Their operands may come in either order."""
 
 
 def is_copy(node: Node) -> bool:
@@ -113,7 +114,7 @@ class Places:
             self._operand(one, two, number, number, x, y)
             for number, (x, y) in enumerate(zip(mine, theirs, strict=False))
         ]
-        swaps = one.name in _COMMUTES and len(mine) == len(theirs) == 2
+        swaps = one.name in COMMUTE and len(mine) == len(theirs) == 2
         if swaps and set(found) != {"same"}:
             turned = [self._operand(one, two, n, 1 - n, mine[n], theirs[1 - n]) for n in (0, 1)]
             if turned.count("same") > found.count("same"):
@@ -135,6 +136,8 @@ class Places:
             ):  # fmt: skip
                 return "same"
             return "rewired"
+        if ("outside", "") in (x, y):  # memory that several calls wrote to: unknown
+            return "open"
         if lone[1]:
             return "linked" if self.in_candidates_words(x) in self.leaves(1, y) else "other"
         inside = {self.in_candidates_words(leaf) for leaf in self.leaves(0, x)}

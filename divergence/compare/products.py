@@ -29,12 +29,14 @@ from divergence.run.call import Operand
 from divergence.run.reader import Run
 from divergence.run.record import Record
 
-__all__ = ["OwnError", "is_product_region", "own_error"]
+__all__ = ["CONSTANTS", "OwnError", "is_product_region", "own_error"]
 
 _PRODUCTS = ("aten.mm", "aten.bmm", "aten.mv", "aten.matmul", "aten.addmm", "aten.baddbmm",
              "aten.linear")  # fmt: skip
 _ONE_ROUNDING = 0.41  # u, rms (numerics.floor)
-_SUMS = ("aten.add", "aten.sub", "aten.cat")
+_SUMS = ("aten.add", "aten.sub", "aten.cat", "aten.stack", "aten.sum")
+CONSTANTS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.full", "aten.full_like")
+"""What sums begin with."""
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ def is_product_region(nodes: Sequence[Node]) -> bool:
     """Products, additions and copies alone, a product among them, stored in 16 bits."""
     if not any(node.name in _PRODUCTS for node in nodes):
         return False
-    if not all(node.name in _PRODUCTS + _SUMS or is_copy(node) for node in nodes):
+    if not all(node.name in _PRODUCTS + _SUMS + CONSTANTS or is_copy(node) for node in nodes):
         return False
     form = format_named(nodes[-1].results[0].dtype)
     return form.kind == "float" and form.itemsize == 2
@@ -77,6 +79,9 @@ def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
     made: dict[str, torch.Tensor] = {}
     paths = {node.path for node in nodes}
     for node in nodes:
+        if node.name in CONSTANTS:
+            made[node.path] = run.read(node.results[0]).to(torch.float64)
+            continue
         values = [_value(run, node, one, made, paths) for one in node.call.operands]
         if any(value is None for value in values):
             return None
@@ -156,9 +161,16 @@ def _computed(node: Node, values: list[torch.Tensor]) -> torch.Tensor | None:
             if not values or not isinstance(other, torch.Tensor | int | float):
                 return None
             return values[0] + (alpha if name == "aten.add" else -alpha) * other
-        if name == "aten.cat":
+        if name in ("aten.cat", "aten.stack"):
             dim = arguments.get("dim", 0)
-            return torch.cat(values, dim) if type(dim) is int else None
+            join = torch.cat if name == "aten.cat" else torch.stack
+            return join(values, dim) if type(dim) is int else None
+        if name == "aten.sum" and len(values) == 1:
+            dims = arguments.get("dim")
+            if dims is None:
+                return values[0].sum()
+            known = isinstance(dims, list) and all(type(dim) is int for dim in dims)
+            return values[0].sum(dims, keepdim=arguments.get("keepdim") is True) if known else None
     except (RuntimeError, IndexError):  # shapes that a stranger's run claims
         return None
     return None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from divergence.compare.graph import Node
 from divergence.compare.match import Match
 from divergence.compare.places import Places, Source, is_copy
+from divergence.compare.products import CONSTANTS
 from divergence.run.call import Operand
 
 __all__ = ["Region", "Regions", "in_words", "regions_in"]
@@ -49,7 +50,14 @@ class Region:
     @property
     def text(self) -> str:
         """``8 products and 7 additions in place of one product``."""
-        return f"{in_words(self.candidate)} in place of {in_words(self.reference)}"
+        theirs, ours = in_words(self.candidate), in_words(self.reference)
+        if theirs == ours:  # then their shapes tell
+            sizes = ["x".join(map(str, side[-1].results[0].shape)) or "scalar"
+                     for side in (self.candidate, self.reference)]  # fmt: skip
+            if sizes[0] == sizes[1]:
+                return f"{theirs} with other casts or layouts"
+            theirs, ours = f"{theirs} ({sizes[0]})", f"{ours} ({sizes[1]})"
+        return f"{theirs} in place of {ours}"
 
 
 @dataclass(slots=True)
@@ -84,8 +92,7 @@ def regions_in(
         if match.method in ("value", "dataflow") or nodes[0].name != nodes[1].name:
             region = _region(places, [*before[0], nodes[0]], [*before[1], nodes[1]], match=match)
             found.by_pair[match.reference.path] = region
-            for side, members in enumerate((region.reference, region.candidate)):
-                found.members[side].update(node.path for node in members)
+            _hold(found, region, places)
             continue
         for number, makers in enumerate(_open_operands(places, match)):
             if makers is None:
@@ -93,8 +100,7 @@ def regions_in(
             chains = [[*_before(places, side, makers[side]), makers[side]] for side in (0, 1)]
             region = _region(places, *chains, consumer=match, number=number)
             _keep_largest(found.of_operands, region)
-            for side, members in enumerate((region.reference, region.candidate)):
-                found.members[side].update(node.path for node in members)
+            _hold(found, region, places)
     for side, nodes in enumerate((reference, candidate)):
         found.unreached[side].extend(
             node
@@ -104,6 +110,21 @@ def regions_in(
             and not is_copy(node)
         )
     return found
+
+
+def _hold(found: Regions, region: Region, places: Places) -> None:
+    """Its members, and the copies of one side alone among them, are in a region."""
+    for side, members in enumerate((region.reference, region.candidate)):
+        own = found.members[side]
+        own.update(node.path for node in members)
+        waiting = list(members)
+        while waiting:
+            for feed in waiting.pop().feeds:
+                node = places.nodes[side].get(feed)
+                lone = node is not None and places.lone(side, ("made", feed))
+                if lone and feed not in own and is_copy(node):
+                    own.add(feed)
+                    waiting.append(node)
 
 
 def _keep_largest(known: list[Region], region: Region) -> None:
@@ -173,7 +194,7 @@ _PLURALS = {"product with bias": "products with bias", "softmax": "softmaxes"}
 def in_words(nodes: Sequence[Node]) -> str:
     """How many of what: ``8 products and 7 additions``. Copies and casts only where nothing else
     is there."""
-    computing = [node for node in nodes if not is_copy(node)] or list(nodes)
+    computing = [n for n in nodes if not is_copy(n) and n.name not in CONSTANTS] or list(nodes)
     counts = Counter(_word(node) for node in computing)
     parts = [
         f"one {word}" if count == 1 else f"{count} {_PLURALS.get(word, word + 's')}"

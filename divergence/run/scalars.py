@@ -4,8 +4,8 @@ Everything that is no tensor is a scalar here: numbers, flags, dims, dtypes. An 
 side leaves out has the default of torch's own schema. Where the values lie in memory (device,
 layout, memory format, pinned) is no operand: it changes no number. Two Python floats that are equal
 but for 2 u32 are the same: they are two ways of writing one number (``head_dim ** -0.5`` and
-``1 / math.sqrt(head_dim)``), and no kernel computes in more than that number's float32 or float64
-neighbourhood.
+``1 / math.sqrt(head_dim)``). So are two fillings of a mask that are both far below every score
+(-inf, finfo.min), and an axis counted from the front and from the end.
 """
 
 from __future__ import annotations
@@ -46,20 +46,47 @@ def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:
         if name in _NOT_OPERANDS:
             continue
         mine, other = (_value(call, name) for call in (reference, candidate))
-        if _is_tensor(mine) or _is_tensor(other) or _same(mine, other):
+        if _is_tensor(mine) or _is_tensor(other):
             continue
-        numbers = all(type(v) in (int, float) or _is_special(v) for v in (mine, other))
+        axes = [_from_front(name, v, c) for v, c in ((mine, reference), (other, candidate))]
+        if _same(*axes) or (name in _FILLINGS and _masks(mine) and _masks(other)):
+            continue
         found.append(
             OtherScalar(
                 argument=name, reference=mine, candidate=other,
-                is_number=numbers and name not in _SHAPING,
+                is_number=all(_is_number(name, value) for value in (mine, other)),
             )
         )  # fmt: skip
     return found
 
 
-_SHAPING = frozenset({"dim", "dims", "dim0", "dim1", "start", "end", "step", "size", "sizes",
-                      "length", "index", "k", "n", "diagonal", "offset"})  # fmt: skip
+_AXES = frozenset({"dim", "dims", "dim0", "dim1"})
+_FILLINGS = frozenset({"value", "other", "fill_value"})
+_INTEGERS = frozenset({"other", "alpha", "beta", "exponent", "value", "fill_value", "self", "scale",
+                       "min", "max"})  # fmt: skip
+"""Arguments whose integers enter the arithmetic; others are sizes, axes and counts."""
+_BELOW = -1e4
+"""Far below every score; finfo.min of float16 is -65504."""
+
+
+def _from_front(name: str, value: Any, call: Call) -> Any:
+    """An axis counted from the front."""
+    if name not in _AXES or not call.operands:
+        return value
+    rank = len(call.operands[0].shape)
+    if isinstance(value, list):
+        return [_from_front(name, item, call) for item in value]
+    return value + rank if type(value) is int and value < 0 else value
+
+
+def _masks(value: Any) -> bool:
+    return value == {"float": "-inf"} or (type(value) in (int, float) and value < _BELOW)
+
+
+def _is_number(name: str, value: Any) -> bool:
+    if type(value) is int:
+        return name in _INTEGERS
+    return type(value) is float or _is_special(value)
 
 
 def scalar_words(value: Any) -> str:

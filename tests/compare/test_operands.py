@@ -13,7 +13,7 @@ from divergence.compare.operator_judge import judge_operators
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators import measure_operators
 from divergence.compare.result import Verdict
-from divergence.run.call import Call
+from divergence.run.call import Call, Operand
 from divergence.run.scalars import other_scalars
 
 PASSES = ("anchored", "anchored")
@@ -208,3 +208,44 @@ def test_the_json_holds_them(judged):
     found = next(r for r in built["results"] if r["site"] == "./aten.mul")
     assert found["other_operands"][0]["kind"] == "scalar"
     assert found["why"] == "operands"
+
+
+def test_axes_and_masks_said_in_two_ways_are_the_same():
+    """The last axis by either number; -inf and finfo.min where a mask is filled."""
+    x = Operand(site="m/aten.mul:out", shape=(2, 3, 4), dtype="float32")
+
+    def summed(dim):
+        return Call(operator="aten.sum.dim_IntList", operands=(x,),
+                    arguments={"self": {"tensor": 0}, "dim": dim})  # fmt: skip
+
+    assert other_scalars(summed([-1]), summed([2])) == []
+    assert other_scalars(summed([-1]), summed([1])) != []
+    fill = "aten.masked_fill.Scalar"
+    lowest = call(fill, value=-3.4028234663852886e38)
+    assert other_scalars(call(fill, value={"float": "-inf"}), lowest) == []
+    assert other_scalars(call(fill, value=0.0), lowest)[0].is_number
+
+
+def test_a_number_taken_from_a_tensor_may_be_rounded(judged):
+    """A scale that is a result itself (amax.item()) is told, and no fact: rounding moves it."""
+    noise = 1 + 1e-6 * random(40, 128, seed=9)
+
+    def scaled(off):
+        def forward(x):
+            y = x * (noise.to(x.dtype) if off else torch.ones_like(noise).to(x.dtype))
+            return y * float(y.abs().max())
+
+        return forward
+
+    result = judged(scaled(False), scaled(True), [X])
+    assert all(not one.is_value for r in result.results for one in r.other_operands)
+    assert next(r for r in result.results if r.site == "./aten.mul#2").why != "operands"
+
+
+def test_a_small_buffer_is_a_constant(toy):
+    """Of another machine's making, by its digest and its value."""
+    buffers = [{"scale": torch.tensor([value])} for value in (0.125, 0.126)]
+    runs = [toy(lambda x, scale: x * scale, [X], weights=one) for one in buffers]
+    result = judge_operators(measure_operators(*runs, PASSES), notes={})
+    (item,) = result.results[0].other_operands
+    assert (item.kind, item.reference, item.candidate) == ("constant", "[0.125]", "[0.126000002]")

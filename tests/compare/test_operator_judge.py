@@ -318,15 +318,14 @@ def test_softmax_turns_absolute_differences_into_relative_ones(judged):
 def test_few_numbers_may_differ_widely(toy):
     """One row of two numbers, one side right by luck, is nothing; forty rows so are."""
 
-    def run(rows, error):
-        weights = {"weight": torch.full((rows, 2), 1 + error)}
-        return toy(lambda x, weight: x * weight, [X[:rows, :2]], weights=weights)
+    def run(rows, error, dtype=torch.float32, **options):
+        weights = {"weight": torch.full((40, 2), 1 + error, dtype=dtype)}
+        inputs = [X[:rows, :2].to(dtype)]
+        return toy(lambda x, weight: x * weight[:rows], inputs, weights=weights, **options)
 
     for rows, onset in ((1, None), (40, "./aten.mul")):
         a, b = run(rows, 1e-3), run(rows, 1e-5)
-        weights = {"weight": torch.ones(rows, 2, dtype=torch.float64)}
-        truth = toy(lambda x, weight: x * weight, [X[:rows, :2].double()], weights=weights,
-                    compute_dtype="float64")  # fmt: skip
+        truth = run(rows, 0.0, torch.float64, compute_dtype="float64")
         result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
         assert result.onset == onset
 

@@ -283,3 +283,68 @@ def test_what_has_nothing_in_common_is_said_not_paired(judged):
     assert note.startswith("could not be compared: ")
     assert "aten.sin" in note
     assert "aten.exp" in note
+
+
+def test_sums_in_place_from_zeros_are_a_region_of_products(judged):
+    """acc = zeros; acc += part: the zeros are no step, and the sums are still too coarse."""
+
+    def collected(x, w):
+        total = torch.zeros(x.shape[0], w.shape[1], dtype=x.dtype)
+        for part, weight in zip(x.chunk(16, -1), w.chunk(16, 0), strict=True):
+            total += part @ weight
+        return total.tanh()
+
+    result = judged(one_product, collected, [X], weights={"w": W}, dtype=torch.bfloat16)
+    found = region_of(result)
+    assert found.region.text == "16 products and 16 additions in place of one product"
+    assert found.region.candidate_times > 2.3
+    assert (result.onset, result.side) == ("./aten.mm", "candidate")
+
+
+def test_a_result_written_in_parts_keeps_what_follows_comparable(judged):
+    """Two products, each written into half of one buffer: what reads it has its partner."""
+
+    def halves(x, w):
+        out = torch.empty(x.shape[0], w.shape[1], dtype=x.dtype)
+        out[:, :32] = x @ w[:, :32]
+        out[:, 32:] = x @ w[:, 32:]
+        return out.tanh()
+
+    result = judged(one_product, halves, [X], weights={"w": W})
+    assert ("./aten.tanh", "./aten.tanh") in {(r.site, r.candidate_site) for r in result.results}
+    assert result.onset is None
+
+
+def test_products_of_other_things_are_no_pair(judged):
+    """Same operator, same shapes, in one module: nothing that they are given is the same."""
+
+    def one(x):
+        return (x.sin() * x.cos()).exp() + x
+
+    def two(x):
+        y = x.tanh() * x.sigmoid() + 3 * x.erf()
+        return y.exp() + x
+
+    result = judged(one, two, [X])
+    pairs = {(r.site, r.candidate_site) for r in result.results}
+    assert ("./aten.mul", "./aten.mul") not in pairs
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_cast_at_another_place_is_no_fault(judged, early):
+    """A norm multiplied by its weight before or after the cast to bfloat16, on either side."""
+
+    def norm(x, w, *, after):
+        wide = x.float() if x.dtype != torch.float64 else x
+        wide = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        if after:
+            return (w * wide.to(x.dtype)).tanh()
+        return (wide * (w.float() if w.dtype != torch.float64 else w)).to(x.dtype).tanh()
+
+    weights = {"w": 1 + 0.1 * random(128, seed=8)}
+    result = judged(
+        lambda x, w: norm(x, w, after=early), lambda x, w: norm(x, w, after=not early), [X],
+        weights=weights, dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert result.onset is None
+    assert all(r.reference_dtype == r.candidate_dtype for r in result.results)

@@ -33,7 +33,6 @@ from divergence.numerics.chance import spread
 from divergence.numerics.floor import Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
 from divergence.run.manifest import Manifest
-from divergence.run.nonfinite import is_mask
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import ROOT, is_operator_site, module_of
@@ -108,7 +107,7 @@ def _forwards(pairs: Iterable[Pair], manifest: Manifest) -> Iterator[list[Pair]]
 
 def _is_passage(record: Record, manifest: Manifest) -> bool:
     """A float tensor that a block or trunk module takes or gives."""
-    if is_operator_site(record.site) or is_mask(record.site):
+    if is_operator_site(record.site) or "mask" in record.site.partition(":")[2]:
         return False
     note = manifest.plan.modules.get(module_of(record.site))
     if note is None or note.role not in ("block", "trunk"):
@@ -126,8 +125,12 @@ def _of(pair: Pair, side: int) -> Record:
     return (pair.reference, pair.candidate)[side].record
 
 
+def _digest(record: Record) -> str | None:
+    return record.xxh3 or record.fold
+
+
 def _key(record: Record) -> tuple:
-    return record.xxh3, record.dtype, record.shape, record.positions
+    return _digest(record), record.dtype, record.shape, record.positions
 
 
 class _Given:
@@ -143,12 +146,12 @@ class _Given:
         self.pairs.append(pair)
         for side in (0, 1):
             record = _of(pair, side)
-            if record.xxh3 is not None:
+            if _digest(record) is not None:
                 self._by_key[side].setdefault(_key(record), []).append(pair)
 
     def equal_to(self, record: Record, side: int) -> list[Pair]:
         """By their digests."""
-        return [] if record.xxh3 is None else self._by_key[side].get(_key(record), [])
+        return [] if _digest(record) is None else self._by_key[side].get(_key(record), [])
 
 
 def _is_main(site: str) -> bool:
@@ -200,10 +203,11 @@ class _Looked:
         found = list(reversed(given.equal_to(record, side)))
         last = given.pairs[self._last_block(given.pairs) :]
         if not found:  # of a tensor in parts there is no digest: the nearest ones are read
+            near = ((pair, _of(pair, side)) for pair in reversed(last))
             found = [
-                p
-                for p in reversed(last)
-                if None in (record.xxh3, _of(p, side).xxh3) and _same(run, record, _of(p, side))
+                pair
+                for pair, other in near
+                if None in (_digest(record), _digest(other)) and _same(run, record, other)
             ]
         if found or record.positions is None:
             return found
@@ -233,7 +237,7 @@ class _Looked:
         if record.shape != before.shape and not _narrowed(record, before):
             size = math.inf
         elif not (run.has_bytes(record) and run.has_bytes(before)):
-            return None  # that it is changed is known, by how much is not
+            return self._grown([source], result)  # by how much is not known of one side alone
         else:
             x, y = _rows(run, record, before)
             norm = y.norm(dim=-1)
@@ -294,7 +298,8 @@ class _Looked:
         made = math.sqrt(max(0.0, result.token_rel_l2_median**2 - entering**2))
         allowed = math.sqrt(store**2 + update**2 + (self.thresholds.free_gain * entering) ** 2)
         size = made / allowed
-        limit = self.thresholds.typical * spread(result.numel)
+        count = result.numel if result.estimated is None else result.estimated.num_values
+        limit = self.thresholds.typical * spread(count)
         if size <= limit:
             return None
         return Seam(
@@ -318,8 +323,8 @@ def _same(run: Run, record: Record, other: Record) -> bool:
         record.dtype, record.shape, record.positions
     ):  # fmt: skip
         return False
-    if other.xxh3 is not None and record.xxh3 is not None:
-        return other.xxh3 == record.xxh3
+    if None not in (_digest(record), _digest(other)):
+        return _digest(other) == _digest(record)
     return _equal(run, record, other)
 
 

@@ -164,6 +164,33 @@ def test_tables_changed_on_their_way_to_a_block(run, changed):
     assert "model.rotary_emb:out" in verdict.summary
 
 
+def test_a_bias_changed_on_its_way_to_a_block(run, changed):
+    """T5 makes its position bias in the first block, and the others are given it."""
+    good = run("t5")
+
+    def change(model):
+        def hook(module, args, kwargs):
+            place = next(n for n, x in enumerate(args) if n and torch.is_tensor(x) and x.ndim == 4)
+            return (*args[:place], noise(args[place], 0.5), *args[place + 1 :]), kwargs
+
+        model.encoder.block[2].register_forward_pre_hook(hook, with_kwargs=True)
+
+    verdict = compare(good, changed(good, change)).verdict
+    assert verdict.kind == "localized"
+    assert verdict.onset.site == "encoder.block.2:in.position_bias"
+
+
+@pytest.mark.parametrize("store", ["sketch", "stats"])
+def test_noise_before_the_norm_where_no_bytes_are_kept(store, run, tmp_path):
+    """What was estimated grows beyond what came in; of statistics alone nothing passes either."""
+    good = run(store=store)
+    bad = capture(like=good, out=tmp_path / "bad", anchor=False, plants=["model.norm:in=noise:1"])
+    result = check(good, bad)
+    assert not result.passed
+    if store == "sketch":
+        assert result.report.verdict.onset.site == "model.norm:in", result.report.verdict
+
+
 def test_a_block_that_is_passed_by(run, changed):
     """One side gives a block the output of an earlier one: other wiring, no number is off."""
     good = run()

@@ -8,10 +8,10 @@ on both sides, and one of them that is far off is a fault, of one expert perhaps
 So in an anchored forward (of which every block gets recorded inputs, so that no choice of an
 earlier block plays in) a token is *kept* for judging if it is chosen for alike. One that is not
 is left out and counted, unless rounding does not explain it: where the recorded logits L decide
-(each side's experts are its k largest on every token that is chosen for alike), a token whose
-experts are not the largest of its own side's L was sent elsewhere by the choice itself. It is
-kept, and convicts. That the logits themselves are no farther off than rounding is judged at the
-router, like any other result.
+(each side's experts are its k largest on every token that is chosen for alike, ten closer ones
+among them), a token whose experts are not the largest of its own side's L was sent elsewhere by
+the choice itself. It is kept, and convicts. That the logits themselves are no farther off than
+rounding is judged at the router, like any other result.
 
 Known only where the choice was recorded on every side (capture.routing_sites), and None otherwise.
 The free pass tells nothing: one rerouted token changes all later ones.
@@ -38,6 +38,10 @@ __all__ = ["Routed", "Routing", "unknown_blocks"]
 
 _TIE = 8 * 2.0**-24
 """Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there."""
+_WITNESSES = 10
+"""That logits decide is known from tokens chosen for alike. Something else that decides, a bias
+say, and overrules a lead of this size would have overruled half of the smaller leads: not one of
+ten is a chance of 1 in 1,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,25 +260,29 @@ def _explained(
     if bool(alike.all()) or any(one is None for one in logits):
         return yes, None
     sides = [one.double() for one in logits if one is not None]
-    largest = [_are_largest(chosen, values) for chosen, values in zip(rows, sides, strict=True)]
-    if not all(bool(one[alike].all()) for one in largest):
+    leads = [_lead(chosen, values) for chosen, values in zip(rows, sides, strict=True)]
+    tie = -_TIE * sides[0].abs().amax(-1)
+    if not all(bool((lead >= tie)[alike].all()) for lead in leads):
         return yes, None  # not the logits alone decide: a bias, groups
-    explained = alike | (largest[0] & largest[1])
+    behind = -torch.minimum(*leads)
+    closer = torch.searchsorted(leads[0][alike].sort().values, behind)
+    explained = alike | (behind <= -tie) | (closer < _WITNESSES)
     gaps = [
         _gap(rows[0][t], rows[1][t], sides[0][t]) for t in (~alike & explained).nonzero().flatten()
     ]
     return explained, max(gaps, default=None)
 
 
-def _are_largest(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(T,): are the chosen experts (T, k) those of the k largest values (T, E)?"""
+def _lead(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """(T,): the least of the chosen experts' values (T, E) less the greatest of the others'; not
+    negative where the chosen (T, k) are the k largest."""
     import torch
 
     mine = torch.zeros(values.shape, dtype=torch.bool)
     mine.scatter_(1, chosen.long().clamp(0, values.shape[-1] - 1), True)
     least = values.masked_fill(~mine, float("inf")).amin(-1)
     most = values.masked_fill(mine, float("-inf")).amax(-1)
-    return least >= most - _TIE * values.abs().amax(-1)
+    return least - most
 
 
 def _gap(one: torch.Tensor, two: torch.Tensor, values: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from divergence.capture.api import capture, reference
 from divergence.capture.engines import _tiny_weights, tiny
+from divergence.compare import routing
 from divergence.compare.api import compare
 from divergence.run.reader import Run
 from divergence.run.site import module_of
@@ -229,3 +230,27 @@ def test_the_choice_is_recorded_with_blocks(recorded):
     assert inner == {
         f"model.layers.{n}.mlp{port}" for n in range(4) for port in (".gate:out", CHOICE)
     }
+
+
+def explained(leads, gap, *, num_experts=4):
+    """``_explained`` of tokens with these leads, all chosen for alike, and of one that the
+    candidate sent to the experts 2 and 3 against its logits, by ``gap``."""
+    values = torch.zeros(len(leads) + 1, num_experts)
+    values[:, :2] = torch.tensor([*leads, gap])[:, None]
+    one = torch.tensor([[0, 1]]).repeat(len(values), 1)
+    two = one.clone()
+    two[-1] = torch.tensor([2, 3])
+    alike = torch.ones(len(values), dtype=torch.bool)
+    alike[-1] = False
+    return bool(routing._explained(alike, (one, two), (values, values))[0][-1])
+
+
+def test_what_else_decides_is_not_taken_for_a_fault():
+    """A lead that was overruled is beyond rounding only where ten smaller ones were not: a decode
+    step of one token, or a router with a bias, blames nobody."""
+    assert not explained([0.1] * 10, 0.5)
+    assert explained([0.1] * 9, 0.5)  # too few to know
+    assert explained([], 0.5)
+    assert explained([0.9] * 20, 0.5)  # none was closer
+    assert explained([*[0.1] * 20, -0.2], 0.5)  # the logits do not decide there either
+    assert explained([0.1] * 20, 0.0)  # a tie

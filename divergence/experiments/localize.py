@@ -118,7 +118,7 @@ def _descend(
     right, report = truth, None
     if right is None and block is None:  # a truth is dear: not where there is nothing to judge
         report = compare(a, b, progress=tell)
-    if report is None or report.verdict.kind not in _NOTHING_TO_JUDGE:
+    if report is None or not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)):
         right = truth if truth is not None else maker.truth("truth")
         if right is not None:
             right = unsharded(right if isinstance(right, Run) else Run.open(right))
@@ -126,7 +126,7 @@ def _descend(
     done.levels = [Level.of_report("block", report)]
     done.truth = None if right is None else str(right.path)
     chosen, why = _choose(report, block)
-    if report.verdict.kind not in _NOTHING_TO_JUDGE and right is None:
+    if not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)) and right is None:
         done.stopped = "the truth has to be made on the reference's machine, by its code"
         return
     if chosen is None:
@@ -223,6 +223,8 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
             )
         return block, None
     verdict = report.verdict
+    if _is_one_run(report):
+        return None, f"{verdict.summary}: there is nothing to find"
     if verdict.kind in ("localized", "systematic", "nonfinite") and verdict.onset is not None:
         if _is_outside(verdict.onset):
             return None, (
@@ -245,6 +247,11 @@ def _is_outside(onset: Onset) -> bool:
     path, _, port = onset.site.partition(":")
     at_the_edge = port.startswith("in") and onset.block in (None, path)
     return onset.pass_ == "free" and (at_the_edge or path == ROOT)
+
+
+def _is_one_run(report: Report) -> bool:
+    """Was a run compared with itself, and its ranks, if there are several, agree?"""
+    return report.reference.id == report.candidate.id and report.verdict.kind == "undetermined"
 
 
 def _alone_there(report: Report) -> str:

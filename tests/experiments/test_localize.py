@@ -185,7 +185,7 @@ def test_the_page_and_the_json_say_the_same(runs, tmp_path):
 
 def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path):
     """It would take the model and minutes, to say what the runs alone say."""
-    for other, kind in (("a", "identical"), ("other", "incomparable")):
+    for other, kind in (("a", "undetermined"), ("other", "incomparable")):
         b = runs / "a"
         if other == "other":
             source = Run.open(runs / "a").manifest.model.source

@@ -39,6 +39,8 @@ and any fault worth the name, and far below what two different values of a block
 _NEARER = 0.25
 """A pair moves behind calls of one side alone where what those make is four times as near."""
 _JOINS = ("aten.cat", "aten.stack")
+_MOST = 32
+"""Of one module, operator and shape: how many, in order, one call is held against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class _Matcher:
         for one in self.lone[0]:
             key = self._key(0, one)
             group = theirs.get(key, [])
-            fits = [(two, self._places.compare(one, two)) for two in group]
+            fits = [(two, self._places.compare(one, two)) for two in group[:_MOST]]
             never = {"other", "rewired"} if is_copy(one) else {"other"}
             fits = [(two, places) for two, places in fits if not never & set(places)]
             if not fits:

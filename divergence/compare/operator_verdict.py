@@ -87,6 +87,12 @@ def _what_happens(first: OperatorResult, seems: str) -> str:
         return f"{first.site} is called with {operands_text(first.other_operands)}"
     if first.region is not None:
         region = first.region
+        if first.why == "roundings":
+            times = max(region.reference_times or 0.0, region.candidate_times or 0.0)
+            return (
+                f"sums are rounded too often at {first.site}: {region.text}, {times:.2g} × the "
+                "error of an ideal product"
+            )
         if region.argument is None:
             return f"the error {seems} {first.site}: {region.text}"
         where = f"{first.site}, which {region.consumer} is given as {region.argument}"

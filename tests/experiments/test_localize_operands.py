@@ -115,3 +115,6 @@ def test_partial_sums_kept_in_bfloat16_are_seen_in_the_region(recorded, tmp_path
     assert (result.side, result.operator.why) == ("candidate", "roundings")
     assert 2 < result.operator.region.candidate_times < 4
     assert result.operator.region.reference_times < 1.2
+    first = localization_lines(result)[0].text
+    assert first.startswith(f"LOCALIZED: sums are rounded too often at {BLOCK}.mlp.down_proj")
+    assert "× the error of an ideal product, by the candidate" in first

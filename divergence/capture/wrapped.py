@@ -6,11 +6,12 @@ Found by what libraries leave on a module, not by importing them: a capture need
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 from divergence.capture.source import innermost, is_library, place_of
 
-__all__ = ["compiler_of", "hooks_of", "original_forward", "wrappers_of"]
+__all__ = ["attributes_of", "compiler_of", "hooks_of", "original_forward", "wrappers_of"]
 
 _QUANTIZED = {
     "bitsandbytes": "bitsandbytes", "auto_gptq": "GPTQ", "gptqmodel": "GPTQ", "awq": "AWQ",
@@ -22,6 +23,35 @@ _PARALLEL = {
     "DataParallel": "DataParallel", "DistributedDataParallel": "DDP",
     "FullyShardedDataParallel": "FSDP",
 }  # fmt: skip
+
+
+_MOST_VALUES = 3
+
+
+def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
+    """Plain numbers that the modules hold (a scale, an epsilon), as most of them have it, with the
+    few that have another; what differs from module to module (its number) is left out, and so are
+    the sizes of torch's own layers: the configuration and the shapes tell them."""
+    found: dict[str, str] = {}
+    names = dict.fromkeys(
+        name
+        for module in modules.values()
+        for name, value in module.__dict__.items()
+        if type(value) in _kinds(module) and not name.startswith("_")
+    )
+    for name in names:
+        values = {path: repr(module.__dict__.get(name)) for path, module in modules.items()}
+        counts = Counter(values.values())
+        usual, number = counts.most_common(1)[0]
+        if len(counts) > _MOST_VALUES or (len(modules) > 1 and number == 1):
+            continue
+        odd = [f"{values[path]} in {path}" for path in modules if values[path] != usual]
+        found[name] = "; ".join([usual, *odd[:_MOST_VALUES]])
+    return found
+
+
+def _kinds(module: Any) -> tuple[type, ...]:
+    return (float,) if type(module).__module__.startswith("torch.nn.") else (int, float)
 
 
 def original_forward(module: Any) -> Any:

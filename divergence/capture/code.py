@@ -184,7 +184,7 @@ class _Reader:
         """A method by name: of the instance where it has one, else of the class."""
         definer = next((one for one in self._kind.__mro__ if name in one.__dict__), None)
         declared_ = None if definer is None else definer.__dict__[name]
-        value = self._module.__dict__.get(name) if own is None else own
+        value = own if name == "forward" else self._module.__dict__.get(name)
         on_instance = value is not None
         if on_instance and innermost(value) is innermost(_plain(declared_)) is not None:
             on_instance, value = False, None  # bound once more: the class' own

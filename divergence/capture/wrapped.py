@@ -51,13 +51,26 @@ def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
 
 
 def _kinds(module: Any) -> tuple[type, ...]:
-    return (float,) if type(module).__module__.startswith("torch.nn.") else (int, float)
+    made = (one.__module__ for one in type(module).__mro__)
+    own = next(name for name in made if not name.startswith("torch.distributed"))  # fully sharded
+    return (float,) if own.startswith("torch.nn.") else (int, float)
+
+
+def _is_divided(forward: Any) -> bool:
+    """A forward that transformers puts around a module of which each rank holds a part."""
+    function = innermost(forward)
+    name = "" if function is None else str(function.__globals__.get("__name__", ""))
+    return name.startswith(
+        ("transformers.distributed", "transformers.integrations.tensor_parallel")
+    )
 
 
 def original_forward(module: Any) -> Any:
-    """The ``forward`` of this very instance, without what accelerate put around it; None where it
-    has none of its own."""
+    """The ``forward`` of this very instance, without what accelerate or tensor parallelism put
+    around it; None where it has none of its own."""
     forward = module.__dict__.get("forward")
+    if _is_divided(forward):
+        return None
     if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
         return module.__dict__["_old_forward"]
     return forward
@@ -84,6 +97,8 @@ def wrappers_of(module: Any) -> list[str]:
         f"{name.rpartition(' ')[0]} {place_of(hook)}" for name, hook in hooks_of(module).items()
     ]
     names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
+    if _is_divided(module.__dict__.get("forward")):
+        found.append("tensor parallel")
     hook = module.__dict__.get("_hf_hook")
     if hook is not None:
         found.append(f"accelerate: {type(hook).__name__}")

@@ -20,7 +20,7 @@ from divergence.run.site import starred
 __all__ = ["CodeDifference", "code_differences", "code_evidence", "code_line", "with_code"]
 
 _MOST = 3
-_PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel")
+_PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel", "tensor parallel")
 """Wrappers that say where weights lie: lines of their own tell that."""
 
 

@@ -237,8 +237,7 @@ def _execute(
                 f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}",
             )
         if prepare is not None:
-            prepared = prepare(loaded.module)
-            loaded.module = settled(loaded.module if prepared is None else prepared)
+            loaded.module = settled(loaded.module, prepare(loaded.module))
         execution = Execution(
             request, loaded, device, determinism, tell, compute_dtype=compute_dtype
         )

@@ -7,8 +7,9 @@ says otherwise. Functions of the class' own file are followed further; of others
 read. What runs is then held against what the file says, which tells what was replaced.
 
 It executes nothing of the model, and refuses to judge what has no source: an operator in C is known
-by its name alone. Kernels that are registered below Python (a torch_npu build, a library that was
-preloaded) are not seen here; their versions are in the environment.
+by its name alone. Of torch's operators those are named whose kernel was registered anew; kernels
+that come with a build of torch or with a preloaded library are not seen: their versions are in the
+environment.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from divergence.capture.replacement import (
+    kernels_replaced,
     module_text,
     put_by,
     put_in_namespace,
@@ -36,7 +38,13 @@ from divergence.capture.source import (
     place_of,
     syntax_of,
 )
-from divergence.capture.wrapped import compiler_of, hooks_of, original_forward, wrappers_of
+from divergence.capture.wrapped import (
+    attributes_of,
+    compiler_of,
+    hooks_of,
+    original_forward,
+    wrappers_of,
+)
 from divergence.run.fingerprint import digest_many
 from divergence.run.manifest import CodeNote
 from divergence.run.site import ROOT, starred
@@ -120,6 +128,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         wrapped=[_of_all(text, count, len(modules)) for text, count in wrapped.items()],
         compiled="; ".join(_of_all(text, n, len(modules)) for text, n in compiled.items()) or None,
         places=sorted({starred(path) for path in modules}),
+        attributes=attributes_of(modules),
         odd={path: digest for path, digest in digests.items() if digest != usual},
     )
 
@@ -175,7 +184,7 @@ class _Reader:
         """A method by name: of the instance where it has one, else of the class."""
         definer = next((one for one in self._kind.__mro__ if name in one.__dict__), None)
         declared_ = None if definer is None else definer.__dict__[name]
-        value = self._module.__dict__.get(name) if own is None else own
+        value = own if name == "forward" else self._module.__dict__.get(name)
         on_instance = value is not None
         if on_instance and innermost(value) is innermost(_plain(declared_)) is not None:
             on_instance, value = False, None  # bound once more: the class' own
@@ -362,6 +371,9 @@ def _torch_note() -> dict[str, CodeNote]:
         chain = layers(function)
         found[title] = digest_of(chain[-1], syntax_of(chain[-1])) if chain else ""
         replaced.append(f"{title} was replaced by {put_by(chain[0] if chain else None)}")
+    for text in kernels_replaced():
+        replaced.append(text)
+        found[text.partition(" was ")[0]] = ""
     if not replaced:
         return {}
     note = CodeNote(digest=digest_many(found), origin="torch", functions=found, replaced=replaced)

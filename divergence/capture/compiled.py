@@ -34,9 +34,11 @@ _LIMIT = "torch._dynamo hit config."
 _MOST_EVENTS = 1 << 14
 
 
-def settled(model: torch.nn.Module) -> torch.nn.Module:
-    """``model`` with every wrapper of ``torch.compile`` taken off and its compilation put in place
-    (the model is changed); the wrapped one where it is a wrapper itself."""
+def settled(model: torch.nn.Module, given: object = None) -> torch.nn.Module:
+    """``model``, or ``given`` where that is a module, with every wrapper of ``torch.compile`` taken
+    off and its compilation put in place (the model is changed)."""
+    if isinstance(given, torch.nn.Module):
+        model = given
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
             if child is not None and _is_wrapper(child):

@@ -24,7 +24,11 @@ DEVICE_TYPES = ("auto", "cpu", "cuda", "npu", "xpu", "mps")
 
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "numpy", "accelerate", "kernels",
-    "triton", "flash-attn", "bitsandbytes", "torch-npu", "intel-extension-for-pytorch", "vllm",
+    "triton", "flash-attn", "flash-attn-3", "flashinfer-python", "xformers", "bitsandbytes",
+    "torchao", "gptqmodel", "autoawq", "peft", "liger-kernel", "unsloth", "mamba-ssm",
+    "causal-conv1d", "flash-linear-attention", "transformer-engine", "deepspeed", "megablocks",
+    "sgl-kernel", "torch-npu", "triton-ascend", "intel-extension-for-pytorch", "mkl",
+    "intel-openmp", "vllm",
 )  # fmt: skip
 
 VARIABLES = (

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Any
 
 from divergence.capture.source import (
@@ -26,7 +28,14 @@ from divergence.capture.source import (
     syntax_of,
 )
 
-__all__ = ["module_text", "put_by", "put_in_namespace", "put_in_place", "replaced_in_torch"]
+__all__ = [
+    "kernels_replaced",
+    "module_text",
+    "put_by",
+    "put_in_namespace",
+    "put_in_place",
+    "replaced_in_torch",
+]
 
 _TORCH_FUNCTIONS = {
     "torch.nn.functional": (
@@ -42,6 +51,18 @@ _TORCH_FUNCTIONS = {
         "float", "to", "type_as", "masked_fill", "transpose", "rsqrt",
     ),
 }  # fmt: skip
+_OPERATORS = (
+    "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "embedding", "silu", "gelu", "relu",
+    "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "cos", "sin", "_softmax", "_log_softmax", "topk",
+    "cumsum", "mean.dim", "sum.dim_IntList", "pow.Tensor_Scalar", "mul.Tensor", "add.Tensor",
+    "sub.Tensor", "div.Tensor", "cat", "native_layer_norm", "_fused_rms_norm", "rms_norm",
+    "index_select", "gather", "where.self", "_to_copy", "copy_", "convolution", "_grouped_mm",
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+"""What language models compute with, for which a kernel may be registered again."""
+_REGISTERED = re.compile(r"^(\w+)( \(inactive\))?: registered at (.*?):(\d+) ::", re.MULTILINE)
 
 
 def module_text(name: str) -> str:
@@ -162,3 +183,29 @@ def replaced_in_torch() -> Iterator[tuple[str, Any]]:
                 one.__globals__.get("__name__", "").partition(".")[0] != "torch" for one in chain
             ):
                 yield f"{holder}.{name}", function
+
+
+def kernels_replaced() -> list[str]:
+    """Operators of torch whose kernel another registration (``torch.library``, an extension in C++)
+    stands in place of, with the dispatch key; those without values (``Meta``) do not count."""
+    import torch
+
+    found = []
+    for name in _OPERATORS:
+        try:
+            text = torch._C._dispatch_dump(f"aten::{name}")
+        except (AttributeError, RuntimeError):  # another torch: it has it not, or does not tell
+            continue
+        active: dict[str, str] = {}
+        hidden: set[str] = set()
+        for key, inactive, file, line in _REGISTERED.findall(text):
+            if inactive:
+                hidden.add(key)
+            else:
+                active[key] = f"{PurePath(file.replace(chr(92), '/')).name}:{line}"
+        found += [
+            f"the {key} kernel of aten.{name} was replaced by {active[key]}"
+            for key in sorted(hidden - {"Meta"})
+            if key in active
+        ]
+    return found

@@ -6,11 +6,12 @@ Found by what libraries leave on a module, not by importing them: a capture need
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 from divergence.capture.source import innermost, is_library, place_of
 
-__all__ = ["compiler_of", "hooks_of", "original_forward", "wrappers_of"]
+__all__ = ["attributes_of", "compiler_of", "hooks_of", "original_forward", "wrappers_of"]
 
 _QUANTIZED = {
     "bitsandbytes": "bitsandbytes", "auto_gptq": "GPTQ", "gptqmodel": "GPTQ", "awq": "AWQ",
@@ -24,10 +25,52 @@ _PARALLEL = {
 }  # fmt: skip
 
 
+_MOST_VALUES = 3
+
+
+def attributes_of(modules: dict[str, Any]) -> dict[str, str]:
+    """Plain numbers that the modules hold (a scale, an epsilon), as most of them have it, with the
+    few that have another; what differs from module to module (its number) is left out, and so are
+    the sizes of torch's own layers: the configuration and the shapes tell them."""
+    found: dict[str, str] = {}
+    names = dict.fromkeys(
+        name
+        for module in modules.values()
+        for name, value in module.__dict__.items()
+        if type(value) in _kinds(module) and not name.startswith("_")
+    )
+    for name in names:
+        values = {path: repr(module.__dict__.get(name)) for path, module in modules.items()}
+        counts = Counter(values.values())
+        usual, number = counts.most_common(1)[0]
+        if len(counts) > _MOST_VALUES or (len(modules) > 1 and number == 1):
+            continue
+        odd = [f"{values[path]} in {path}" for path in modules if values[path] != usual]
+        found[name] = "; ".join([usual, *odd[:_MOST_VALUES]])
+    return found
+
+
+def _kinds(module: Any) -> tuple[type, ...]:
+    made = (one.__module__ for one in type(module).__mro__)
+    own = next(name for name in made if not name.startswith("torch.distributed"))  # fully sharded
+    return (float,) if own.startswith("torch.nn.") else (int, float)
+
+
+def _is_divided(forward: Any) -> bool:
+    """A forward that transformers puts around a module of which each rank holds a part."""
+    function = innermost(forward)
+    name = "" if function is None else str(function.__globals__.get("__name__", ""))
+    return name.startswith(
+        ("transformers.distributed", "transformers.integrations.tensor_parallel")
+    )
+
+
 def original_forward(module: Any) -> Any:
-    """The ``forward`` of this very instance, without what accelerate put around it; None where it
-    has none of its own."""
+    """The ``forward`` of this very instance, without what accelerate or tensor parallelism put
+    around it; None where it has none of its own."""
     forward = module.__dict__.get("forward")
+    if _is_divided(forward):
+        return None
     if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
         return module.__dict__["_old_forward"]
     return forward
@@ -54,6 +97,8 @@ def wrappers_of(module: Any) -> list[str]:
         f"{name.rpartition(' ')[0]} {place_of(hook)}" for name, hook in hooks_of(module).items()
     ]
     names = [f"{one.__module__}.{one.__name__}" for one in type(module).__mro__]
+    if _is_divided(module.__dict__.get("forward")):
+        found.append("tensor parallel")
     hook = module.__dict__.get("_hf_hook")
     if hook is not None:
         found.append(f"accelerate: {type(hook).__name__}")

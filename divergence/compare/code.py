@@ -20,7 +20,7 @@ from divergence.run.site import starred
 __all__ = ["CodeDifference", "code_differences", "code_evidence", "code_line", "with_code"]
 
 _MOST = 3
-_PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel")
+_PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel", "tensor parallel")
 """Wrappers that say where weights lie: lines of their own tell that."""
 
 
@@ -40,6 +40,8 @@ class CodeDifference:
         """Does a module of this class lie in ``block``, or is it that?"""
         if self.paths:
             return any(path == block or path.startswith(f"{block}.") for path in self.paths)
+        if not self.places:
+            return True  # torch's own functions: wherever they are called
         inside = starred(block)
         return any(one == inside or one.startswith(f"{inside}.") for one in self.places)
 
@@ -132,6 +134,9 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
         for text in told:
             if text not in there:
                 add(f"{name}: {text}, on the {side}", deliberate=True)
+    for key in a.attributes:
+        if key in b.attributes and a.attributes[key] != b.attributes[key]:
+            add(f"{name}.{key} {a.attributes[key]} / {b.attributes[key]}", deliberate=True)
     if a.compiled != b.compiled:
         said = [one or "not compiled" for one in (a.compiled, b.compiled)]
         add(
@@ -170,6 +175,10 @@ def _wrappers(note: CodeNote) -> list[str]:
 
 def _alone(name: str, note: CodeNote, side: str, others: dict[str, CodeNote]) -> CodeDifference:
     """A class that one side alone has; what stands at its places on the other side is named."""
+    if note.replaced and not note.places:  # of torch: its functions and kernels
+        return CodeDifference(
+            name=name, text=f"{'; '.join(note.replaced[:_MOST])} on the {side}", deliberate=True
+        )  # fmt: skip
     there = [other for other, one in others.items() if set(one.places) & set(note.places)]
     instead = f" in place of {', '.join(there[:_MOST])}" if there else ""
     how = f" ({'; '.join([*note.replaced, *_wrappers(note)])})" if note.replaced else ""

@@ -21,14 +21,15 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     digests = [one.model.config_digest[:12] for one in (a, b)]
     same = digests[0] == digests[1]
     detail, status = None, "same" if same else "differs"
-    if a.model.config and b.model.config and not same:
+    if a.model.config and b.model.config:
         found, moved = config_differences(a.model.config, b.model.config)
         if found:
             more = len(found) - _MOST
+            status = "differs"
             detail = "; ".join(found[:_MOST]) + (f"; and {more} more" if more > 0 else "")
-        elif moved:
+        elif moved and not same:
             status, detail = "same", f"the same values, {moved} of them under other keys"
-        else:
+        elif not same:
             detail = "in what is not recorded of it"
     return PreflightLine(
         check="config", status=status, reference=digests[0], candidate=digests[1], detail=detail

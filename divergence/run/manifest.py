@@ -67,7 +67,8 @@ class CodeNote(_Strict, kw_only=True):
     in place of the class' own code, and by what. ``wrapped``: what stands around the module or in
     it (an adapter, sharding, offloading, quantised weights). ``compiled``: by what. ``odd``:
     modules of this class that run other code than most, each with its digest. ``places``: paths of
-    the modules, with ``*`` for the numbers in them.
+    the modules, with ``*`` for the numbers in them. ``attributes``: plain numbers that they hold,
+    as most have them, followed by the modules that have others.
     """
 
     digest: str
@@ -78,6 +79,7 @@ class CodeNote(_Strict, kw_only=True):
     compiled: str | None = None
     odd: dict[str, str] = {}
     places: list[str] = []
+    attributes: dict[str, str] = {}
 
 
 class ModelIdentity(_Strict, kw_only=True):

@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -344,3 +345,30 @@ def test_weights_that_are_computed_are_named(model):
     """A parametrisation computes a weight whenever it is used."""
     torch.nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.down_proj)
     assert code_notes(model)["Linear"].wrapped == ["parametrised: weight (1 of 22)"]
+
+
+# --- below the classes -------------------------------------------------------------------------
+
+
+def test_a_kernel_that_was_registered_anew_is_named(model):
+    """Through torch.library: the operator, its dispatch key, and by whom."""
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("silu", lambda x: x * torch.sigmoid(x), "CPU")
+    try:
+        (text,) = code_notes(model)[FUNCTIONAL].replaced
+    finally:
+        library._destroy()
+    assert text.startswith("the CPU kernel of aten.silu was replaced by test_code.py:")
+    assert FUNCTIONAL not in code_notes(model)
+
+
+def test_plain_numbers_of_modules_are_recorded(model, healthy):
+    """A scale or an epsilon that somebody changed, in all modules or in one."""
+    assert healthy["LlamaAttention"].attributes["scaling"] == "0.25"
+    assert "layer_idx" not in healthy["LlamaAttention"].attributes
+    assert "in_features" not in healthy["Linear"].attributes
+    model.model.layers[1].self_attn.scaling = 0.26
+    found = code_notes(model)["LlamaAttention"].attributes["scaling"]
+    assert found == "0.25; 0.26 in model.layers.1.self_attn"

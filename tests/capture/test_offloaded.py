@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
+import msgspec
 import pytest
 
 from divergence.capture.api import capture
 from divergence.capture.engines.offloaded import device_map_of, map_text
 from divergence.compare.api import compare
+from divergence.compare.code import code_line
 from divergence.errors import ModelError, UsageError
 
 COMMON = {"prompts": ["A bridge is built twice:"], "max_new_tokens": 3, "probe": False}
@@ -37,7 +39,16 @@ def test_weights_on_disk_are_digested_and_used(accelerate, tiny_model, tmp_path,
     model = str(tiny_model("llama", dtype="float32", tied=tied))
     one = capture(model, out=tmp_path / "one", sites=["modules"], **COMMON)
     away = capture(model, out=tmp_path / "away", sites=["modules"], device_map=ON_DISK, **COMMON)
-    assert away.manifest.model == one.manifest.model
+    code = away.manifest.model.code
+    assert code["Linear"].wrapped[0].startswith("accelerate: AlignDevicesHook")
+    assert {n: msgspec.structs.replace(c, wrapped=[]) for n, c in code.items()} == (
+        one.manifest.model.code
+    )
+    mine, theirs = (
+        msgspec.structs.replace(run.manifest.model, code={}, tied=[]) for run in (one, away)
+    )
+    assert mine == theirs
+    assert code_line(one.manifest, away.manifest).status == "same"
     assert json.loads(away.manifest.settings.device_map) == ON_DISK
     report = compare(one, away)
     assert report.verdict.kind == "identical" and not report.coverage.unmatched

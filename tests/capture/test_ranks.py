@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from divergence.capture.api import capture
 from divergence.capture.engines.distributed import why_not
 from divergence.capture.ranks import _own_device, parse_mesh, start_ranks
 from divergence.compare.api import compare
+from divergence.compare.code import code_line
 from divergence.errors import UsageError
 from divergence.run.reader import Run
 from divergence.run.unshard import unsharded
@@ -120,7 +122,10 @@ def test_tensor_parallel_is_the_same_run(made):
     assert report.verdict.kind == "within_floor"
     assert whole_of(report) and report.coverage.num_compared == len(one.records)
     assert two.manifest.complete and [a.name for a in two.manifest.mesh.axes] == ["tp"]
-    assert two.manifest.model == one.manifest.model
+    assert code_line(one.manifest, two.manifest).status == "same"
+    assert msgspec.structs.replace(two.manifest.model, code={}) == (
+        msgspec.structs.replace(one.manifest.model, code={})
+    )
     (check,) = report.replicas
     assert check.num_different == 0 and check.num_tensors > 200
     shared = unsharded(two)
@@ -199,7 +204,10 @@ def test_fsdp_deals_the_prompts(made):
         (1, 1, ("single",)),
     }
     assert two.manifest.tokens == one.manifest.tokens
-    assert two.manifest.model == one.manifest.model
+    assert code_line(one.manifest, two.manifest).status == "same"
+    assert msgspec.structs.replace(two.manifest.model, code={}) == (
+        msgspec.structs.replace(one.manifest.model, code={})
+    )
     assert two.manifest.plan.modules == one.manifest.plan.modules
 
 
@@ -264,7 +272,10 @@ def test_pipeline_stages_each_have_their_blocks(more):
     assert all("attention_mask" in item.site for item in report.coverage.unmatched)
     stages = {r.site.split(":")[0]: r.rank for r in two.records}
     assert stages["model.layers.0"] == 0 and stages["lm_head"] == 1
-    assert two.manifest.model == one.manifest.model
+    assert code_line(one.manifest, two.manifest).status == "same"
+    assert msgspec.structs.replace(two.manifest.model, code={}) == (
+        msgspec.structs.replace(one.manifest.model, code={})
+    )
     assert two.manifest.plan.modules == one.manifest.plan.modules
 
 

@@ -124,6 +124,20 @@ def test_adapters_and_compilers_count_as_other_code(manifests):
     assert "LlamaMLP: not compiled on the reference, torch.compile (inductor) on" in detail
 
 
+def test_numbers_and_functions_of_torch_count(manifests):
+    """A scale that differs; a function of torch that was replaced concerns every block."""
+    a, b = manifests
+    b.model.code["LlamaAttention"].attributes["scaling"] = "0.26"
+    b.model.code["torch.nn.functional"] = CodeNote(
+        digest="x", origin="torch", replaced=["torch.matmul was replaced by plugin.py:1"]
+    )
+    detail = code_line(a, b).detail
+    assert "LlamaAttention.scaling 0.25 / 0.26" in detail
+    assert "torch.matmul was replaced by plugin.py:1 on the candidate" in detail
+    texts = [one.text for one in code_evidence(a, b, "model.layers.0")]
+    assert any("torch.matmul was replaced" in text for text in texts)
+
+
 # --- the configuration -------------------------------------------------------------------------
 
 

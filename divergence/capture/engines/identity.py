@@ -96,7 +96,7 @@ def identify(
         chat_template_digest=None if template is None else digest_json(template),
         trust_remote_code=loaded.trust_remote_code,
         missing=loaded.missing,
-        config=config_values(_steady(config.to_dict())),
+        config=config_values(_steady(config.to_dict()) | _experts(config)),
         code=_code(module),
         chat_example=chat_example(tokenizer),
         **size_facts(module, tokenizer),
@@ -160,6 +160,12 @@ def _steady(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_steady(item) for item in value]
     return value
+
+
+def _experts(config: Any) -> dict[str, str]:
+    """Which implementation of experts was chosen: a setting, so no part of the digest."""
+    name = getattr(config, "_experts_implementation", None)
+    return {"experts_implementation": name} if isinstance(name, str) else {}
 
 
 def _code(module: torch.nn.Module) -> dict[str, CodeNote]:

@@ -145,6 +145,8 @@ def _fused_kernel() -> None:
     def attention(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
         right = query.shape[-1] ** -0.5 if scale is None else scale
         wrong = right if query.dtype == torch.float64 else 1.05 * right
+        groups = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
         out, _ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=wrong
         )

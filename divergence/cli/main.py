@@ -51,7 +51,7 @@ Examples:
 
   divergence capture --like a -o b                 # machine B: same tokens, same sites
 
-  divergence reference a -o truth                  # anywhere with the model: what is right
+  divergence reference a -o truth                  # machine A: what is right
 
   divergence compare a b --reference truth         # anywhere: where it starts, which side is wrong
 

@@ -116,7 +116,7 @@ class Advice:
             f"{_options(self._reference, self._reference)}   # on the reference's machine",
             f"{_capture(self._candidate)} --like {one} -o {two}{escalate}"
             f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
-            *([f"divergence reference {one} -o {right}   # on any machine with the model"]
+            *([f"divergence reference {one} -o {right}   # on the reference's machine"]
               if right else []),
             f"divergence compare {one} {two}" + (f" --reference {right}" if right else ""),
         ]  # fmt: skip
@@ -141,7 +141,7 @@ class Advice:
             b = beside(b, "-full")
         truth = beside(a, "-truth")
         return [
-            f"divergence reference {a} -o {truth}   # on any machine with the model",
+            f"divergence reference {a} -o {truth}   # on the reference's machine",
             f"divergence compare {a} {b} --reference {truth}",
         ]
 
@@ -163,7 +163,7 @@ class Advice:
         ]
         if not known:
             commands.append(
-                f"divergence reference {first} -o {truth}   # on any machine with the model"
+                f"divergence reference {first} -o {truth}   # on the reference's machine"
             )
         return [*commands, f"divergence compare {first} {deep} --reference {truth}"]
 

@@ -20,10 +20,7 @@ def localization_lines(
         return lines
     lines += [BLANK, heading("descent")]
     lines += [_level(level, named=result.side is not None) for level in result.levels]
-    lines += [
-        prose("  repeated", str(one) + (f" ({one.reason})" if one.reason else ""), width=12)
-        for one in result.repetitions
-    ]
+    lines += _repeated(result)
     lines += _proof(result)
     lines.append(BLANK)
     if result.report is not None:
@@ -128,6 +125,18 @@ def _level(level: Level, *, named: bool) -> Line:
     if why.startswith(level.site.partition(":")[0]):  # the site stands before it already
         why = why.partition(": ")[2]
     return prose(f"  {level.level}", f"{level.site}{by}" + (f": {why}" if why else ""), width=12)
+
+
+def _repeated(result: Localization) -> list[Line]:
+    """Which runs that were captured again have the bits of the run they stand for."""
+    equal = [one.run for one in result.repetitions if one.how == "bits"]
+    texts = [f"bit for bit: {', '.join(equal)}"] if equal else []
+    texts += [
+        str(one) + (f" ({one.reason})" if one.reason else "")
+        for one in result.repetitions
+        if one.how != "bits"
+    ]
+    return [prose("  repeated", text, width=12) for text in texts]
 
 
 def _proof(result: Localization) -> list[Line]:

@@ -1,7 +1,8 @@
 """How well faults are found: detection, exact block and guilty side against the fault's size.
 
     python benchmarks/localization.py [--dtypes ...] [--architectures ...] [--share 1/4]
-    python benchmarks/localization.py --health-only
+    python benchmarks/localization.py --health-only [--shapes usual,prompts,steps]
+    python benchmarks/localization.py --out trials.jsonl --health-out health.jsonl --seconds 1800
 
 Machine A runs one set of CPU kernels with eager attention, machine B another set with sdpa
 (where the model has attention), each in its own process; the truth is float64. Every
@@ -11,7 +12,10 @@ rms (over tokens) of what it changes at its block's output, over that of the hea
 rounding error there. Counted are the verdict's kind, its block, and its side.
 
 Health: pairs of machines drawn from all, no fault: any verdict beyond within_floor is a
-false alarm. The same pairs are judged by the rules of benchmarks/_rivals.py.
+false alarm (benchmarks/_health.py).
+
+With --out and --health-out every trial and every pair is a line of a file; those that are there
+are not done again, so that an hour here and there adds up. What share was run is printed.
 """
 
 from __future__ import annotations
@@ -37,9 +41,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks._faults import FAULTS, applicable
+from benchmarks._health import PROMPTS, SHAPES, health
 from benchmarks._machines import SWITCHES, Machine
 from benchmarks._rivals import RULES, block_rows, first_bad
-from benchmarks._trials import Trial, tables, upper
+from benchmarks._trials import Trial, tables
 from divergence.capture.engines.load import load_model
 from divergence.capture.engines.tiny import build
 from divergence.compare.api import compare
@@ -49,11 +54,6 @@ NUM_BLOCKS = 6
 PLACES = (0, 3, 5)
 SIZES = (0.1, 0.5, 1.5, 4.0, 12.0, 40.0)
 """Sizes aimed at, in floors; the measured one decides the column."""
-PROMPTS = (
-    "The quick brown fox jumps over the lazy dog, and the numbers should stay the same on all "
-    "machines, whatever the order of the additions may be.",
-    "In 1687 it was said that every body attracts every other body; 2 + 2 = 4, and 7 x 8 = 56.",
-)
 NEW_TOKENS = 4
 
 
@@ -159,111 +159,66 @@ def plan(bench: Bench, share: float, seed: int) -> Iterator[tuple[str, int, str,
         yield fault, block, ("candidate", "reference")[number % 2], number
 
 
-def sweep(bench: Bench, share: float, seed: int) -> Iterator[Trial]:
-    """Each fault whole, then blended so that its size meets SIZES below."""
+Key = tuple[str, int, str, float]
+
+
+def sweep(
+    bench: Bench, share: float, seed: int, known: dict[Key, Trial]
+) -> Iterator[tuple[Trial, bool]]:
+    """(trial, is it new): each fault whole, then blended so that its size meets SIZES below."""
+
+    def trial(fault: str, block: int, side: str, strength: float) -> tuple[Trial, bool]:
+        found = known.get((fault, block, side, round(strength, 9)))
+        if found is not None:
+            return found, False
+        return bench.trial(fault, block, side, strength), True
+
     for fault, block, side, number in plan(bench, share, seed):
-        whole = bench.trial(fault, block, side, 1.0)
-        yield whole
+        whole, new = trial(fault, block, side, 1.0)
+        yield whole, new
         for place, aim in enumerate(SIZES):
             if aim < 0.7 * whole.size and math.isfinite(whole.size):
                 turned = side if (place + number) % 2 else _turn(side)
-                yield bench.trial(fault, block, turned, aim / whole.size)
+                yield trial(fault, block, turned, aim / whole.size)
 
 
 def _turn(side: str) -> str:
     return "reference" if side == "candidate" else "candidate"
 
 
-def health(
-    root: Path, architectures: list[str], dtypes: list[str], names: list[str], count: int
-) -> None:
-    """``count`` pairs of machines drawn for each model, eager and sdpa; prints a table."""
-    machines = {name: Machine(name) for name in names}
-    counts: dict[str, dict[str, float]] = {}
-    for dtype, architecture in itertools.product(dtypes, architectures):
-        got = counts.setdefault(
-            dtype, {"runs": 0, "pairs": 0, "alarms": 0, "strain": 0.0, **dict.fromkeys(RULES, 0)}
-        )
-        print(f"health: {architecture} {dtype}", file=sys.stderr, flush=True)
-        where = root / f"{architecture}-{dtype}"
-        model = build(architecture, where / "model", dtype=dtype, num_blocks=NUM_BLOCKS, seed=1)
-        attention = ("eager",) if architecture in ("mamba", "mamba2") else ("eager", "sdpa")
-        chosen = drawn(names, attention, count, f"{architecture}-{dtype}")
-        for first in sorted({pair[0] for pair in chosen}, key=names.index):
-            a, truth = where / first, where / f"{first}-truth"
-            machines[first].run("capture", model=model, out=a, prompts=PROMPTS,
-                                max_new_tokens=NEW_TOKENS)  # fmt: skip
-            machines[first].ask("reference", run=a, out=truth)
-            others = [(name, kind) for one, name, kind in chosen if one == first]
-            for name, kind in others:
-                special = {} if kind == "eager" else {"attn_implementation": kind}
-                machines[name].ask(
-                    "capture",
-                    like=a,
-                    out=where / f"{first}-{name}-{kind}",
-                    escalate=True,
-                    **special,
-                )
-            machines[first].wait()
-            for name, _ in others:
-                machines[name].wait()
-            for name, kind in others:
-                label = f"{architecture} {dtype} {first} {name} {kind}"
-                judge_healthy(label, a, where / f"{first}-{name}-{kind}", truth, got)
-    for machine in machines.values():
-        machine.close()
-    print(f"\nhealth: {', '.join(architectures)} on the machines {', '.join(names)}\n")
-    print("| | " + " | ".join(dtypes) + " |\n|---|" + "---|" * len(dtypes))
-    print("| pairs of runs | " + " | ".join(f"{counts[d]['runs']:.0f}" for d in dtypes) + " |")
-    print("| pairs of blocks (prefill and decode) | "
-          + " | ".join(f"{counts[d]['pairs']:.0f}" for d in dtypes) + " |")  # fmt: skip
-    for name in ("alarms", *RULES):
-        cells = []
-        for d in dtypes:
-            bad, number = int(counts[d][name]), int(counts[d]["runs"])
-            cells.append(f"{bad} (rate < {100 * upper(bad, number):.1f}%)")
-        label = "false alarms: divergence" if name == "alarms" else f"false alarms: {name}"
-        print(f"| {label} | " + " | ".join(cells) + " |")
-    print("| largest share of a limit against the truth used | "
-          + " | ".join(f"{counts[d]['strain']:.2f}" for d in dtypes) + " |")  # fmt: skip
-
-
-def drawn(
-    names: list[str], attention: tuple[str, ...], count: int, seed: str
-) -> list[tuple[str, str, str]]:
-    """(reference's machine, candidate's, its attention): another machine or another kernel."""
-    every = [
-        (first, name, kind)
-        for first, name, kind in itertools.product(names, names, attention)
-        if (first, "eager") != (name, kind)
-    ]
-    return random.Random(seed).sample(every, min(count, len(every)))
-
-
-def judge_healthy(label: str, a: Path, b: Path, truth: Path, got: dict[str, float]) -> None:
-    """Count one healthy pair's verdict, and those of the rival rules."""
-    report = compare(a, b, truth=truth)
-    run = Run.open(a)
-    blocks = [p for p, n in run.manifest.plan.modules.items() if n.role == "block"]
-    blocks = [p for p in blocks if run.find(("free", 0, 0, f"{p}:out"))]
-    got["runs"] += 1
-    got["pairs"] += len(blocks) * 2
-    if report.verdict.kind not in ("identical", "within_floor"):
-        got["alarms"] += 1
-        why = [fact.text for fact in report.verdict.evidence[:2]]
-        print(f"ALARM {label}: {report.verdict.summary}; {why}", flush=True)
-    got["strain"] = max(got["strain"], strain_of(report))
-    forwards = block_rows(run, Run.open(b), Run.open(truth), blocks)
-    for rule in RULES:
-        got[rule] += first_bad(rule, forwards) is not None
-
-
-def strain_of(report) -> float:
-    """The largest share of a limit, as the report's evidence tells it."""
-    return max(
-        (fact.values["strain"] for fact in report.verdict.evidence if "strain" in fact.values),
-        default=0.0,
-    )
+def faults(root: Path, options: argparse.Namespace, until: float) -> None:
+    """Plant what is planned and not stored yet; print the tables of all."""
+    stored: list[Trial] = []
+    if options.out and options.out.exists():
+        stored = [Trial(**json.loads(line)) for line in options.out.read_text().splitlines()]
+    a, b = Machine("native"), Machine("old")
+    trials: list[Trial] = []
+    stopped = False
+    for architecture, dtype in itertools.product(
+        options.architectures.split(","), options.dtypes.split(",")
+    ):
+        if stopped or time.perf_counter() > until:
+            stopped = True
+            break
+        print(f"faults: {architecture} {dtype}", file=sys.stderr, flush=True)
+        bench = Bench(root / f"{architecture}-{dtype}", architecture, dtype, a, b)
+        known = {
+            (t.fault, t.block, t.side, round(t.strength, 9)): t
+            for t in stored if (t.architecture, t.dtype) == (architecture, dtype)
+        }  # fmt: skip
+        for trial, new in sweep(bench, options.share, options.seed, known):
+            trials.append(trial)
+            if new and options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(asdict(trial)) + "\n")
+            if time.perf_counter() > until:
+                stopped = True
+                break
+    a.close()
+    b.close()
+    tables(trials)
+    print(f"\n{len(trials)} trials of a share of {options.share:g}"
+          + (", stopped by --seconds before the end" if stopped else ""))  # fmt: skip
 
 
 def main() -> None:
@@ -277,7 +232,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--health-only", action="store_true")
     parser.add_argument("--faults-only", action="store_true")
-    parser.add_argument("--out", type=Path, help="append every trial to this .jsonl file")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of the healthy runs")
+    parser.add_argument("--out", type=Path, help="go on with the trials of this .jsonl file")
+    parser.add_argument("--health-out", type=Path, help="the same for healthy pairs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after as many")
     parser.add_argument("--tables", type=Path, nargs="+", help="print those of stored trials")
     options = parser.parse_args()
     if options.tables:
@@ -293,21 +251,10 @@ def main() -> None:
         if not options.faults_only:
             health(root / "health", options.health_architectures.split(","), dtypes,
                    [name for name in options.machines.split(",") if name in SWITCHES],
-                   options.pairs)  # fmt: skip
-        trials: list[Trial] = []
+                   options.pairs, options.shapes.split(","), options.health_out,
+                   start + options.seconds)  # fmt: skip
         if not options.health_only:
-            a, b = Machine("native"), Machine("old")
-            for architecture, dtype in itertools.product(options.architectures.split(","), dtypes):
-                print(f"faults: {architecture} {dtype}", file=sys.stderr, flush=True)
-                bench = Bench(root / f"{architecture}-{dtype}", architecture, dtype, a, b)
-                for trial in sweep(bench, options.share, options.seed):
-                    trials.append(trial)
-                    if options.out:
-                        with options.out.open("a") as file:
-                            file.write(json.dumps(asdict(trial)) + "\n")
-            a.close()
-            b.close()
-            tables(trials)
+            faults(root, options, start + options.seconds)
     print(f"\n{time.perf_counter() - start:.0f} s")
 
 

@@ -16,7 +16,8 @@ file, the key path and the nearest right name. Nothing that executes foreign cod
 (``trust_remote_code``) can be set here.
 
 Policies, site presets and name maps are TOML files too, named by path or, for
-those in configs/, by name: ``ci`` is configs/ci.toml.
+those in configs/, by name: ``ci`` is configs/ci.toml. A path has a suffix or a slash, so that a
+file called ``ci`` in the working directory is never taken for the policy of that name.
 """
 
 from __future__ import annotations
@@ -121,12 +122,14 @@ def config_names(prefix: str = "") -> list[str]:
 
 
 def find_config(name: str | os.PathLike[str], *, prefix: str = "", what: str = "config") -> Path:
-    """The file meant by a path or by the name of a shipped config; ConfigError if there is none."""
+    """The file meant by a path (with a suffix or a slash) or by the name of a shipped config;
+    ConfigError if there is none."""
     text = os.fspath(name)
     path = Path(text).expanduser()
-    if path.is_file():
-        return path
-    if path.suffix != ".toml" and path.name == text:
+    if is_path(text):
+        if path.is_file():
+            return path
+    else:
         for folder in config_folders():
             candidate = folder / f"{prefix}{text}.toml"
             if candidate.is_file():
@@ -136,10 +139,17 @@ def find_config(name: str | os.PathLike[str], *, prefix: str = "", what: str = "
         names = [item for item in names if not item.startswith("sites-")]
     near = near_names(text, names)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
+    if not is_path(text) and path.is_file():
+        hint = f"for the file of that name write .{os.sep}{text}; otherwise "
     raise ConfigError(
         f"there is no {what} {text!r}",
         hint=f"{hint}give the path of a TOML file, or one of: {', '.join(names) or 'none shipped'}",
     )
+
+
+def is_path(text: str) -> bool:
+    """Is a path meant, and not the name of a shipped config? It has a suffix or a slash."""
+    return Path(text).suffix != "" or any(one in text for one in (os.sep, os.altsep) if one)
 
 
 def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from divergence.capture.compiled import settled
 from divergence.capture.determinism import deterministic_settings
 from divergence.capture.dry_run import DryRun, plan_capture
 from divergence.capture.engines.load import load_model
@@ -70,7 +71,7 @@ def capture(
     force: bool = False,
     command: str | None = None,
     progress: Progress | None = None,
-    prepare: Callable[[torch.nn.Module], None] | None = None,
+    prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
 ) -> Run:
     """Run ``model`` here and record it in the directory ``out``; returns the opened run.
 
@@ -90,7 +91,8 @@ def capture(
     the one run.
     ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
-    kernel or module in place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
+    kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
+    in its place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
     what runs there: see divergence.ops.suite.implementations.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
@@ -189,7 +191,7 @@ def _execute(
     force: bool,
     command: str | None,
     progress: Progress | None,
-    prepare: Callable[[torch.nn.Module], None] | None = None,
+    prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Run:
     """Load the model and run what was asked for."""
@@ -235,7 +237,8 @@ def _execute(
                 f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}",
             )
         if prepare is not None:
-            prepare(loaded.module)
+            prepared = prepare(loaded.module)
+            loaded.module = settled(loaded.module if prepared is None else prepared)
         execution = Execution(
             request, loaded, device, determinism, tell, compute_dtype=compute_dtype
         )

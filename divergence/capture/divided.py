@@ -24,7 +24,7 @@ from divergence.run.layout import MANIFEST
 from divergence.run.location import Url, archive_kind, location_of
 from divergence.run.manifest import Environment, Manifest, ModuleNote, SampleTokens
 from divergence.run.reader import Run
-from divergence.run.site import ROOT, module_of, split_site
+from divergence.run.site import ROOT, escape_path, module_of, split_site
 
 if TYPE_CHECKING:
     import os
@@ -252,7 +252,7 @@ class Division:
     ) -> dict[str, list[int]]:
         """Module path → the pipeline stages that have it, and not a stand-in."""
         own = {
-            name or ROOT
+            escape_path(name)
             for name, part in module.named_modules()
             if type(part).__name__ != "PipelineIdentityLayer"
         }

@@ -23,6 +23,7 @@ from divergence.capture.hooks import Recorder
 from divergence.capture.keep import ShapeKeeper
 from divergence.capture.passes import can_anchor
 from divergence.capture.request import Request, resolve_request
+from divergence.capture.rows import unpadded
 from divergence.capture.selection import step_selected
 from divergence.capture.sites import SiteSelection
 from divergence.capture.store_modes import check_operators
@@ -194,6 +195,9 @@ def _lengths(request: Request, loaded: LoadedModel) -> tuple[list[int], list[lis
     if request.like is not None:
         tokens = request.like.manifest.tokens
         samples, groups = tokens.samples, tokens.groups
+        if request.regrouped:
+            samples = unpadded(samples)
+            groups = group_samples(samples, batch=request.batch, pad_left=True)
     else:
         samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
         groups = group_samples(samples, batch=request.batch, pad_left=True)
@@ -217,6 +221,7 @@ def _count(
         notes,
         wanted=selection.wanted,
         hooked=selection.hooked,
+        flat=selection.is_routing,
         sink=counter,
         positions=request.positions,
         logit_paths=frozenset(output_paths(loaded.module))

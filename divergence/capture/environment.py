@@ -1,7 +1,8 @@
 """The machine a run was made on, described without secrets.
 
 No host name, user or file path is recorded; environment variables only by the
-allow-list below. ``--label`` gives a machine a name of the user's own.
+allow-list below: what decides which kernels run and how exactly they compute. ``--label`` gives a
+machine a name of the user's own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import platform
 import re
 from pathlib import Path
 
+from divergence.capture.processor import cpu_model, cpu_name, torch_build
 from divergence.errors import UsageError
 from divergence.run.manifest import Environment
 from divergence.run.site import near_names
 
-__all__ = ["DEVICE_TYPES", "VARIABLES", "collect_environment", "resolve_device"]
+__all__ = ["DEVICE_TYPES", "SETTABLE", "VARIABLES", "collect_environment", "resolve_device"]
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu", "xpu", "mps")
 
@@ -26,16 +28,60 @@ PACKAGES = (
 )  # fmt: skip
 
 VARIABLES = (
-    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY",
-    "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
-    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "PYTORCH_CUDA_ALLOC_CONF",
-    "NCCL_ALGO", "NCCL_PROTO", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
-    "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC",
+    # the CPU: instruction sets, threads (how a sum is divided), reproducible modes
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS",
+    "DNNL_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS",
+    "MKL_DYNAMIC", "MKL_THREADING_LAYER", "MKL_INTERFACE_LAYER", "MKL_DEBUG_CPU_TYPE",
+    "OMP_NUM_THREADS", "OMP_DYNAMIC", "OMP_PROC_BIND", "OMP_PLACES",
+    "OMP_SCHEDULE", "OMP_THREAD_LIMIT", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_BLOCKTIME",
+    "KMP_DETERMINISTIC_REDUCTION", "KMP_FORCE_REDUCTION", "OPENBLAS_NUM_THREADS",
+    "OPENBLAS_CORETYPE", "OPENBLAS_MAIN_FREE", "GOTO_NUM_THREADS", "BLIS_NUM_THREADS",
+    "BLIS_ARCH_TYPE", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS", "LRU_CACHE_CAPACITY",
+    "GLIBC_TUNABLES",
+    # torch
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_CUDNN_V8_API_DISABLED", "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_BLAS_PREFER_HIPBLASLT", "TORCH_LINALG_PREFER_CUSOLVER", "TORCH_CUDA_ARCH_LIST",
+    "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE",
+    "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+    "TORCHINDUCTOR_CPP_WRAPPER", "TORCHINDUCTOR_CPP_ENABLE_FLOATING_POINT_CONTRACT_FLAG",
+    "TORCHINDUCTOR_CPP_ENABLE_UNSAFE_MATH_OPT_FLAG", "TORCHINDUCTOR_CPP_ENABLE_TILING_HEURISTIC",
+    "PYTORCH_JIT", "PYTORCH_NVFUSER_DISABLE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TRITON_INTERPRET", "TRITON_F32_DEFAULT", "PYTHONHASHSEED",
+    # NVIDIA
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_EMULATE_SINGLE_PRECISION",
+    "CUBLAS_EMULATE_DOUBLE_PRECISION", "CUBLAS_EMULATION_STRATEGY", "CUDNN_CONV_WSCAP_DBG",
+    "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
+    "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS", "FLASH_ATTENTION_DETERMINISTIC",
+    # AMD
+    "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HSA_OVERRIDE_GFX_VERSION",
+    "HIPBLASLT_ALLOW_TF32",
+    "ROCBLAS_INTERNAL_FP16_ALT_IMPL", "ROCBLAS_DEFAULT_ATOMICS_MODE", "ROCBLAS_USE_HIPBLASLT",
+    "MIOPEN_FIND_MODE", "MIOPEN_FIND_ENFORCE", "MIOPEN_DEBUG_CONVOLUTION_ATTRIB_FP16_ALT_IMPL",
+    "MIOPEN_DEBUG_CONV_IMPLICIT_GEMM", "MIOPEN_DEBUG_CONV_WINOGRAD",
+    "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
+    # Ascend
+    "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC", "HCCL_ALGO",
     "LCCL_DETERMINISTIC", "CLOSE_MATMUL_K_SHIFT", "ATB_MATMUL_SHUFFLE_K_ENABLE",
-    "ATB_LLM_LCOC_ENABLE", "ZE_AFFINITY_MASK", "PYTORCH_MPS_PREFER_METAL",
-    "PYTORCH_ENABLE_MPS_FALLBACK", "TORCHINDUCTOR_FREEZING", "PYTHONHASHSEED",
+    "ATB_LLM_LCOC_ENABLE", "ATB_OPERATION_EXECUTE_ASYNC", "ACL_OP_DETERMINISTIC",
+    "ACL_PRECISION_MODE", "ACLNN_CACHE_LIMIT", "TASK_QUEUE_ENABLE", "INF_NAN_MODE_ENABLE",
+    "INF_NAN_MODE_FORCE_DISABLE", "ALLOW_INTERNAL_FORMAT",
+    # Intel GPUs, TPUs, Apple
+    "ZE_AFFINITY_MASK", "IPEX_FP32_MATH_MODE", "IPEX_XPU_ONEDNN_LAYOUT", "XLA_FLAGS",
+    "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "JAX_DEFAULT_MATMUL_PRECISION",
+    "PYTORCH_MPS_PREFER_METAL", "PYTORCH_MPS_FAST_MATH", "PYTORCH_ENABLE_MPS_FALLBACK",
+    # engines
+    "USE_HUB_KERNELS", "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "VLLM_USE_V1",
+    "VLLM_USE_TRITON_FLASH_ATTN", "VLLM_FLASH_ATTN_VERSION", "VLLM_USE_FLASHINFER_SAMPLER",
+    "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_DEEP_GEMM", "VLLM_USE_AITER",
+    "VLLM_ROCM_USE_AITER", "VLLM_CPU_SGL_KERNEL", "SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
 )  # fmt: skip
+"""Recorded where they are set: what decides which kernels run and how exactly they compute."""
+
+SETTABLE = tuple(name for name in VARIABLES if name not in ("XLA_FLAGS", "GLIBC_TUNABLES"))
+"""Those that a capture may be given from a recorded run: the others reach beyond arithmetic."""
 
 
 def resolve_device(name: str = "auto") -> str:
@@ -89,7 +135,7 @@ def collect_environment(device: str = "auto", *, label: str | None = None) -> En
 
     device = resolve_device(device)
     kind = device.partition(":")[0]
-    cpu, capability = _cpu_name(), torch.backends.cpu.get_cpu_capability()
+    cpu, capability = cpu_name(), torch.backends.cpu.get_cpu_capability()
     name, count, driver, runtime = cpu, 0, None, None
     if kind != "cpu":
         name, count, driver, runtime = _accelerator_facts(kind, device)
@@ -106,7 +152,10 @@ def collect_environment(device: str = "auto", *, label: str | None = None) -> En
         cpu_capability=capability,
         num_threads=torch.get_num_threads(),
         versions=_versions(),
-        variables={key: os.environ[key] for key in VARIABLES if key in os.environ},
+        variables={key: _told(os.environ[key]) for key in VARIABLES if key in os.environ},
+        architecture=platform.machine() or None,
+        cpu_model=cpu_model(),
+        torch_build=torch_build(),
     )
 
 
@@ -164,18 +213,17 @@ def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, st
     return name, module.device_count(), driver, runtime
 
 
+def _told(value: str) -> str:
+    """A variable's value without paths (``XLA_FLAGS`` may name one), and of no great length."""
+    return re.sub(r"(?<![\w.-])(~?/|[A-Za-z]:\\)[^\s,;:]*", "(a path)", value)[:400]
+
+
 def _first_match(path: Path, pattern: str) -> str | None:
     try:
         match = re.search(pattern, path.read_text(errors="replace"))
     except OSError:
         return None
     return match[1] if match else None
-
-
-def _cpu_name() -> str:
-    return _first_match(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or (
-        platform.processor() or platform.machine()
-    )
 
 
 def _versions() -> dict[str, str]:

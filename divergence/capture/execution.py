@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from divergence.capture.compiled import CompiledWatch
 from divergence.capture.determinism import Determinism
 from divergence.capture.divided import Division, closed, on_all, own_part
 from divergence.capture.engines.generate import GroupResult, check_ids
@@ -36,16 +37,18 @@ from divergence.capture.passes import (
 from divergence.capture.plant import check_places
 from divergence.capture.provenance import probed, provenance
 from divergence.capture.request import Request
+from divergence.capture.rows import end_choices, repeated_tokens
 from divergence.capture.sites import SiteSelection
 from divergence.capture.storage import storage
 from divergence.capture.store_modes import check_operators
-from divergence.capture.structure import compiled_modules, describe_modules, output_paths
+from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.substitute import substitute_from
 from divergence.capture.volume import about_bytes
 from divergence.capture.whole import own_inputs, own_plants, run_whole, why_not_whole
 from divergence.capture.widening import Widening
 from divergence.errors import UsageError
 from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
+from divergence.run.nonfinite import first_nonfinite, nonfinite_text
 from divergence.run.reader import Run
 from divergence.run.site import ROOT
 from divergence.run.writer import RunWriter
@@ -101,12 +104,9 @@ class Execution:
         request = self.request
         passes = self._made = self._passes()
         manifest = self._manifest(self._plan(passes), command)
-        compiled = compiled_modules(self.loaded.module, self.selection.operators)
-        if compiled:
-            self._note(
-                f"{', '.join(compiled[:3])} runs through torch.compile: while operators are "
-                "recorded torch runs it uncompiled, so they are not those of its compiled kernels"
-            )
+        watch = CompiledWatch(self.loaded.module)
+        for note in watch.beforehand(self.selection.operators, self.selection.hooked):
+            self._note(note)
         rank = 0 if self.ranks is None else self.ranks.rank
         seen = about_bytes(
             self.loaded.structure, self.selection.hooked, self.samples, request.max_new_tokens
@@ -114,12 +114,12 @@ class Execution:
         with storage(
             request, out, manifest, device=self.loaded.device, num_bytes=seen * len(passes),
             ranks=self.ranks, force=force,
-        ) as (writer, self.keeper):  # fmt: skip
+        ) as (writer, self.keeper), watch.watching():  # fmt: skip
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0
             for one in passes:
                 free = one.name == "free"
-                anchor = recorded_inputs(request.like) if one.anchored else None
+                anchor = self._anchor_inputs() if one.anchored else None
                 if one.whole:
                     own = own_part(Run.open(writer.flush()), rank)
                     own.borrow_from(request.like)
@@ -135,15 +135,24 @@ class Execution:
             if request.substitutes and not num_substituted:
                 self._note("no operator was met whose result was to be replaced")
             manifest.settings.nondeterministic_warnings = self.determinism.warnings
+            manifest.plan.compiled = watch.notes()
+            for note in watch.afterwards():
+                self._note(note)
             if request.repeat > 1:
                 writer.drain()
                 manifest.repeatability = self._repeat(first.items)
             if self.division is not None:
                 writer.flush()
                 self.division.count(manifest)
-        return (
-            Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
-        )
+        run = Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
+        bad = first_nonfinite(run)
+        if bad is not None:
+            self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
+        return run
+
+    def _anchor_inputs(self) -> Anchor:
+        assert self.request.like is not None
+        return recorded_inputs(self.request.like, self.samples, self.groups)
 
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
@@ -173,17 +182,7 @@ class Execution:
         """(samples, groups, forced tokens), tokenised here or taken from the recorded run."""
         request, like = self.request, self.request.like
         if like is not None:
-            recorded = like.manifest.tokens
-            samples = [
-                SampleTokens(
-                    text=s.text,
-                    prompt_ids=s.prompt_ids,
-                    num_left_pad=s.num_left_pad,
-                    num_right_pad=s.num_right_pad,
-                )
-                for s in recorded.samples
-            ]
-            return samples, recorded.groups, [s.generated_ids for s in recorded.samples]
+            return repeated_tokens(request, self.loaded)
         samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
         pad_left = self.loaded.task == "causal-lm"
         groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
@@ -311,6 +310,7 @@ class Execution:
             self.notes,
             wanted=self.selection.wanted,
             hooked=self.selection.hooked,
+            flat=self.selection.is_routing,
             sink=sink if self.division is None else self.division.sink(sink),
             pass_=one.name,
             steps=request.steps,
@@ -356,6 +356,8 @@ class Execution:
                 sample.generated_ids = result.generated[place]
                 sample.chosen_ids = result.chosen[place]
                 sample.decoder_prompt_ids = result.decoder_prompt[place]
+                if self.request.regrouped:
+                    end_choices(sample, self.request.like.manifest.tokens.samples[number])
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()
 

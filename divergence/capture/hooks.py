@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from divergence.capture.compiled import compiled_regions, hooked
 from divergence.capture.keep import CopyKeeper, Keeper, Recent
 from divergence.capture.leaves import (
     argument_names,
@@ -26,13 +27,14 @@ from divergence.capture.leaves import (
 )
 from divergence.capture.operators import OperatorRecorder
 from divergence.capture.plant import FORWARDS, Plant
+from divergence.capture.routing_sites import by_token
 from divergence.capture.selection import select_positions, step_selected
 from divergence.errors import PlantError
 from divergence.run.call import Call
 from divergence.run.item import Item
 from divergence.run.manifest import ModuleNote
 from divergence.run.record import PassName
-from divergence.run.site import ROOT, join_site
+from divergence.run.site import ROOT, escape_path, join_site
 
 __all__ = ["Anchor", "Recorder", "Sink", "inside"]
 
@@ -55,9 +57,12 @@ class Sink(Protocol):
 
 
 class Anchor(Protocol):
-    """Recorded inputs by coordinates; None where nothing was recorded."""
+    """Recorded inputs by coordinates; None where nothing was recorded. ``own``: what this run has
+    there."""
 
-    def __call__(self, sample: int, step: int, site: str) -> torch.Tensor | None: ...
+    def __call__(
+        self, sample: int, step: int, site: str, own: torch.Tensor
+    ) -> torch.Tensor | None: ...
 
 
 class Recorder:
@@ -85,13 +90,14 @@ class Recorder:
         on_step: Callable[[int], None] | None = None,
         on_block: Callable[[str], None] | None = None,
         keeper: Keeper | None = None,
+        flat: Callable[[str, str, torch.Tensor], bool] | None = None,
         operators: set[str] | None = None,
         weights: bool = False,
         substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
     ) -> None:
         self._model = model
         self._notes = notes
-        self._wanted = wanted
+        self._wanted, self._flat = wanted, flat
         self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
         if anchor is not None or on_block is not None:
             self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
@@ -145,28 +151,19 @@ class Recorder:
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
         """Hooks on; off again on any exit."""
-        handles = []
-        try:
+        compiled = bool(compiled_regions(self._model))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._recent.clear)
             for name, module in self._model.named_modules():
-                path = name or ROOT
-                if path not in self._hooked:
-                    continue
-                handles.append(
-                    module.register_forward_pre_hook(
-                        self._pre_hook(path, argument_names(module)), with_kwargs=True
-                    )
-                )
-                handles.append(
-                    module.register_forward_hook(self._post_hook(path), with_kwargs=True)
-                )
+                path = escape_path(name)
+                if path in self._hooked:
+                    pre = self._pre_hook(path, argument_names(module))
+                    post = self._post_hook(path)
+                    stack.enter_context(hooked(module, pre, post, compiled=compiled))
             # its hooks come after these: what an anchor puts in place is no operator, what a
             # plant does is one
             with contextlib.nullcontext() if self.operators is None else self.operators.installed():
                 yield self
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._recent.clear()
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable:
         anchors = (
@@ -258,7 +255,7 @@ class Recorder:
         """The other run's tensor for this input; the own one where none was recorded."""
         if not tensor.is_floating_point() or "mask" in port:
             return tensor
-        recorded = self._anchor(self._sample, self._step, join_site(path, port))
+        recorded = self._anchor(self._sample, self._step, join_site(path, port), tensor)
         if recorded is None:
             if port == "in" and self._notes[path.partition("#")[0]].role == "block":
                 # From here on the caches would hold own values: no longer anchored.
@@ -311,6 +308,8 @@ class Recorder:
             return
         if call:
             site = join_site(path + call, port)
+        if self._flat is not None and self._flat(path, port, tensor):
+            tensor = by_token(tensor, self._batch)
         if self.operators is None:
             item, positions = self._kept(path, port, tensor)
         else:

@@ -45,7 +45,7 @@ from divergence.errors import UsageError
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.item import Item
-from divergence.run.site import ROOT, join_site, operator_path
+from divergence.run.site import ROOT, escape_path, join_site, operator_path
 
 __all__ = ["Emit", "OperatorRecorder"]
 
@@ -118,7 +118,7 @@ class OperatorRecorder(TorchDispatchMode):
         handles = []
         try:
             for name, module in self._model.named_modules():
-                path = name or ROOT
+                path = escape_path(name)
                 if self._root_of(path) is None:
                     continue
                 push = self._push(path, argument_names(module))
@@ -333,7 +333,7 @@ class OperatorRecorder(TorchDispatchMode):
     def _weight_site(self, name: str, parameter: torch.Tensor) -> str:
         """The weight's record in this forward, made when it is first needed there."""
         module, _, last = name.rpartition(".")
-        site = join_site(module, f"in.{last}")
+        site = join_site(escape_path(module), f"in.{last}")
         if name not in self._weight_items:
             self._weight_items[name] = self._as_loaded(parameter)
         if site not in self._weight_sites:  # a block's dataflow is forgotten, its records are not

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from divergence.capture.engines.generate import GroupResult, run_group
 from divergence.capture.engines.load import LoadedModel
-from divergence.capture.hooks import Recorder
+from divergence.capture.hooks import Anchor, Recorder
+from divergence.capture.rows import RecordedRows
 from divergence.capture.selection import step_selected
 from divergence.numerics.fold import folds_of
 from divergence.run.contents import why_no_bytes
@@ -178,16 +179,20 @@ def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
     return None
 
 
-def recorded_inputs(run: Run) -> Callable[[int, int, str], torch.Tensor | None]:
-    """An Anchor over a run's free pass."""
+def recorded_inputs(
+    run: Run, samples: Sequence[SampleTokens], groups: Sequence[list[int]]
+) -> Anchor:
+    """An Anchor over a run's free pass, for these batches of its prompts."""
     free: PassName = "free"
     blocks = {path for path, note in run.manifest.plan.modules.items() if note.role == "block"}
     run.expect(
         record for record in run.records
         if record.pass_ == free and ":in" in record.site and module_of(record.site) in blocks
     )  # fmt: skip
+    if groups != run.manifest.tokens.groups:
+        return RecordedRows(run, samples, groups)
 
-    def anchor(sample: int, step: int, site: str) -> torch.Tensor | None:
+    def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
         record = run.find((free, sample, step, site))
         # of what was not kept (an input beside the stream, say) the own value stays
         return None if record is None or not run.has_bytes(record) else run.read(record)

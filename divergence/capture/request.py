@@ -65,6 +65,11 @@ class Request:
     store: Store = "full"
     only_changed: bool = False
 
+    @property
+    def regrouped(self) -> bool:
+        """Are the recorded prompts to run in other batches than in the run that is repeated?"""
+        return self.like is not None and self.batch != self.like.manifest.settings.batch
+
 
 def resolve_request(
     model: str | None,
@@ -168,10 +173,10 @@ def resolve_request(
             store=chosen_store(store, only_changed=only_changed, like=None),
             **common,
         )
-    if prompts or prompts_file or chat or batch:
+    if prompts or prompts_file or chat:
         raise UsageError(
             "--like repeats the recorded tokens, so prompts cannot be given with it",
-            hint="leave out --prompt, --prompts, --chat and --batch, or capture without --like",
+            hint="leave out --prompt, --prompts and --chat, or capture without --like",
         )
     run = unsharded(like if isinstance(like, Run) else Run.open(like))
     if run.manifest.plan.replayed_pass is not None:
@@ -188,6 +193,7 @@ def resolve_request(
         dtype=dtype,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
+        batch=batch,
         max_new_tokens=max_new_tokens,
         sites=sites,
         steps=steps,
@@ -208,6 +214,7 @@ def _like(
     dtype: str | None,
     attn_implementation: str | None,
     trust_remote_code: bool,
+    batch: bool | None,
     max_new_tokens: int | None,
     sites: Sequence[str],
     steps: str | None,
@@ -255,7 +262,7 @@ def _like(
         attn_implementation=choose("attn_implementation", attn_implementation, attention),
         trust_remote_code=trust_remote_code or (model is None and _trusted_here(identity)),
         prompts=[],
-        batch=settings.batch,
+        batch=choose("batch", batch, settings.batch),
         max_new_tokens=choose("max_new_tokens", max_new_tokens, settings.max_new_tokens),
         sites=choose("sites", list(sites) or None, plan.sites),
         steps=choose("steps", steps, plan.steps),

@@ -3,7 +3,8 @@
 ``blocks``   what one forward passes through once, in order: every block and every
              trunk module (embedding, rotary table, final norm, head), their
              floating-point inputs and outputs; masks are left out (their size is
-             tokens², and they are an input, not a result).
+             tokens², and they are an input, not a result). Of blocks with experts also which
+             token goes to which (capture.routing_sites).
 ``modules``  every module's inputs and outputs.
 ``ops@PATH``  every operator called inside the modules that PATH (a path or glob) names, and
              those modules' own inputs and outputs.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from divergence.capture.routing_sites import is_routing, routing_modules
 from divergence.config import BUILTIN_SITES, expand_sites
 from divergence.errors import UsageError
 from divergence.run.manifest import ModuleNote
@@ -53,6 +55,7 @@ class SiteSelection:
             _check(pattern, notes)
         self._match = compile_patterns(patterns)
         self._known: dict[tuple[str, str], bool] = {}
+        self._routing = routing_modules(notes)
         everything = self._modules or any(pattern.startswith("re:") for pattern in patterns)
         heads = compile_patterns([_path_part(pattern) + ":*" for pattern in patterns])
         self.hooked = {
@@ -61,6 +64,7 @@ class SiteSelection:
             if everything
             or self._is_trunk(path, note)
             or path in self.operators
+            or (self._blocks and path in self._routing)
             or heads(f"{path}:")
         }
 
@@ -76,10 +80,15 @@ class SiteSelection:
                 self._modules
                 or (plain and self._is_trunk(path, note) and not _root_input(path, port))
                 or (plain and path in self.operators)
+                or (self._blocks and self.is_routing(path, port, tensor))
                 or self._match(join_site(path, port))
             )
             self._known[key] = known
         return known
+
+    def is_routing(self, path: str, port: str, tensor: torch.Tensor) -> bool:
+        """Does it tell which token goes to which expert? Then its rows are all prompts' tokens."""
+        return is_routing(self._routing.get(path), port, tensor)
 
     def _is_trunk(self, path: str, note: ModuleNote) -> bool:
         return self._blocks and note.role in ("block", "trunk")

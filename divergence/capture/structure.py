@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from divergence.run.manifest import ModuleNote
-from divergence.run.site import ROOT
+from divergence.run.site import ROOT, escape_path
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["compiled_modules", "describe_modules", "output_paths"]
+__all__ = ["describe_modules", "output_paths"]
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
@@ -39,7 +39,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
         else:
             role = "inner"
         routed = role == "block" and any("experts" in name for name, _ in module.named_modules())
-        notes[path or ROOT] = ModuleNote(kind=_kind(module), role=role, routed=routed)
+        notes[escape_path(path)] = ModuleNote(kind=_kind(module), role=role, routed=routed)
     return notes
 
 
@@ -59,7 +59,7 @@ def output_paths(model: nn.Module) -> set[str]:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if head is not None:
-        paths.update(path for path, module in model.named_modules() if module is head)
+        paths.update(escape_path(path) for path, module in model.named_modules() if module is head)
     return paths
 
 
@@ -79,20 +79,3 @@ def _block_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 def _children(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_children()]
-
-
-def compiled_modules(model: nn.Module, paths: set[str]) -> list[str]:
-    """Those of ``paths``, and of what lies in them, that run through ``torch.compile``: while
-    operators are recorded, torch runs them uncompiled."""
-    found = []
-    for name, module in model.named_modules():
-        inside = any(name == path or path == ROOT or name.startswith(path + ".") for path in paths)
-        forward = module.__dict__.get("forward", type(module).forward)
-        compiled = (
-            getattr(module, "_compiled_call_impl", None) is not None
-            or hasattr(forward, "_torchdynamo_orig_callable")
-            or hasattr(module, "_orig_mod")
-        )
-        if inside and compiled:
-            found.append(name or ROOT)
-    return found

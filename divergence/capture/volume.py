@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from divergence.run.site import ROOT
+from divergence.run.site import escape_path
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ def about_bytes(
     num_tokens = prompts + len(samples) * max_new_tokens
     total = 0
     for path, one in module.named_modules():
-        if (path or ROOT) not in hooked:
+        if escape_path(path) not in hooked:
             continue
         own = getattr(one, "weight", None)
         weight = own if own is not None else next(one.parameters(), None)

@@ -82,7 +82,7 @@ def own_inputs(run: Run) -> Anchor:
 
     samples = run.manifest.tokens.samples
 
-    def anchor(sample: int, step: int, site: str) -> torch.Tensor | None:
+    def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
         records = [
             run.find(("free", sample, number, site))
             for number in range(len(samples[sample].generated_ids))

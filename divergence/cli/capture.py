@@ -18,6 +18,7 @@ from divergence.cli.options import (
     Json,
     Label,
     Mesh,
+    NoBatch,
     NoProbe,
     OnlyChanged,
     Quiet,
@@ -165,10 +166,11 @@ def command(
         typer.Option(
             "--batch",
             metavar="",
-            help="Run all prompts in one padded batch.",
+            help="Run all prompts in one padded batch; with --like also those that ran singly.",
             rich_help_panel=PROMPTS,
         ),
     ] = False,
+    no_batch: NoBatch = False,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -332,8 +334,10 @@ def command(
     if like is None:
         only_with_like({
             "--model": model_copy, "--no-anchor": no_anchor, "--escalate": escalate,
-            "--only-changed": only_changed,
+            "--only-changed": only_changed, "--no-batch": no_batch,
         })  # fmt: skip
+    if batch and no_batch:
+        raise UsageError("--batch and --no-batch cannot be combined", hint="give one of them")
     if out is None and not dry_run:
         raise UsageError("there is no directory to write to", hint="-o RUN, or --dry-run")
 
@@ -348,7 +352,7 @@ def command(
         "prompts": prompts or None,
         "prompts_file": prompts_file,
         "chat": chat or None,
-        "batch": batch or None,
+        "batch": True if batch else False if no_batch else None,
         "max_new_tokens": max_new_tokens,
         "sites": sites or None,
         "steps": steps,

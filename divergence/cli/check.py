@@ -50,6 +50,14 @@ def command(
             help="Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
         ),
     ] = False,
+    allow_nonfinite: Annotated[
+        bool,
+        typer.Option(
+            "--allow-nonfinite",
+            metavar="",
+            help="With --bless: also a run in which a block or the logits hold nan or inf.",
+        ),
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -63,7 +71,7 @@ def command(
     policy = policy or defaults.policy
     name_map = name_map or defaults.map
     if bless:
-        _bless(golden, new, name_map, json=json, quiet=quiet)
+        _bless(golden, new, name_map, allow_nonfinite=allow_nonfinite, json=json, quiet=quiet)
         return
 
     from divergence.cli.compare import show_report
@@ -91,20 +99,29 @@ def command(
     if json:
         show(check_json(result))
     else:
-        lines = check_lines(result, verbose=verbose)
-        print_lines(lines[: 1 + len(result.failures)] if quiet else lines)
+        print_lines(check_lines(result, verbose=verbose, brief=quiet))
     if not result.passed:
         raise typer.Exit(1)
 
 
-def _bless(golden: str, new: str, name_map: Path | None, *, json: bool, quiet: bool) -> None:
+def _bless(
+    golden: str,
+    new: str,
+    name_map: Path | None,
+    *,
+    allow_nonfinite: bool,
+    json: bool,
+    quiet: bool,
+) -> None:
     from divergence.compare.golden import bless
     from divergence.report.machine import blessing_json
     from divergence.report.outcome import blessing_lines
     from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:
-        blessing = bless(golden, new, name_map=name_map, progress=progress)
+        blessing = bless(
+            golden, new, name_map=name_map, allow_nonfinite=allow_nonfinite, progress=progress
+        )
     if json:
         show(blessing_json(blessing))
     elif not quiet:

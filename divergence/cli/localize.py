@@ -22,8 +22,9 @@ Examples:
 
   divergence localize a b -o a-b --block model.layers.17
 
-What another machine must capture is printed as a command: run it there with DIR copied, or run
-the same localize there. It goes on where the other one stopped.
+What another machine must make is printed as a command: run it there with DIR copied, or run the
+same localize there. It goes on where the other one stopped. The truth is made on A's machine alone.
+Exit code 2 if what was captured again does not have the bits of the run it repeats.
 """
 
 
@@ -51,7 +52,8 @@ def command(
         typer.Option(
             "--reference",
             metavar="TRUTH",
-            help="The float64 run of `divergence reference`. Default: made in DIR.",
+            help="The float64 run of `divergence reference`, made on A's machine. Default: made in "
+            "DIR, there.",
         ),
     ] = None,
     block: Annotated[
@@ -67,7 +69,8 @@ def command(
         typer.Option(
             "--here",
             metavar="SIDE",
-            help="Whose machine this is: reference, candidate, both, none; auto asks the runs.",
+            help="Whose machine this is: reference, candidate, both, none; auto asks the runs. "
+            "What is made must have that run's bits.",
         ),
     ] = Here.AUTO,
     force: Annotated[
@@ -108,5 +111,6 @@ def command(
         show(result.to_json(indent=2))
     else:
         print_lines(localization_lines(result, answer_only=quiet, verbose=verbose))
-    if result.levels[0].verdict == "incomparable":  # as compare ends
+    # as compare ends; and what does not belong to these runs was not compared
+    if result.refused or result.levels[0].verdict == "incomparable":
         raise typer.Exit(2)

@@ -22,6 +22,7 @@ __all__ = [
     "Model",
     "ModelOfWeights",
     "NameMap",
+    "NoBatch",
     "NoProbe",
     "OnlyChanged",
     "Quiet",
@@ -83,6 +84,15 @@ Verbose = Annotated[
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", metavar="", help="Replace an existing run.")]
+NoBatch = Annotated[
+    bool,
+    typer.Option(
+        "--no-batch",
+        metavar="",
+        help="With --like: run each prompt by itself, whatever batch it ran in.",
+        rich_help_panel=REPEATING_PANEL,
+    ),
+]
 NoProbe = Annotated[
     bool,
     typer.Option(

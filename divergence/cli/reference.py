@@ -44,6 +44,12 @@ def command(
             help="What is recorded, as in capture; repeatable. Default: what the run recorded.",
         ),
     ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", metavar="N", help="Fewer forwards. Default: as many as the run has."
+        ),
+    ] = None,
     device: Annotated[
         str,
         typer.Option("--device", metavar="DEVICE", help="cpu, or a device that has float64."),
@@ -80,7 +86,7 @@ def command(
     arguments = ctx.meta.get(ARGUMENTS)
     values: dict[str, Any] = {"out": out, "model": model, "device": device, "label": label,
                               "attn_implementation": attn_implementation, "force": force,
-                              "sites": sites or (),
+                              "sites": sites or (), "max_new_tokens": max_new_tokens,
                               "trust_remote_code": trust_remote_code}  # fmt: skip
     if arguments:
         values["command"] = shlex.join(["divergence", *arguments])

@@ -79,7 +79,8 @@ class Advice:
             source = shlex.quote(self._reference.model.source)
             return [
                 f"{_capture(self._reference)} {source} -o {out} --prompts FILE"
-                f"{_mesh(self._reference)}{where}: its prompts, all token positions"
+                f"{' --batch' if settings.batch else ''}{_mesh(self._reference)}{where}: "
+                "its prompts, all token positions"
             ]
         sites = plan.sites if plan.store == "full" else flagged[:_MOST_SITES]
         words = [f"--sites {shlex.quote(site)}" for site in dict.fromkeys(["blocks", *sites])]
@@ -94,14 +95,16 @@ class Advice:
 
     def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
         """Everything inside a block, on both machines; ``hidden``: it shows in the escalated
-        pass alone, against a truth. Operators are recorded in one process alone."""
+        pass alone, against a truth. Operators are recorded in one process alone, and those of
+        other batches are no pairs."""
         ranks = self.divided or self._reference.mesh is not None
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
+        alike = self._reference.tokens.groups == self._candidate.tokens.groups
         down = f"divergence localize {self._a} {self._b} -o {_folder(self._b, '-localized')}"
         down += f" --reference {self._truth}" if self._truth else ""
         down += "   # on a machine with the model; or by hand:"
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
-        inside = (block + ".*",) if ranks else (block + ".*", f"ops@{block}")
+        inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
         sites = " ".join(["--sites blocks", *(f"--sites {shlex.quote(one)}" for one in inside)])
         sites += "" if whole else " --store full"
         escalate = " --escalate" if hidden else ""
@@ -117,6 +120,16 @@ class Advice:
               if right else []),
             f"divergence compare {one} {two}" + (f" --reference {right}" if right else ""),
         ]  # fmt: skip
+
+    def inside(self, block: str) -> list[str]:
+        """What looks inside a block that stands out; nothing where no descent is possible."""
+        if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
+            return []
+        out = _folder(self._b, "-localized")
+        return [
+            f"divergence localize {self._a} {self._b} -o {out} --block {shlex.quote(block)}"
+            "   # on a machine with the model"
+        ]
 
     def truth(self, *, full: bool = False) -> list[str]:
         """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
@@ -192,6 +205,10 @@ class WithinAdvice(Advice):
 
     def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """Nothing: every pair is anchored."""
+        return []
+
+    def inside(self, block: str) -> list[str]:
+        """Nothing: a descent takes two runs."""
         return []
 
     def truth(self, *, full: bool = False) -> list[str]:
@@ -279,9 +296,20 @@ def _options(manifest: Manifest, like: Manifest) -> str:
         words += ["--attn-implementation", mine.attn_implementation]
     if not manifest.settings.deterministic and like.settings.deterministic:
         words += ["--no-deterministic"]
+    words += _batch(manifest, like)
     for plant in manifest.plan.plants:
         words += ["--plant", plant]
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own
         words += ["--label", environment.label]
     return _mesh(manifest) + (" " + shlex.join(words) if words else "")
+
+
+def _batch(manifest: Manifest, like: Manifest) -> list[str]:
+    """The option that puts the other run's prompts together as in this one."""
+    groups = manifest.tokens.groups
+    if groups == like.tokens.groups:
+        return []
+    if len(groups) == 1:
+        return ["--batch"]
+    return ["--no-batch"] if all(len(group) == 1 for group in groups) else []

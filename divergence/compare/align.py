@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from divergence.compare.fed import last_comparable_steps, why_no_step
+from divergence.compare.kinds import kinds_of
 from divergence.compare.names import NameMap, find_prefix
 from divergence.compare.result import Skipped
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
-from divergence.run.site import is_operator_site
 
 __all__ = [
     "Alignment",
@@ -26,9 +27,12 @@ __all__ = [
     "Piece",
     "align",
     "anchored_passes",
-    "first_different_token",
+    "compared_passes",
+    "indexed",
+    "pieces_in",
     "renaming",
     "replayed_from",
+    "why_no_pair",
 ]
 
 REPLAYED = "replayed"
@@ -82,19 +86,17 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     split = a.tokens.groups != b.tokens.groups
     rename, prefix = renaming(reference, candidate, name_map)
     notes: list[str] = []
-    passes = [("free", "free", "free")]
-    anchored = anchored_passes(a, b, notes)
+    passes = compared_passes(a, b, notes)
+    anchored = any(label == "anchored" for label, _, _ in passes)
     replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
-    if anchored is not None:
-        passes.insert(0, ("anchored", *anchored))
-    theirs = {} if replays else _indexed(candidate, split)
-    ours = {} if replays else _indexed(reference, split)
+    theirs = {} if replays else indexed(candidate, split=split)
+    ours = {} if replays else indexed(reference, split=split)
     pairs: list[Pair] = []
     only_reference: list[Skipped] = []
     skipped: list[Skipped] = []
     used: set[tuple] = set()
     parts = _Parts(reference, candidate, passes, rename)
-    last_step = _last_comparable_steps(a, b)
+    last_step = last_comparable_steps(a, b)
     for pass_, ours_in, theirs_in in passes:
         for (found_in, sample, step, site), piece in ours.items():
             if found_in != ours_in:
@@ -103,11 +105,11 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             other = theirs.get(key)
             if other is None:
                 if pass_ == "free":
-                    reason = parts.of_candidate(key) or "no partner"
+                    reason = parts.of_candidate(key) or why_no_step(b, "candidate", sample, step)
                     only_reference.append(_skip(pass_, sample, step, site, reason, "reference"))
                 continue
             used.add(key)
-            reason = _incomparable(piece, other)
+            reason = why_no_pair(piece, other)
             if step > last_step.get(sample, step):
                 reason = "after the first different token the two sides were fed different tokens"
             if reason is not None:
@@ -120,7 +122,9 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     only_candidate = [
         _skip(
             *key,
-            (parts.of_reference(key) or "no partner") if key[0] in compared else alone,
+            (parts.of_reference(key) or why_no_step(a, "reference", *key[1:3]))
+            if key[0] in compared
+            else alone,
             "candidate",
         )
         for key in theirs
@@ -138,7 +142,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     )
     return Alignment(
         pairs=pairs, only_reference=only_reference, only_candidate=only_candidate,
-        skipped=skipped, prefix=prefix, anchored=anchored is not None, notes=notes,
+        skipped=skipped, prefix=prefix, anchored=anchored, notes=notes,
     )  # fmt: skip
 
 
@@ -187,13 +191,12 @@ class _Parts:
         return found
 
 
-def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:
-    """Index of the first generated token that was fed differently, or None."""
-    one, two = a.tokens.samples[sample].generated_ids, b.tokens.samples[sample].generated_ids
-    for index, (x, y) in enumerate(zip(one, two, strict=False)):
-        if x != y:
-            return index
-    return None
+def compared_passes(a: Manifest, b: Manifest, notes: list[str]) -> list[tuple[str, str, str]]:
+    """(name of the comparison, reference's pass, candidate's pass) of all that are compared tensor
+    by tensor; the escalated pass is measured apart (compare.escalated)."""
+    anchored = anchored_passes(a, b, notes)
+    passes = [] if anchored is None else [("anchored", *anchored)]
+    return [*passes, ("free", "free", "free")]
 
 
 def anchored_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, str] | None:
@@ -264,36 +267,47 @@ def _rule(prefix: tuple[str, str] | None) -> str:
     return f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
 
 
-def _indexed(run: Run, split: bool) -> dict[tuple[str, int, int, str], Piece]:
+def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
+    """The tensors that are paired one by one, by (pass, sample, step, site); ``split``: batches are
+    taken apart into their samples."""
     pieces: dict[tuple[str, int, int, str], Piece] = {}
+    kinds = kinds_of(run)
     for record in run.records:
-        if is_operator_site(record.site):
-            continue  # the order of calls may differ, see compare.match
-        if _is_weight(record.site, run.manifest):
-            continue  # stored for replays; preflight compares weights by digest
-        if record.pass_ == "whole":
-            continue  # held against its own run's decode steps, see compare.within
+        if kinds(record) != "tensor":
+            continue
         for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
             pieces[record.pass_, piece.sample, record.step, record.site] = piece
     return pieces
 
 
-def _is_weight(site: str, manifest: Manifest) -> bool:
-    path, _, port = site.partition(":")
-    return port.startswith("in.") and f"{path}.{port[3:]}" in manifest.model.digests
+def pieces_in(run: Run, pass_: str, *, split: bool) -> dict[tuple[int, int, str], Piece]:
+    """Every piece of one pass by (sample, step, site); ``split``: batches into their samples."""
+    return {
+        (piece.sample, record.step, record.site): piece
+        for record in run.records
+        if record.pass_ == pass_
+        for piece in (_pieces(record, run.manifest) if split else [Piece(record, record.sample)])
+    }
 
 
 def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
     """One piece for each sample in the record's batch, pads cut off."""
     group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
+    members = [manifest.tokens.samples[number] for number in group]
+    padded = any(sample.num_left_pad or sample.num_right_pad for sample in members)
+    if len(group) > 1 and record.shape[:1] == (1,) and not padded:  # one table for all prompts
+        right = record.shape[1] if len(record.shape) > 1 else 0
+        return [Piece(record, number, 0, 0, right) for number in group]
     if len(group) <= 1 or not record.shape or record.shape[0] != len(group):
         return [Piece(record, record.sample)]
     pieces = []
-    for row, number in enumerate(group):
-        sample = manifest.tokens.samples[number]
+    for row, (number, sample) in enumerate(zip(group, members, strict=True)):
         length = sample.num_left_pad + len(sample.prompt_ids) + sample.num_right_pad
         left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
-        if record.step == 0 and len(record.shape) > 2 and record.shape[1] == length:
+        encoded = manifest.model.task == "encoder-decoder"  # goes into every step
+        if (
+            (record.step == 0 or encoded) and len(record.shape) > 2 and record.shape[1] == length
+        ):  # fmt: skip
             left, right = sample.num_left_pad, length - sample.num_right_pad
         pieces.append(Piece(record, number, row, left, right, sample.num_left_pad))
     return pieces
@@ -306,11 +320,13 @@ def _shape(piece: Piece) -> tuple[int, ...]:
     return (1, piece.right - piece.left, *shape[2:]) if len(shape) > 1 else (1,)
 
 
-def _incomparable(piece: Piece, other: Piece) -> str | None:
+def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | None:
+    """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
+    token positions picked out of one of them."""
     one, two = piece.record, other.record
     if _shape(piece) != _shape(other):
         narrowed = one.positions is None or two.positions is None
-        if narrowed and _selectable(piece, other):
+        if not exactly and narrowed and _selectable(piece, other):
             return None
         return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
     if one.positions is not None and two.positions is not None:
@@ -340,22 +356,6 @@ def _selectable(piece: Piece, other: Piece) -> bool:
         and many.shape[1] > max(few.positions, default=0)
         and few.shape[:1] + few.shape[2:] == many.shape[:1] + many.shape[2:]
     )
-
-
-def _last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
-    """Per sample, the last step at which both sides had been fed the same tokens."""
-    last: dict[int, int] = {}
-    for number in range(min(len(a.tokens.samples), len(b.tokens.samples))):
-        different = first_different_token(a, b, number)
-        if different is not None:
-            last[number] = different
-    for manifest in (a, b):  # a batched forward is as comparable as its worst sample
-        for group in manifest.tokens.groups:
-            found = [last[number] for number in group if number in last]
-            if found:
-                for number in group:
-                    last[number] = min(found)
-    return last
 
 
 def _skip(pass_: str, sample: int, step: int, site: str, reason: str, side) -> Skipped:

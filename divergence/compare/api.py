@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from divergence._version import __version__
 from divergence.compare.advice import Advice, WithinAdvice
 from divergence.compare.align import Alignment, align, renaming, why_nothing
+from divergence.compare.allowed import allowed_errors
 from divergence.compare.arithmetic import explain_arithmetic
 from divergence.compare.audit import audit_runs
 from divergence.compare.audit_findings import with_audit
+from divergence.compare.code import with_code
+from divergence.compare.coverage import account, tokens_row
+from divergence.compare.ends import find_ends
 from divergence.compare.escalated import compare_escalated, drop_escalated
+from divergence.compare.experts import Routes, routing_notes, with_experts
+from divergence.compare.fitness import with_itself
 from divergence.compare.floors import ModelFloor
 from divergence.compare.judge import Case, judge, judge_units
 from divergence.compare.measure import Measurer
@@ -22,6 +28,8 @@ from divergence.compare.operator_arithmetic import with_arithmetic
 from divergence.compare.operator_runs import compare_operators, operator_notes
 from divergence.compare.operator_verdict import with_operators
 from divergence.compare.operators_result import OperatorsResult
+from divergence.compare.owner import with_owner
+from divergence.compare.policy_bounds import check_thresholds
 from divergence.compare.preflight import preflight
 from divergence.compare.probes import judge_probes
 from divergence.compare.reduced import without_unknowable
@@ -29,16 +37,19 @@ from divergence.compare.replicas import check_replicas, with_replicas
 from divergence.compare.result import (
     Coverage,
     Evidence,
+    PassCoverage,
     PreflightLine,
     Report,
     SiteResult,
     TokensResult,
     Verdict,
 )
+from divergence.compare.routing import unknown_blocks
 from divergence.compare.run_summary import summary_of
 from divergence.compare.suite import is_suite, report_on_suites
 from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
+from divergence.compare.trusted import refuse_own_floor, widening_notes
 from divergence.compare.truth import Tallies, Truth, inputs_of
 from divergence.compare.unmeasured import is_unmeasured
 from divergence.compare.within import align_within, check_alone, explain_within
@@ -83,6 +94,7 @@ def compare(
                 reference, candidate, force=force, name_map=name_map, truth=truth, floor=floor,
                 thresholds=thresholds, progress=progress,
             )  # fmt: skip
+    check_thresholds(thresholds)
     a = _opened(reference)
     if candidate is None:
         check_alone(truth=truth, floor=floor, name_map=name_map)
@@ -91,12 +103,13 @@ def compare(
     a.borrow_from(b)
     b.borrow_from(a)
     if is_suite(a) and is_suite(b):
-        return report_on_suites(
+        found_there = report_on_suites(
             a, b, truth=truth and _opened(truth), floor=floor, progress=progress
         )
+        return with_itself(found_there, a.manifest, b.manifest)
     names = None if name_map is None else load_name_map(name_map)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
-    lines = [*preflight(a, b), *arithmetic.lines]
+    lines = [*preflight(a, b, names=names), *arithmetic.lines]
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)
@@ -105,9 +118,13 @@ def compare(
         progress=progress,
     )  # fmt: skip
     case, alignment = replace(found.case, arithmetic=arithmetic.brief()), found.alignment
+    own = judge(case, thresholds=thresholds)
     verdict = judge_probes(a.manifest, b.manifest, arithmetic, case) or with_arithmetic(
         with_operators(
-            judge(case, thresholds=thresholds), found.operators, case.advice, alone=not case.sites
+            with_experts(own, case.sites, found.routes),
+            found.operators,
+            case.advice,
+            alone=not case.sites,
         ),
         found.operators,
         arithmetic,
@@ -115,20 +132,26 @@ def compare(
     audit = audit_runs(a, b, rename=names or renaming(a, b, None)[0])
     replicas = check_replicas(a, b, alignment.pairs)
     verdict = with_replicas(verdict, replicas, case.sites, alignment.pairs, a, b)
-    return Report(
+    report = Report(
         tool_version=__version__,
         reference=summary_of(a),
         candidate=summary_of(b),
-        verdict=with_audit(verdict, audit),
+        verdict=with_owner(
+            with_code(with_audit(verdict, audit), a.manifest, b.manifest),
+            found.truth and found.truth.run,
+            a.manifest,
+            b.manifest,
+        ),
         operators=found.operators,
         audit=audit,
         preflight=lines,
         tokens=relate_to_onset(case.tokens, verdict.onset),
-        coverage=_coverage(alignment),
+        coverage=_coverage(alignment, [*found.covered, *tokens_row(case.tokens)]),
         sites=list(case.sites),
-        notes=found.notes,
+        notes=[*found.notes, *widening_notes(case.shown, case.sites, len(floor), thresholds)],
         replicas=replicas,
     )
+    return with_itself(report, a.manifest, b.manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +164,9 @@ class Measured:
     alignment: Alignment
     case: Case
     notes: list[str]
+    routes: Routes
     operators: OperatorsResult | None = None
+    covered: list[PassCoverage] = field(default_factory=list)
 
 
 def measure_runs(
@@ -169,11 +194,16 @@ def measure_runs(
         )
     measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs_of(a, b), truth=right)
     sites = measure_all(measurer, alignment.pairs, progress)
-    escalated = compare_escalated(a, b, right, thresholds, measure_all, progress)
+    escalated = compare_escalated(
+        a, b, right, thresholds, measure_all, progress, routes=measurer.routes
+    )
     sites += escalated
     alignment = drop_escalated(alignment, escalated)
+    alignment, covered = account(
+        alignment, a, b, rename=rename, escalated=escalated, operators=operators
+    )
     notes = _notes(a, b, alignment)
-    notes += operator_notes(a, b, operators)
+    notes += [*routing_notes(sites, measurer.routes), *operator_notes(a, b, operators)]
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     if right is not None and not right.run.manifest.complete:
         notes.append(
@@ -188,21 +218,24 @@ def measure_runs(
     replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
     tokens = None
     if not replays:
-        tokens = compare_tokens(a, b, truth=right and right.run, thresholds=thresholds)
-    case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, len(unmatched))
+        tokens = compare_tokens(
+            a, b, truth=right and right.run, allowed=allowed_errors(sites), thresholds=thresholds
+        )
+    missing = len(unmatched) + (0 if tokens is None else tokens.num_missing)
+    case = _case(a, b, alignment, sites, lines, tokens, right and measurer.tallies, missing)
     case = replace(
         case,
         advice=Advice(a, b, right.run if right is not None and right.anchors else None),
         partial=right is not None and not right.run.manifest.complete,
+        ends=find_ends(a, b, alignment, sites, truth=right and right.run, thresholds=thresholds),
     )
+    notes += case.ends.notes() if case.ends is not None else []
     if floor:
-        shown = _shown(a, floor, right, names, thresholds)
-        case = replace(case, shown=shown)
-        runs = "a trusted run shows" if len(floor) == 1 else f"{len(floor)} trusted runs show"
-        notes.append(f"limits are widened by what {runs}")
+        shown = _shown(a, b, floor, right, names, thresholds)
+        case = replace(case, shown=shown, widened_beyond=any(x > 1 for x in shown.values()))
     return Measured(
         reference=a, candidate=b, truth=right, alignment=alignment, case=case, notes=notes,
-        operators=operators,
+        routes=measurer.routes, operators=operators, covered=covered,
     )  # fmt: skip
 
 
@@ -253,7 +286,7 @@ def _case(
         preflight=lines,
         tokens=tokens,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
-        routed=frozenset(path for path, note in a.manifest.plan.modules.items() if note.routed),
+        routed=unknown_blocks(a.manifest, sites),
         advice=Advice(a, b),
         missing=missing,
         notes=alignment.notes,
@@ -264,6 +297,7 @@ def _case(
 
 def _shown(
     a: Run,
+    b: Run,
     runs: Sequence[str | Path | Run],
     right: Truth | None,
     names: NameMap | None,
@@ -272,6 +306,7 @@ def _shown(
     """What trusted runs use of their limits, the largest of all by site."""
     shown: dict[tuple[str, str, str], float] = {}
     for run in map(_opened, runs):
+        refuse_own_floor(run, a, b)
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
         run.borrow_from(a)
         alignment = without_unknowable(align(a, run, name_map=names), a, run)
@@ -319,13 +354,14 @@ def _incomparable(
     )
 
 
-def _coverage(alignment: Alignment) -> Coverage:
+def _coverage(alignment: Alignment, passes: Sequence[PassCoverage] = ()) -> Coverage:
     return Coverage(
         num_compared=len(alignment.pairs),
         num_only_reference=len(alignment.only_reference),
         num_only_candidate=len(alignment.only_candidate),
         num_skipped=len(alignment.skipped),
         unmatched=[*alignment.only_reference, *alignment.only_candidate, *alignment.skipped],
+        passes=list(passes),
     )
 
 

@@ -6,38 +6,48 @@ a block hard (sharp attention, large activations) troubles both sides alike and 
 W; what makes one side's kernels coarser troubles all blocks alike and cancels in the
 comparison with the siblings. Left is what happened to one side in one block.
 
-Beside the typical token, five narrower questions, each of one side's error over the
-other's at the same place: one forward (a decode step), one token, one sink token, one
-channel, and a consistent scale error (the gain), which averages rounding away.
+Beside the typical token, five narrower questions: one forward of one prompt, its W over its
+siblings' there, held against the largest that a sibling shows among as many (compare.looks); and
+one side's error over the other's at one token, one sink token, one channel, and a consistent
+scale error (the gain), which averages rounding away.
 
-A family's W itself beyond ``truth_systematic`` blames a side for all of it.
+A family's W itself beyond ``truth_systematic`` blames a side for all of it, in one forward as over
+all.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
+from divergence.compare.looks import FEW_ROWS, Controls, Place, controls
 from divergence.compare.result import SiteResult
-from divergence.compare.truth import Tally
+from divergence.compare.standing import LEAST_LONE, SIDES, Standing
 from divergence.numerics.chance import normal_deviate, spread
 from divergence.numerics.floor import Thresholds
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
-__all__ = ["SIDES", "TABLES", "Blame", "Standing", "questions", "standing_of"]
+__all__ = [
+    "TABLES",
+    "Blame",
+    "forward_controls",
+    "least_of",
+    "questions",
+    "usages",
+]
 
 Side = Literal["reference", "candidate", "both"]
-SIDES = ("reference", "candidate")
-_MIN_ROWS = 8  # fewer rows tell nothing about one channel, or about a scale
 TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
-_LEAST_LONE, _LEAST_FAMILY = 0.25, 0.05
+_LEAST_FAMILY = 0.05
 
 
-Why = Literal["typical", "step", "token", "sink", "channel", "gain", "both"]
+Why = Literal["typical", "forward", "token", "sink", "channel", "gain", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,7 @@ class Blame:
     limit: float
     at: SiteResult
     detail: str = ""
+    place: Place | None = None
 
     @property
     def share(self) -> float:
@@ -60,166 +71,22 @@ class Blame:
         return self.value / self.control / self.limit
 
 
-@dataclass(slots=True)
-class Standing:
-    """How one site stands to the truth, all rows of a phase together.
-
-    ``typical``: each side's median row error in floor units of the rounding model; ``peak``: by
-    question and side, the largest excess of that side over the other, and where; ``gains``:
-    [(mean difference, its standard error), …] over the stream and over the update, with
-    each side's own mean.
-    """
-
-    kind: str
-    num_values: int
-    num_rows: int
-    num_columns: int
-    typical: dict[str, float]
-    peak: dict[str, dict[str, tuple[float, SiteResult]]] = field(default_factory=dict)
-    gains: list[dict[str, float]] = field(default_factory=list)
-    first: SiteResult | None = None
-
-    def w(self, least: float) -> float:
-        a, b = (math.hypot(self.typical[side], least) for side in SIDES)
-        return b / a if a > 0 else 1.0
-
-
-def standing_of(tally: Tally) -> Standing | None:
-    """Gather a tally. None where no row is left."""
-    import torch
-
-    forwards = [entry for entry in tally.forwards if entry[1].num_rows]
-    if not forwards:
-        return None
-    usual = [~against.sink for _, against, _ in forwards]
-    if not any(bool(rows.any()) for rows in usual):
-        usual = [against.sink for _, against, _ in forwards]
-
-    def in_floors(errors: torch.Tensor, norm: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-        return errors / norm.clamp_min(1e-300) / floor
-
-    q = {
-        side: [in_floors(getattr(t, side), t.norm, floor) for _, t, floor in forwards]
-        for side in SIDES
-    }
-    pooled = {
-        side: torch.cat([rows[keep] for rows, keep in zip(q[side], usual, strict=True)])
-        for side in SIDES
-    }
-    typical = {side: float(pooled[side].median()) for side in SIDES}
-    last = forwards[0][0].shape[-1] if forwards[0][0].shape else 1
-    standing = Standing(
-        kind=forwards[0][0].kind or "",
-        num_values=sum(t.num_rows for _, t, _ in forwards) * last,
-        num_rows=len(pooled["reference"]),
-        num_columns=last,
-        typical=typical,
-        first=min((entry[0] for entry in forwards), key=_order),
-    )
-    for mine, other in (SIDES, SIDES[::-1]):
-        usual_other = max(typical[other], _LEAST_LONE)
-        excess = [x / torch.hypot(y, torch.full_like(y, usual_other)) for x, y in
-                  zip(q[mine], q[other], strict=True)]  # fmt: skip
-        _peak(standing, "token", mine, forwards, excess, usual)
-        _peak(standing, "sink", mine, forwards, excess, [t.sink for _, t, _ in forwards])
-        steps = []
-        for x, y, keep in zip(q[mine], q[other], usual, strict=True):
-            if bool(keep.any()):
-                x, y = x[keep].median(), y[keep].median()
-            else:
-                x, y = x.median(), y.median()
-            steps.append((x / math.hypot(float(y), usual_other)).reshape(1))
-        everywhere = [torch.ones(1, dtype=torch.bool)] * len(steps)
-        _peak(standing, "step", mine, forwards, steps, everywhere)
-    _channels(standing, forwards)
-    _gains(standing, forwards, usual)
-    return standing
-
-
-def _order(result: SiteResult) -> tuple[int, int, int]:
-    return (result.sample, result.step, result.order)
-
-
-def _peak(standing: Standing, why: str, side: str, forwards, excess, keep) -> None:
-    best: tuple[float, SiteResult] | None = None
-    for (result, _, _), values, rows in zip(forwards, excess, keep, strict=True):
-        if bool(rows.any()):
-            top = float(values[rows].max())
-            if best is None or top > best[0]:
-                best = (top, result)
-    if best is not None:
-        standing.peak.setdefault(why, {})[side] = best
-
-
-def _channels(standing: Standing, forwards) -> None:
-    """√(one side's squared error in a channel over the other's there plus its mean channel's)."""
-    if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
-        return  # attention weights: their last axis is the tokens seen so far
-    sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
-    rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
-    if rows < _MIN_ROWS or len(sums["reference"]) < 2:
-        return
-    for mine, other in (SIDES, SIDES[::-1]):
-        whole = float(sums[other].mean())
-        if whole <= 0:
-            continue
-        excess = (sums[mine] / (sums[other] + whole)).sqrt()
-        assert standing.first is not None
-        standing.peak.setdefault("channel", {})[mine] = (float(excess.max()), standing.first)
-
-
-def _gains(standing: Standing, forwards, usual) -> None:
-    import torch
-
-    if standing.num_rows < _MIN_ROWS:
-        return
-    for prefix in ("gain", "update_gain"):
-        if any(getattr(t, f"{prefix}_reference") is None for _, t, _ in forwards):
-            continue
-        rows = {
-            side: torch.cat(
-                [
-                    getattr(t, f"{prefix}_{side}")[keep]
-                    for (_, t, _), keep in zip(forwards, usual, strict=True)
-                ]
-            )
-            for side in SIDES
-        }
-        scale = torch.cat(
-            [
-                (floor * (t.norm / t.update.clamp_min(1e-300) if prefix != "gain" else 1.0))[keep]
-                / t.spread[keep].clamp_min(1.0).sqrt()
-                for (_, t, floor), keep in zip(forwards, usual, strict=True)
-            ]
-        )
-        paired = rows["candidate"] - rows["reference"]
-        standing.gains.append(
-            {
-                "difference": float(paired.mean()),
-                "error": float(paired.std()) / math.sqrt(len(paired)),
-                # all tokens may round a dominant channel the same way
-                "common": float(scale.median()),  # per unit of typical error
-                "reference": float(rows["reference"].mean()),
-                "candidate": float(rows["candidate"].mean()),
-            }
-        )
-
-
 def questions(
     mine: Standing,
     siblings: list[Standing],
     *,
     lone_w: float | None,
+    forwards: Controls,
     routed: bool,
     widened: float,
     thresholds: Thresholds,
 ) -> list[Blame]:
     """Every question's answer, the plainest question first.
 
-    ``siblings``: at least two, or none count; the median is taken over them and this one, so
-    that one bad block among three moves nobody's control. ``lone_w``: the W of all blocks, for
-    a site without them. ``routed``: one token may go to another expert by rounding. ``widened``:
-    what trusted runs have shown, as a factor >= 1.
+    ``siblings``: at least two, or none count; the median is taken over them and this one, so that
+    one bad block among three moves nobody's control. ``lone_w``: the W of all blocks, for a site
+    without them. ``forwards``: the controls of this one's forwards. ``routed``: one token may go to
+    another expert by rounding. ``widened``: what trusted runs have shown, as a factor >= 1.
     """
     family = [mine, *siblings] if len(siblings) >= 2 else []
     assert mine.first is not None
@@ -227,14 +94,14 @@ def questions(
     if TABLES not in mine.kind.lower():
         limit = thresholds.typical * spread(mine.num_values) * widened
         found.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
+    found += _forward(mine, family, forwards, routed, widened, thresholds)
     for why, room, count in (
-        ("step", thresholds.truth_step, min(mine.num_values, mine.num_columns)),
         ("channel", thresholds.truth_channel, mine.num_rows),
         ("token", thresholds.truth_token, mine.num_columns),
         ("sink", thresholds.truth_token, mine.num_columns),
     ):
         # one forward's only row is no outlier among its like: a rerouted token fills the channels
-        few = ("step", "token", "sink", "channel") if mine.first.step else ("step", "token", "sink")
+        few = ("token", "sink", "channel") if mine.first.step else ("token", "sink")
         if not (routed and why in few):
             found += _excess(mine, family[1:], why, room * widened, spread(count))
     return found + _gain(mine, family, thresholds, widened)
@@ -260,10 +127,72 @@ def _typical(
     )
 
 
+def forward_controls(family: Sequence[Standing], thresholds: Thresholds) -> list[Controls]:
+    """What a family shows for the forwards of each of its members."""
+    values = []
+    for one in family:
+        least = least_of(one, list(family) if len(family) >= 3 else [], thresholds)
+        values.append({at: forward.w(least) for at, forward in one.forwards.items()})
+    return controls(values, _apart, own=True)
+
+
+def usages(
+    mine: Standing,
+    family: list[Standing],
+    held: Controls,
+    routed: bool,
+    widened: float,
+    thresholds: Thresholds,
+) -> dict[Place, tuple[float, float, float]]:
+    """By forward: (W over its control, the control, the limit of either direction). Nothing where
+    there is but one forward, which is judged as a whole."""
+    if len(mine.forwards) < 2:
+        return {}
+    least = least_of(mine, family, thresholds)
+    room = thresholds.truth_sibling if family else thresholds.truth_lone
+    found: dict[Place, tuple[float, float, float]] = {}
+    for place, forward in mine.forwards.items():
+        if place not in held.at or (routed and forward.num_rows < FEW_ROWS):
+            continue
+        width = spread(forward.num_rows * mine.num_columns, num_looks=len(mine.forwards))
+        limit = max(room * width, thresholds.truth_forward * held.largest) * widened
+        control = max(held.at[place], 1e-300)
+        found[place] = forward.w(least) / control, control, limit
+    return found
+
+
+def _apart(value: np.ndarray, control: np.ndarray) -> np.ndarray:
+    """How far a W is from its control, in either direction."""
+    over = np.maximum(value, 1e-300) / np.maximum(control, 1e-300)
+    return np.maximum(over, 1 / over)
+
+
+def _forward(
+    mine: Standing,
+    family: list[Standing],
+    held: Controls,
+    routed: bool,
+    widened: float,
+    thresholds: Thresholds,
+) -> list[Blame]:
+    """The forward that stands out most."""
+    found = usages(mine, family, held, routed, widened, thresholds)
+    if not found:
+        return []
+    place = max(found, key=lambda at: max(found[at][0], 1 / max(found[at][0], 1e-300))
+                / found[at][2])  # fmt: skip
+    excess, control, limit = found[place]
+    at = mine.forwards[place].result
+    if excess >= 1:
+        return [Blame("candidate", "forward", excess * control, control, limit, at, place=place)]
+    value, control = 1 / max(excess * control, 1e-300), 1 / max(control, 1e-300)
+    return [Blame("reference", "forward", value, control, limit, at, place=place)]
+
+
 def least_of(mine: Standing, family: list[Standing], thresholds: Thresholds) -> float:
     """Added to both errors, in floor units: two tiny errors make no large ratio."""
     if not family:
-        return _LEAST_LONE
+        return LEAST_LONE
     usual = statistics.median(math.sqrt(math.prod(o.typical.values())) for o in family)
     return max(_LEAST_FAMILY, thresholds.truth_least * usual)
 

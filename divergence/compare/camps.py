@@ -122,6 +122,12 @@ def _traits(manifest: Manifest) -> dict[str, str]:
     }
     found |= {name: version for name, version in at.versions.items()}
     found |= at.variables
+    found |= {f"torch's {name}": value for name, value in at.torch_build.items()}
+    if at.cpu_model is not None:
+        found["cpu model"] = at.cpu_model
+    for name, note in model.code.items():
+        found[f"code of {name}"] = "; ".join(note.replaced) or note.digest[:12]
+    found |= {f"config {key}": str(value) for key, value in model.config.items()}
     for switch in manifest.settings.switches:
         found[switch.name] = f"{switch.asked} ({switch.status})"
     return found

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divergence.compare.advice import Advice
+from divergence.compare.ends import Ends
 from divergence.compare.evidence import context
 from divergence.compare.result import Evidence, PreflightLine, SiteResult, TokensResult
 from divergence.compare.suspects import Shown
@@ -32,7 +33,9 @@ class Case:
     ``missing``: records without a partner or skipped; ``tallies``: both sides against the
     truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
     computes in a dtype whose floor hides what an escalated pass would see; ``partial``: the
-    truth was cut off; ``arithmetic``: what the probed machines' arithmetic explains."""
+    truth was cut off; ``widened_beyond``: a trusted run is itself beyond the limits that it widens;
+    ``arithmetic``: what the probed machines' arithmetic explains; ``ends``: what lies between the
+    blocks and behind them, where it was looked at."""
 
     sites: Sequence[SiteResult]
     preflight: Sequence[PreflightLine]
@@ -46,7 +49,9 @@ class Case:
     shown: Shown | None = None
     narrow: bool = False
     partial: bool = False
+    widened_beyond: bool = False
     arithmetic: Sequence[Evidence] = ()
+    ends: Ends | None = None
 
     def context(self) -> list[Evidence]:
         """What the reader must know beside the numbers."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from divergence.compare.align import Alignment, Pair, Piece
+from divergence.compare.align import Alignment, Pair, pieces_in, why_no_pair
+from divergence.compare.experts import Routes
 from divergence.compare.floors import ModelFloor
 from divergence.compare.measure import Measurer
 from divergence.compare.result import SiteResult
@@ -28,11 +29,13 @@ def compare_escalated(
     progress: Callable[..., None] | None,
     *,
     sides: Sequence[str] = ("reference", "candidate"),
+    routes: Routes | None = None,
 ) -> list[SiteResult]:
     """One result for each escalated record that has a partner.
 
     Against the truth each side of ``sides`` answers for itself (``of``); without one, two
-    escalated passes of equal inputs are compared with each other.
+    escalated passes of equal inputs are compared with each other. ``routes`` takes what was seen
+    of experts.
     """
     inputs = inputs_of(a, b)
     having = [(name, run) for name, run in (("reference", a), ("candidate", b)) if _has(run)]
@@ -47,14 +50,14 @@ def compare_escalated(
             if run.manifest.model.dtype != right.manifest.model.dtype:
                 continue  # its weights were rounded otherwise: far beyond float32's floor
             results += _measured(
-                right, run, "anchored", name, inputs, thresholds, measure, progress
+                right, run, "anchored", name, inputs, thresholds, measure, progress, routes
             )
     elif (
         len(having) == 2
         and a.manifest.model.dtype == b.manifest.model.dtype
         and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to
     ):
-        results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress)
+        results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes)
     return results
 
 
@@ -82,21 +85,18 @@ def _measured(
     thresholds: Thresholds,
     measure: Callable[..., list[SiteResult]],
     progress: Callable[..., None] | None,
+    routes: Routes | None,
 ) -> list[SiteResult]:
     pairs = []
-    for record in two.records:
-        if record.pass_ != ESCALATED or format_named(record.dtype).kind != "float":
+    split = one.manifest.tokens.groups != two.manifest.tokens.groups
+    theirs = pieces_in(one, pass_, split=split)
+    for key, piece in pieces_in(two, ESCALATED, split=split).items():
+        other = theirs.get(key)
+        if format_named(piece.record.dtype).kind != "float":
             continue
-        other = one.find((pass_, record.sample, record.step, record.site))
-        if other is None or other.shape != record.shape or other.positions != record.positions:
+        if other is None or why_no_pair(other, piece, exactly=True) is not None:
             continue
-        pair = Pair(
-            reference=Piece(other, other.sample),
-            candidate=Piece(record, record.sample),
-            pass_=ESCALATED,
-            match="exact",
-        )
-        pairs.append(pair)
+        pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
     pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
                                  pair.reference.record.order))  # fmt: skip
     float32 = format_named("float32")
@@ -104,4 +104,6 @@ def _measured(
     results = measure(measurer, pairs, progress)
     for result in results:
         result.of = of
+    if routes is not None:
+        routes.take(measurer.routes, of)
     return results

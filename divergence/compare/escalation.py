@@ -50,15 +50,19 @@ class Escalation:
         if not mine:
             return []
         worst = max(mine, key=lambda u: u.strain)
+        what, ratio, limit = "", worst.typical, worst.limit
+        if worst.why in ("token", "sink"):
+            what, ratio = "one token's error is ", max(worst.worst, worst.sink)
+            limit = worst.worst_limit
         if any(u in self.flagged for u in mine):
             says = "it stays in float32, so it is a wrong formula or wrong data"
         else:
             says = "it vanishes in float32: kernels of the runs' dtype that compute too coarsely"
         return [
             Evidence(
-                text=f"escalated pass: {worst.typical:.3g} × the float32 floor at {worst.site} "
-                f"(limit {worst.limit:.1f}); {says}",
-                values={"ratio": worst.typical, "limit": worst.limit},
+                text=f"escalated pass: {what}{ratio:.3g} × the float32 floor at {worst.site} "
+                f"(limit {limit:.1f}); {says}",
+                values={"ratio": ratio, "limit": limit},
             )
         ]
 

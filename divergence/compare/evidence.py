@@ -10,7 +10,13 @@ from divergence.compare.flips import token_evidence
 from divergence.compare.result import Evidence, Onset, PreflightLine, SiteResult, TokensResult
 from divergence.compare.units import Unit
 
-__all__ = ["confidence_of", "context", "onset_of", "unanchored_evidence", "unit_evidence"]
+__all__ = [
+    "context",
+    "only_in",
+    "onset_of",
+    "unanchored_evidence",
+    "unit_evidence",
+]
 
 
 def onset_of(site: SiteResult) -> Onset:
@@ -25,18 +31,33 @@ def onset_of(site: SiteResult) -> Onset:
     )
 
 
-def confidence_of(unit: Unit) -> str:
-    """High for an anchored unit at twice its limit."""
-    if unit.pass_ == "free":
-        return "low"
-    if unit.blame is not None:
-        return "high" if unit.blame.share > 2 else "medium"
-    ratio, limit = (
-        (max(unit.worst, unit.sink), unit.worst_limit)
-        if unit.why in ("token", "sink")
-        else (unit.typical, unit.limit)
-    )
-    return "high" if ratio > 2 * limit else "medium"
+def only_in(unit: Unit) -> str:
+    """`` in prompt 2 alone (of 8)``, where not all forwards are beyond their limit; begins with a
+    space if there is anything to say."""
+    beyond = {look.place for look in unit.beyond}
+    everywhere = {look.place for look in unit.looks}
+    if not beyond or beyond == everywhere:
+        return ""
+    samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
+    steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
+    parts = []
+    if samples != all_samples:
+        parts.append(_some("prompt", samples, len(all_samples)))
+    since = ""
+    if steps != all_steps:
+        if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
+            since = f" from decode step {min(steps)} on"
+        else:
+            parts.append(_some("decode step", steps, len(all_steps)))
+    return (f" in {' and '.join(parts)}" if parts else "") + since
+
+
+def _some(what: str, numbers: set[int], total: int) -> str:
+    shown = [str(number) for number in sorted(numbers)]
+    if len(shown) == 1:
+        return f"{what} {shown[0]} alone (of {total})"
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
 
 
 def unit_evidence(unit: Unit) -> Evidence:
@@ -52,6 +73,15 @@ def unit_evidence(unit: Unit) -> Evidence:
             text=f"{unit.site}: {what}'s error is {figure(ratio)} × the floor "
             f"(limit {unit.worst_limit:.1f}), position {worst.worst_position}",
             values={"ratio": ratio, "limit": unit.worst_limit},
+        )
+    if unit.why == "forward":
+        look = max(unit.beyond, key=lambda one: one.usage)
+        forward = f"step {look.result.step}" if look.result.step else "prefill"
+        return Evidence(
+            text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "
+            f"{figure(look.typical)} × the floor (limit {look.limit:.1f} for the largest of "
+            f"{len(unit.looks)} forwards); over all of them {figure(unit.typical)} ×",
+            values={"ratio": look.typical, "limit": look.limit, "num_looks": len(unit.looks)},
         )
     control = f", its siblings' {unit.control:.2f} ×" if unit.num_siblings else ""
     floor = "the float32 floor" if unit.pass_ == "escalated" else "the floor"
@@ -84,9 +114,11 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
         held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
     times = f"{figure(blame.value)} ×"
     where = f"at step {blame.at.step}" if blame.at.step else "in the prefill"
+    prompt = blame.at.sample if blame.place is None else blame.place[0]
+    looks = f" for the largest of {len(unit.looks)} forwards)" if unit.looks else ")"
     text = {
         "typical": far.format(times) + held,
-        "step": f"{far.format(times)} {where}, sample {blame.at.sample}{held}",
+        "forward": f"{far.format(times)} {where}, prompt {prompt}{held.removesuffix(')')}{looks}",
         "token": f"{far.format(times)} at one token {where}{held}",
         "sink": f"{far.format(times)} at a sink token {where}{held}",
         "channel": f"{far.format(times)} in one channel{held}",

@@ -32,13 +32,16 @@ def find_family(units: list[Unit], flagged: list[Unit]) -> Family | None:
     typical.sort(key=lambda unit: order_of(unit.first))
     for unit in typical:
         members = [other for other in typical if other.kind == unit.kind]
+        if unit.why == "forward":  # of one forward: the others must be off in that one
+            place = unit.beyond[0].place
+            members = [o for o in members if any(look.place == place for look in o.beyond)]
         total = sum(other.kind == unit.kind for other in units)
         if total >= _LEAST and len(members) > total / 2:
             return Family(_name(unit, units, typical), members, total)
     return None
 
 
-_WHOLE = ("typical", "both", "gain")
+_WHOLE = ("typical", "both", "gain", "forward")
 
 
 def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str:

@@ -14,6 +14,12 @@ may be a correct implementation with coarser kernels, W times as far from the tr
 is taken as healthy, so a flip is a fault only beyond 3 W (the threshold ``flip``), and
 between the two nothing is claimed.
 
+Without a truth s comes from the rounding model: what all blocks together may make
+(compare.allowed), times the spread of the row, times 2.2 for the coarsest kernels that are taken
+as healthy, since no side is known to be as good as the model; the gap is the larger of the two
+sides', since the difference has bridged both. A tie is a tie then, and nothing else is claimed.
+Without either nothing is: in units of the two sides' own difference every flip is small.
+
 Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more.
 It goes with the square of the error: see numerics.floor, ``kl``, for its limit.
 """
@@ -39,6 +45,7 @@ __all__ = [
     "TIE",
     "deviations",
     "flip_evidence",
+    "judge_by_model",
     "judge_flip",
     "kl_fields",
     "token_evidence",
@@ -47,6 +54,8 @@ __all__ = [
 
 TIE = 3.0
 """Standard deviations up to which rounding of the floor's own size flips a token."""
+_COARSEST = 2.2
+"""The largest W that is taken as healthy (docs/verdicts.md): here, over the rounding model."""
 _TOKENS = 8
 """Independent numbers that are taken to make up the KL of one position: the tokens that are
 likely. It sets how much wider the limit of few positions is."""
@@ -62,6 +71,25 @@ def deviations(
     if error is None or not 0 < error < math.inf:
         return None
     return margin / (math.sqrt(2) * error)
+
+
+def judge_by_model(
+    flip: TokenDifference,
+    row_a: torch.Tensor | None,
+    row_b: torch.Tensor | None,
+    allowed: float | None,
+) -> TokenDifference:
+    """Judge a flip by what rounding may make of these logits: a tie, or nothing said.
+    ``allowed``: the relative error, see compare.allowed."""
+    ids = (flip.reference.id, flip.candidate.id)
+    if row_a is None or row_b is None or not allowed or max(ids) >= min(len(row_a), len(row_b)):
+        return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
+    spread_of_row = logit_error(row_a, row_a.new_zeros(row_a.shape))
+    gap = max(float(row_a[ids[0]] - row_a[ids[1]]), float(row_b[ids[1]] - row_b[ids[0]]))
+    if not spread_of_row or not math.isfinite(gap):
+        return msgspec.structs.replace(flip, z_of=None if flip.z is None else "difference")
+    z = gap / (math.sqrt(2) * _COARSEST * allowed * spread_of_row)
+    return msgspec.structs.replace(flip, z=z, z_of="model", judgement="tie" if z <= TIE else None)
 
 
 def judge_flip(
@@ -163,16 +191,24 @@ def token_evidence(tokens: TokensResult | None) -> list[Evidence]:
     return found + (kl_evidence(tokens) if beyond_kl(tokens) else [])
 
 
+_SCALES = {
+    "floor": "floor's logit error",
+    "model": "rounding model's logit error",
+    "difference": "logits' diff",
+}
+
+
 def flip_evidence(flip: TokenDifference, *, name: str = "first different token") -> Evidence:
     """One flip in words."""
     what: list[str] = []
     if flip.margin is not None:
         what.append(f"margin {flip.margin:.3g}")
     if flip.z is not None:
-        of = "floor's logit error" if flip.z_of == "floor" else "logits' diff"
-        what.append(f"{flip.z:.1f} σ of the {of}")
+        what.append(f"{flip.z:.1f} σ of the {_SCALES[flip.z_of or 'difference']}")
     if flip.judgement is not None:
         what.append(f"a {flip.judgement}")
+    elif flip.z_of in ("difference", "model"):
+        what.append("not judged")
     values = {key: value for key in ("margin", "truth_margin", "z")
               if (value := getattr(flip, key)) is not None}  # fmt: skip
     return Evidence(

@@ -26,19 +26,21 @@ __all__ = ["Floor", "ModelFloor", "Ratios", "row_floor"]
 class Ratios:
     """``floor``: the median row's floor as a rel_l2; ``typical``: median row's error over
     its floor; ``worst``: the largest row's. Sink rows are apart: ``sink``, the largest of them,
-    None where there is none."""
+    None where there is none. ``members``: of a batch, each member's (number, typical, rows)."""
 
     floor: float
     typical: float
     worst: float
     sink: float | None = None
+    members: tuple[tuple[int, float, int], ...] = ()
 
 
 class Floor(Protocol):
     """Judges rows. ``form``: what the site is stored in; ``work``: what the model computes in,
     which is narrower where it keeps its stream in float32. In a free pass, ``inherited``: the
     rows of the same module's input, and ``beside``: the relative error of what else came in
-    (encoder states, rotary tables, and through attention or a cache the tokens before)."""
+    (encoder states, rotary tables, and through attention or a cache the tokens before).
+    ``num_members``: of a batch, whose rows follow each other in equal parts."""
 
     def ratios(
         self,
@@ -50,6 +52,7 @@ class Floor(Protocol):
         role: str,
         inherited: RowMetrics | None,
         beside: float,
+        num_members: int = 1,
     ) -> Ratios | None: ...
 
 
@@ -69,6 +72,7 @@ class ModelFloor:
         role: str,
         inherited: RowMetrics | None,
         beside: float,
+        num_members: int = 1,
     ) -> Ratios | None:
         """None where there is no row to judge, or nothing rounds (integers)."""
         import torch
@@ -103,7 +107,25 @@ class ModelFloor:
             typical=float(usual.median()),
             worst=float(usual.max()),
             sink=float(ratio[sinks].max()) if bool(sinks.any()) else None,
+            members=_members(ratio, real, ~sinks, num_members) if num_members > 1 else (),
         )
+
+
+def _members(
+    ratio: torch.Tensor, real: torch.Tensor, usual: torch.Tensor, num_members: int
+) -> tuple[tuple[int, float, int], ...]:
+    """(number, median ratio, rows) of each member of a batch; ``ratio``, ``usual``: the rows that
+    are ``real``."""
+    import torch
+
+    rows_each = max(1, len(real) // num_members)
+    member = (torch.arange(len(real)) // rows_each)[real]
+    found = []
+    for number in range(num_members):
+        mine = (member == number) & usual
+        if bool(mine.any()):
+            found.append((number, float(ratio[mine].median()), int(mine.sum())))
+    return tuple(found)
 
 
 def row_floor(

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from divergence.compare.fitness import why_no_golden
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
 from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
 from divergence.run.packing import unpack
@@ -45,14 +46,17 @@ def bless(
     new: str | os.PathLike[str],
     *,
     name_map: Any = None,
+    allow_nonfinite: bool = False,
     progress: Callable[..., None] | None = None,
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
 
     The run is copied beside its place and renamed into it; the old golden stays as
     GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run,
-    one with planted faults, and one with results of another run.
+    one with planted faults, one with results of another run, and, unless ``allow_nonfinite``, one
+    in which a block or the model hands on nan or inf.
     """
+    from divergence.run.nonfinite import first_nonfinite, nonfinite_text
     from divergence.run.reader import Run
 
     _refuse_packed(golden, new)
@@ -60,6 +64,12 @@ def bless(
     previous = target.with_name(target.name + ".previous")
     run = Run.open(source)
     _refuse_unfit(run, source)
+    bad = None if allow_nonfinite else first_nonfinite(run)
+    if bad is not None:
+        raise UsageError(
+            f"{source} cannot become a golden: {nonfinite_text(bad)}",
+            hint="find out why, or --bless --allow-nonfinite if this model is meant to do so",
+        )
     real = None if isinstance(source, Url) else source.resolve()
     if real is not None and (
         target.resolve() in (real, *real.parents) or real in target.resolve().parents
@@ -117,10 +127,13 @@ def _refuse_unfit(run: Any, source: Location) -> None:
     problems = []
     if not manifest.complete:
         problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
-    if manifest.plan.plants:
-        problems.append(f"it carries planted faults ({', '.join(manifest.plan.plants)})")
-    if manifest.plan.substitutes:
-        problems.append(f"it holds results of another run ({', '.join(manifest.plan.substitutes)})")
+    unfit = why_no_golden(
+        manifest.settings.compute_dtype, manifest.plan.plants, manifest.plan.substitutes
+    )
+    if unfit is not None:
+        problems.append(unfit)
+    if not run.records:
+        problems.append("it holds no record")
     problems += run.verify()[:3]
     if problems:
         raise UsageError(

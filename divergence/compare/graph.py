@@ -57,7 +57,7 @@ def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:
             continue
         nodes = by_forward.setdefault((record.sample, record.step), {})
         if record.call is not None:
-            module, _, operator = path.partition("/")
+            module, _, operator = path.rpartition("/")
             name = operator.partition("#")[0]
             name = name.rstrip("_") if not name.endswith("__") else name
             nodes[path] = Node(path, module, name, record.call)

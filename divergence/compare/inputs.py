@@ -22,7 +22,7 @@ from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
 from divergence.run.record import Record
 
-__all__ = ["other_inputs", "relative_difference"]
+__all__ = ["argument_names", "operand_record", "other_inputs", "relative_difference"]
 
 
 def other_inputs(
@@ -33,14 +33,14 @@ def other_inputs(
     if one.name != two.name or len(one.call.operands) != len(two.call.operands):
         return []
     found: list[OtherInput] = []
-    names = _argument_names(one.call)
+    names = argument_names(one.call)
     for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
         if mine.weight is not None and other.weight is not None:
             if (mine.xxh3, mine.offset) == (other.xxh3, other.offset):
                 continue
         elif _same_place(mine, other, partner):
             continue
-        records = _record(one, mine, a), _record(two, other, b)
+        records = operand_record(one, mine, a), operand_record(two, other, b)
         if None not in records and records[0].xxh3 == records[1].xxh3:
             continue
         viewed = _same_maker(mine, other, partner) and mine.weight == other.weight
@@ -87,14 +87,15 @@ def _same_maker(mine: Operand, other: Operand, partner: Callable[[str], str | No
     return partner(made[0]) == made[1]
 
 
-def _record(node: Node, operand: Operand, run: Run) -> Record | None:
+def operand_record(node: Node, operand: Operand, run: Run) -> Record | None:
+    """The record that holds an operand's value, as the operator saw it."""
     if operand.site is None:
         return None
     own = node.results[0]
     return run.find((own.pass_, own.sample, own.step, operand.site))
 
 
-def _argument_names(call: Call) -> dict[int, str]:
+def argument_names(call: Call) -> dict[int, str]:
     found: dict[int, str] = {}
 
     def walk(name: str, value: object) -> None:

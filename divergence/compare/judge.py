@@ -12,16 +12,21 @@ from __future__ import annotations
 import msgspec
 
 from divergence.compare.case import Case
+from divergence.compare.confidence import checks_of, confidence_of
 from divergence.compare.drift import find_drift
+from divergence.compare.ends import judge_ends, with_ends
 from divergence.compare.escalation import Escalation, judge_escalated
 from divergence.compare.evidence import (
-    confidence_of,
+    only_in,
     onset_of,
     unit_evidence,
 )
 from divergence.compare.families import Family, find_family
+from divergence.compare.nonfinite import find_nonfinite
 from divergence.compare.result import Evidence, Verdict
 from divergence.compare.rounding import within_floor
+from divergence.compare.settings import with_settings
+from divergence.compare.standouts import find_standouts
 from divergence.compare.suspects import find_suspects
 from divergence.compare.units import Unit, build_units, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -34,7 +39,7 @@ def judge(case: Case, *, thresholds: Thresholds = THRESHOLDS) -> Verdict:
 
     Where a blocking difference was overridden, it explains whatever is found: confidence is low.
     """
-    verdict = _judge(case, thresholds)
+    verdict = with_settings(with_ends(_judge(case, thresholds), case), case.preflight)
     forced = [line.check for line in case.preflight if line.status == "blocking"]
     if not forced:
         return verdict
@@ -72,13 +77,16 @@ def judge_units(
 
 
 def _judge(case: Case, thresholds: Thresholds) -> Verdict:
-    bad = _nonfinite(case)
+    bad = find_nonfinite(case)
     if bad is not None:
         return bad
     units, flagged, excused, unanchored = judge_units(case, thresholds)
     _mark(units, flagged)
     escalation = judge_escalated(case.sites, routed=case.routed, thresholds=thresholds)
     _mark(escalation.units, escalation.flagged)
+    ends = judge_ends(case, flagged, escalation.flagged)
+    if ends is not None:
+        return ends
     if all(site.identical for site in case.sites if site.pass_ != "escalated"):
         if not escalation.flagged or any(unit.side == "both" for unit in flagged):
             return _identical(case, flagged)
@@ -88,7 +96,9 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
     if escalation.flagged:
         return _hidden(case, escalation)
     two_dtypes = any(line.check == "dtype" and line.status != "same" for line in case.preflight)
-    drift = find_drift(case.sites, thresholds, case.tokens, two_dtypes=two_dtypes)
+    drift = find_drift(
+        case.sites, thresholds, case.tokens, two_dtypes=two_dtypes, routed=bool(case.routed)
+    )
     if drift is not None:
         return Verdict(
             kind="drift",
@@ -98,18 +108,30 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
             evidence=[drift.evidence, *case.context()],
             next=case.next_commands(None, escalated=bool(escalation.judged)),
         )
-    return within_floor(case, units, excused, unanchored, escalation)
+    standouts = find_standouts(units, excused, thresholds)
+    return within_floor(case, units, excused, unanchored, escalation, standouts)
 
 
 def _mark(units: list[Unit], flagged: list[Unit]) -> None:
     for unit in units:
         for result in unit.results:
             result.limit, result.strain = unit.limit, unit.strain
+            result.usage = 0.0 if len(unit.looks) > 1 else unit.strain
+        for look in unit.looks if len(unit.looks) > 1 else ():
+            look.result.usage = max(look.result.usage or 0.0, look.usage)
+            look.result.prompts = [
+                msgspec.structs.replace(one, usage=look.usage) if one.sample == look.sample else one
+                for one in look.result.prompts
+            ]
     for unit in flagged:
         for result in unit.results:
             if unit.blame is not None:
-                narrow = unit.blame.why in ("step", "token", "sink")
+                narrow = unit.blame.why in ("token", "sink")
                 result.flagged = not narrow or result is unit.blame.at
+                if unit.why == "forward":
+                    result.flagged = any(look.result is result for look in unit.beyond)
+            elif unit.why == "forward":
+                result.flagged = any(look.result is result for look in unit.beyond)
             else:
                 worst = max(result.ratio_max or 0, result.ratio_sink or 0)
                 result.flagged = (result.ratio or 0) > unit.limit or (
@@ -117,53 +139,9 @@ def _mark(units: list[Unit], flagged: list[Unit]) -> None:
                 )
 
 
-def _nonfinite(case: Case) -> Verdict | None:
-    """The first place where one side has a nan or inf that the other has not."""
-    found = [
-        site
-        for site in case.sites
-        if site.nonfinite is not None
-        and (site.nonfinite.reference_nan, site.nonfinite.reference_inf)
-        != (site.nonfinite.candidate_nan, site.nonfinite.candidate_inf)
-    ]
-    anchored = [site for site in found if site.pass_ == "anchored"]
-    if not found:
-        return None
-    first = min(anchored or found, key=order_of)
-    counts = first.nonfinite
-    more_a = counts.reference_nan + counts.reference_inf
-    more_b = counts.candidate_nan + counts.candidate_inf
-    side = "candidate" if more_b > more_a else "reference"
-    nan, inf = (
-        (counts.candidate_nan, counts.candidate_inf)
-        if side == "candidate"
-        else (counts.reference_nan, counts.reference_inf)
-    )
-    what = " and ".join(f"{count} {name}" for count, name in ((nan, "nan"), (inf, "inf")) if count)
-    for site in found:
-        site.flagged = site.pass_ == first.pass_
-    return Verdict(
-        kind="nonfinite",
-        summary=f"{what} in the {side} first at {first.site}, where the other side has "
-        + ("fewer" if min(more_a, more_b) else "none"),
-        onset=onset_of(first),
-        confidence="high",
-        side=side,
-        evidence=[
-            Evidence(
-                text=f"{first.site}: reference {counts.reference_nan} nan and "
-                f"{counts.reference_inf} inf, candidate {counts.candidate_nan} nan and "
-                f"{counts.candidate_inf} inf among {first.numel} elements",
-                values={"reference": more_a, "candidate": more_b},
-            )
-        ],
-        next=case.advice.look_at(first.site),
-    )
-
-
 def _identical(case: Case, flagged: list[Unit]) -> Verdict:
     """Equal runs; with a truth, perhaps equally wrong ones."""
-    partly = "" if not case.missing else f" ({case.missing} tensors had no partner)"
+    partly = "" if not case.missing else f" ({case.missing} tensors or tokens had no partner)"
     shared = [unit for unit in flagged if unit.side == "both"]
     count = sum(site.pass_ != "escalated" for site in case.sites)
     return Verdict(
@@ -195,9 +173,15 @@ def _beyond_floor(
         return Verdict(
             kind="systematic",
             summary=f"every {family.name} differs by more than rounding, from {first.first.site} "
-            "on: a kernel or a precision setting, not one layer",
+            f"on{only_in(first)}: "
+            + (
+                "what is special there?"
+                if only_in(first)
+                else "a kernel or a precision setting, not one layer"
+            ),
             onset=onset_of(first.first),
-            confidence=confidence_of(first),
+            confidence=confidence_of(checks_of(first)),
+            checks=checks_of(first),
             side=_side(family.members),
             evidence=[_family_evidence(family), *evidence, *case.context()],
             next=case.next_commands(first, escalated=bool(escalation.judged)),
@@ -208,13 +192,19 @@ def _beyond_floor(
     by = f", by the {side}" if side in ("reference", "candidate") else ""
     return Verdict(
         kind="localized",
-        summary=f"the error {made} {first.first.site}{by}",
+        summary=f"the error {made} {first.first.site}{by}{_only(first, by)}",
         onset=onset_of(first.first),
-        confidence=confidence_of(first),
+        confidence=confidence_of(checks_of(first)),
+        checks=checks_of(first),
         side=side,
         evidence=evidence + case.context(),
         next=case.next_commands(first, escalated=bool(escalation.judged)),
     )
+
+
+def _only(unit: Unit, by: str) -> str:
+    where = only_in(unit)
+    return f",{where}" if by and where else where
 
 
 def _side(flagged: list[Unit]) -> str | None:
@@ -286,9 +276,10 @@ def _hidden(case: Case, escalation: Escalation) -> Verdict:
         kind="systematic" if family else "localized",
         summary=f"every {family.name} is off, {below}: a wrong formula or wrong data, not one layer"
         if family
-        else f"the error is made at {first.first.site}{by}: {below}",
+        else f"the error is made at {first.first.site}{by}{_only(first, by)}: {below}",
         onset=onset_of(first.first),
-        confidence=confidence_of(first),
+        confidence=confidence_of(checks_of(first)),
+        checks=checks_of(first),
         side=side,
         evidence=[
             unit_evidence(first),

@@ -239,8 +239,9 @@ def _fill(row: MatrixRow, report: Report, logits_site: str | None) -> None:
     row.strain = max((s.strain for s in report.sites if s.strain is not None), default=None)
     if verdict.kind == "incomparable":
         row.problem = verdict.summary
-    if tokens is not None and tokens.num_tokens:
-        row.num_equal, row.num_tokens = tokens.num_equal, tokens.num_tokens
+    if tokens is not None and tokens.num_tokens + tokens.num_missing:
+        row.num_equal = tokens.num_equal
+        row.num_tokens = tokens.num_tokens + tokens.num_missing
     found = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
     if found and all(site.rel_l2 is not None for site in found):
         row.logits_rel_l2 = max(site.rel_l2 for site in found)

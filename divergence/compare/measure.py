@@ -8,27 +8,34 @@ token positions.
 
 from __future__ import annotations
 
-import contextlib
+import math
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from divergence.compare.align import Pair
+from divergence.compare.experts import Routes, kept_rows
 from divergence.compare.floors import Floor, row_floor
+from divergence.compare.looks import num_rows
+from divergence.compare.pair_format import storage_format, work_format
 from divergence.compare.pieces import Pieces, same_positions
+from divergence.compare.reading import Reading, equal_by_record
 from divergence.compare.reduced import look_reduced
-from divergence.compare.result import LogitsDiff, SiteResult
-from divergence.compare.site_fields import identical_site, nonfinite_of, shared_fields
+from divergence.compare.result import LogitsDiff, PromptRatio, SiteResult
+from divergence.compare.routing import Routing
+from divergence.compare.site_fields import (
+    identical_site,
+    nonfinite_in,
+    nonfinite_of,
+    shared_fields,
+)
 from divergence.compare.truth import Tallies, Truth, truth_diff
-from divergence.errors import RunFormatError
 from divergence.numerics.against import AgainstTruth, measure_against, with_rounding
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
 from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
 from divergence.numerics.pair_metrics import Estimate
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import module_of
@@ -75,10 +82,13 @@ class Measurer:
         self._reference, self._candidate = reference, candidate
         self._pieces = Pieces(reference, candidate, inputs)
         self._floor, self._truth = floor, truth
+        self.reading = Reading(reference, candidate, truth, self._base_of)
         self.kernel: Kernel = "numpy"
         self.device: torch.device | None = None  # measure there, not by the kernel
         self.tallies = Tallies()
-        self._work = work or _work_format(reference.manifest, candidate.manifest)
+        self.routing = Routing(reference, candidate)
+        self.routes = Routes()
+        self._work = work or work_format(reference.manifest, candidate.manifest)
         self._notes = reference.manifest.plan.modules
         self._logits_site = reference.manifest.plan.logits_site
         self._blocks = sorted(
@@ -91,74 +101,18 @@ class Measurer:
         self._beside: dict[tuple[int, int, str], float] = {}
         self._earlier: dict[tuple[int, str], float] = {}
 
-    def read_ahead(self, pair: Pair) -> None:
-        """Bring a pair's bytes into memory and check them; ``look`` says what is wrong."""
-        with contextlib.suppress(RunFormatError):
-            self._check(pair)
-
-    def announce(self, pairs: Sequence[Pair]) -> None:
-        """Say to runs that are far away what will be read of them, in which order."""
-        if not any(run.far for run in (self._reference, self._candidate)):
-            return
-        wanted: dict[int, tuple[Run, list[Record]]] = {}
-        for pair in pairs:
-            right = None if self._truth is None else self._truth.record(pair)
-            if _equal(pair) and right is None:
-                continue
-            one, two = pair.reference.record, pair.candidate.record
-            parts = [(self._reference, one), (self._candidate, two)]
-            if right is not None:
-                parts.append((self._truth.run, right))
-            if self._is_block(pair):
-                base = self._pieces.base_source(pair)
-                parts += [] if base is None else [base]
-            for run, record in parts:
-                wanted.setdefault(id(run), (run, []))[1].append(record)
-        for run, records in wanted.values():
-            run.expect(records)
-
-    def fetch(self, pair: Pair) -> None:
-        """Have the system fetch what is on this machine's disks of a pair."""
-        for run, record in self.reads(pair):
-            if not run.far:
-                run.will_read(record)
-
-    def _check(self, pair: Pair) -> None:
-        """Both sides' bytes are what their records say; each tensor is looked at once. Of a run
-        that is far away, what is equal by its record is not fetched to be looked at."""
-        sides = (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
-        for run, record in sides:
-            if run.far and _equal(pair):
-                continue
-            if run.has_bytes(record):
-                run.read(record)
-            elif record.sketch is not None:
-                run.read_sketch(record)
-
-    def _whole(self, pair: Pair) -> bool:
-        """Are the bytes of both sides at hand?"""
-        return self._reference.has_bytes(pair.reference.record) and self._candidate.has_bytes(
-            pair.candidate.record
-        )
-
-    def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
-        """What of which run is read for a pair, a block's input apart."""
-        found = [
-            (self._reference, pair.reference.record), (self._candidate, pair.candidate.record)
-        ]  # fmt: skip
-        right = None if self._truth is None else self._truth.record(pair)
-        return found if right is None else [*found, (self._truth.run, right)]
-
     def look(self, pair: Pair, *, threads: int = 1) -> Found | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
 
         ``threads``: to measure this pair with. Raises RunFormatError on bad bytes.
         """
-        if not self._whole(pair):
+        if not self.reading.has_both(pair):
             return self._reduced(pair)
         right = None if self._truth is None else self._truth.record(pair)
-        if _equal(pair):
-            self._check(pair)  # equal by what was recorded: true only if the bytes agree with it
+        if equal_by_record(pair):
+            self.reading.check(
+                pair
+            )  # equal by what was recorded: true only if the bytes agree with it
             if right is None:
                 return None
         is_block = self._is_block(pair)
@@ -172,11 +126,15 @@ class Measurer:
         is_block = self._is_block(pair)
         base = self._pieces.base_record(pair) if is_block else None
         looked = look_reduced(self._pieces, pair, base=base)
-        self._check(pair)
+        self.reading.check(pair)
         if looked is None:
             return None
         metrics, rows, estimate, least, shape = looked
         return Found(metrics, None, rows, shape, estimate=estimate, least=least)
+
+    def _base_of(self, pair: Pair) -> tuple[Run, Record] | None:
+        """What a block's output needs beside the pair: its input."""
+        return self._pieces.base_source(pair) if self._is_block(pair) else None
 
     def _is_block(self, pair: Pair) -> bool:
         """Is it a block's output?"""
@@ -198,6 +156,9 @@ class Measurer:
         if base is not None and base.shape != a.shape:
             base = None
         mask = pieces.row_mask(pair.reference, tuple(a.shape))
+        routed = self.routing.of(pair, math.prod(a.shape[:-1]), (run, right))
+        if routed is not None and routed.kept is not None:
+            mask = routed.kept if mask is None else mask & routed.kept
         return measure_against(
             a, b, truth, row_mask=mask, base=base, kernel=self.kernel, device=self.device
         )
@@ -222,7 +183,7 @@ class Measurer:
             "reference_dtype": one.dtype,
             "candidate_dtype": two.dtype,
         }
-        if found is None or (_equal(pair) and self._whole(pair)):
+        if found is None or (equal_by_record(pair) and self.reading.has_both(pair)):
             result = self._identical(pair, place)
             if found is not None:
                 self._tally(result, found, pair)
@@ -243,7 +204,7 @@ class Measurer:
             at_least=found.least,
         )
         if result.rel_l2 is not None:
-            self._judge_rows(pair, result, found.rows)
+            self._judge_routed(pair, result, found)
         self._tally(result, found, pair)
         return result
 
@@ -253,20 +214,50 @@ class Measurer:
         if against is None:
             return
         result.truth = truth_diff(against)
-        floor = row_floor(
-            against.norm.clamp_min(1e-300), against.update, form=_storage(pair), work=self._work,
-            num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
-        )  # fmt: skip
+        floor = self._row_floor(pair, result, against.norm, against.update)
         if floor is not None:
             if self._reference.manifest.model.dtype != self._candidate.manifest.model.dtype:
                 against = with_rounding(against, floor)
             self.tallies.add(result, against, floor)
 
+    def _row_floor(
+        self, pair: Pair, result: SiteResult, norm: torch.Tensor, update: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return row_floor(
+            norm.clamp_min(1e-300), update, form=storage_format(pair), work=self._work,
+            num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
+        )  # fmt: skip
+
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
-        result = identical_site(pair.reference.record, place)
+        record = pair.reference.record
+        result = identical_site(record, place)
+        if result.nonfinite is not None and self._reference.has_bytes(record):
+            mask = self._pieces.row_mask(pair.reference, record.shape)
+            if mask is not None:  # the statistics count rows of padding, too
+                result.nonfinite = nonfinite_in(self._reference.read(record), mask)
+        result.num_rerouted = 0 if self.routing.is_known(pair) else None
         if result.ulp_format is not None:
             result.ratio = result.ratio_max = 0.0
+            members = self._pieces.members(pair.reference, result.shape)
+            rows = num_rows(result) // max(1, len(members))
+            result.prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=rows) for n in members]
         return result
+
+    def _judge_routed(self, pair: Pair, result: SiteResult, found: Found) -> None:
+        """Judge the tokens that both sides sent to the same experts, if any choose."""
+        routed = self.routing.of(pair, len(found.rows.rel_l2))
+        rows = found.rows if routed is None else kept_rows(found.rows, routed)
+        self._judge_rows(pair, result, rows)
+        if routed is None:
+            return
+        result.num_rerouted = routed.num_rerouted
+        if result.ratio is not None:
+            floor = self._row_floor(pair, result, rows.norm, rows.update_norm)
+            self.routes.add(result, routed, None if floor is None else rows.rel_l2 / floor)
+        if routed.kept is not None and bool(routed.kept.any()):
+            worst = int(rows.rel_l2.nan_to_num(-1.0).argmax())
+            place = self._pieces.locate(pair.reference, found.shape, worst)
+            result.worst_sample, result.worst_position = place
 
     def _judge_rows(self, pair: Pair, result: SiteResult, rows: RowMetrics) -> None:
         """Fill floor and ratios. In the free pass a block answers only for what it adds."""
@@ -274,6 +265,7 @@ class Measurer:
         if one.kind != "float" or two.kind != "float":
             return
         inherited, beside = None, 0.0
+        members = [] if result.estimated else self._pieces.members(pair.reference, result.shape)
         if pair.pass_ == "free":
             path, _, port = result.site.partition(":")
             key = (result.sample, result.step, path)
@@ -286,14 +278,19 @@ class Measurer:
                 )
         found = self._floor.ratios(
             rows,
-            form=_storage(pair),
+            form=storage_format(pair),
             work=self._work,
             num_features=result.shape[-1] if result.shape else 1,
             role=result.role or "inner",
             inherited=inherited,
             beside=beside,
+            num_members=max(1, len(members)),
         )
         if found is not None:
+            result.prompts = [
+                PromptRatio(sample=members[number], ratio=ratio, num_rows=rows)
+                for number, ratio, rows in found.members
+            ]
             result.floor, result.ratio, result.ratio_max = found.floor, found.typical, found.worst
             result.ratio_sink = found.sink
 
@@ -324,17 +321,9 @@ class Measurer:
         # what has no digest (a tensor in parts) cannot be told from another like it
         whole = whole and None not in (one.xxh3, two.xxh3)
         key = (
-            one.xxh3,
-            one.dtype,
-            two.xxh3,
-            two.dtype,
-            one.shape,
-            logits,
-            one.positions,
-            two.positions,
-            base is not None,
-            one.step == 0,
-        )
+            one.xxh3, one.dtype, two.xxh3, two.dtype, one.shape, logits, one.positions,
+            two.positions, base is not None, one.step == 0,
+        )  # fmt: skip
         known = self._cache.get(key) if whole else None
         if known is not None:
             return known
@@ -363,25 +352,3 @@ class Measurer:
                 if len(self._cache) > _REMEMBERED:
                     self._cache.pop(next(iter(self._cache)))
         return result
-
-
-def _storage(pair: Pair) -> Format:
-    """The coarser of the two formats that a pair is stored in."""
-    forms = [format_named(piece.record.dtype) for piece in (pair.reference, pair.candidate)]
-    return max(forms, key=lambda form: form.unit_roundoff)
-
-
-def _work_format(*manifests: Manifest) -> Format:
-    """The coarser of the formats that the models compute in; 8-bit weights are widened first."""
-    forms = [format_named(manifest.model.dtype) for manifest in manifests]
-    forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
-    return max(forms, key=lambda form: form.unit_roundoff)
-
-
-def _equal(pair: Pair) -> bool:
-    one, two = pair.reference.record, pair.candidate.record
-    return (
-        one.xxh3 == two.xxh3 is not None and one.dtype == two.dtype and one.shape == two.shape
-        and one.positions == two.positions
-        and pair.reference.row is None and pair.candidate.row is None
-    )  # fmt: skip

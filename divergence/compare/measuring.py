@@ -103,7 +103,7 @@ def measure_pairs(
     """
     import torch
 
-    measurer.announce(pairs)
+    measurer.reading.announce(pairs)
     measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
     fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
     reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
@@ -116,7 +116,7 @@ def measure_pairs(
         try:
             return measurer.look(pair, threads=threads)
         finally:
-            for run, record in measurer.reads(pair):
+            for run, record in measurer.reading.reads(pair):
                 run.release(record)
 
     ahead: deque[tuple[Future[Found | None], int]] = deque()
@@ -127,7 +127,7 @@ def measure_pairs(
             while fetched < len(pairs) and fetched_bytes < _FETCHED_BYTES:
                 num_bytes = _num_bytes(pairs[fetched])
                 if num_bytes >= _FETCHED_ALONE_BYTES:
-                    fetcher.submit(measurer.fetch, pairs[fetched])
+                    fetcher.submit(measurer.reading.fetch, pairs[fetched])
                 fetched_bytes += num_bytes
                 fetched += 1
             while started < len(pairs) and (
@@ -135,7 +135,7 @@ def measure_pairs(
                 or (len(ahead) < 2 * measuring + 2 and under_way_bytes < measuring * _AHEAD_BYTES)
             ):
                 coming = pairs[started]
-                read = reader.submit(measurer.read_ahead, coming)
+                read = reader.submit(measurer.reading.read_ahead, coming)
                 num_bytes = _num_bytes(coming)
                 ahead.append((pool.submit(look, coming, read), num_bytes))
                 under_way_bytes += num_bytes

@@ -19,12 +19,13 @@ values chosen between are nearer to each other than the two sides' inputs are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from divergence.compare.graph import Node
+from divergence.compare.operator_facts import judge_operands, judge_roundings, region_result
+from divergence.compare.operator_onset import first_source
 from divergence.compare.operators import Measured, OperatorUnit
 from divergence.compare.operators_result import (
     OperatorResult,
@@ -32,6 +33,7 @@ from divergence.compare.operators_result import (
     OtherInput,
     UnmatchedOperator,
 )
+from divergence.compare.regions import in_words
 from divergence.numerics.chance import rare_ratio
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.operator import slices_of
@@ -40,7 +42,6 @@ from divergence.run.site import module_of
 
 __all__ = ["judge_operators"]
 
-_NEAR = 0.55  # of the limit: as far as healthy operators go
 _ENOUGH_ROWS = 16
 _ENOUGH_COLUMNS = 16
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
@@ -79,17 +80,16 @@ def judge_operators(
     right, and by more with every operator: only nan and inf are judged then.
     """
     blocks = [path for path, note in notes.items() if note.role == "block"]
-    extra = {side: {n.path: n for n in nodes} for side, nodes in measured.lone.items()}
+    extra = {
+        side: {n.path: n for n in nodes if n.path not in measured.in_regions[side]}
+        for side, nodes in measured.lone.items()
+    }
     results: list[OperatorResult] = []
     by_path: dict[tuple[str, str], OperatorResult] = {}
     norms: dict[str, float] = {}
     for unit in measured.units:
         result = _result(unit, notes, blocks)
-        feeds = [
-            by_path[path, unit.phase]
-            for path in unit.match.reference.feeds
-            if (path, unit.phase) in by_path
-        ]
+        feeds = [by_path[path, unit.phase] for path in unit.feeds if (path, unit.phase) in by_path]
         pooled = _pool(unit)
         if pooled is not None:
             _fill(result, pooled)
@@ -101,6 +101,10 @@ def judge_operators(
                 _against_each_other(result, pooled, feeds, thresholds, grows)
             norms[result.site] = max(e.largest_norm for _, _, e in unit.forwards if e is not None)
         _codes(result, unit, measured.with_truth)
+        judge_roundings(result, unit, thresholds)
+        judge_operands(result, unit)
+        if two_dtypes:  # casts are to other dtypes by right
+            result.other_operands = [one for one in result.other_operands if one.is_value]
         if two_dtypes and result.why != "nonfinite":
             result.share, result.why, result.verdict = 0.0, None, "unjudged"
         if feeds and measured.frame == "block":
@@ -110,13 +114,13 @@ def judge_operators(
             ("candidate", unit.match.candidate),
             ("reference", unit.match.reference),
         ):
-            if not result.fed_by:
+            if not result.fed_by and unit.region is None:
                 result.fed_by = _only_there(node, extra[side])
                 result.fed_by_side = side if result.fed_by else None
         result.other_inputs = _telling(unit, result, feeds, thresholds)
         results.append(result)
         by_path[result.site, unit.phase] = result
-    onset = _onset(measured, by_path, thresholds)
+    onset = first_source(measured, by_path, thresholds)
     return OperatorsResult(
         frame="operator" if measured.frame == "operator" else "block",
         judged="truth" if measured.with_truth else "difference",
@@ -132,8 +136,9 @@ def judge_operators(
                 side=side, site=node.path, operator=node.call.operator, source=node.call.source
             )
             for side in ("reference", "candidate")
-            for node in measured.lone[side]
+            for node in extra[side].values()
         ],
+        notes=_not_compared(measured),
     )
 
 
@@ -188,7 +193,24 @@ def _result(unit: OperatorUnit, notes: dict[str, ModuleNote], blocks: list[str])
         reference_dtype=one.results[0].dtype,
         candidate_dtype=two.results[0].dtype,
         identical=unit.num_equal == len(unit.forwards),
+        region=None if unit.region is None else region_result(unit),
     )
+
+
+def _not_compared(measured: Measured) -> list[str]:
+    """Calls without a partner that lead to nothing that both sides have: said, never guessed."""
+    parts = [
+        f"{in_words(nodes)} of the {side} ({', '.join(node.path for node in nodes[:2])}"
+        + (", …)" if len(nodes) > 2 else ")")
+        for side, nodes in measured.unreached.items()
+        if nodes
+    ]
+    if len(parts) < 2:  # what one side computes besides has nothing to be compared with
+        return []
+    return [
+        f"could not be compared: {' and '.join(parts)} have no result in common with the other "
+        "side's"
+    ]
 
 
 def _pool(unit: OperatorUnit) -> _Pooled | None:
@@ -333,56 +355,3 @@ def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None
         result.verdict = "differs"
     else:
         result.verdict = _side(other.wrong[1] > other.wrong[0])
-
-
-def _onset(
-    measured: Measured, by_path: dict[tuple[str, str], OperatorResult], thresholds: Thresholds
-) -> OperatorResult | None:
-    """The first source in execution order; the prefill comes before the decode steps."""
-    nodes: dict[tuple[str, str], Node] = {
-        (unit.match.reference.path, unit.phase): unit.match.reference for unit in measured.units
-    }
-
-    def feeds(result: OperatorResult) -> list[OperatorResult]:
-        """Those that are judged: what feeds an unjudged one (a copy that the truth's layout does
-        not need) feeds what that feeds."""
-        found: list[OperatorResult] = []
-        waiting = [result]
-        while waiting:
-            node = nodes[waiting.pop().site, result.phase]
-            known = [by_path[p, result.phase] for p in node.feeds if (p, result.phase) in by_path]
-            found += [feed for feed in known if feed.verdict != "unjudged"]
-            waiting += [feed for feed in known if feed.verdict == "unjudged"]
-        return found
-
-    flagged = [r for r in by_path.values() if r.share > 1 and r.verdict != "unjudged"]
-    if measured.frame == "operator":
-        return flagged[0] if flagged else None
-    sources = [r for r in flagged if not any(feed.share > 1 for feed in feeds(r))]
-    if not sources:
-        return flagged[0] if flagged else None
-    onset = min(sources, key=lambda r: (r.phase == "decode", r.order))
-    return _moved_back(onset, feeds, thresholds) if measured.with_truth else onset
-
-
-def _moved_back(
-    onset: OperatorResult,
-    feeds: Callable[[OperatorResult], list[OperatorResult]],
-    thresholds: Thresholds,
-) -> OperatorResult:
-    """To what feeds it, while that is on the same side's way to the limit and the step from it
-    is less than the limit itself: an error that is mostly inherited was made before."""
-    side = onset.verdict
-    while onset.why in ("typical", "row", "column", "slice", None):
-        before = [
-            feed
-            for feed in feeds(onset)
-            if feed.leans == side
-            and feed.share > _NEAR
-            and onset.share / feed.share < thresholds.operator
-        ]
-        if not before:
-            break
-        onset = max(before, key=lambda feed: feed.share)
-        onset.verdict = side
-    return onset

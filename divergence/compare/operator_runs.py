@@ -54,6 +54,8 @@ def compare_operators(
 
 def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
     """(the reference's, the candidate's), the anchored ones first."""
+    if a.tokens.groups != b.tokens.groups:
+        return []  # of other batches: other shapes, and rows of other prompts
     found = anchored_passes(a, b, [])
     passes = [] if found is None else [found]
     plans = (a.plan, b.plan)
@@ -77,6 +79,11 @@ def operator_notes(a: Run, b: Run, found: OperatorsResult | None) -> list[str]:
         return ["the runs are of two dtypes: their operators are shown, but not judged"]
     if found is not None or not any(counts.values()):
         return []
+    if all(counts.values()) and a.manifest.tokens.groups != b.manifest.tokens.groups:
+        return [
+            "both runs recorded operators, but of other batches: those are no pairs, and are not "
+            "compared (modules are)"
+        ]
     if all(counts.values()):
         return [
             "both runs recorded operators, but in passes whose blocks had other inputs: they are "

@@ -7,7 +7,10 @@ import math
 import msgspec
 
 from divergence.compare.advice import Advice
+from divergence.compare.confidence import RANK
+from divergence.compare.contradiction import contradicted, contradicts
 from divergence.compare.figures import figure
+from divergence.compare.operands import operands_text
 from divergence.compare.operators_result import OperatorResult, OperatorsResult
 from divergence.compare.result import Evidence, Onset, Verdict
 
@@ -32,10 +35,15 @@ def with_operators(
     by = f", by the {side}" if side in ("reference", "candidate") else ""
     by = ", equally wrong on both sides" if side == "both" else by
     sure = "low" if operators.judged == "difference" else "high" if first.share > 2 else "medium"
+    if first.why == "operands":  # that they differ is read, not measured; what it does is measured
+        sure = "high" if first.measurable else "medium"
+        by = ""
     onset = Onset(
         site=site, block=first.block, sample=first.sample, step=first.step, position=None,
         pass_=operators.pass_,
     )  # fmt: skip
+    if contradicts(verdict, side, first.block):
+        return contradicted(verdict, side, site, found)
     seems = "is made at" if sure != "low" else "seems to be made at"
     elsewhere = verdict.onset is not None and verdict.onset.block not in (None, first.block)
     if verdict.kind == "systematic" or (elsewhere and verdict.kind == "localized"):
@@ -46,10 +54,14 @@ def with_operators(
                 text="the blocks' own outputs are within the floor: seen in the operator alone"
             )
         )
+    summary = f"{_what_happens(first, seems)}{by}"
+    if verdict.kind == "localized" and RANK[verdict.confidence] > RANK[sure]:
+        # that the block is wrong is as sure as it was; the operator only tells where to look in it
+        summary, sure = f"{verdict.summary}; inside it, {summary}", verdict.confidence
     return msgspec.structs.replace(
         verdict,
         kind="nonfinite" if first.why == "nonfinite" else "localized",
-        summary=f"{_what_happens(first, seems)}{by}",
+        summary=summary,
         onset=onset,
         side=side if side is not None else verdict.side if verdict.kind not in _QUIET else None,
         confidence=sure,
@@ -62,10 +74,23 @@ def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[str]:
     """The operator by itself; where it was given something else, that."""
     if first.fed_by:
         return advice.operator_input(f"{first.fed_by[-1]}:out", first.fed_by_side)
+    if first.region is not None or first.other_operands:  # no operator is wrong by itself
+        return [
+            *advice.operator_input(f"{first.site}:out", "reference"),
+            *advice.operator_input(f"{first.candidate_site}:out", "candidate"),
+        ]
     return advice.operator(first.site, first.candidate_site, side)
 
 
 def _what_happens(first: OperatorResult, seems: str) -> str:
+    if first.other_operands:
+        return f"{first.site} is called with {operands_text(first.other_operands)}"
+    if first.region is not None:
+        region = first.region
+        if region.argument is None:
+            return f"the error {seems} {first.site}: {region.text}"
+        where = f"{first.site}, which {region.consumer} is given as {region.argument}"
+        return f"the error {seems} {where}: {region.text}"
     if first.fed_by:
         names = ", ".join(first.fed_by[:3])
         return (
@@ -89,7 +114,7 @@ def _none_to_blame(verdict: Verdict, operators: OperatorsResult, *, alone: bool)
     if not alone:
         return msgspec.structs.replace(verdict, evidence=[*verdict.evidence, said])
     equal = operators.results and all(r.identical for r in operators.results)
-    lone = len(operators.unmatched)
+    lone = len(operators.unmatched) + len(operators.notes)
     return msgspec.structs.replace(
         verdict,
         kind="identical" if equal else "within_floor",
@@ -123,6 +148,8 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         if (value := getattr(first, key)) is not None
     }
     found = [Evidence(text=f"{name}: {_reason(first)}", values=values)]
+    found += _operand_evidence(first)
+    found += _region_evidence(first)
     if first.reference_dtype != first.candidate_dtype:
         found.append(
             Evidence(
@@ -130,7 +157,8 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
                 f"{first.candidate_dtype} in the candidate"
             )
         )
-    given = first.fed_by or first.other_inputs  # then what feeds it is the question
+    # what feeds it is the question then
+    given = first.fed_by or first.other_inputs or first.other_operands
     told = first.w_entering is not None and operators.frame == "block" and not given
     if told and first.why != "codes":
         found.append(
@@ -169,7 +197,70 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
     return found
 
 
+def _operand_evidence(first: OperatorResult) -> list[Evidence]:
+    if not first.other_operands:
+        return []
+    found = []
+    for item in first.other_operands:
+        values = {} if item.difference is None else {"difference": item.difference}
+        where = "made outside the recorded modules" if item.kind == "constant" else "in the call"
+        by = f", {item.difference:.2%} off" if item.difference not in (None, math.inf) else ""
+        found.append(
+            Evidence(
+                text=f"{item.argument}, {where}: {item.reference} in the reference, "
+                f"{item.candidate} in the candidate{by}",
+                values=values,
+            )
+        )
+    if first.why == "operands" and not first.measurable:
+        found.append(
+            Evidence(text="what that changes here is within rounding: the number differs for sure")
+        )
+    if first.verdict in ("candidate", "reference"):
+        found.append(
+            Evidence(
+                text="the truth is of the reference's code: it cannot tell which value is meant"
+            )
+        )
+    return found
+
+
+def _region_evidence(first: OperatorResult) -> list[Evidence]:
+    region = first.region
+    if region is None:
+        return []
+    begin = f", from {', '.join(region.inputs[:3])}" if region.inputs else ""
+    found = [Evidence(text=f"compared as one step{begin}: {region.text}")]
+    if region.candidate_times is not None and region.reference_times is not None:
+        found.append(
+            Evidence(
+                text="by themselves, computed again in float64 from each side's own inputs, they "
+                f"add {region.candidate_times:.3g} × what an ideal product does (it rounds once), "
+                f"the reference's {region.reference_times:.3g} ×",
+                values={
+                    "candidate_times": region.candidate_times,
+                    "reference_times": region.reference_times,
+                },
+            )
+        )
+    return found
+
+
 def _reason(first: OperatorResult) -> str:
+    if first.why == "operands":
+        text = f"called with {operands_text(first.other_operands)}"
+        if first.w is None or not first.measurable or first.verdict == "differs":
+            return text
+        return f"{text}; {_farther(first)}"
+    if first.why == "roundings":
+        assert first.region is not None
+        times = {"reference": first.region.reference_times,
+                 "candidate": first.region.candidate_times}  # fmt: skip
+        mine = "reference" if (times["reference"] or 0) > (times["candidate"] or 0) else "candidate"
+        return (
+            f"{first.region.text}: what the {mine} adds there is {times[mine]:.3g} × the error of "
+            f"an ideal product, so sums are rounded to {first.candidate_dtype} on the way"
+        )
     if first.why == "codes":
         return (
             f"{first.codes:.2%} of its integers differ, and rounding of its inputs does not "
@@ -184,6 +275,12 @@ def _reason(first: OperatorResult) -> str:
         )
     if first.w is None:
         return f"the sides differ by {first.difference:.2e}, more than what came in explains"
+    return _farther(first)
+
+
+def _farther(first: OperatorResult) -> str:
+    """Who is farther from the truth, and by how much."""
+    assert first.w is not None
     mine, other = ("candidate", "reference") if first.w >= 1 else ("reference", "candidate")
     if first.verdict in ("reference", "candidate"):
         mine = first.verdict

@@ -4,40 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
+from divergence.compare.codes import Codes, count_codes
 from divergence.compare.graph import Forward, Node, forwards_of, operator_passes
-from divergence.compare.inputs import other_inputs
+from divergence.compare.inputs import operand_record, other_inputs
 from divergence.compare.match import Match, match_calls, match_paths
-from divergence.compare.operators_result import OtherInput
-from divergence.compare.rerouted import CHOOSING, Rerouted, rerouted_in
+from divergence.compare.operands import other_operands
+from divergence.compare.operators_result import OtherInput, OtherOperand
+from divergence.compare.products import OwnError, is_product_region, own_error
+from divergence.compare.regions import Region, Regions, regions_in
+from divergence.compare.rerouted import Rerouted, rerouted_in
+from divergence.compare.rights import Rights, distance_of
 from divergence.numerics.formats import format_named
 from divergence.numerics.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
-from divergence.run.record import Record
 
 __all__ = ["Measured", "OperatorUnit", "measure_operators", "num_terms"]
 
-_SAME = 0.2
-"""Two results are the same value where they differ by less, relatively: far beyond any rounding
-and any fault worth the name, and far below what two different values of a block differ by."""
-
-
-@dataclass(slots=True)
-class Codes:
-    """Integer results. ``differing``: elements that the sides do not share; ``unexplained``: of
-    these, what rounding of the inputs does not explain; ``wrong``: of the unexplained ones,
-    what differs from the truth, on each side."""
-
-    differing: int = 0
-    unexplained: int = 0
-    wrong: list[int] = field(default_factory=lambda: [0, 0])
+_Item = TypeVar("_Item", OtherInput, OtherOperand)
 
 
 @dataclass(slots=True)
 class OperatorUnit:
-    """One matched operator over the forwards of a phase, in order."""
+    """One matched operator, or the common result of a region, over the forwards of a phase, in
+    order. ``feeds``: paths of the reference's pairs and regions that feed it, also through calls
+    without a partner. ``own``: what each side's region adds by itself (compare.products)."""
 
     match: Match
     phase: str
@@ -46,17 +40,24 @@ class OperatorUnit:
     num_codes: int = 0
     codes: Codes = field(default_factory=lambda: Codes())
     other_inputs: list[OtherInput] = field(default_factory=list)
+    other_operands: list[OtherOperand] = field(default_factory=list)
+    region: Region | None = None
+    feeds: list[str] = field(default_factory=list)
+    own: tuple[OwnError, OwnError] | None = None
 
 
 @dataclass(slots=True)
 class Measured:
-    """``units`` in the reference's execution order; ``frame``: see OperatorsResult."""
+    """``units`` in the reference's execution order; ``lone``: calls without a partner;
+    ``unreached``: of these, what leads to nothing that both sides have; ``in_regions``: paths
+    of those that a region holds. ``frame``: see OperatorsResult."""
 
     units: list[OperatorUnit]
     lone: dict[str, list[Node]]
     frame: str
     with_truth: bool
-    skipped: dict[str, int]
+    unreached: dict[str, list[Node]]
+    in_regions: dict[str, set[str]]
 
 
 def measure_operators(
@@ -82,21 +83,24 @@ def measure_operators(
     right = {} if truth is None else forwards_of(truth, truth_pass)
     exact = a.manifest.settings.compute_dtype == "float64"
     replays = "replayed" in passes
+    numbers = any(_takes_numbers(run) for run in (a, b))
     units: dict[tuple[str, str, str], OperatorUnit] = {}
     lone: dict[str, list[Node]] = {"reference": [], "candidate": []}
+    unreached: dict[str, list[Node]] = {"reference": [], "candidate": []}
+    in_regions: dict[str, set[str]] = {"reference": set(), "candidate": set()}
     for forward in sorted(set(ours) & set(theirs)):
         phase = "prefill" if forward[1] == 0 else "decode"
 
-        def same(one: Node, two: Node) -> bool:
-            return _same_value(a.read(one.results[0]), b.read(two.results[0]))
+        def apart(one: Node, two: Node) -> float:
+            return distance_of(a.read(one.results[0]), b.read(two.results[0]))
 
         if replays:
             matches, only_a, only_b = match_paths(ours[forward], theirs[forward])
         else:
             matches, only_a, only_b = match_calls(
-                ours[forward], theirs[forward], same_value=same, rename=rename
+                ours[forward], theirs[forward], apart=apart, rename=rename
             )
-        rights = _Rights(truth, ours[forward], right.get(forward, []), exact=exact, run=a)
+        rights = Rights(truth, ours[forward], right.get(forward, []), exact=exact, run=a)
         partners = {match.reference.path: match.candidate.path for match in matches}
 
         def read(match: Match, index: int) -> tuple[torch.Tensor | None, ...]:
@@ -108,29 +112,115 @@ def measure_operators(
             )
 
         routings = [] if replays else rerouted_in(matches, read)
-        for match in matches:
+        regions = Regions()
+        if not replays:
+            regions = regions_in(ours[forward], theirs[forward], matches, rename)
+        pairs = [(match, regions.by_pair.get(match.reference.path)) for match in matches]
+        pairs += [(_ends(region), region) for region in regions.of_operands]
+        fed = _Feeds(ours[forward], {match.reference.path for match, _ in pairs})
+        for match, region in pairs:
             key = (match.reference.path, match.candidate.path, phase)
             unit = units.setdefault(key, OperatorUnit(match, phase))
+            unit.region = unit.region or region
+            unit.feeds = list(dict.fromkeys([*unit.feeds, *fed.of(match, region)]))
+            if region is not None and region.consumer is not None:
+                unit.forwards.append((forward, match, _of_operand(region, a, b, rights)))
+                continue
             _measure(unit, forward, match, a, b, rights, routings)
+            if region is not None:
+                _add_own(unit, region, a, b)
             if not replays:
                 unit.other_inputs = _worse(
                     unit.other_inputs,
                     other_inputs(match.reference, match.candidate, a, b, partner=partners.get),
                 )
-        for side, nodes in (("reference", only_a), ("candidate", only_b)):
-            known = {node.path for node in lone[side]}
-            lone[side] += [node for node in nodes if node.path not in known]
+                others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
+                unit.other_operands = _worse(unit.other_operands, others)
+        for number, (side, nodes) in enumerate((("reference", only_a), ("candidate", only_b))):
+            in_regions[side] |= regions.members[number]
+            for known, more in ((lone[side], nodes), (unreached[side], regions.unreached[number])):
+                paths = {node.path for node in known}
+                known += [node for node in more if node.path not in paths]
     in_order = sorted(units.values(), key=lambda u: (u.phase == "decode", u.match.reference.order))
     return Measured(
         units=in_order,
         lone=lone,
         frame="operator" if replays else "block",
         with_truth=exact or truth is not None,
-        skipped={},
+        unreached=unreached,
+        in_regions=in_regions,
     )
 
 
-def _worse(known: list[OtherInput], new: list[OtherInput]) -> list[OtherInput]:
+def _takes_numbers(run: Run) -> bool:
+    """Did a module take numbers out of tensors? Such an operator returns no tensor."""
+    return any("returns no tensor" in reason for reason in run.manifest.plan.skipped_operators)
+
+
+def _ends(region: Region) -> Match:
+    """A region whose common result is an argument, by the calls that make it."""
+    return Match(region.reference[-1], region.candidate[-1], "dataflow")
+
+
+class _Feeds:
+    """What feeds a pair or a region of the reference, through calls without a partner too."""
+
+    def __init__(self, nodes: list[Node], known: set[str]) -> None:
+        self._nodes, self._known = {node.path: node for node in nodes}, known
+
+    def of(self, match: Match, region: Region | None) -> list[str]:
+        members = [match.reference] if region is None else region.reference
+        own = {node.path for node in members}
+        found: dict[str, None] = {}
+        waiting, seen = list(members), set(own)
+        while waiting:
+            for feed in waiting.pop(0).feeds:
+                if feed in self._known and feed not in own:
+                    found[feed] = None
+                elif feed not in seen and feed in self._nodes:
+                    seen.add(feed)
+                    waiting.append(self._nodes[feed])
+        return list(found)
+
+
+def _of_operand(region: Region, a: Run, b: Run, rights: Rights) -> OperatorErrors | None:
+    """The common result of a region that a paired call is given as an argument, as it sees it."""
+    consumer, operands = region.consumer, region.operands()
+    if consumer is None or operands is None:
+        return None
+    records = [
+        operand_record(node, operand, run)
+        for node, operand, run in zip(
+            (consumer.reference, consumer.candidate), operands, (a, b), strict=True
+        )
+    ]
+    right = rights.operand(consumer.reference, region.number)
+    if None in records or (right is None and rights.exist):
+        return None
+    if {format_named(record.dtype).kind for record in records} != {"float"}:
+        return None
+    x, y = a.read(records[0]), b.read(records[1])
+    if x.numel() != y.numel() or (right is not None and right.numel() != x.numel()):
+        return None
+    shape = operands[0].shape
+    tensors = [None if t is None else t.reshape(shape) for t in (x, y, right)]
+    return measure_operator(*tensors, num_terms=max(map(num_terms, region.reference)))
+
+
+def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
+    """What both sides' products and additions add by themselves."""
+    members = (region.reference, region.candidate)
+    if not all(is_product_region(nodes) for nodes in members):
+        return
+    found = [own_error(run, nodes) for run, nodes in zip((a, b), members, strict=True)]
+    if None in found:
+        return
+    unit.own = unit.own or (OwnError(), OwnError())
+    for known, more in zip(unit.own, found, strict=True):
+        known.add(more)
+
+
+def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
     """Of each argument the one that differs most, over the forwards."""
     by_argument = {item.argument: item for item in known}
     for item in new:
@@ -140,40 +230,13 @@ def _worse(known: list[OtherInput], new: list[OtherInput]) -> list[OtherInput]:
     return list(by_argument.values())
 
 
-class _Rights:
-    """What is right at each call of the reference in one forward."""
-
-    def __init__(
-        self, truth: Run | None, ours: list[Node], right: list[Node], *, exact: bool, run: Run
-    ) -> None:
-        self._truth, self._run, self._exact = truth, run, exact
-        self.exist = exact or truth is not None
-        matches, _, _ = match_calls(ours, right)
-        self._by_path = {match.reference.path: match.candidate.results for match in matches}
-        for node in ours:  # in exact arithmetic a cast changes nothing
-            if node.path not in self._by_path and node.is_cast:
-                maker = node.feeds[0] if node.feeds else None
-                if maker in self._by_path:
-                    self._by_path[node.path] = self._by_path[maker]
-
-    def of(self, node: Node, index: int) -> tuple[Run, Record] | None:
-        """The run and record that hold it, or None."""
-        if self._exact:
-            return self._run, node.results[index]
-        found = self._by_path.get(node.path, ())
-        if self._truth is None or index >= len(found):
-            return None
-        record = found[index]
-        return (self._truth, record) if record.numel == node.results[index].numel else None
-
-
 def _measure(
     unit: OperatorUnit,
     forward: Forward,
     match: Match,
     a: Run,
     b: Run,
-    rights: _Rights,
+    rights: Rights,
     routings: list[Rerouted],
 ) -> None:
     """All results of one call; the first that is floating-point is the measured one."""
@@ -193,7 +256,7 @@ def _measure(
         if kinds <= {"int", "bool"}:
             unit.num_codes += one.numel
             if not same:
-                _count_codes(unit.codes, match, x, y, r, a, b)
+                count_codes(unit.codes, match, x, y, r, a, b)
         elif kinds == {"float"} and errors is None:
             aligned: tuple[torch.Tensor | None, ...] | None = (x, y, r)
             for routing in routings:
@@ -202,55 +265,6 @@ def _measure(
                 errors = measure_operator(*aligned, num_terms=num_terms(match.reference))
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
-
-
-def _count_codes(
-    codes: Codes,
-    match: Match,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    r: torch.Tensor | None,
-    a: Run,
-    b: Run,
-) -> None:
-    other = x != y.reshape(x.shape)
-    codes.differing += int(other.sum())
-    entering = [_entering(node, run) for node, run in ((match.reference, a), (match.candidate, b))]
-    name = match.reference.name.partition(".")[2]
-    if name in CHOOSING and all(t is not None and t.is_floating_point() for t in entering):
-        odd = other & ~_rounding_explains(*entering, x, y.reshape(x.shape), match.reference)
-    else:  # the same numbers went in: the codes must be the same; else they may not be
-        equal = None not in entering and torch.equal(*entering)
-        odd = other if equal else torch.zeros_like(other)
-    codes.unexplained += int(odd.sum())
-    if r is not None and not r.is_floating_point() and r.numel() == x.numel():
-        r = r.reshape(x.shape)
-        for side, chosen in enumerate((x, y.reshape(x.shape))):
-            codes.wrong[side] += int((odd & (chosen != r)).sum())
-
-
-def _entering(node: Node, run: Run) -> torch.Tensor | None:
-    """The first operand's value, as the operator saw it."""
-    if not node.call.operands or node.call.operands[0].site is None:
-        return None
-    own, operand = node.results[0], node.call.operands[0]
-    record = run.find((own.pass_, own.sample, own.step, operand.site))
-    return None if record is None else run.read(record).reshape(operand.shape)
-
-
-def _rounding_explains(
-    p: torch.Tensor, q: torch.Tensor, x: torch.Tensor, y: torch.Tensor, node: Node
-) -> torch.Tensor:
-    """Per chosen index: are the two choices nearer to each other than the inputs p, q are? Exact
-    ties are not explained: there the order of ties is the operator's own."""
-    dim = node.call.arguments.get("dim", -1)
-    if not isinstance(dim, int) or p.shape != q.shape or p.ndim != x.ndim:
-        return torch.zeros(x.shape, dtype=torch.bool)
-    p, q = p.double(), q.double()
-    gaps = [(side.gather(dim, x) - side.gather(dim, y)).abs() for side in (p, q)]
-    apart = (p - q).abs().amax(dim, keepdim=True)
-    near = (gaps[0] <= 4 * apart) & (gaps[1] <= 4 * apart)
-    return near & ~((gaps[0] == 0) & (gaps[1] == 0))
 
 
 def num_terms(node: Node) -> int:
@@ -279,11 +293,3 @@ def num_terms(node: Node) -> int:
         out = max(1, node.results[0].numel)
         return max(1, total // out) if name != "cumsum" else max(1, max(shapes[0], default=1))
     return 1
-
-
-def _same_value(x: torch.Tensor, y: torch.Tensor) -> bool:
-    if not (x.is_floating_point() and y.is_floating_point()):
-        return x.dtype == y.dtype and bool((x.reshape(-1) == y.reshape(-1)).all())
-    x, y = x.reshape(-1).to(torch.float64), y.reshape(-1).to(torch.float64)
-    norm = float(x.norm())
-    return norm > 0 and float((x - y).norm()) < _SAME * norm

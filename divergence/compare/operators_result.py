@@ -9,7 +9,15 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["CausalCheck", "OperatorResult", "OperatorsResult", "OtherInput", "UnmatchedOperator"]
+__all__ = [
+    "CausalCheck",
+    "OperatorResult",
+    "OperatorsResult",
+    "OtherInput",
+    "OtherOperand",
+    "RegionResult",
+    "UnmatchedOperator",
+]
 
 OperatorVerdict = Literal["fine", "candidate", "reference", "both", "differs", "unjudged"]
 
@@ -34,6 +42,45 @@ class OtherInput(_Part, frozen=True, kw_only=True):
     difference: float | None = None
 
 
+class OtherOperand(_Part, frozen=True, kw_only=True):
+    """A scalar argument, or a constant made outside the recorded modules, that the sides do not
+    share: a fact, not a measurement.
+
+    ``reference``, ``candidate``: the values, in words. ``is_value``: it enters the arithmetic as a
+    number (an attention scale, an epsilon, a mask), and is no dim, size, flag or dtype.
+    ``difference``: relative, of a number or of a constant's values; None for what is no number.
+    """
+
+    argument: str
+    kind: Literal["scalar", "constant"]
+    reference: str
+    candidate: str
+    is_value: bool = True
+    difference: float | None = None
+
+
+class RegionResult(_Part, frozen=True, kw_only=True):
+    """Operators of both sides that compute one thing in different ways, compared as one step.
+
+    ``text``: ``8 products and 7 additions in place of one product`` (the candidate's in place of
+    the reference's). ``reference``, ``candidate``: the operators' paths in execution order, the
+    last of which gives the common result (or, where ``argument`` is set, makes that argument of
+    the operator ``consumer``, which both sides call). ``inputs``: what the reference's begin from.
+    ``reference_times``, ``candidate_times``: what the side's own operators add to float64 on their
+    own recorded inputs, over one rounding of the result, which an ideal product makes; None where
+    it is not a region of products and additions in 16 bits, or an input was not recorded.
+    """
+
+    text: str
+    reference: list[str]
+    candidate: list[str]
+    inputs: list[str] = []
+    consumer: str | None = None
+    argument: str | None = None
+    reference_times: float | None = None
+    candidate_times: float | None = None
+
+
 class OperatorResult(_Part, kw_only=True):
     """One operator of the reference and its partner, all forwards of a phase together.
 
@@ -52,7 +99,10 @@ class OperatorResult(_Part, kw_only=True):
     say) of one side over the other side's. ``ulp_share_reference``, ``ulp_share_candidate``: share
     of elements more than one ulp of their dtype from R. ``codes``: for integers, the share of
     elements that differ. ``fed_by``: what feeds it that only ``fed_by_side`` calls, in order.
-    ``other_inputs``: arguments that the sides take from elsewhere. ``share``: how much of the limit
+    ``other_inputs``: arguments that the sides take from elsewhere; ``other_operands``: scalars and
+    constants that differ, ``measurable``: whether the errors alone are beyond a limit where these
+    are the reason. ``region``: where the sides have other operators there, all of them, of
+    which this is the common result. ``share``: how much of the limit
     is used, ``leans``: by which side, ``why``: by which question. None where there was no truth, or
     nothing to measure.
     """
@@ -87,9 +137,15 @@ class OperatorResult(_Part, kw_only=True):
     leans: Literal["reference", "candidate"] | None = None
     fed_by: list[str] = []
     fed_by_side: Literal["reference", "candidate"] | None = None
-    why: Literal["typical", "row", "column", "slice", "codes", "nonfinite"] | None = None
+    why: (
+        Literal["typical", "row", "column", "slice", "codes", "nonfinite", "operands", "roundings"]
+        | None
+    ) = None
     verdict: OperatorVerdict = "unjudged"
     other_inputs: list[OtherInput] = []
+    other_operands: list[OtherOperand] = []
+    measurable: bool = True
+    region: RegionResult | None = None
 
 
 class UnmatchedOperator(_Part, frozen=True, kw_only=True):

@@ -73,7 +73,7 @@ class Pieces:
 
     def row_mask(self, piece: Piece, shape: Sequence[int]) -> torch.Tensor | None:
         """True for real tokens, per row (all leading axes); None where nothing is padded."""
-        if piece.row is not None or piece.record.step > 0 or len(shape) < 3:
+        if piece.row is not None or piece.record.step > 0 or len(shape) < 2:
             return None
         manifest = self.reference.manifest
         group = next((g for g in manifest.tokens.groups if g and g[0] == piece.record.sample), [])
@@ -83,7 +83,8 @@ class Pieces:
         length = samples[0].num_left_pad + len(samples[0].prompt_ids) + samples[0].num_right_pad
         kept = piece.record.positions
         expected = length if kept is None else len(kept)
-        if shape[0] != len(samples) or shape[1] != expected:
+        flat = len(shape) == 2 and shape[0] == len(samples) * expected  # a router's tokens
+        if not flat and (len(shape) < 3 or shape[0] != len(samples) or shape[1] != expected):
             return None
         import torch
 
@@ -94,8 +95,17 @@ class Pieces:
                 mask[row, -sample.num_right_pad :] = False
         if kept is not None:
             mask = mask[:, list(kept)]
-        inner = math.prod(shape[2:-1])
+        inner = 1 if flat else math.prod(shape[2:-1])
         return mask.reshape(-1, 1).expand(-1, inner).reshape(-1).contiguous()
+
+    def members(self, piece: Piece, shape: Sequence[int]) -> list[int]:
+        """The prompts whose rows follow each other in equal parts; fewer than two where the forward
+        held one, or the first axis is none of prompts."""
+        if piece.row is not None or len(shape) < 2:
+            return []
+        groups = self.reference.manifest.tokens.groups
+        group = next((g for g in groups if g and g[0] == piece.record.sample), [])
+        return list(group) if len(group) > 1 and shape[0] == len(group) else []
 
     def locate(
         self, piece: Piece, shape: Sequence[int], row: int | None

@@ -7,31 +7,49 @@ computations. Everything else that differs is shown, because it may be the cause
 
 from __future__ import annotations
 
+from divergence.compare.causes import (
+    template_cause,
+    text_cause,
+    tokenizer_cause,
+    weight_causes,
+)
+from divergence.compare.code import code_line
+from divergence.compare.configuration import config_line
+from divergence.compare.names import NameMap
 from divergence.compare.result import PreflightLine
+from divergence.compare.structure import block_lines, list_names, match_parameters
 from divergence.run.manifest import Manifest
 from divergence.run.mesh import describe_mesh
 from divergence.run.reader import Run
 
 __all__ = ["preflight"]
 
-_NAMED = 5  # differing parameters named in a line
+_NAMED = 5  # machines named in a line
 _LIBRARIES = ("torch", "transformers")
 
 
-def preflight(reference: Run, candidate: Run) -> list[PreflightLine]:
-    """One line a check, in order of how much it explains."""
+def preflight(
+    reference: Run, candidate: Run, *, names: NameMap | None = None
+) -> list[PreflightLine]:
+    """One line a check, in order of how much it explains. ``names``: the name map that the
+    comparison uses."""
     a, b = reference.manifest, candidate.manifest
     lines = [
-        _weights(a, b),
+        code_line(a, b),
+        _weights(a, b, names),
+        *block_lines(a, b, names),
         _same("model class", a.model.model_class, b.model.model_class),
-        _same("config", _short(a.model.config_digest), _short(b.model.config_digest)),
+        config_line(a, b),
         _same("quantization", a.model.quantization or "none", b.model.quantization or "none"),
         _prompt_ids(a, b),
-        _same("tokenizer", _short(a.model.tokenizer_digest), _short(b.model.tokenizer_digest)),
-        _same(
+        _digests(
+            "tokenizer", a.model.tokenizer_digest, b.model.tokenizer_digest, tokenizer_cause(a, b)
+        ),
+        _digests(
             "chat template",
-            _short(a.model.chat_template_digest),
-            _short(b.model.chat_template_digest),
+            a.model.chat_template_digest,
+            b.model.chat_template_digest,
+            template_cause(a, b),
         ),
         _generated_ids(a, b),
         _same(
@@ -56,6 +74,9 @@ def preflight(reference: Run, candidate: Run) -> list[PreflightLine]:
             f"{a.environment.cpu} {a.environment.cpu_capability}",
             f"{b.environment.cpu} {b.environment.cpu_capability}",
         ),
+        *_recorded("cpu model", a.environment.cpu_model, b.environment.cpu_model),
+        *_recorded("architecture", a.environment.architecture, b.environment.architecture),
+        *_build(a, b),
         _same("threads", str(a.environment.num_threads), str(b.environment.num_threads)),
         *(_library(name, a, b) for name in _libraries(a, b)),
         _variables(a, b),
@@ -92,11 +113,30 @@ def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLin
     return PreflightLine(check=check, status=status, reference=a, candidate=b, detail=detail)
 
 
+def _digests(check: str, a: str | None, b: str | None, cause: str | None) -> PreflightLine:
+    return _same(check, _short(a), _short(b), cause if None not in (a, b) and a != b else None)
+
+
+def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
+    """A line where both runs say it."""
+    return [] if a is None or b is None else [_same(check, a, b)]
+
+
+def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """What torch was built with: what differs, else its compiler and BLAS."""
+    one, two = a.environment.torch_build, b.environment.torch_build
+    if not one or not two:
+        return []
+    keys = [key for key in {**one, **two} if one.get(key) != two.get(key)] or ["compiler", "BLAS"]
+    shown = [", ".join(f"{k} {found[k]}" for k in keys if k in found) for found in (one, two)]
+    return [_same("torch build", shown[0] or "-", shown[1] or "-")]
+
+
 def _short(digest: str | None) -> str:
     return "none" if digest is None else digest[:12]
 
 
-def _weights(a: Manifest, b: Manifest) -> PreflightLine:
+def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     one, two = a.model, b.model
     status, detail = "same", None
     shown = f"{one.digest[:12]} ({one.dtype})", f"{two.digest[:12]} ({two.dtype})"
@@ -104,9 +144,11 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
         missing = one.missing or two.missing
         detail = (
             f"{len(missing)} parameters were missing from the checkpoint and are random: "
-            + _names(missing)
+            + list_names(missing)
         )
     unknown = _offloaded(one.digests, two.digests)
+    found = match_parameters(one.digests, two.digests, names)
+    digested = bool(one.digests and two.digests)
     if one.digest != two.digest and unknown and one.dtype == two.dtype:
         status, detail = "differs", f"{len(unknown)} offloaded parameters were not digested"
     elif one.digest != two.digest:
@@ -118,6 +160,8 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
                     if (rounded[0] == two.digest)
                     else f"the same weights, rounded from {two.dtype} to {one.dtype}"
                 )
+            elif digested and not found.is_one_to_one:
+                status, detail = "blocking", f"other parameters: {found.describe()}"
             elif set(one.digests) != set(two.digests):
                 status, detail = "differs", "digests of other names and dtypes cannot be compared"
             elif any(rounded):
@@ -127,10 +171,19 @@ def _weights(a: Manifest, b: Manifest) -> PreflightLine:
                 detail = "digests of different dtypes cannot be compared"
         elif one.quantization != two.quantization:
             status, detail = "differs", "one side is quantised"
-        elif (renamed := _renamed(one.digests, two.digests)) is not None:
-            status, detail = "differs", renamed
+        elif not digested:
+            status, detail = "blocking", "the parameters' digests are not recorded"
+        elif different := _differing(one.digests, two.digests, found.pairs):
+            status, detail = "blocking", "; ".join(filter(None, (different, found.describe())))
+        elif not found.is_one_to_one:
+            status, detail = "blocking", f"other parameters: {found.describe()}"
         else:
-            status, detail = "blocking", _differing(one.digests, two.digests)
+            detail = found.describe()
+            status = "differs"
+            if found.prefixes or found.mapped:
+                detail = f"the same values under other names: {detail}"
+    if status != "same":
+        detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
     return PreflightLine(
         check="weights", status=status, reference=shown[0], candidate=shown[1], detail=detail
     )
@@ -144,40 +197,12 @@ def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
     return unknown if agree else []
 
 
-def _renamed(a: dict[str, str], b: dict[str, str]) -> str | None:
-    """What to say where one side holds all values of the other under other names: a base model
-    and its causal LM, which has a head besides. None where it does not."""
-    if not a or not b or any(a[name] != b[name] for name in a if name in b):
+def _differing(a: dict[str, str], b: dict[str, str], pairs: dict[str, str]) -> str | None:
+    """Parameters whose values differ; None where there is none."""
+    different = [name for name, other in pairs.items() if a[name] != b[other]]
+    if not different:
         return None
-    values_a, values_b = set(a.values()), set(b.values())
-    if not (values_a <= values_b or values_b <= values_a):
-        return None
-    parts = ["the same values under other names"]
-    for side, mine, others in (("reference", a, values_b), ("candidate", b, values_a)):
-        only = [name for name in mine if mine[name] not in others]
-        if only:
-            parts.append(f"{len(only)} only in the {side}: {_names(only)}")
-    return "; ".join(parts)
-
-
-def _differing(a: dict[str, str], b: dict[str, str]) -> str:
-    common = [name for name in a if name in b]
-    different = [name for name in common if a[name] != b[name]]
-    parts = []
-    if different:
-        parts.append(f"{len(different)} of {len(common)} parameters differ: {_names(different)}")
-    only_a = [name for name in a if name not in b]
-    only_b = [name for name in b if name not in a]
-    if only_a:
-        parts.append(f"{len(only_a)} only in the reference: {_names(only_a)}")
-    if only_b:
-        parts.append(f"{len(only_b)} only in the candidate: {_names(only_b)}")
-    return "; ".join(parts) or "the parameters' digests are not recorded"
-
-
-def _names(names: list[str]) -> str:
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return f"{len(different)} of {len(pairs)} parameters differ: {list_names(different)}"
 
 
 def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
@@ -205,8 +230,8 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
                 f"prompt {number} differs from token {place} on: "
                 f"{one[place : place + 6]} against {two[place : place + 6]}"
             )
-            if a.tokens.samples[number].text == b.tokens.samples[number].text:
-                detail += " (the text is the same, so the tokenizers differ)"
+            why = text_cause(a.tokens.samples, b.tokens.samples, number)
+            detail += f" ({why})" if why is not None else ""
     return PreflightLine(
         check="prompt ids", status=status, reference=shown[0], candidate=shown[1], detail=detail
     )
@@ -216,10 +241,16 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
     ids_a = [sample.generated_ids for sample in a.tokens.samples]
     ids_b = [sample.generated_ids for sample in b.tokens.samples]
     forced = b.tokens.forced_by or a.tokens.forced_by
-    detail = "forced to the recorded tokens" if forced and ids_a == ids_b else None
+    same = ids_a == ids_b
+    detail = "forced to the recorded tokens" if forced and same else None
+    if forced and not same and a.tokens.groups != b.tokens.groups and len(ids_a) == len(ids_b):
+        lengths = [min(map(len, pair)) for pair in zip(ids_a, ids_b, strict=True)]
+        cut = [[one[:n] for one, n in zip(ids, lengths, strict=True)] for ids in (ids_a, ids_b)]
+        if cut[0] == cut[1]:
+            same, detail = True, "forced; padding follows where a prompt ended before its batch"
     return PreflightLine(
         check="generated ids",
-        status="same" if ids_a == ids_b else "differs",
+        status="same" if same else "differs",
         reference=f"{sum(map(len, ids_a))} tokens",
         candidate=f"{sum(map(len, ids_b))} tokens",
         detail=detail,
@@ -248,12 +279,14 @@ def _switches(a: Manifest, b: Manifest) -> PreflightLine:
     )
     detail = None
     if different:
-        detail = "set otherwise: " + _names(different)
+        detail = "set otherwise: " + list_names(different)
     elif refused:
-        detail = "refused: " + _names(sorted(set(refused)))
+        detail = "refused: " + list_names(sorted(set(refused)))
     noisy = sorted({*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings})
     if noisy:
-        detail = (detail + "; " if detail else "") + "nondeterministic operators: " + _names(noisy)
+        detail = (
+            (detail + "; " if detail else "") + "nondeterministic operators: " + list_names(noisy)
+        )
     same = shown[0] == shown[1] and not different
     return PreflightLine(
         check="determinism", status="same" if same else "differs",

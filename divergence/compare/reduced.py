@@ -271,12 +271,22 @@ def _with_counts(metrics: PairMetrics, one: Piece, two: Piece) -> PairMetrics:
         return metrics
     if one.record.positions != two.record.positions:
         return metrics
+    more = [
+        getattr(second, name) - getattr(first, name)
+        for name in ("num_nan", "num_posinf", "num_neginf")
+    ]
     return msgspec.structs.replace(
         metrics,
         reference_nan=first.num_nan,
         reference_inf=first.num_posinf + first.num_neginf,
         candidate_nan=second.num_nan,
         candidate_inf=second.num_posinf + second.num_neginf,
+        reference_neginf=first.num_neginf,
+        candidate_neginf=second.num_neginf,
+        # the places are not known: the least that the counts tell
+        nonfinite_differ=max(sum(max(0, x) for x in more), sum(max(0, -x) for x in more)),
+        reference_alone=max(0, -sum(more)),
+        candidate_alone=max(0, sum(more)),
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from divergence.compare.case import Case
+from divergence.compare.confidence import check, confidence_of
 from divergence.compare.escalation import Escalation
 from divergence.compare.evidence import unanchored_evidence
 from divergence.compare.result import Evidence, Verdict
+from divergence.compare.standouts import StandOut
 from divergence.compare.units import Unit, order_of
 from divergence.compare.unmeasured import is_unmeasured
 
@@ -18,6 +20,7 @@ def within_floor(
     excused: list[Unit],
     unanchored: list[int],
     escalation: Escalation,
+    standouts: list[StandOut],
 ) -> Verdict:
     judged = [unit for unit in units if unit.results]
     unmeasured = [site for site in case.sites if is_unmeasured(site)]
@@ -75,10 +78,26 @@ def within_floor(
                 "escalated pass, which takes a candidate that one process runs"
             )
         )
+    evidence += [Evidence(text=one.text, values={"times": one.times}) for one in standouts[:3]]
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in judged for result in unit.results)
     told = sure and bool(against_truth) and not case.partial and not estimated
-    certain = told and (not case.narrow or escalation.complete)
+    checks = [
+        check("anchored", sure, "not every forward has an anchored pass"),
+        check(
+            "measured", not unmeasured, "of some tensors only digests or statistics were kept"
+        ),
+        check("truth", told, _no_truth(case, bool(against_truth), estimated),
+              made=bool(against_truth)),
+        check("no_standout", not standouts, "a block differs more than its siblings"),
+        check("floor_trusted", not case.widened_beyond, "a --floor run is beyond the limits "
+              "itself"),
+    ]  # fmt: skip
+    if case.narrow:
+        checks.append(
+            check("escalated", escalation.complete, "no escalated pass shows what a 16-bit dtype "
+                  "hides", made=False)
+        )  # fmt: skip
     return Verdict(
         kind="within_floor",
         summary="the runs differ by no more than rounding explains: "
@@ -87,11 +106,32 @@ def within_floor(
             if sure
             else "no block adds more than rounding explains (judged from free runs)"
         ),
-        confidence="low" if unmeasured or not sure else "high" if certain else "medium",
+        confidence=confidence_of(checks),
+        checks=checks,
         side="neither" if told else None,
         evidence=[*evidence, *unanchored_evidence(unanchored), *case.context()],
-        next=case.next_commands(None, escalated=bool(escalation.judged)),
+        next=_next(case, standouts, escalation),
     )
+
+
+def _next(case: Case, standouts: list[StandOut], escalation: Escalation) -> list[str]:
+    """What looks inside the first stand-out; what raises the confidence."""
+    commands = []
+    block = standouts[0].unit.results[0].block if standouts else None
+    if block is not None:
+        commands += case.advice.inside(block)
+    commands += case.next_commands(None, escalated=bool(escalation.judged))
+    if case.anchored and case.tallies is None and not commands:
+        commands += case.advice.truth()
+    return commands
+
+
+def _no_truth(case: Case, judged: bool, estimated: bool) -> str:
+    if estimated:
+        return "the truth judges only what was kept in full"
+    if judged and case.partial:
+        return "the truth is incomplete"
+    return "no float64 truth judged the blocks"
 
 
 def _largest(judged: list[Unit]) -> Evidence:

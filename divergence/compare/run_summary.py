@@ -20,6 +20,7 @@ def summary_of(run: Run) -> RunSummary:
         complete=manifest.complete,
         stopped_by=manifest.stopped_by,
         num_records=len(run.records),
+        compute_dtype=manifest.settings.compute_dtype,
         plants=manifest.plan.plants,
         substitutes=manifest.plan.substitutes,
     )

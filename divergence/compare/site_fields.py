@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from divergence.compare.result import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
+from divergence.numerics.pair import measure_pair
 from divergence.numerics.pair_metrics import PairMetrics
 from divergence.run.record import Record, Summary
 
-__all__ = ["identical_site", "nonfinite_of", "shared_fields"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["identical_site", "nonfinite_in", "nonfinite_of", "shared_fields"]
 
 
 def identical_site(record: Record, place: dict) -> SiteResult:
@@ -23,6 +28,8 @@ def identical_site(record: Record, place: dict) -> SiteResult:
         reference_inf=summary.num_posinf + summary.num_neginf,
         candidate_nan=summary.num_nan,
         candidate_inf=summary.num_posinf + summary.num_neginf,
+        reference_neginf=summary.num_neginf,
+        candidate_neginf=summary.num_neginf,
     )
     is_float = format_named(record.dtype).kind == "float"
     return SiteResult(
@@ -44,6 +51,12 @@ def shared_fields(metrics: PairMetrics) -> dict:
     return {name: getattr(metrics, name) for name in _SHARED - {"nonfinite", "identical"}}
 
 
+def nonfinite_in(tensor: torch.Tensor, row_mask: torch.Tensor) -> NonfiniteCount | None:
+    """Counts of a tensor that is equal on both sides, in the rows of the mask."""
+    metrics, _ = measure_pair(tensor, tensor, row_mask=row_mask)
+    return nonfinite_of(metrics)
+
+
 def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
     """Counts of both sides, where there is anything to count."""
     found = NonfiniteCount(
@@ -51,5 +64,11 @@ def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
         reference_inf=metrics.reference_inf,
         candidate_nan=metrics.candidate_nan,
         candidate_inf=metrics.candidate_inf,
+        reference_neginf=metrics.reference_neginf,
+        candidate_neginf=metrics.candidate_neginf,
+        differ=metrics.nonfinite_differ,
+        reference_alone=metrics.reference_alone,
+        candidate_alone=metrics.candidate_alone,
+        mask_alike=metrics.mask_alike,
     )
     return found if found.total else None

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from divergence.compare.allowed import Allowed
 from divergence.compare.deciding import Distances, Place, distances_of, logits_row
-from divergence.compare.flips import deviations, judge_flip, kl_fields
+from divergence.compare.flips import deviations, judge_by_model, judge_flip, kl_fields
 from divergence.compare.result import Onset, TokenChoice, TokenDifference, TokensResult
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.logits import top_choices
+from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:
@@ -34,16 +36,19 @@ def compare_tokens(
     candidate: Run,
     *,
     truth: Run | None = None,
+    allowed: Allowed | None = None,
     thresholds: Thresholds = THRESHOLDS,
 ) -> TokensResult | None:
-    """Agreement of the generated tokens; None where neither side generated any."""
+    """Agreement of the generated tokens; None where the reference generated none. ``allowed``:
+    what rounding may make of each forward's logits, for want of a truth."""
     a, b = reference.manifest.tokens, candidate.manifest.tokens
     places = comparable_places(reference, candidate)
     count = sum(
         min(len(one.chosen_ids), len(two.chosen_ids))
         for one, two in zip(a.samples, b.samples, strict=False)
     )
-    if count == 0:
+    num_reference = sum(len(sample.chosen_ids) for sample in a.samples)
+    if count == 0 and num_reference == 0:
         return None
     flips = [
         (sample, step)
@@ -55,16 +60,33 @@ def compare_tokens(
     if routed:  # a tie is a tie; nothing beyond it is a fault for that
         thresholds = msgspec.structs.replace(thresholds, flip=math.inf)
     found = [
-        _difference(reference, candidate, truth, flip, distances, thresholds, tops=number == 0)
+        _difference(
+            reference, candidate, truth, flip, distances, thresholds,
+            allowed=(allowed or {}).get(flip), tops=number == 0,
+        )
         for number, flip in enumerate(flips)
-    ]
+    ]  # fmt: skip
+    forced = a.forced_by is not None or b.forced_by is not None
     return TokensResult(
         num_tokens=count,
         num_equal=len(places) - len(flips),
-        forced=a.forced_by is not None or b.forced_by is not None,
+        num_reference=num_reference,
+        num_missing=_num_missing(a, b, set() if forced else {sample for sample, _ in flips}),
+        num_other_text=count - len(places),
+        forced=forced,
         first_difference=found[0] if found else None,
         differences=found,
         **kl_fields(distances, thresholds, routed=routed),
+    )
+
+
+def _num_missing(a: Tokens, b: Tokens, parted: set[int]) -> int:
+    """Tokens of the reference that the candidate did not go on to. In a sample whose text
+    ``parted``, the candidate's may well be shorter."""
+    return sum(
+        max(0, len(one.chosen_ids) - len(two.chosen_ids))
+        for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False))
+        if number not in parted
     )
 
 
@@ -107,6 +129,7 @@ def _difference(
     distances: Distances | None,
     thresholds: Thresholds,
     *,
+    allowed: float | None,
     tops: bool,
 ) -> TokenDifference:
     sample, step = place
@@ -130,8 +153,7 @@ def _difference(
     )
     right = None if truth is None else logits_row(truth, *place)
     if truth is None or right is None:
-        z_of = None if found.z is None else "difference"
-        return msgspec.structs.replace(found, z_of=z_of)
+        return judge_by_model(found, row_a, row_b, allowed)
     chosen = truth.manifest.tokens.samples[sample].chosen_ids
     choice = _choice(chosen[step], right, texts) if step < len(chosen) else None
     mine = row_b if distances is not None and distances.side == "candidate" else row_a

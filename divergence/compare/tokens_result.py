@@ -32,10 +32,12 @@ class TokenDifference(_Part, frozen=True, kw_only=True):
     ``z``, ``z_of``: how many standard deviations of the difference of two logits a flip had to
     overcome. ``floor``: |truth_margin| over √2 · rms of the logit error, in this row, of the side
     that is nearer to the truth (``floor_side`` of TokensResult): what rounding moves. Without a
-    truth ``difference``: margin over √2 · rms of the two sides' own difference in this row, in
-    units of which a faulty difference makes every flip small. A row's mean error moves nothing
-    and is taken off. ``judgement``, over a floor alone: ``tie``, which rounding may flip, or
-    ``fault``, which it does not; None between the two (compare.flips).
+    truth ``model``: the larger of the two sides' gaps between the two tokens over √2 · 2.2 · what
+    all blocks together may make of this row by rounding. Without that ``difference``: margin over
+    √2 · rms of the two sides' own difference in this row, in units of which a faulty difference
+    makes every flip small; never judged. A row's mean error moves nothing and is taken off.
+    ``judgement``: ``tie``, which rounding may flip, or, over a floor alone, ``fault``, which it
+    does not; None between the two, or not judged (compare.flips).
 
     The top lists are given for the first flip alone.
     ``order_to_onset``: where the first flip lies from the forward of the numeric onset.
@@ -50,7 +52,7 @@ class TokenDifference(_Part, frozen=True, kw_only=True):
     truth_choice: TokenChoice | None = None
     truth_margin: float | None = None
     z: float | None = None
-    z_of: Literal["floor", "difference"] | None = None
+    z_of: Literal["floor", "model", "difference"] | None = None
     judgement: Literal["tie", "fault"] | None = None
     reference_top: list[TokenChoice] = []
     candidate_top: list[TokenChoice] = []
@@ -94,6 +96,9 @@ class Explanation(_Part, frozen=True, kw_only=True):
 class TokensResult(_Part, frozen=True, kw_only=True):
     """Agreement of greedy choices. ``forced``: the candidate was fed the reference's tokens,
     so that every step is comparable; otherwise steps after the first difference are not.
+    ``num_tokens``: that both sides generated, ``num_other_text`` of them after a difference;
+    ``num_reference``: all that the reference did; ``num_missing``: of those, how many the candidate
+    did not go on to, although nothing had parted the two texts.
     ``differences``: every comparable flip, the first included.
 
     ``kl_mean``, ``kl_p99``: KL(reference‖candidate) of the distributions that decided the
@@ -107,6 +112,9 @@ class TokensResult(_Part, frozen=True, kw_only=True):
 
     num_tokens: int
     num_equal: int
+    num_reference: int = 0
+    num_missing: int = 0
+    num_other_text: int = 0
     forced: bool
     first_difference: TokenDifference | None = None
     differences: list[TokenDifference] = []

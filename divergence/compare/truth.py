@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from divergence.compare.align import Pair, replayed_from
+from divergence.compare.owner import other_code
 from divergence.compare.result import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.against import AgainstTruth
@@ -28,7 +29,8 @@ __all__ = ["Tallies", "Tally", "Truth", "inputs_of", "truth_diff"]
 class Truth:
     """A truth run, checked to belong to the comparison of ``reference`` and ``candidate``.
 
-    Raises UsageError where it is no truth or another run's, IncomparableError for other weights.
+    Raises UsageError where it is no truth or another run's, IncomparableError for other weights and
+    for other code, where both manifests tell it.
     """
 
     def __init__(self, run: Run, reference: Run, candidate: Run) -> None:
@@ -65,6 +67,14 @@ class Truth:
                 where=f"{run.path} ({manifest.model.digest[:12]}, "
                 f"there {repeated.model.digest[:12]})",
                 hint="divergence reference RUN -o TRUTH --model PATH, with the run's own weights",
+            )
+        made_otherwise = other_code(repeated, manifest)
+        if made_otherwise:
+            raise IncomparableError(
+                "the truth was made by other code than the run it repeats: "
+                + ", ".join(made_otherwise[:5]),
+                where=str(run.path),
+                hint=f"on the machine that made {repeated.id}: divergence reference RUN -o TRUTH",
             )
         self._named_by_candidate = manifest.like == b.id
         self.anchored_pass = "anchored"

@@ -8,16 +8,26 @@ kernels, so they are the controls of an experiment in which one block is suspect
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from divergence.compare.blame import Blame, Standing
+import numpy as np
+
+from divergence.compare.blame import Blame
+from divergence.compare.looks import (
+    FEW_ROWS,
+    Look,
+    Place,
+    controls,
+    looks_of,
+)
 from divergence.compare.result import SiteResult
+from divergence.compare.standing import Standing
 from divergence.numerics.chance import spread
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.site import ROOT, module_of
 
-__all__ = ["Unit", "build_units", "flag"]
+__all__ = ["Unit", "build_units", "flag", "num_values", "order_of"]
 
 
 @dataclass(slots=True)
@@ -27,9 +37,11 @@ class Unit:
     ``typical``: median over forwards of the median token's ratio; ``worst``: the largest
     ratio of any token, ``sink``: of any sink token, which is apart; ``limit`` and
     ``worst_limit`` what they were held against;
-    ``why``: which of the two was exceeded, or what the truth blames (compare.blame), or None.
+    ``looks``: each forward of each prompt by itself;
+    ``why``: which of these was exceeded, or what the truth blames (compare.blame), or None.
     ``widened``: what trusted runs have shown, as a factor on all limits. ``strain``: the
-    largest share of any limit that is used.
+    largest share of any limit that is used; ``between``: of those on the two sides' difference,
+    which hold without a truth.
     """
 
     site: str
@@ -50,6 +62,24 @@ class Unit:
     standing: Standing | None = None
     blame: Blame | None = None
     strain: float = 0.0
+    between: float = 0.0
+    looks: list[Look] = field(default_factory=list)
+
+    @property
+    def margin(self) -> float:
+        """By how much the unit is beyond its limits: of the two that agree, the larger one."""
+        if self.blame is None:
+            return self.between
+        return (
+            self.blame.share if self.blame.side == "both" else max(self.blame.share, self.between)
+        )
+
+    @property
+    def beyond(self) -> list[Look]:
+        """The looks that are beyond a limit, in execution order."""
+        return sorted(
+            (look for look in self.looks if look.usage > 1), key=lambda x: order_of(x.result)
+        )
 
     @property
     def side(self) -> str | None:
@@ -59,7 +89,9 @@ class Unit:
     @property
     def first(self) -> SiteResult:
         """The first result in execution order that is beyond the limit (else the first)."""
-        if self.blame is not None and self.blame.why in ("step", "token", "sink"):
+        if self.why == "forward" and self.beyond:
+            return self.beyond[0].result
+        if self.blame is not None and self.blame.why in ("forward", "token", "sink"):
             return self.blame.at
         if self.why in ("token", "sink"):
             beyond = [
@@ -101,6 +133,7 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         unit.typical = statistics.median(r.ratio for r in unit.results)
         unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
         unit.sink = max(r.ratio_sink or 0.0 for r in unit.results)
+        unit.looks = looks_of(unit.results)
     return sorted(units.values(), key=lambda unit: min(map(order_of, unit.results)))
 
 
@@ -113,13 +146,16 @@ def flag(
     ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where
     it has none); or where a single token is beyond both token
     limits (not in ``routed`` blocks: there, rounding may send a token to another expert;
-    such units are marked ``isolated`` instead). Limits are wider where few numbers are judged.
+    such units are marked ``isolated`` instead); or where one forward of one prompt is beyond the
+    limit that holds for as many looks (compare.looks). Limits are wider where few numbers are
+    judged.
     """
     families: dict[tuple, list[Unit]] = {}
     for unit in units:
         families.setdefault((unit.pass_, *unit.kind), []).append(unit)
-    blocks = _block_controls(units)
+    blocks, at_blocks = _block_controls(units), _block_looks(units)
     for family in families.values():
+        _hold_looks(family, blocks, at_blocks, routed, thresholds)
         for unit in family:
             others = [other for other in family if other is not unit]
             absolute = thresholds.typical
@@ -136,7 +172,7 @@ def flag(
             elif unit.phase in blocks and unit.pass_ != "free":
                 control = max(blocks[unit.phase], thresholds.least_sibling)
                 unit.limit = min(absolute, thresholds.lone * control)
-            numel = sum(_num_values(result) for result in unit.results)
+            numel = sum(num_values(result) for result in unit.results)
             columns = min(_num_columns(result) for result in unit.results)
             unit.limit *= spread(numel) * unit.widened
             unit.worst_limit *= spread(columns) * unit.widened
@@ -146,15 +182,53 @@ def flag(
                 unit.strain = max(unit.strain, worst / unit.worst_limit)
             if unit.typical > unit.limit:
                 unit.why = "typical"
+            elif unit.beyond:
+                unit.why = "forward"
             elif max(unit.worst, unit.sink) > unit.worst_limit:
                 if unit.results[0].block in routed:
                     unit.isolated = True
                 else:
                     unit.why = "token" if unit.worst > unit.worst_limit else "sink"
+            unit.strain = max(unit.strain, *(look.usage for look in unit.looks))
+            unit.between = unit.strain
     return [unit for unit in units if unit.why is not None]
 
 
-def _num_values(result: SiteResult) -> int:
+def _hold_looks(
+    family: list[Unit],
+    blocks: Mapping[str, float],
+    at_blocks: Mapping[Place, float],
+    routed: frozenset[str],
+    thresholds: Thresholds,
+) -> None:
+    """Set each look's limit and usage. The only look of a unit is judged as the unit is."""
+    if all(len(unit.looks) < 2 for unit in family):
+        return
+    anchored = family[0].pass_ != "free"  # in a free pass no block is a measure for another
+    least = thresholds.least_sibling
+    values = [
+        {look.place: look.typical for look in unit.looks} if anchored else {} for unit in family
+    ]
+    held = controls(values, lambda value, at: value / np.maximum(at, least))
+    for unit, control in zip(family, held, strict=True):
+        for look in unit.looks:
+            few = look.num_rows < FEW_ROWS
+            if len(unit.looks) < 2 or (few and unit.results[0].block in routed):
+                continue
+            width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
+            absolute = (thresholds.token if few else thresholds.typical) * width
+            look.limit = absolute
+            if look.place in control.at:
+                room = max(thresholds.sibling * width, thresholds.forward * control.largest)
+                look.limit = min(absolute, room * max(control.at[look.place], least))
+            elif anchored and unit.phase in blocks:
+                usual = max(blocks[unit.phase], at_blocks.get(look.place, 0.0), least)
+                look.limit = min(absolute, thresholds.lone * width * usual)
+            look.limit *= unit.widened
+            look.usage = look.typical / look.limit
+
+
+def num_values(result: SiteResult) -> int:
     """How many independent numbers the result's errors are made of: of an estimate, projections."""
     return result.numel if result.estimated is None else result.estimated.num_values
 
@@ -174,6 +248,16 @@ def _block_controls(units: list[Unit]) -> dict[str, float]:
         if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
             found.setdefault(unit.phase, []).append(unit.typical)
     return {phase: statistics.median(them) for phase, them in found.items() if len(them) >= 3}
+
+
+def _block_looks(units: list[Unit]) -> dict[Place, float]:
+    """The same for each forward of each prompt."""
+    found: dict[Place, list[float]] = {}
+    for unit in units:
+        if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
+            for look in unit.looks:
+                found.setdefault(look.place, []).append(look.typical)
+    return {place: statistics.median(them) for place, them in found.items() if len(them) >= 3}
 
 
 def _whole(path: str, stacks: set[str]) -> bool:

@@ -2,7 +2,8 @@
 
 A trial changes recorded tensors; a real plant changes the running model. For one block each
 fault is captured twice: 1.3 times the found size must be seen there by the ordinary compare,
-and 0.7 times must not.
+and 0.7 times must not. Where nothing was planted that capture must repeat the candidate: on
+another machine it would confirm what that machine sees.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from divergence.capture.api import capture
 from divergence.compare.api import compare
+from divergence.errors import UsageError
 from divergence.experiments.faults import FAULTS
+from divergence.experiments.repetition import check_substituted, why_not_bits
 from divergence.experiments.sensitivity_result import Confirmation, FaultSize
 from divergence.experiments.trials import Trials, sees
 from divergence.numerics.floor import Thresholds
@@ -64,6 +67,7 @@ def confirm_sizes(
                 progress=progress,
             )
             try:
+                _check(faulty, b, block)
                 report = compare(
                     a, faulty, truth=truth, floor=floor, thresholds=thresholds, progress=progress
                 )
@@ -83,3 +87,15 @@ def confirm_sizes(
                 )
             )
     return found
+
+
+def _check(faulty: Run, b: Run, block: str) -> None:
+    """Raises UsageError where this machine does not repeat ``b`` at what the plant leaves alone."""
+    found = check_substituted(faulty, b, site=f"{block}:out", block=block, name="the planted run")
+    if found.how == "differs" and why_not_bits(b.manifest, faulty.manifest) is None:
+        raise UsageError(
+            f"this is not the machine of {b.path}: {found.site} differs where nothing was planted, "
+            "so a plant here confirms nothing",
+            where=f"{found.num_different} of {found.num_compared} shared tensors differ",
+            hint="run it on that machine, or without --candidate, or without --confirm",
+        )

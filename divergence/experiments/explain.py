@@ -14,6 +14,8 @@ push back, and says little where the two runs' m are as near as rounding.
 The error is that of the anchored pass, made from recorded inputs; in the free run the block's
 inputs have errors of their own, and what the block makes of those is not added.
 The healthy side is the one that the verdict does not blame; the reference where it blames none.
+The baseline must repeat it: bit for bit, or at least to a tenth of what is to be explained (which
+is noted). Otherwise another machine's model is looked at, and nothing is said.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ __all__ = ["explain_token"]
 Side = Literal["reference", "candidate"]
 _OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}
 _NOTHING = "nothing to explain: "
+_SAME = 0.1  # of what is explained: the share is told to a tenth
 
 
 def explain_token(
@@ -132,6 +135,9 @@ def explain_token(
         baseline.close()
         injected.close()
     moved = margins[guilty] - margins[healthy]
+    note = _not_repeated(own, healthy, found, margins, moved)
+    if note is not None and abs(margins["baseline"] - margins[healthy]) > _SAME * abs(moved):
+        return _noted(report, note)
     explanation = Explanation(
         sample=place[0],
         step=place[1],
@@ -155,7 +161,24 @@ def explain_token(
         f"{baseline.manifest.environment.device_name}",
     )
     tokens_result = msgspec.structs.replace(report.tokens, explanation=explanation)
-    return msgspec.structs.replace(report, tokens=tokens_result)
+    notes = [] if note is None else [note]
+    return msgspec.structs.replace(report, tokens=tokens_result, notes=[*report.notes, *notes])
+
+
+def _not_repeated(
+    own: Run, healthy: Side, rows: dict[str, torch.Tensor | None], margins: dict[str, float],
+    moved: float,
+) -> str | None:  # fmt: skip
+    """What to say where the repeated run has not the bits of the one that it repeats."""
+    one, two = rows["baseline"], rows[healthy]
+    if one is not None and two is not None and one.shape == two.shape and torch.equal(one, two):
+        return None
+    by = margins["baseline"] - margins[healthy]
+    return (
+        f"this machine does not repeat {own.path}: the logits that decide differ, and the two "
+        f"tokens' distance by {by:.2g} where {moved:.2g} is to be explained; run this on the "
+        f"{healthy}'s machine"
+    )
 
 
 def _nothing(report: Report) -> str | None:

@@ -6,9 +6,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from divergence.compare.result import CausalCheck, OperatorResult, Report, SiteResult, json_safe
+from divergence.compare.result import (
+    CausalCheck,
+    OperatorResult,
+    OtherInput,
+    Report,
+    SiteResult,
+    json_safe,
+)
 
-__all__ = ["Level", "Localization", "OwnError"]
+__all__ = ["Level", "Localization", "OwnError", "Repetition"]
 
 LOCALIZATION_SCHEMA_VERSION = 1
 
@@ -87,11 +94,56 @@ class OwnError(msgspec.Struct, kw_only=True, frozen=True):
     times: float
 
 
+class Repetition(msgspec.Struct, kw_only=True, frozen=True):
+    """What became of one check.
+
+    ``run``: which was made again; ``repeats``: the run it stands for. ``how``: ``bits`` (all shared
+    tensors are equal), ``error`` (as far from the truth, of a machine that does not repeat bits),
+    ``differs``, or ``unknown``: they share no tensor. ``num_compared``, ``num_different``: shared
+    tensors. ``site``, ``pass_``, ``sample``, ``step``: of the first that differs, ``rel_l2`` by how
+    much (None where a side keeps no bytes). ``reason``: why bits were not asked for.
+    """
+
+    run: str
+    repeats: str
+    how: Literal["bits", "error", "differs", "unknown"]
+    num_compared: int = 0
+    num_different: int = 0
+    site: str | None = None
+    pass_: str | None = msgspec.field(name="pass", default=None)
+    sample: int = 0
+    step: int = 0
+    rel_l2: float | None = None
+    reason: str | None = None
+
+    @property
+    def met(self) -> bool:
+        """Is the run a repetition of the other?"""
+        return self.how in ("bits", "error")
+
+    def __str__(self) -> str:
+        if self.how == "unknown":
+            return f"{self.run} shares no tensor with {self.repeats}"
+        if self.how == "bits":
+            return f"{self.run} repeats {self.repeats}: all {self.num_compared} shared tensors"
+        by = "" if self.rel_l2 is None else f", rel L2 {self.rel_l2:.2e}"
+        where = f"{self.site} differs{by}"
+        if self.how == "differs":
+            return f"{self.run} does not repeat {self.repeats}: {where}"
+        return f"{self.run} is as far from the truth as {self.repeats}, though {where}"
+
+
 class Localization(msgspec.Struct, kw_only=True):
     """The answer of `localize`. ``stopped``: why it went no deeper; ``commands``: what another
     machine must make first, ``again``: what then goes on. ``truth``: None where none was needed.
-    ``alone``: empty where the operator could not be run by itself.
-    ``repro``: directory of the reproducer."""
+    ``alone``: empty where the operator could not be run by itself; ``given``: tensor operands that
+    differ, the largest difference first.
+    ``repro``: directory of the reproducer; ``repro_other``: of the other side's call, where the
+    sides call the operator with other scalars or constants. ``repetitions``: of each run that was
+    captured again, whether it repeats the one it stands for. ``refused``: something that was made
+    or given does not belong to these runs, so nothing was concluded. ``contradiction``: levels that
+    blame different sides; ``doubt``: why no side is named though an operator is; ``code``: the
+    first module that float64 tells apart, where the two sides' code is not the same."""
 
     schema_version: int = LOCALIZATION_SCHEMA_VERSION
     reference: str
@@ -101,9 +153,16 @@ class Localization(msgspec.Struct, kw_only=True):
     levels: list[Level] = []
     operator: OperatorResult | None = None
     side: Literal["reference", "candidate"] | None = None
+    contradiction: str | None = None
+    doubt: str | None = None
+    code: str | None = None
     causal: CausalCheck | None = None
+    repetitions: list[Repetition] = []
+    refused: bool = False
     alone: list[OwnError] = []
+    given: list[OtherInput] = []
     repro: str | None = None
+    repro_other: str | None = None
     stopped: str | None = None
     commands: list[str] = []
     again: str = ""

@@ -7,9 +7,11 @@ blamed, and what follows must be fine then. Alone: each side's operator against 
 inputs. Last, the operator as a reproducer.
 
 A side's runs are made where its machine is: on this one, if it has the recorded device and
-versions (the recorded environment variables are set in a process of its own). What another
-machine has to make is printed as a command, and the runs lie in one directory: the same command
-there goes on where this one stopped.
+versions (the recorded environment variables are set in a process of its own) and gives the recorded
+bits again. The truth is made where the reference's machine is. What another machine has to make is
+printed as a command, and the runs lie in one directory: the same command there goes on where this
+one stopped. What does not repeat the run it stands for is not concluded from, and a truth that is
+not the reference's is refused.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from typing import Any
 
 from divergence.compare.api import compare
 from divergence.compare.operator_verdict import onset_result
-from divergence.compare.operators_result import CausalCheck
-from divergence.compare.result import Report
-from divergence.errors import DivergenceError, UsageError
-from divergence.experiments.localization import Level, Localization, OwnError
+from divergence.compare.owner import Disagreement, disagreement
+from divergence.compare.result import Onset, Report
+from divergence.errors import UsageError
+from divergence.experiments.blamed import NEAR, name_side
+from divergence.experiments.given import given_to, stands_alone
+from divergence.experiments.localization import Level, Localization
 from divergence.experiments.machine import Maker
-from divergence.experiments.replaced import replaced_sites
-from divergence.ops.replay import replay
-from divergence.ops.repro import repro
+from divergence.experiments.proof import errors_alone, prove, reproduce
 from divergence.run.contents import why_no_bytes
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
-from divergence.run.site import module_of
+from divergence.run.site import ROOT, module_of
 from divergence.run.unshard import unsharded
 
 __all__ = ["localize"]
@@ -42,7 +44,6 @@ Prepare = Callable[[Any], None]
 
 _SIDES = ("reference", "candidate")
 _NOTHING_TO_JUDGE = ("identical", "incomparable")
-_NEAR = 3.0  # times an ideal operator's error: nearer than that there is nothing to show a vendor
 
 
 def localize(
@@ -86,62 +87,129 @@ def localize(
             f"{shlex.quote(str(a.path))} -o A --store full --sites blocks; "
             "divergence capture --like A -o B; divergence localize A B",
         )
+    again = _again(a, b, truth, folder, block=block, model=model, device=device,
+                   trust_remote_code=trust_remote_code)  # fmt: skip
     maker = Maker(
         a, b, folder, model=None if model is None else str(model), device=device, here=here,
-        force=force, trust_remote_code=trust_remote_code,
+        force=force, trust_remote_code=trust_remote_code, again=again,
         prepare={"reference": prepare_reference, "candidate": prepare_candidate}, progress=tell,
     )  # fmt: skip
+    done = Localization(reference=str(a.path), candidate=str(b.path), out=str(folder), again=again)
+    _descend(done, maker, a, b, truth=truth, block=block, tell=tell)
+    done.commands = list(dict.fromkeys(maker.commands))
+    done.repetitions = list(maker.repetitions.values())
+    if maker.refusals and done.operator is None:
+        done.refused, done.stopped = True, "; ".join(dict.fromkeys(maker.refusals))
+    return done
+
+
+def _descend(
+    done: Localization,
+    maker: Maker,
+    a: Run,
+    b: Run,
+    *,
+    truth: str | Path | Run | None,
+    block: str | None,
+    tell: Progress,
+) -> None:
+    """Fill ``done``, as far down as the runs at hand reach."""
     tell("localize", 0, 4, "blocks")
     right, report = truth, None
     if right is None and block is None:  # a truth is dear: not where there is nothing to judge
         report = compare(a, b, progress=tell)
     if report is None or report.verdict.kind not in _NOTHING_TO_JUDGE:
         right = truth if truth is not None else maker.truth("truth")
+        if right is not None:
+            right = unsharded(right if isinstance(right, Run) else Run.open(right))
         report = compare(a, b, truth=right, progress=tell)
-    levels = [Level.of_report("block", report)]
+    done.levels = [Level.of_report("block", report)]
+    done.truth = None if right is None else str(right.path)
     chosen, why = _choose(report, block)
-    done = Localization(
-        reference=str(a.path), candidate=str(b.path), out=str(folder), levels=levels,
-        truth=None if right is None else _path(right),
-        again=_again(a, b, right, folder, block=block, model=model, device=device,
-                     trust_remote_code=trust_remote_code),
-    )  # fmt: skip
+    if report.verdict.kind not in _NOTHING_TO_JUDGE and right is None:
+        done.stopped = "the truth has to be made on the reference's machine, by its code"
+        return
     if chosen is None:
         done.stopped = why
-        return done
+        return
     onset = report.verdict.onset
     step = onset.step if onset is not None and onset.block == chosen else None
     escalate = onset is not None and onset.pass_ == "escalated"
-    sites = ["blocks", *_inner_modules(a, chosen), f"ops@{chosen}"]
-    made = {}
+    alike = a.manifest.tokens.groups == b.manifest.tokens.groups
+    sites = ["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])]
+    made: dict[str, Run | None] = {}
     for number, side in enumerate(_SIDES):
         tell("localize", 1 + number, 4, f"operators of {chosen}, {side}")
-        made[side] = maker.operators(side, sites=sites, escalate=escalate, step=step)
-    done.commands = maker.commands
+        made[side] = maker.operators(
+            side, sites=sites, escalate=escalate, step=step, truth=right, block=chosen
+        )
+    ops_truth = None
+    if made["reference"] is not None:  # also where the other side is still to come
+        ops_truth = maker.truth("truth-operators", sites=sites, step=step)
+    assert right is not None
+    apart = None if ops_truth is None else disagreement(right, ops_truth).first
+    if ops_truth is not None and apart is not None:
+        maker.refusals.insert(0, _two_truths(maker, right, ops_truth, apart))
+        maker.ask("reference", "makes its truths, with both removed")
+        return
     if None in made.values():
         missing = [side for side in _SIDES if made[side] is None]
         done.stopped = f"the {' and the '.join(missing)} cannot be captured on this machine"
-        return done
-    ops_truth = maker.truth("truth-operators", sites=sites, step=step)
+        return
+    if ops_truth is None:
+        done.stopped = f"the truth of {chosen} has to be made on the reference's machine"
+        return
     tell("localize", 3, 4, "operators")
     deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=tell)
-    levels += [Level.of_modules(deep, chosen), Level.of_operators(deep)]
+    levels = [*done.levels, Level.of_modules(deep, chosen), Level.of_operators(deep)]
     done.report = deep
     done.levels = [level for level in levels if level is not None]
     first = None if deep.operators is None else onset_result(deep.operators)
+    if first is None and not alike:
+        done.stopped = (
+            "the two sides ran their prompts in other batches: their operators have other shapes "
+            "and are no pairs, so modules are as deep as this goes"
+        )
+        return
     if first is None:
         done.stopped = f"no operator of {chosen} is beyond its limit" + _alone_there(deep)
-        return done
-    side = deep.operators.side or report.verdict.side
+        return
     tell("localize", 4, 4, first.site)
     done.operator = first
-    done.side = side if side in _SIDES else None
-    if side in _SIDES:
-        done.causal = _causal(maker, made, ops_truth, deep, side, sites, step, escalate, tell)
-    done.alone = _alone(made, first, folder, tell)
-    if any(own.times > _NEAR for own in done.alone) or not done.alone:
-        done.repro = _reproduce(made, first, side, folder, tell)
-    return done
+    done.alone = errors_alone(made, first, maker.folder.path, tell)
+    blamed = deep.operators.side or report.verdict.side
+    same_block = onset is not None and onset.block in (None, chosen)
+    name_side(
+        done, maker, made, ops_truth, blamed=blamed,
+        above=report.verdict.side if same_block else None, chosen=chosen, sites=sites, step=step,
+    )  # fmt: skip
+    repeated = all(maker.repetitions[f"{side}-operators"].met for side in _SIDES)
+    whole = first.region is None or first.region.argument is None
+    if done.side is not None and repeated and whole:
+        done.causal = prove(
+            maker, made, ops_truth, deep, done.side, sites=sites, step=step, escalate=escalate,
+            tell=tell,
+        )  # fmt: skip
+    done.given = given_to(made, first, deep.operators.pass_)
+    guilty = "reference" if (done.side or blamed) == "reference" else "candidate"
+    wrong = any(own.times > NEAR for own in done.alone) or not done.alone
+    folder = maker.folder.path
+    if stands_alone(first, guilty) and (wrong or first.other_operands):
+        done.repro = reproduce(made, first, guilty, folder, tell)
+    if first.other_operands and first.region is None:  # the other side's call, with its scalars
+        other = "candidate" if guilty == "reference" else "reference"
+        done.repro_other = reproduce(made, first, other, folder, tell, name=f"repro-{other}")
+
+
+def _two_truths(maker: Maker, right: Run, made: Run, apart: Disagreement) -> str:
+    """Two float64 runs of the reference that are not of one code."""
+    whose = (
+        f"{made.path} was made on a machine that repeats the reference, so {right.path} was not "
+        "made by the reference's code"
+        if maker.folder.is_verified(made)
+        else "one of them was not made by the reference's code"
+    )
+    return f"{made.path} is not the same truth as {right.path}: {apart}; {whose}"
 
 
 def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
@@ -156,6 +224,11 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         return block, None
     verdict = report.verdict
     if verdict.kind in ("localized", "systematic", "nonfinite") and verdict.onset is not None:
+        if _is_outside(verdict.onset):
+            return None, (
+                f"what is wrong at {verdict.onset.site} is made outside the blocks and modules: "
+                "there is none to go into (--block PATH goes into one all the same)"
+            )
         if verdict.onset.block is not None:
             return verdict.onset.block, None
         return module_of(verdict.onset.site), None
@@ -165,6 +238,13 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         "(--block PATH goes into one all the same)",
         "incomparable": "the runs are not the same experiment",
     }.get(verdict.kind, "no block could be named (--block PATH goes into one all the same)")
+
+
+def _is_outside(onset: Onset) -> bool:
+    """Between modules, or behind the last of them (compare.ends)?"""
+    path, _, port = onset.site.partition(":")
+    at_the_edge = port.startswith("in") and onset.block in (None, path)
+    return onset.pass_ == "free" and (at_the_edge or path == ROOT)
 
 
 def _alone_there(report: Report) -> str:
@@ -200,94 +280,6 @@ def _inner_modules(run: Run, block: str) -> list[str]:
     names = [n.removeprefix(block + ".") for n in run.manifest.model.digests
              if n.startswith(block + ".")]  # fmt: skip
     return [f"{block}.*"] if any("." in name for name in names) else []
-
-
-def _causal(
-    maker: Maker,
-    made: dict[str, Run],
-    truth: Run,
-    deep: Report,
-    side: str,
-    sites: list[str],
-    step: int | None,
-    escalate: bool,
-    tell: Progress,
-) -> CausalCheck | None:
-    """The healthy side's result in the guilty one's place: what is then still wrong?"""
-    assert deep.operators is not None
-    first = onset_result(deep.operators)
-    assert first is not None
-    other = "candidate" if side == "reference" else "reference"
-    guilty, healthy = replaced_sites(made, first, side)
-    run = maker.operators(
-        side, sites=sites, escalate=escalate, step=step, name=f"{side}-substituted",
-        substitute=(guilty, made[other], healthy),
-    )  # fmt: skip
-    if run is None:
-        return None
-    pair = (made["reference"], run) if side == "candidate" else (run, made["candidate"])
-    again = compare(*pair, truth=truth, progress=tell)
-    if again.operators is None:
-        return None
-    place = (first.phase == "decode", first.order)
-    itself = guilty.rpartition(":")[0] not in (first.site, first.candidate_site)
-    before, after = (
-        [r for r in o.results if ((r.phase == "decode", r.order) > place and r.site != first.site)
-         or (itself and r.site == first.site)]
-        for o in (deep.operators, again.operators)
-    )  # fmt: skip
-    still = [r.site for r in after if r.share > 1]
-    still += [s.site for s in again.sites if s.flagged and s.site == f"{s.block}:out"
-              and s.pass_ != "free" and s.block == first.block]  # fmt: skip
-    return CausalCheck(
-        site=first.site,
-        holds=not still,
-        num_after=len(after),
-        before=max((r.share for r in before), default=0.0),
-        largest_share=max((r.share for r in after), default=0.0),
-        still=list(dict.fromkeys(still)),
-    )
-
-
-def _alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress) -> list[OwnError]:
-    """Each side's operator on its own recorded inputs, against float64."""
-    found: list[OwnError] = []
-    for side, path in (("reference", first.site), ("candidate", first.candidate_site)):
-        out = folder / f"{side}-float64"
-        try:
-            right = replay(
-                made[side], out=out, sites=[f"{path}:*"], reference=True, force=True, progress=None
-            )
-        except DivergenceError as error:
-            tell("note", 0, None, f"{path} could not be computed in float64: {error.message}")
-            return []
-        report = compare(right, made[side])
-        results = [] if report.operators is None else report.operators.results
-        mine = [r for r in results if r.site == path and r.w is not None]
-        if mine:
-            worst = max(mine, key=lambda r: r.w)
-            found.append(
-                OwnError(side=side, error=worst.candidate_error, ideal=worst.floor, times=worst.w)
-            )
-    return found
-
-
-def _reproduce(
-    made: dict[str, Run], first: Any, side: str | None, folder: Path, tell: Progress
-) -> str | None:
-    """The guilty side's operator as a folder; None where it cannot stand alone."""
-    guilty = "reference" if side == "reference" else "candidate"
-    path = first.site if guilty == "reference" else first.candidate_site
-    out = folder / "repro"
-    try:
-        repro(
-            made[guilty], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
-            force=True,
-        )  # fmt: skip
-    except DivergenceError as error:
-        tell("note", 0, None, f"no reproducer of {path}: {error.message}")
-        return None
-    return str(out)
 
 
 def _path(run: str | Path | Run) -> str:

@@ -1,13 +1,15 @@
 """Whose machine is this? And a run of either side, made here if it is that side's.
 
 A run tells its device, CPU, versions and the environment variables that change arithmetic. If
-all but the variables are this machine's, the run can be repeated here: in this process if they
-are the same, else in one of its own in which they are set.
+all but the variables are this machine's, it is tried here: in this process if they are the same,
+else in one of its own in which they are set. What decides is values: a run that was made again
+must have the bits of the run it stands for (experiments.repetition), and what cannot be held
+against recorded bits, a truth or a run with a substitute, is made only where the side's own run
+was repeated first. So no machine is taken for another because no field tells them apart.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -18,35 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from divergence.capture.api import capture, reference
-from divergence.capture.environment import VARIABLES, collect_environment, resolve_device
+from divergence.capture.environment import SETTABLE, collect_environment, resolve_device
 from divergence.capture.substitute import Substitute
-from divergence.errors import (
-    DivergenceError,
-    ModelError,
-    RunExistsError,
-    RunWriteError,
-    UsageError,
-)
-from divergence.run.layout import MANIFEST
+from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.experiments.folder import Folder
+from divergence.experiments.localization import Repetition
+from divergence.experiments.repetition import check_repetition, check_substituted, why_not_bits
 from divergence.run.reader import Run
 
 __all__ = ["HERE", "Maker"]
 
 HERE = ("auto", "reference", "candidate", "both", "none")
 _PACKAGES = ("torch", "transformers")
-_PAIR = "pair.json"
-"""In the folder: the ids of the two runs that it belongs to."""
-_RUNS = {"truth", "truth-operators", "reference-operators", "candidate-operators"}
-"""Runs that may be brought from another machine."""
-_MADE = _RUNS | {
-    _PAIR, "reference-substituted", "candidate-substituted", "reference-float64",
-    "candidate-float64", "repro",
-}  # fmt: skip
-"""All that a descent leaves in its folder."""
 
 
 class Maker:
-    """Makes what ``localize`` lacks, in ``folder``; ``commands``: what other machines must make."""
+    """Makes what ``localize`` lacks, in ``folder``.
+
+    ``commands``: what other machines must make, ``again``: the command that goes on.
+    ``repetitions``: by run, whether it repeats the one it stands for; ``refusals``: why one that
+    does not was left out.
+    """
 
     def __init__(
         self,
@@ -60,29 +54,61 @@ class Maker:
         force: bool,
         trust_remote_code: bool,
         prepare: Mapping[str, Callable[[Any], None] | None],
+        again: str,
         progress: Callable[..., None],
     ) -> None:
         if here not in HERE:
             raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")
         self._runs = {"reference": a, "candidate": b}
-        self._folder, self._model, self._device = folder, model, device
+        self._model, self._device, self._again = model, device, again
         self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
         self._here = here
+        self._repeated: dict[str, Repetition] = {}
         self.commands: list[str] = []
-        self._check_folder(force=force)
+        self.repetitions: dict[str, Repetition] = {}
+        self.refusals: list[str] = []
+        self.folder = Folder(folder, self._runs, force=force)
 
-    def truth(self, name: str, *, sites: list[str] | None = None, step: int | None = None) -> Run:
-        """The float64 run of the reference, with these sites."""
-        out, source = self._folder / name, self._runs["reference"]
-        known = self._known(out, "reference", sites, step)
-        if known is not None:
+    def truth(
+        self,
+        name: str,
+        *,
+        side: str = "reference",
+        sites: list[str] | None = None,
+        step: int | None = None,
+    ) -> Run | None:
+        """The reference in float64 with these sites, by the code of ``side``; None where this is
+        not its machine, with the command for there in ``commands``."""
+        out, source, own = self.folder / name, self._runs["reference"], self._runs[side]
+        known = self._known(out, "reference", sites, step, compute_dtype="float64")
+        if known is not None and (side == "reference" or self.folder.is_verified(known)):
             return known
-        self._claim()
-        return reference(
-            source, out=out, model=self._model, sites=sites or (), force=True,
-            trust_remote_code=self._trust, progress=self._tell,
-            max_new_tokens=None if step is None else step + 1,
-        )  # fmt: skip
+        if not self.repeats(side):
+            self.ask(side, f"makes {name}")
+            return None
+        self.folder.claim()
+        attention = own.manifest.model.attn_implementation
+        if side == "reference" or attention not in ("eager", "sdpa"):
+            attention = None
+        tokens = None if step is None else step + 1
+        variables = self._variables(side)
+        if variables:
+            words = [str(source.path), "-o", str(out), "--force"]
+            words += ["--model", str(self._model_of(side))] if self._model_of(side) else []
+            for site in sites or ():
+                words += ["--sites", site]
+            words += ["--max-new-tokens", str(tokens)] if tokens is not None else []
+            words += ["--attn-implementation", attention] if attention is not None else []
+            words += ["--trust-remote-code"] if self._trust else []
+            run = _elsewhere("reference", words, out, variables)
+        else:
+            run = reference(
+                source, out=out, model=self._model_of(side), sites=sites or (), force=True,
+                attn_implementation=attention, trust_remote_code=self._trust,
+                progress=self._tell, max_new_tokens=tokens,
+            )  # fmt: skip
+        self.folder.verify(run)
+        return run
 
     def operators(
         self,
@@ -91,17 +117,118 @@ class Maker:
         sites: list[str],
         escalate: bool,
         step: int | None,
-        name: str | None = None,
-        substitute: tuple[str, Run, str] | None = None,
+        truth: Run | None = None,
+        block: str | None = None,
     ) -> Run | None:
         """That side's operators, anchored to the reference; None where this is not its machine,
-        with the command for there in ``commands``."""
-        out, source = self._folder / (name or f"{side}-operators"), self._runs["reference"]
-        if substitute is None:
-            known = self._known(out, side, sites, step, escalate=escalate)
-            if known is not None:
-                return known
-        own = self._runs[side].manifest
+        with the command for there in ``commands``. ``truth``, ``block``: to tell a repetition by
+        its error, where its machine does not repeat bits."""
+        name = f"{side}-operators"
+        out = self.folder / name
+        values = self._values(side, sites=sites, escalate=escalate, step=step)
+        run = self._known(out, side, sites, step, escalate=escalate)
+        lay_there = run is not None
+        if run is None and not self._is_here(side):
+            self.commands.append(self._command(side, out, values))
+            return None
+        if run is None:
+            self.folder.claim()
+            run = self._capture(side, out, values)
+        found = check_repetition(
+            run, self._runs[side], name=name, side=side, truth=truth, block=block
+        )
+        self.repetitions[name] = found
+        if found.how == "differs":
+            self._refuse(side, found, run if lay_there else None)
+            self.commands.append(self._command(side, out, values, force=lay_there))
+            if not lay_there:
+                run.close()
+                shutil.rmtree(out, ignore_errors=True)
+            return None
+        if not lay_there:
+            self._repeated[side] = found
+        return run
+
+    def substituted(
+        self,
+        side: str,
+        made: Run,
+        *,
+        substitute: tuple[str, Run, str],
+        block: str,
+        sites: list[str],
+        escalate: bool,
+        step: int | None,
+    ) -> Run | None:
+        """The same as ``made``, ``side``'s operators, with another run's result in one place:
+        (site, run, site there). None where this is not that side's machine."""
+        name = f"{side}-substituted"
+        out = self.folder / name
+        site, healthy, other = substitute
+        run = self._known(out, side, sites, step, escalate=escalate)
+        planned = [str(Substitute(healthy, other))]
+        if run is None or not self.folder.is_verified(run) or _plan(run) != planned:
+            if not self.repeats(side):
+                self.ask(side, "proves it there")
+                return None
+            self.folder.claim()
+            values = self._values(side, sites=sites, escalate=escalate, step=step)
+            run = self._capture(side, out, values, substitute=substitute)
+            self.folder.verify(run)
+        found = check_substituted(run, made, site=site, block=block, name=name)
+        self.repetitions[name] = found
+        return run if found.met else None
+
+    def repeats(self, side: str) -> bool:
+        """Does this machine repeat that side's run? Tried once, with its free pass, if nothing that
+        was made here has shown it."""
+        if side in self._repeated:
+            return True
+        if not self._is_here(side) or f"{side}-again" in self.repetitions:
+            return False
+        name, own = f"{side}-again", self._runs[side]
+        values = self._values(side, sites=_free_sites(own), escalate=False, step=None)
+        values |= {"anchor": False, "store": "hash", "weights": False, "probe": False}
+        self.folder.claim()
+        out = self.folder / name
+        run = self._capture(side, out, values)
+        found = check_repetition(run, own, name=name, side=side)
+        run.close()
+        shutil.rmtree(out, ignore_errors=True)
+        self.repetitions[name] = found
+        why = why_not_bits(own.manifest, run.manifest)
+        if found.met or (found.how == "differs" and why is not None):
+            self._repeated[side] = found
+            return True
+        self._refuse(side, found, None)
+        return False
+
+    @property
+    def one_machine(self) -> bool:
+        """Were both sides' runs repeated here, by what is installed here?"""
+        return {"reference", "candidate"} <= set(self._repeated)
+
+    def _refuse(self, side: str, found: Repetition, lay_there: Run | None) -> None:
+        by = "" if found.rel_l2 is None else f", rel L2 {found.rel_l2:.2e}"
+        what = f"{found.site} differs{by}"
+        if found.how == "unknown":
+            what = "no tensor to hold against it"
+        label = self._runs[side].manifest.environment.label
+        if lay_there is not None:
+            text = f"{lay_there.path} was not made on the {side}'s machine ({label})"
+        else:
+            text = f"this is not the {side}'s machine ({label})"
+        self.refusals.append(f"{text}: its blocks do not repeat ({what})")
+
+    def ask(self, side: str, what: str) -> None:
+        """The same command on that side's machine."""
+        self.commands.append(f"{self._again}   # on the {side}'s machine: {what}")
+
+    def _values(
+        self, side: str, *, sites: list[str], escalate: bool, step: int | None
+    ) -> dict[str, Any]:
+        """How that side's run is repeated: parameters of capture."""
+        source, own = self._runs["reference"], self._runs[side].manifest
         values: dict[str, Any] = {"sites": sites, "weights": True, "escalate": escalate}
         if step is not None:
             values["max_new_tokens"] = step + 1
@@ -111,21 +238,27 @@ class Maker:
             values["attn_implementation"] = own.model.attn_implementation
         if not own.settings.deterministic and source.manifest.settings.deterministic:
             values["deterministic"] = False
+        if own.tokens.groups != source.manifest.tokens.groups:
+            values["batch"] = len(own.tokens.groups) == 1
         if own.plan.plants:
             values["plants"] = own.plan.plants
         values["label"] = own.environment.label
-        self._claim()
-        if not self._is_here(side):
-            self.commands.append(self._command(side, out, values))
-            return None
-        model = self._model
-        if model is None and own.model.source != source.manifest.model.source:
-            model = own.model.source
-        variables = _variables(own.environment.variables)
+        return values
+
+    def _capture(
+        self,
+        side: str,
+        out: Path,
+        values: dict[str, Any],
+        *,
+        substitute: tuple[str, Run, str] | None = None,
+    ) -> Run:
+        source, model = self._runs["reference"], self._model_of(side)
+        variables = self._variables(side)
         if self._prepare.get(side) is not None or not variables:
             if substitute is not None:
                 site, run, other = substitute
-                values["substitutes"] = {site: Substitute(run, other)}
+                values = {**values, "substitutes": {site: Substitute(run, other)}}
             return capture(
                 model, like=source, out=out, force=True, device=self._device,
                 trust_remote_code=self._trust, progress=self._tell,
@@ -138,59 +271,22 @@ class Maker:
         if substitute is not None:
             site, run, other = substitute
             words += ["--substitute", f"{site}={run.path}" + (f"={other}" if other != site else "")]
-        return _elsewhere(words, out, variables)
+        return _elsewhere("capture", words, out, variables)
 
-    def _check_folder(self, *, force: bool) -> None:
-        """Free, empty, or made for this pair: neither a run itself nor anybody else's files.
-        With ``force`` an earlier descent of another pair is removed."""
-        folder, text = self._folder, None
-        names: set[str] = set()
-        try:
-            if folder.exists() and not folder.is_dir():
-                raise RunExistsError(
-                    f"{folder} exists and is not a directory", hint="choose another -o"
-                )
-            if folder.exists():
-                names = {entry.name for entry in folder.iterdir()}
-            if _PAIR in names:
-                text = (folder / _PAIR).read_text(encoding="utf-8")
-            if force and names <= _MADE and text != self._pair() and not names <= _RUNS:
-                shutil.rmtree(folder)
-                return
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise RunWriteError(f"{folder} cannot be used: {reason}") from error
-        if MANIFEST in names:
-            raise RunExistsError(
-                f"{folder} is a run itself", hint="choose another directory with -o"
-            )
-        others = sorted(names - (_RUNS if text is None else _MADE))
-        if others and (text is None or (force and text != self._pair())):
-            raise RunExistsError(
-                f"{folder} holds other files ({others[0]})"
-                + (" and nothing of a descent" if text is None else ""),
-                hint="choose another directory with -o",
-            )
-        if text is not None and text != self._pair():
-            raise RunExistsError(
-                f"{folder} holds what was made for another pair of runs",
-                hint="choose another directory with -o, or pass --force to replace it",
-            )
+    def _model_of(self, side: str) -> str | None:
+        source, own = self._runs["reference"].manifest.model, self._runs[side].manifest.model
+        if self._model is None and own.source != source.source:
+            return own.source
+        return self._model
 
-    def _pair(self) -> str:
-        """Whose runs lie in the folder, so that none is taken for another machine's."""
-        ids = {side: run.manifest.id for side, run in self._runs.items()}
-        return json.dumps(ids, indent=1) + "\n"
-
-    def _claim(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / _PAIR).write_text(self._pair(), encoding="utf-8")
-        except OSError as error:
-            raise RunWriteError(
-                f"writing failed: {error.strerror or error}", where=str(self._folder),
-                hint="choose another disk with -o",
-            ) from error  # fmt: skip
+    def _variables(self, side: str) -> dict[str, str | None]:
+        """What must be set, or taken away (None), to have the side's recorded variables."""
+        recorded = self._runs[side].manifest.environment.variables
+        return {
+            name: recorded.get(name)
+            for name in SETTABLE
+            if os.environ.get(name) != recorded.get(name)
+        }
 
     def _known(
         self,
@@ -200,6 +296,7 @@ class Maker:
         step: int | None,
         *,
         escalate: bool = False,
+        compute_dtype: str | None = None,
     ) -> Run | None:
         """A finished run that lies there already and is what would be made."""
         try:
@@ -213,6 +310,7 @@ class Maker:
             made.like == source.id
             and made.complete
             and made.model.digest == own.model.digest
+            and made.settings.compute_dtype == compute_dtype
             and made.settings.max_new_tokens >= min(num_steps, source.settings.max_new_tokens)
             and (sites is None or made.plan.sites == sites)
             and (not escalate or "escalated" in made.plan.passes)
@@ -220,6 +318,7 @@ class Maker:
         return run if same else None
 
     def _is_here(self, side: str) -> bool:
+        """May this be that side's machine? By what is recorded; values decide."""
         if self._here != "auto":
             return self._here in (side, "both")
         if self._prepare.get(side) is not None:
@@ -234,13 +333,25 @@ class Maker:
             return False
         return all(recorded.versions.get(p) == mine.versions.get(p) for p in _PACKAGES)
 
-    def _command(self, side: str, out: Path, values: dict[str, Any]) -> str:
+    def _command(self, side: str, out: Path, values: dict[str, Any], *, force: bool = False) -> str:
         source, own = self._runs["reference"], self._runs[side].manifest.model
         words = ["divergence", "capture", "--like", str(source.path), "-o", str(out)]
         if own.source != source.manifest.model.source:  # as it is called on that machine
             words += ["--model", own.source]
         words += ["--trust-remote-code"] if own.trust_remote_code else []
+        words += ["--force"] if force else []
         return f"{shlex.join(words + _words(values))}   # on the {side}'s machine"
+
+
+def _free_sites(own: Run) -> list[str]:
+    """Blocks, where the run holds them; else what it recorded."""
+    blocks = {path for path, note in own.manifest.plan.modules.items() if note.role == "block"}
+    held = any(r.pass_ == "free" and r.site.rpartition(":")[0] in blocks for r in own.records)
+    return ["blocks"] if held else own.manifest.plan.sites
+
+
+def _plan(run: Run) -> list[str]:
+    return run.manifest.plan.substitutes
 
 
 def _words(values: Mapping[str, Any]) -> list[str]:
@@ -250,37 +361,32 @@ def _words(values: Mapping[str, Any]) -> list[str]:
         words += ["--sites", site]
     for name in ("weights", "escalate"):
         words += [f"--{name}"] if values.get(name) else []
-    for name in ("max_new_tokens", "dtype", "attn_implementation", "label"):
+    for name in ("max_new_tokens", "dtype", "attn_implementation", "label", "store"):
         if values.get(name) is not None:
             words += [f"--{name.replace('_', '-')}", str(values[name])]
-    if values.get("deterministic") is False:
-        words.append("--no-deterministic")
+    if values.get("batch") is not None:
+        words.append("--batch" if values["batch"] else "--no-batch")
+    for name in ("deterministic", "anchor", "probe"):
+        words += [f"--no-{name}"] if values.get(name) is False else []
     for plant in values.get("plants", ()):
         words += ["--plant", plant]
     return words
 
 
-def _variables(recorded: Mapping[str, str]) -> dict[str, str | None]:
-    """What must be set, or taken away (None), to have the recorded variables."""
-    return {
-        name: recorded.get(name) for name in VARIABLES if os.environ.get(name) != recorded.get(name)
-    }
-
-
-def _elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
-    """`divergence capture` in a process with these variables."""
+def _elsewhere(what: str, words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
+    """`divergence capture` or `reference` in a process with these variables."""
     environment = {k: v for k, v in os.environ.items() if k not in variables}
     environment |= {k: v for k, v in variables.items() if v is not None}
     home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     done = subprocess.run(
-        [sys.executable, "-m", "divergence", "capture", *words, "--quiet"],
+        [sys.executable, "-m", "divergence", what, *words, "--quiet"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise ModelError(
-            f"the capture with the recorded environment variables failed (exit {done.returncode})",
+            f"the {what} with the recorded environment variables failed (exit {done.returncode})",
             where=str(out),
             hint=(done.stderr.strip().splitlines() or ["no message"])[-1],
         )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 __all__ = ["normal_deviate", "rare_ratio", "spread"]
 
 _ENOUGH = 64
 """With this many values, thresholds already hold what is left of chance."""
 _RARE = 1e-6
+_DEVIATIONS = 3.7
 
 
-def spread(num_values: int) -> float:
+def spread(num_values: int, *, num_looks: int = 1) -> float:
     """By how much the relative error of few numbers may exceed that of many, by chance alone.
 
     With error and signal of n random numbers each, the square of their ratio has the
@@ -19,12 +21,25 @@ def spread(num_values: int) -> float:
     3.7 standard deviations: less than one in 1,000 (its tail is heavier than a normal one).
     The thresholds themselves hold the width that is left at 64 numbers. A router over 4
     experts, one token: 4 numbers.
+
+    ``num_looks``: of how many such errors the largest is judged. Each is then given its share of
+    the chance that one look has (Bonferroni: p / n), so that the chance of any false alarm stays
+    that of one look, whether the looks depend on each other or not.
     """
 
-    def width(n: int) -> float:
-        return 3.7 / 2 * math.sqrt(4 / n + 4 / n**2)
+    def width(n: int, deviations: float) -> float:
+        return deviations / 2 * math.sqrt(4 / n + 4 / n**2)
 
-    return math.exp(max(0.0, width(max(1, num_values)) - width(_ENOUGH)))
+    wanted = width(max(1, num_values), _deviations(max(1, num_looks)))
+    return math.exp(max(0.0, wanted - width(_ENOUGH, _DEVIATIONS)))
+
+
+def _deviations(num_looks: int) -> float:
+    """Standard deviations that the largest of so many exceeds as rarely as one exceeds 3.7."""
+    if num_looks == 1:
+        return _DEVIATIONS
+    normal = NormalDist()
+    return -normal.inv_cdf(normal.cdf(-_DEVIATIONS) / num_looks)
 
 
 def rare_ratio(num_values: int) -> float:

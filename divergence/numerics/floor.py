@@ -62,8 +62,12 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``sibling`` for a site that has no siblings (embedding, final norm, head), over the
     median of all block outputs, which tell how unlike the two sides' kernels are.
     ``token``: a single token's ratio; ``token_sibling``: over the siblings' worst tokens.
-    ``free_gain``: by how much a block may enlarge an inherited relative error of its
-    update. ``drift``: the free run's error over the sum of what the blocks make.
+    ``forward``: one forward of one prompt, its ratio over its siblings' there, over the largest
+    that a sibling shows among as many forwards (compare.looks).
+    ``standout``: the typical token's ratio over its siblings', within all limits, from which on a
+    block is pointed at.
+    ``free_gain``: by how much a block may enlarge an inherited relative error of its update.
+    ``drift``: the free run's error over the sum of what the blocks make.
     ``escalated``: by how much all limits are wider in the escalated pass, where a wrong
     formula exceeds them a hundredfold.
 
@@ -72,10 +76,11 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     both sides' difficulties with this block and both sides' kernels cancel in it.
     ``truth_lone``: the same over the block outputs' median, for a site without siblings.
     ``truth_systematic``: the median W itself. ``truth_confirm``: W over its siblings' where
-    the two sides' difference is beyond ``sibling`` as well. ``truth_step``, ``truth_token``,
-    ``truth_channel``: one forward's, one token's, one channel's error over the other side's
-    there. ``truth_gain``: a scale error in standard deviations. ``truth_least``: in a family's
-    typical error, what is added to both errors so that two tiny ones make no large ratio.
+    the two sides' difference is beyond ``sibling`` as well. ``truth_forward``:
+    one forward's W over its siblings' there, over the largest that a sibling shows among as many
+    forwards. ``truth_token``, ``truth_channel``: one token's, one channel's error over the other
+    side's there. ``truth_gain``: a scale error in standard deviations. ``truth_least``: in a
+    family's typical error, what is added to both errors so that two tiny ones make no large ratio.
     ``truth_drift``: the W of the free run. ``widen``: room over what a ``--floor`` run shows.
 
     Tokens, with a truth; the floor is there the error of the side nearer to the truth.
@@ -90,7 +95,9 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quadrature; PyTorch's own check of compiled kernels accepts 2 in float32 and 3 in 16 bits
     (torch/_dynamo/utils.py, ``same``). ``operator_row``, ``operator_column``: one row's, one
     column's error over the other side's there. ``operator_growth``: without a truth, the
-    difference over what came in.
+    difference over what came in. ``operator_roundings``: what a region of products and additions
+    stored in 16 bits adds by itself, in roundings of its result (an ideal product makes one, with
+    its bias added afterwards or in two parts √2, in four parts 1.8, in eight 2.3).
     """
 
     typical: float = 6.0
@@ -99,6 +106,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lone: float = 8.0
     token: float = 12.0
     token_sibling: float = 8.0
+    forward: float = 3.0
+    standout: float = 3.0
     free_gain: float = 4.0
     drift: float = 8.0
     escalated: float = 2.0
@@ -106,7 +115,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     truth_lone: float = 4.0
     truth_systematic: float = 4.0
     truth_confirm: float = 1.5
-    truth_step: float = 5.0
+    truth_forward: float = 2.0
     truth_token: float = 8.0
     truth_channel: float = 4.0
     truth_gain: float = 6.0
@@ -119,6 +128,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     operator_row: float = 8.0
     operator_column: float = 6.0
     operator_growth: float = 8.0
+    operator_roundings: float = 2.0
 
 
 THRESHOLDS = Thresholds()

@@ -23,6 +23,7 @@ import torch
 from divergence.errors import UsageError
 from divergence.numerics.blocks import Grid, Rows
 from divergence.numerics.formats import Format
+from divergence.numerics.nonfinite import count_nonfinite
 from divergence.numerics.sums import Sums
 from divergence.numerics.ulp import byte_keys
 from divergence.numerics.ulp_tails import MOST_STEPS, Tail
@@ -126,14 +127,10 @@ class OnDevice:
 
     def _add(self, sums: Sums, rows: np.ndarray, x: torch.Tensor, y: torch.Tensor) -> None:
         a, b = x.double(), y.double()
-        finite_a, finite_b = a.isfinite(), b.isfinite()
-        keep = finite_a & finite_b
+        keep = a.isfinite() & b.isfinite()
         num_finite = int(keep.sum())
         if num_finite < a.numel():
-            for side, values, finite in (("a", a, finite_a), ("b", b, finite_b)):
-                num_nan = int(values.isnan().sum())
-                sums.nonfinite[f"{side}_nan"] += num_nan
-                sums.nonfinite[f"{side}_inf"] += a.numel() - int(finite.sum()) - num_nan
+            _count_nonfinite(sums.nonfinite, a, b)
             bad = int(rows[int((~keep.all(1)).to(torch.uint8).argmax())])
             if sums.first_nonfinite_row < 0 or bad < sums.first_nonfinite_row:
                 sums.first_nonfinite_row = bad
@@ -164,6 +161,14 @@ class OnDevice:
         """The counting of their distances in ``form``, for divergence.numerics.ulp_counts."""
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return _OnDeviceCounts(self, form, rows=numbers, smallest_key=smallest_key, check=check)
+
+
+def _count_nonfinite(counts: dict[str, int], a: torch.Tensor, b: torch.Tensor) -> None:
+    """Adds what numerics.nonfinite counts."""
+    bad = ~(a.isfinite() & b.isfinite())
+    a, b = a[bad], b[bad]  # mostly few; what is finite on both sides counts as nothing
+    for name, count in count_nonfinite(a.cpu().numpy(), b.cpu().numpy()).items():
+        counts[name] += count
 
 
 class _OnDeviceCounts:

@@ -66,7 +66,11 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     Sinks: rows with ‖a_t‖ > 10 · median; rel_l2_without_sinks is None where there are none.
     pad_rel_l2: rel_l2 of the masked rows alone, None where none is masked (num_masked: rows).
     reference_nan ... candidate_inf: counts in the unmasked rows; first_nonfinite_row: the
-    first row with any, on either side. identical: same dtype, shape and bytes, masked or not.
+    first row with any, on either side. Of the infinities ``*_neginf`` are those below;
+    nonfinite_differ: places where the sides do not agree in kind or sign, ``*_alone`` those of
+    them where the other side is finite, mask_alike those where -inf stands against a finite value
+    that means the same in a mask (numerics.nonfinite). identical: same dtype, shape and bytes,
+    masked or not.
     numel: elements of the unmasked rows; num_finite: those of them that were measured.
     What is estimated from sketches (divergence.numerics.estimate) leaves None what needs elements.
     Complex tensors are measured as their components; max_abs is a component's, the values
@@ -110,3 +114,9 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     candidate_nan: int
     candidate_inf: int
     first_nonfinite_row: int | None
+    reference_neginf: int = 0
+    candidate_neginf: int = 0
+    nonfinite_differ: int = 0
+    reference_alone: int = 0
+    candidate_alone: int = 0
+    mask_alike: int = 0

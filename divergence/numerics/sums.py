@@ -19,6 +19,7 @@ import math
 import numpy as np
 
 from divergence.numerics.blocks import BLOCK, Grid, Rows, column_dots, row_dots
+from divergence.numerics.nonfinite import NONFINITE, count_nonfinite
 
 __all__ = ["Sums", "gather", "tiles"]
 
@@ -38,7 +39,7 @@ class Sums:
         self.col_a, self.col_d = np.zeros((2, a.num_cols))
         self.product = self.product_squares = 0.0  # P, Q
         self.max_abs, self.max_at = 0.0, -1  # -1: no difference yet
-        self.nonfinite = dict.fromkeys(("a_nan", "a_inf", "b_nan", "b_inf"), 0)
+        self.nonfinite = dict.fromkeys(NONFINITE, 0)
         self.num_finite = 0
         self.first_nonfinite_row = -1
         self._dtype = dtype
@@ -93,13 +94,10 @@ class Sums:
         """One block (at most BLOCK elements) in float64, with every element left out that is
         not finite on both sides."""
         a, b = (grid.load(rows, cols, np.empty(BLOCK)).copy() for grid in (self.a, self.b))
-        finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-        keep = finite_a & finite_b
+        keep = np.isfinite(a) & np.isfinite(b)
         if not keep.all():
-            for side, block, finite in (("a", a, finite_a), ("b", b, finite_b)):
-                num_nan = int(np.count_nonzero(np.isnan(block)))
-                self.nonfinite[f"{side}_nan"] += num_nan
-                self.nonfinite[f"{side}_inf"] += int(finite.size - finite.sum()) - num_nan
+            for name, count in count_nonfinite(a, b, scale=self.a.scale).items():
+                self.nonfinite[name] += count
             bad = _numbers(rows)[~keep.all(axis=1)]
             if self.first_nonfinite_row < 0 or bad[0] < self.first_nonfinite_row:
                 self.first_nonfinite_row = int(bad[0])

@@ -24,7 +24,6 @@ class Side:
     manifest: Manifest
     from_truth: Mapping[str, Difference | None]
     from_first: Mapping[str, Difference | None]
-    note: str | None = None
 
 
 _NEAR = 1.5  # of the error of storing the truth once
@@ -88,7 +87,6 @@ def report_text(
         )
         lines += ["", f"Other arguments: {text}."]
     lines += ["", "## Measured", "", *_table(sides, stores)]
-    lines += [f"\n{_plain(side.label)}: {_plain(side.note)}." for side in sides if side.note]
     lines += ["", "## Environment", "", *_environments(sides)]
     facts = _facts(call, sides)
     if facts:

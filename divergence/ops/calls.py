@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from divergence.capture.engines.weights import Weights
 
-__all__ = ["RecordedCall", "operand_values", "recorded_calls", "replayable_pass"]
+__all__ = ["RecordedCall", "operand_value", "operand_values", "recorded_calls", "replayable_pass"]
 
 _PASSES: tuple[PassName, ...] = ("anchored", "free")
 NO_WEIGHT = "its weight was not stored (capture --weights, or --model PATH)"
@@ -123,10 +123,12 @@ def operand_values(run: Run, one: RecordedCall, weights: Weights | None) -> list
 
     Raises Refusal where one is not there.
     """
-    return [_value(run, one.first, operand, weights) for operand in one.call.operands]
+    return [operand_value(run, one.first, operand, weights) for operand in one.call.operands]
 
 
-def _value(run: Run, at: Record, operand: Operand, weights: Weights | None) -> torch.Tensor:
+def operand_value(run: Run, at: Record, operand: Operand, weights: Weights | None) -> torch.Tensor:
+    """One operand of the call that stands on the record ``at``. Raises Refusal where it is not
+    there."""
     if operand.site is not None:
         record = run.find((at.pass_, at.sample, at.step, operand.site))
         if record is None:

@@ -12,6 +12,7 @@ took, and needs neither this package nor the model.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +26,9 @@ from divergence.ops.bug_report import Side, report_text, title_of
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.differences import Difference, difference, store_error
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
+from divergence.ops.given import what_differs
 from divergence.ops.refusal import Refusal
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
-from divergence.run.fingerprint import digest_tensor
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -83,7 +84,8 @@ def repro(
     ``model``: as in ``replay``.
 
     Raises UsageError for a site that is no operator's or not there, for operators that cannot run
-    alone and for runs that do not belong together, RunFormatError, ModelError, RunExistsError and
+    alone, for runs that do not belong together and where ``against`` was given other inputs or
+    scalars, RunFormatError, ModelError, RunExistsError and
     RunWriteError.
     """
     source, other, right = (None if one is None else _opened(one) for one in (run, against, truth))
@@ -107,7 +109,7 @@ def repro(
         true, made_by = _truth(source, right, one, operands, notes)
         sides = [_side(source, expected, true, expected)]
         if other is not None:
-            sides.append(_other_side(source, other, one, operands, expected, true, notes))
+            sides.append(_other_side(source, other, one, operands, expected, true))
         sides = _told_apart(sides, source, other)
         stores = {port: store_error(true[port], expected[port].dtype) for port in true}
         title = title_of(one.call, sides, stores)
@@ -279,7 +281,7 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
     return best[1]
 
 
-def _side(source: Run, results: Tensors, true: Tensors, first: Tensors, note: str | None = None):
+def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> Side:
     return Side(
         label=source.manifest.environment.label,
         manifest=source.manifest,
@@ -288,7 +290,6 @@ def _side(source: Run, results: Tensors, true: Tensors, first: Tensors, note: st
             for port, tensor in results.items()
         },
         from_first={port: difference(tensor, first[port]) for port, tensor in results.items()},
-        note=note,
     )
 
 
@@ -305,39 +306,40 @@ def _told_apart(sides: list[Side], *runs: Run | None) -> list[Side]:
 
 def _other_side(
     source: Run, other: Run, one: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
-    true: Tensors, notes: list[str],
+    true: Tensors,
 ) -> Side:  # fmt: skip
-    """The other run's results at the same call, and whether its inputs were the same."""
+    """The other run's results at the same call, given the same. Raises UsageError otherwise."""
     pass_ = _pass_of(other, source, one.first.pass_)
     results: dict[str, Any] = {}
     for port, record in one.results.items():
         found = _find(other, pass_, record)
         if found is not None:
             results[port] = other.read(found)
-    note = None
     if other.manifest.plan.anchored_to != source.manifest.id or pass_ != "replayed":
-        note = _inputs_differ(other, pass_, one, operands)
-        if note is not None:
-            notes.append(f"{other.path}: {note}")
-    return _side(other, results, true, expected, note)
+        _check_inputs(source, other, pass_, one, operands)
+    return _side(other, results, true, expected)
 
 
-def _inputs_differ(
-    other: Run, pass_: str, one: RecordedCall, operands: list[torch.Tensor]
-) -> str | None:
-    """Why the other run's result is not comparable as that of the same inputs; None if it is."""
+def _check_inputs(
+    source: Run, other: Run, pass_: str, one: RecordedCall, operands: list[torch.Tensor]
+) -> None:
+    """Refuse a pair whose inputs or scalars are not shown to be equal: of other inputs the other
+    machine's result is no fault of its operator."""
+    first = one.first
     theirs = [c for c in recorded_calls(other, pass_) if c.path == one.path
-              and (c.first.sample, c.first.step) == (one.first.sample, one.first.step)]  # fmt: skip
+              and (c.first.sample, c.first.step) == (first.sample, first.step)]  # fmt: skip
+    differs = "its call was not recorded there"
     if theirs:
-        try:
-            values = operand_values(other, theirs[0], None)
-            if [digest_tensor(v) for v in values] == [digest_tensor(v) for v in operands]:
-                return None
-        except Refusal:
-            pass
-    return (
-        "its operator had inputs of its own, which may differ; `divergence replay` on that machine "
-        "gives it these"
+        found = what_differs(one, operands, other, theirs[0])
+        if found is None:
+            return
+        differs = found
+    raise UsageError(
+        f"inputs differ at {one.path}: this reproducer would blame the operator for what it was "
+        "given",
+        where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: {differs}",
+        hint=f"divergence replay {shlex.quote(str(source.path))} -o OTHER, on the other machine "
+        "gives its operator these inputs; then --against OTHER",
     )
 
 

@@ -26,9 +26,13 @@ def environment_lines(environment: Environment) -> list[Line]:
             f"{environment.cpu}, {environment.cpu_capability}, "
             f"{count(environment.num_threads, 'thread')}",
         ),
+        *([("  cpu model", environment.cpu_model)] if environment.cpu_model else []),
         ("  platform", f"{environment.platform}, Python {environment.python}"),
         ("  versions", ", ".join(f"{k} {v}" for k, v in sorted(environment.versions.items()))),
     ]
+    if environment.torch_build:
+        build = ", ".join(f"{k} {v}" for k, v in environment.torch_build.items())
+        facts.append(("  torch build", build))
     if environment.variables:
         text = ", ".join(f"{k}={v}" for k, v in sorted(environment.variables.items()))
         facts.append(("  variables", text))

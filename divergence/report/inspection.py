@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 MAX_SITES = 60
+MAX_CODE = 12
 _NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None)
 
 
@@ -67,7 +68,7 @@ def run_lines(
         lines.append(prose("", f"PLANTED FAULT: {', '.join(plan.plants)}", style="yellow"))
     if plan.substitutes:
         lines.append(prose("", f"SUBSTITUTED: {', '.join(plan.substitutes)}", style="yellow"))
-    lines += [BLANK, *model_lines(manifest), BLANK]
+    lines += [BLANK, *model_lines(manifest), *(config_lines(manifest) if verbose else []), BLANK]
     lines += [heading("settings")]
     lines.append(
         prose(
@@ -161,7 +162,31 @@ def model_lines(manifest: Manifest) -> list[Line]:
         facts.append(("  quantised", model.quantization))
     if model.attn_implementation:
         facts.append(("  attention", model.attn_implementation))
+    facts += [("  code", text) for text in code_texts(manifest)]
     return [prose(name, text) for name, text in facts]
+
+
+def code_texts(manifest: Manifest) -> list[str]:
+    """What runs otherwise than the classes say: replaced, wrapped, compiled."""
+    texts = [text for note in manifest.model.code.values() for text in note.replaced]
+    for name, note in manifest.model.code.items():
+        texts += [f"{name}: {text}" for text in note.wrapped]
+    groups: dict[str, list[str]] = {}
+    for path, note in manifest.plan.compiled.items():
+        state = "" if note.state == "compiled" else f", {note.state}: {note.reason}"
+        groups.setdefault(f"torch.compile ({note.backend}){state}", []).append(path)
+    for text, paths in groups.items():
+        more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+        texts.append(f"{', '.join(paths[:3])}{more}: {text}")
+    shown = texts[:MAX_CODE]
+    rest = len(texts) - len(shown)
+    return shown + ([f"and {rest} more"] if rest else [])
+
+
+def config_lines(manifest: Manifest) -> list[Line]:
+    """The model's configuration, key by key."""
+    rows = [(key, str(value)) for key, value in manifest.model.config.items()]
+    return [heading("config", manifest.model.config_digest[:12]), *columns(rows)] if rows else []
 
 
 def _prompt_lines(manifest: Manifest) -> list[Line]:

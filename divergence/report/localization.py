@@ -19,7 +19,11 @@ def localization_lines(
     if answer_only:
         return lines
     lines += [BLANK, heading("descent")]
-    lines += [_level(level) for level in result.levels]
+    lines += [_level(level, named=result.side is not None) for level in result.levels]
+    lines += [
+        prose("  repeated", str(one) + (f" ({one.reason})" if one.reason else ""), width=12)
+        for one in result.repetitions
+    ]
     lines += _proof(result)
     lines.append(BLANK)
     if result.report is not None:
@@ -44,16 +48,34 @@ def _answer(result: Localization) -> list[Line]:
     operator = result.operator
     if operator is None:
         deepest = next((v for v in reversed(result.levels) if v.site is not None), None)
-        word = "STOPPED" if deepest is None or result.commands else "LOCALIZED"
-        where = "" if deepest is None else f"at {deepest.level} {deepest.site}: "
+        stopped = deepest is None or result.commands or result.refused
+        word = "STOPPED" if stopped else "LOCALIZED"
+        where = "" if deepest is None or result.refused else f"at {deepest.level} {deepest.site}: "
+        there = f"; run there: {result.commands[0]}" if result.refused and result.commands else ""
         style = "bold yellow" if word == "STOPPED" else "bold red"
-        return [line((f"{word}: ", style), f"{where}{result.stopped}")]
+        return [line((f"{word}: ", style), f"{where}{result.stopped}{there}")]
     by = f", by the {result.side}" if result.side else ""
     assert result.report is not None
-    summary = result.report.verdict.summary
-    if operator.site not in summary:  # of a whole family of blocks, this one was gone into
+    verdict = result.report.verdict
+    summary = verdict.summary
+    if operator.site not in summary or result.contradiction:
+        # of a whole family of blocks, this one was gone into
         summary = f"the error is made at {operator.site}{by}"
-    lines = [line(("LOCALIZED: ", "bold red"), summary)]
+    elif result.side is None:
+        summary = summary.removesuffix(f", by the {verdict.side}")
+    if result.contradiction:
+        lines = [
+            line(("CONTRADICTION: ", "bold yellow"),
+                 f"the levels blame different sides: {result.contradiction}; no side is named"),
+            prose("confidence", "low"),
+        ]  # fmt: skip
+    else:
+        lines = [line(("LOCALIZED: ", "bold red"), summary)]
+    if result.doubt:
+        lines.append(prose("side", f"not named: {result.doubt}"))
+    elif result.code:
+        lines.append(prose("side", f"{result.side}, by the reference's code; the code differs "
+                           f"from {result.code} on, in float64 as well"))  # fmt: skip
     if operator.source:
         lines.append(prose("called at", operator.source))
     lines.append(prose("operator", _called(result)))
@@ -67,7 +89,16 @@ def _answer(result: Localization) -> list[Line]:
                 f"{', '.join(result.causal.still[:3])} still {_are(result.causal.still)} off",
             )
         )
+    elif result.side is not None:
+        lines.append(prose("proven", f"not tried: {_untried(result)}"))
     return lines
+
+
+def _untried(result: Localization) -> str:
+    found = [one for one in result.repetitions if not one.met]
+    if found:
+        return str(found[0])
+    return f"that takes the {result.side}'s machine"
 
 
 def _rest(check: CausalCheck) -> str:
@@ -87,10 +118,12 @@ def _called(result: Localization) -> str:
     return f"{' / '.join(names)} -> {shape} {' / '.join(dtypes)}"
 
 
-def _level(level: Level) -> Line:
+def _level(level: Level, *, named: bool) -> Line:
     if level.site is None:
         return prose(f"  {level.level}", f"nothing stands out ({level.verdict})", width=12)
-    by = f", by the {level.side}" if level.side in ("reference", "candidate") else ""
+    by = ""
+    if level.side in ("reference", "candidate"):
+        by = f", by the {level.side}" if named else f", off against the truth: the {level.side}"
     why = level.why
     if why.startswith(level.site.partition(":")[0]):  # the site stands before it already
         why = why.partition(": ")[2]
@@ -111,12 +144,34 @@ def _proof(result: Localization) -> list[Line]:
     if result.alone:
         parts = [f"{own.side} {times(own.times)} of an ideal one's error" for own in result.alone]
         text = f"on its own inputs, against float64: {', '.join(parts)}"
-        if all(own.times < 3 for own in result.alone) and result.operator is not None:
-            text += "; so it is right on both sides, and what it is given differs"
+        if len(result.alone) == 2 and all(own.times < 3 for own in result.alone):
+            given = _given(result)
+            text += "; so it is right on both sides"
+            text += f", and what it is given differs: {given}" if given else ""
         lines.append(prose("  alone", text, width=12))
     if result.repro is not None:
         lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
+    if result.repro_other is not None:
+        lines.append(prose("  and", f"{result.repro_other} (the other side's call)", width=14))
     return lines
+
+
+def _given(result: Localization) -> str:
+    """Which operands differ and by how much; empty where that is not recorded."""
+    first = result.operator
+    assert first is not None
+    parts = [
+        f"{one.argument}={one.candidate} in the candidate, {one.reference} in the reference"
+        for one in first.other_operands
+    ]
+    if first.fed_by and not parts:
+        parts = [f"it comes from {first.fed_by[-1]}, which only the {first.fed_by_side} calls"]
+    for one in result.given[:2]:
+        if one.difference is None:
+            continue
+        whence = dict.fromkeys((one.reference, one.candidate))
+        parts.append(f"{one.argument} by {one.difference:.2g} (from {' / '.join(whence)})")
+    return "; ".join(parts)
 
 
 def _next(result: Localization) -> list[Line]:
@@ -126,5 +181,9 @@ def _next(result: Localization) -> list[Line]:
         BLANK,
         heading("next"),
         *(line(f"  {command}") for command in result.commands),
-        line(f"  {result.again}   # goes on from there"),
+        *(
+            []
+            if any(command.startswith(result.again) for command in result.commands)
+            else [line(f"  {result.again}   # goes on from there")]
+        ),
     ]

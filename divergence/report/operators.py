@@ -41,9 +41,27 @@ def operator_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
             lines.append(line(("  …", "dim")))
         last = operators.results.index(result)
         lines.append(_row(result, operators, width, with_truth=with_truth))
+        lines += _beside(result)
     lines.append(line((f"    {_footer(operators, with_truth=with_truth)}", "dim")))
     lines += _lone(operators, all_sites=all_sites)
+    lines += [line(f"    {note}") for note in operators.notes]
     return [*lines, BLANK]
+
+
+def _beside(result: OperatorResult) -> list[Line]:
+    """Under a row: what stands in whose place there, and with what else it was called."""
+    lines: list[Line] = []
+    if result.region is not None:
+        at = f", as {result.region.argument} of {result.region.consumer}"
+        text = result.region.text + (at if result.region.argument is not None else "")
+        times = result.region.candidate_times
+        if times is not None and result.region.reference_times is not None:
+            text += f"; {times:.3g} × an ideal product ({result.region.reference_times:.3g} ×)"
+        lines.append(line((f"      {cut(text, MAX_WIDTH - 6)}", "dim")))
+    for item in result.other_operands:
+        text = f"called with {item.argument}={item.candidate} (reference {item.reference})"
+        lines.append(line((f"      {cut(text, MAX_WIDTH - 6)}", "yellow")))
+    return lines
 
 
 def _cells(values: list[str]) -> str:
@@ -76,7 +94,7 @@ def _row(
         name += f" {_MATCHED[result.match]}"
     over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
     verdict = _WORDS.get(result.verdict, result.verdict)
-    if result.why in ("row", "column", "slice", "codes", "nonfinite") and verdict:
+    if result.why not in ("typical", None) and verdict:
         verdict += f" ({result.why})"
     values = [
         times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",

@@ -17,8 +17,9 @@ __all__ = ["blessing_lines", "check_lines"]
 MAX_LISTED = 12
 
 
-def check_lines(result: Any, *, verbose: bool = False) -> list[Line]:
-    """PASSED or FAILED with each rule that is not met, then the report it rests on.
+def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> list[Line]:
+    """PASSED or FAILED with each rule that is not met and each known difference, then the report
+    it rests on; ``brief``: without that.
 
     ``result``: a CheckResult of divergence.compare.check, which may open runs and is
     therefore not imported here.
@@ -37,12 +38,29 @@ def check_lines(result: Any, *, verbose: bool = False) -> list[Line]:
     if len(shown) < len(result.failures):
         more = len(result.failures) - len(shown)
         lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
+    lines += _known_lines(result)
+    if brief:
+        return lines
     if result.num_ties:
         what = (
             f"{count(result.num_ties, 'flipped token')} counted as equal: within the policy's tie"
         )
         lines.append(prose("  ties: ", what, width=4))
+    lines += [prose("  note: ", note, style="yellow", width=4) for note in result.notes]
     return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
+
+
+def _known_lines(result: Any) -> list[Line]:
+    """One line for each known difference of the policy: what it excused, or why it did not."""
+    lines = []
+    if result.excused:
+        what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
+        lines.append(prose("  excused: ", what, style="yellow", width=4))
+    for use in result.known:
+        sites = use.sites if isinstance(use.sites, str) else ", ".join(use.sites)
+        text = f"{sites}: {use.status}: {use.text} ({use.reason})"
+        lines.append(prose("  known: ", text, style="yellow", width=4))
+    return lines
 
 
 def blessing_lines(blessing: Any) -> list[Line]:

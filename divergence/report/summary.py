@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from divergence.compare.result import (
+    PassCoverage,
     PreflightLine,
     Report,
     RunSummary,
@@ -19,6 +20,7 @@ from divergence.report.audit import audit_lines
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
 from divergence.report.operators import operator_lines
+from divergence.report.prompts import prompt_lines
 from divergence.report.replicas import replica_lines
 from divergence.report.suite import suite_lines
 from divergence.report.table import table_lines
@@ -50,6 +52,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *_evidence_lines(report.verdict, verbose=verbose),
         *_preflight_lines(report.preflight, verbose=verbose),
         *token_lines(report.tokens),
+        *prompt_lines(report, all_sites=all_sites),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
         *([] if same_bits or report.suite else table_lines(report, all_sites=all_sites)),
         *suite_lines(report, all_sites=all_sites),
@@ -57,7 +60,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         *audit_lines(report.audit, all_sites=all_sites),
         *logits_lines(report.sites),
         *replica_lines(report.replicas),
-        *_coverage_lines(report, all_sites=all_sites),
+        *_coverage_lines(report, all_sites=all_sites, verbose=verbose),
         *_note_lines(report.notes),
         *_next_lines(report.verdict.next),
     ]
@@ -92,7 +95,9 @@ def verdict_lines(report: Report) -> list[Line]:
     }
     if verdict.side is not None:
         lines.append(prose("side", sides[verdict.side]))
-    lines.append(prose("confidence", verdict.confidence))
+    lacking = [one.detail for one in verdict.checks if one.state != "met" and one.detail]
+    why = f": {'; '.join(lacking)}" if lacking else ""
+    lines.append(prose("confidence", verdict.confidence + why))
     return lines
 
 
@@ -189,9 +194,10 @@ def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
     return [*lines, BLANK]
 
 
-def _coverage_lines(report: Report, *, all_sites: bool) -> list[Line]:
+def _coverage_lines(report: Report, *, all_sites: bool, verbose: bool) -> list[Line]:
     coverage = report.coverage
-    if report.operators is not None and not report.sites and not coverage.unmatched:
+    passes = _pass_rows(coverage.passes, verbose=verbose)
+    if report.operators is not None and not report.sites and not coverage.unmatched and not passes:
         return []  # operators have a count of their own
     lines = [
         heading(
@@ -201,6 +207,7 @@ def _coverage_lines(report: Report, *, all_sites: bool) -> list[Line]:
             f"{coverage.num_only_candidate:,} only in the candidate",
         )
     ]
+    lines += columns(passes, widest=66)
     shown = coverage.unmatched if all_sites else coverage.unmatched[:MAX_UNMATCHED]
     lines += columns(
         [
@@ -219,6 +226,22 @@ def _coverage_lines(report: Report, *, all_sites: bool) -> list[Line]:
         more = len(coverage.unmatched) - len(shown)
         lines.append(line((f"  … {more:,} more (--all lists them)", "dim")))
     return [*lines, BLANK]
+
+
+def _pass_rows(passes: list[PassCoverage], *, verbose: bool) -> list[tuple[str, ...]]:
+    """What each pass of the reference came to; without ``verbose`` only where it is not all."""
+    rows = []
+    for row in passes:
+        if row.share == 1.0 and not verbose:
+            continue
+        total = row.num_compared + row.num_missing + row.num_skipped
+        parts = [f"{row.num_compared:,} of {total:,}"]
+        parts += [f"{row.num_extra:,} in the candidate alone"] if row.num_extra else []
+        parts += [f"{row.num_empty:,} without elements"] if row.num_empty else []
+        parts += [f"{row.num_elsewhere:,} not here: {row.elsewhere}"] if row.num_elsewhere else []
+        parts += [row.reason] if row.reason else []
+        rows.append((row.pass_, row.what, "; ".join(parts)))
+    return rows
 
 
 def _note_lines(notes: list[str]) -> list[Line]:

@@ -19,12 +19,15 @@ __all__ = ["logits_lines", "token_lines"]
 
 
 def token_lines(tokens: TokensResult | None) -> list[Line]:
-    if tokens is None or tokens.num_tokens == 0:
+    if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
         return []
     how = (
         "the candidate was fed the reference's tokens" if tokens.forced else "each run chose alone"
     )
-    lines = [heading("tokens", f"{tokens.num_equal} of {tokens.num_tokens} equal; {how}")]
+    if tokens.num_missing:
+        how += f"; {tokens.num_missing} of the reference's it did not generate"
+    total = tokens.num_tokens + tokens.num_missing
+    lines = [heading("tokens", f"{tokens.num_equal} of {total} equal; {how}")]
     first = tokens.first_difference
     if first is not None:
         lines += _difference_lines(first, forced=tokens.forced)
@@ -71,8 +74,8 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
 
 
 def _sigmas(first: TokenDifference) -> str:
-    """The margin in standard deviations of the logits' difference; a floor's z has its own line."""
-    if first.z is None or first.z_of == "floor":
+    """The margin in standard deviations of the logits' difference; a judged z has its own line."""
+    if first.z is None or first.z_of in ("floor", "model"):
         return ""
     return f" ({first.z:.1f} σ of the diff)"
 
@@ -92,6 +95,14 @@ def _judgement_lines(first: TokenDifference) -> list[Line]:
         return [prose("    ", text, width=4)]
     if first.z_of is None or first.z is None:
         return []
+    if first.z_of == "model":
+        says = (
+            "a tie: rounding may flip it"
+            if first.judgement == "tie"
+            else ("not judged: more than the rounding model makes of it; --reference tells")
+        )
+        text = f"{says} ({first.z:.1f} σ of what all blocks together may make by rounding)"
+        return [prose("    ", text, style="green" if first.judgement else "yellow", width=4)]
     judged = (
         f"{_JUDGEMENTS[first.judgement]} (gap {fixed(abs(first.truth_margin or 0.0))} logits in "
         f"the truth, {first.z:.1f} σ of the floor's logit error)"

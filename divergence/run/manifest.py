@@ -18,6 +18,8 @@ from divergence.run.record import Count
 __all__ = [
     "SCHEMA_VERSION",
     "ArithmeticFact",
+    "CodeNote",
+    "CompiledNote",
     "Environment",
     "Manifest",
     "Mesh",
@@ -36,7 +38,7 @@ __all__ = [
     "Tokens",
 ]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 TokenId = Count
 Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
@@ -51,6 +53,33 @@ class _Strict(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Shared strictness; no fields of its own."""
 
 
+ConfigValue = bool | int | float | str | list[bool | int | float | str | None] | None
+"""One value of a model's configuration."""
+
+
+class CodeNote(_Strict, kw_only=True):
+    """The code that modules of one class ran, so that two runs can be told to have run the same.
+
+    ``digest``: of the syntax of ``forward`` and of what it calls, without comments, docstrings,
+    annotations and line numbers. ``functions``: the digest of each of those functions, by name;
+    an empty digest where it is no function of Python. ``origin``: Python module of
+    ``forward``, with the file's name and line where it is no library's. ``replaced``: what was put
+    in place of the class' own code, and by what. ``wrapped``: what stands around the module or in
+    it (an adapter, sharding, offloading, quantised weights). ``compiled``: by what. ``odd``:
+    modules of this class that run other code than most, each with its digest. ``places``: paths of
+    the modules, with ``*`` for the numbers in them.
+    """
+
+    digest: str
+    origin: str
+    functions: dict[str, str] = {}
+    replaced: list[str] = []
+    wrapped: list[str] = []
+    compiled: str | None = None
+    odd: dict[str, str] = {}
+    places: list[str] = []
+
+
 class ModelIdentity(_Strict, kw_only=True):
     """Which model, so that two runs can be told to have used the same one.
 
@@ -58,6 +87,13 @@ class ModelIdentity(_Strict, kw_only=True):
     ``digest``: one over all of them. ``rounded_digests``: the overall digest that
     the same weights have once rounded to a narrower dtype, so that a float32 run
     and a bfloat16 run of one checkpoint can be recognised as such.
+
+    ``config``: the configuration by dotted key, without names, paths and what changes no number.
+    ``code``: by class of module, as ``ModuleNote.kind`` calls it (less what follows a slash); where
+    two classes have one name, with the Python module's name and a dot before it. ``tied``: names
+    of parameters that share their memory, group by group. ``embedding_rows``, ``head_rows``: of the
+    input embedding and the output matrix; ``tokenizer_size``: how many tokens there are.
+    ``chat_example``: a fixed conversation as the chat template renders it.
     """
 
     source: str
@@ -76,6 +112,13 @@ class ModelIdentity(_Strict, kw_only=True):
     chat_template_digest: str | None = None
     trust_remote_code: bool = False
     missing: list[str] = []
+    config: dict[str, ConfigValue] = {}
+    code: dict[str, CodeNote] = {}
+    tied: list[list[str]] = []
+    embedding_rows: Count | None = None
+    head_rows: Count | None = None
+    tokenizer_size: Count | None = None
+    chat_example: str | None = None
 
 
 class SampleTokens(_Strict, kw_only=True):
@@ -143,7 +186,12 @@ class Settings(_Strict, kw_only=True):
 
 
 class Environment(_Strict, kw_only=True):
-    """The machine: no host name, no user, no path; variables by allow-list only."""
+    """The machine: no host name, no user, no path; variables by allow-list only.
+
+    ``architecture``: ``x86_64``, ``aarch64``. ``cpu``: the name that the processor itself gives;
+    ``cpu_model``: maker and numbers of family, model and stepping, which virtual machines hide less
+    often. ``torch_build``: compiler and libraries of linear algebra that torch was built with.
+    """
 
     label: str
     platform: str
@@ -158,6 +206,9 @@ class Environment(_Strict, kw_only=True):
     num_threads: Count
     versions: dict[str, str]
     variables: dict[str, str] = {}
+    architecture: str | None = None
+    cpu_model: str | None = None
+    torch_build: dict[str, str] = {}
 
 
 class ModuleNote(_Strict, kw_only=True):
@@ -174,6 +225,20 @@ class ModuleNote(_Strict, kw_only=True):
     routed: bool = False
 
 
+class CompiledNote(_Strict, kw_only=True):
+    """A module that was given to ``torch.compile``, and what became of it.
+
+    ``state``: ``compiled``; ``partly``, where some of its code ran eager; ``eager``, where all did;
+    ``unknown``, where this torch does not tell. ``num_graphs``: compiled pieces of it. ``reason``:
+    why it is not compiled in one piece.
+    """
+
+    backend: str
+    state: Literal["compiled", "partly", "eager", "unknown"]
+    num_graphs: Count = 0
+    reason: str | None = None
+
+
 class Plan(_Strict, kw_only=True):
     """What was to be recorded. ``modules``: every hooked module, by path.
 
@@ -181,6 +246,7 @@ class Plan(_Strict, kw_only=True):
     ``substitutes``: operators whose results were replaced by another run's.
     ``replayed_pass``: in a replay, the pass of the run in ``anchored_to`` whose operators were run
     again. ``skipped_operators``: calls that were not recorded or not run again, by reason.
+    ``compiled``: modules that were given to ``torch.compile``, by path.
     """
 
     passes: list[str]
@@ -196,6 +262,7 @@ class Plan(_Strict, kw_only=True):
     substitutes: list[str] = []
     skipped_operators: dict[str, Count] = {}
     modules: dict[str, ModuleNote] = {}
+    compiled: dict[str, CompiledNote] = {}
 
 
 class MeshAxis(_Strict, kw_only=True):

@@ -22,6 +22,7 @@ from divergence.run.layout import (
 )
 from divergence.run.manifest import SCHEMA_VERSION, Manifest
 from divergence.run.mesh import num_ranks
+from divergence.run.old_names import Renaming, with_escaped_modules
 from divergence.run.record import Record
 from divergence.run.site import near_names
 from divergence.run.store import Store
@@ -85,7 +86,7 @@ def read_manifest(store: Store) -> Manifest:
             where=where,
             hint="docs/dump-format.md describes every key",
         )
-    return manifest
+    return with_escaped_modules(manifest)
 
 
 def _broken_groups(manifest: Manifest) -> str | None:
@@ -153,6 +154,7 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
         return [], False
     first_samples = {group[0] for group in manifest.tokens.groups}
     decoder = msgspec.json.Decoder(Record)
+    renaming = Renaming(manifest)
     records: list[Record] = []
     seen: dict[tuple, int] = {}
     for number, line in _lines(store, name):
@@ -167,6 +169,8 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
                 where=where,
                 hint=f"copy {name} again; docs/dump-format.md describes every key",
             ) from error
+        if renaming:
+            record = renaming(record)
         problem = _broken_record(record, first_samples) or _misplaced(record, rank, manifest)
         if problem is not None:
             raise RunFormatError(f"broken record: {problem}", where=where)

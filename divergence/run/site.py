@@ -12,6 +12,10 @@ its name without the overload, and from its second call in that module on the nu
 * ``out``           the output, or the first tensor of a tuple or a ModelOutput,
 * ``out.N``, ``out.NAME``   the others.
 
+In a module path ``/``, ``:``, ``#``, ``%``, spaces and control characters would mean something
+else or break a line; torch allows them in a module's name. They are written ``%2F``, ``%3A`` … as
+in URLs (``escape_path``).
+
 Patterns select sites: a glob (``model.layers.*.mlp:*``; ``*`` also crosses dots)
 or ``re:`` and a regular expression that must match the whole site. A pattern
 without a port matches every port of the module.
@@ -29,6 +33,7 @@ from divergence.errors import UsageError
 __all__ = [
     "ROOT",
     "compile_patterns",
+    "escape_path",
     "is_operator_site",
     "join_site",
     "module_of",
@@ -37,12 +42,38 @@ __all__ = [
     "operator_of",
     "operator_path",
     "split_site",
+    "starred",
+    "unescape_path",
 ]
 
 ROOT = "."
 """How the root module is written in a site."""
 
 _SITE = re.compile(r"(?P<path>[^:\s]+):(?P<port>(?:in|out)(?:\.[^:\s]+)?)")
+
+
+_RESERVED = re.compile(r"[/:#%\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def escape_path(name: str) -> str:
+    """A module's torch name as a module path: ``"blocks.enc/dec"`` → ``"blocks.enc%2Fdec"``."""
+
+    def quoted(match: re.Match[str]) -> str:
+        return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
+
+    return _RESERVED.sub(quoted, name) or ROOT
+
+
+def unescape_path(path: str) -> str:
+    """The torch name of a module path; the root's is empty."""
+    if path == ROOT:
+        return ""
+    if "%" not in path:
+        return path
+    parts = re.split(r"((?:%[0-9A-F]{2})+)", path)
+    for index in range(1, len(parts), 2):
+        parts[index] = bytes.fromhex(parts[index].replace("%", "")).decode("utf-8", "surrogatepass")
+    return "".join(parts)
 
 
 def join_site(path: str, port: str) -> str:
@@ -117,3 +148,8 @@ def natural_key(site: str) -> list[tuple[int, int, str]]:
 def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str]:
     """The ``count`` names most like ``wanted``, best first: for "did you mean"."""
     return difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.5)
+
+
+def starred(path: str) -> str:
+    """``model.layers.3.mlp`` → ``model.layers.*.mlp``: what modules of every block share."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import localization
 from benchmarks._faults import plant
+from benchmarks._health import usage_of
 from benchmarks._rivals import RULES, block_rows, first_bad
 from divergence.capture.api import capture, reference
 from divergence.compare.api import compare
@@ -62,7 +63,7 @@ def test_a_healthy_pair_uses_less_than_its_limits(bench, architecture, dtype):
     runs = [one.root / "healthy" / name for name in ("a", "b", "truth")]
     report = compare(runs[0], runs[1], truth=runs[2])
     assert report.verdict.kind == "within_floor"
-    assert localization.strain_of(report) < 0.75
+    assert usage_of(report) < 0.75
     forwards = block_rows(*map(Run.open, runs), one.blocks)
     assert first_bad("e > 3 e of the layer before", forwards) is not None
 

@@ -33,3 +33,23 @@ def test_answers_and_refuses(invoke, tiny_model, tmp_path):
     assert "mine holds other files (notes.txt)" in err
     assert sorted(entry.name for entry in (tmp_path / "mine").iterdir()) == ["notes.txt"]
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_machine_that_does_not_repeat_the_candidate_ends_in_2(invoke, tiny_model, monkeypatch):
+    """The first line says what differs and which command is to be run there; nothing is named."""
+    import transformers.models.llama.modeling_llama as modeling
+
+    healthy = modeling.LlamaMLP.forward
+    model = tiny_model("llama")
+    assert invoke("capture", model, "-o", "a", "--max-new-tokens", 1, "--dtype", "float32")[0] == 0
+    assert invoke("reference", "a", "-o", "truth", "--max-new-tokens", 1)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling.LlamaMLP, "forward", lambda self, x: healthy(self, x) * 1.1)
+        assert invoke("capture", "--like", "a", "-o", "b", "--label", "cluster C")[0] == 0
+    code, out, _ = invoke("localize", "a", "b", "--reference", "truth", "-o", "work", "-q")
+    assert code == 2
+    assert out.startswith(
+        "STOPPED: this is not the candidate's machine (cluster C): its blocks do "
+    )
+    assert "; run there: divergence capture --like a -o work/candidate-operators" in out
+    assert "side" not in out

@@ -35,7 +35,9 @@ class Toy:
 
     def __init__(self, forward, inputs, *, weights=None, compute_dtype=None, steps=1):
         self.records, self._tensors = [], {}
-        self.manifest = SimpleNamespace(settings=SimpleNamespace(compute_dtype=compute_dtype))
+        plan = SimpleNamespace(skipped_operators={})
+        settings = SimpleNamespace(compute_dtype=compute_dtype)
+        self.manifest = SimpleNamespace(settings=settings, plan=plan)
         module = _Toy(forward, weights or {})
         for step in range(steps):
             recorder = OperatorRecorder(
@@ -46,6 +48,7 @@ class Toy:
             )  # fmt: skip
             with torch.no_grad(), recorder.installed():
                 module(*(tensor.clone() for tensor in inputs))
+            plan.skipped_operators.update(recorder.skipped)
 
     def _emit(self, step, site, item, call=None):
         digest = digest_tensor(item.tensor)
@@ -61,6 +64,9 @@ class Toy:
 
     def read(self, record):
         return self._tensors[record.step, record.site]
+
+    def has_bytes(self, record):
+        return True
 
     def expect(self, records):
         """It is all here."""

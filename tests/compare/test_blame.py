@@ -8,9 +8,10 @@ import statistics
 import pytest
 import torch
 
-from divergence.compare.blame import questions, standing_of
+from divergence.compare.blame import forward_controls, questions
 from divergence.compare.figures import figure
 from divergence.compare.result import SiteResult
+from divergence.compare.standing import standing_of
 from divergence.compare.truth import Tally
 from divergence.numerics.against import measure_against
 from divergence.numerics.floor import THRESHOLDS
@@ -55,9 +56,11 @@ class Block:
 
 
 def asked(bad, others, *, swap=False, routed=False, **options):
+    family = [block.standing(swap=swap) for block in (bad, *others)]
     return questions(
-        bad.standing(swap=swap),
-        [block.standing(swap=swap) for block in others],
+        family[0],
+        family[1:],
+        forwards=forward_controls(family, THRESHOLDS)[0],
         lone_w=options.pop("lone_w", None),
         routed=routed,
         widened=options.pop("widened", 1.0),
@@ -137,7 +140,7 @@ def test_one_wrong_step_shows_and_is_named():
     bad = Block(7, steps=6)
     bad.sides[1][2] *= 1 + 8 * FLOOR
     found = blamed(bad, healthy(steps=6))
-    assert (found.why, found.at.step, found.side) == ("step", 2, "candidate")
+    assert (found.why, found.at.step, found.side) == ("forward", 2, "candidate")
 
 
 def test_a_site_without_siblings_is_held_to_the_blocks():

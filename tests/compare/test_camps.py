@@ -149,7 +149,9 @@ def machine(**changes):
               "versions": {"torch": "2.13"}, "variables": {}}  # fmt: skip
     return SimpleNamespace(
         environment=Environment(**values | changes),
-        model=SimpleNamespace(dtype="bfloat16", attn_implementation="sdpa", quantization=None),
+        model=SimpleNamespace(
+            dtype="bfloat16", attn_implementation="sdpa", quantization=None, code={}, config={}
+        ),
         plan=SimpleNamespace(plants=[], substitutes=[]),
         settings=SimpleNamespace(switches=[]),
     )

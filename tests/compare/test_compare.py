@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import shutil
 
 import msgspec
 import pytest
@@ -68,9 +69,15 @@ def test_identical_runs_are_identical(run, replay):
     assert {line.status for line in report.preflight} == {"same"}
 
 
-def test_a_run_is_identical_to_itself(run):
-    """One directory compared with itself."""
-    assert compare(run().path, run().path).verdict.kind == "identical"
+def test_a_run_compared_with_itself_proves_nothing(run, tmp_path):
+    """One directory twice, or a copy: every bit is equal, and no verdict follows from it."""
+    shutil.copytree(run().path, tmp_path / "copy")
+    for other in (run().path, tmp_path / "copy"):
+        report = compare(run().path, other)
+        assert all(site.identical for site in report.sites)
+        assert (report.verdict.kind, report.verdict.confidence) == ("undetermined", "low")
+        assert "proves nothing" in report.verdict.summary
+        assert run().manifest.id in report.verdict.evidence[0].text
 
 
 def test_sites_without_a_partner_are_counted_and_no_pass(run, replay):
@@ -271,15 +278,18 @@ def test_nonfinite_on_one_side_is_a_verdict(fault, run, replay):
     msgspec.json.decode(report.to_json())  # nan and inf are still JSON
 
 
-def test_nonfinite_on_both_sides_is_no_difference(run, replay):
-    """A mask of -inf, or one nan that both machines make, says nothing about either."""
+def test_nan_on_both_sides_is_nonfinite(run, replay):
+    """One nan that both machines make at one place: equal bits, and no result on either side."""
     plant = "model.layers.1.mlp.down_proj:out=nan:7"
     reference = run(plants=[plant])
-    same = compare(reference, replay(reference, plants=[plant]))
-    assert same.verdict.kind == "identical"
-    other = compare(reference, replay(reference, plants=[plant], attn_implementation="sdpa"))
-    assert other.verdict.kind == "within_floor", other.verdict
-    assert any(site.nonfinite is not None for site in other.sites)
+    for other in (
+        replay(reference, plants=[plant]),
+        replay(reference, plants=[plant], attn_implementation="sdpa"),
+    ):
+        verdict = compare(reference, other).verdict
+        assert (verdict.kind, verdict.side, verdict.confidence) == ("nonfinite", "both", "high")
+        assert verdict.onset.site == "model.layers.1:out"
+        assert "both sides" in verdict.summary
 
 
 # --- tokens ------------------------------------------------------------------------------------

@@ -102,6 +102,18 @@ def test_parts_without_bytes_are_compared_by_their_digests(run_of, store):
     assert not only_site(compare(same[0], other)).identical
 
 
+def test_a_run_with_itself_says_that_its_ranks_agree(run_of):
+    """Nothing follows of two machines, but of the replicas of one run something does."""
+    one = run_of({"tp": 2}, [("m:out", COPIES, (WHOLE, WHOLE))])
+    verdict = compare(one, Run.open(one.path)).verdict
+    assert (verdict.kind, verdict.confidence) == ("undetermined", "low")
+    assert "proves nothing, but that its ranks agree on the 1 tensors" in verdict.summary
+    torn = run_of({"tp": 2}, [("m:out", COPIES, (WHOLE, TINY))])
+    assert "agree" not in compare(torn, Run.open(torn.path)).verdict.summary
+    torn = run_of({"tp": 2}, [("m:out", COPIES, (WHOLE, WHOLE.flip(1)))])
+    assert compare(torn, Run.open(torn.path)).verdict.kind == "localized"
+
+
 @pytest.mark.parametrize("store", ["hash", "stats"])
 def test_parts_without_bytes_against_a_run_in_full(run_of, store):
     """The whole tensor is cut as the other run's ranks had it, and the other way round: parts that

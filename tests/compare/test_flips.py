@@ -12,7 +12,7 @@ import torch
 from divergence.capture.api import capture, reference
 from divergence.compare import deciding
 from divergence.compare.api import compare
-from divergence.compare.check import evaluate
+from divergence.compare.check import evaluate, is_tie
 from divergence.compare.drift import find_drift
 from divergence.compare.flips import TIE
 from divergence.compare.policy import Policy
@@ -132,6 +132,19 @@ def test_without_a_truth_there_is_no_judgement():
     assert found.z > 0
 
 
+@pytest.mark.parametrize(("error", "judgement"), [(0.01, "tie"), (5.0, None)])
+def test_the_rounding_model_is_a_scale_that_no_fault_moves(error, judgement):
+    """The same allowance, whatever the two sides' difference: a fault's flip is no tie for it."""
+    a, b, _ = three(gap=0.02, error=error, push=2.0 if error > 1 else 0.01)
+    allowed = {(0, 0): 0.01}
+    found = compare_tokens(a, b, allowed=allowed).first_difference
+    assert (found.z_of, found.judgement) == ("model", judgement)
+    assert not is_tie(found, None, TIE) if judgement is None else is_tie(found, None, TIE)
+    own = compare_tokens(a, b).first_difference
+    assert own.z_of == "difference"
+    assert not is_tie(own, None, 100.0)
+
+
 def test_who_chose_as_the_truth_is_recorded():
     """The exact model's own choice, which may be neither side's."""
     a, b, truth = three(gap=0.02)
@@ -248,7 +261,8 @@ def test_flips_of_healthy_kernels_are_ties(runs):
 
 
 def test_check_takes_the_floors_z(runs):
-    """A tie over the floor counts as equal whatever the verdict; one over a difference does not."""
+    """A tie over the floor, or over the rounding model, counts as equal whatever the verdict; one
+    over the two sides' own difference never does."""
     a, b, truth = runs
     report = compare(a, b, truth=truth)
     policy = msgspec.convert(
@@ -263,6 +277,15 @@ def test_check_takes_the_floors_z(runs):
     assert evaluate(report, policy).passed
     without = compare(a, b)
     without.verdict = msgspec.structs.replace(without.verdict, kind="drift")
+    assert {flip.z_of for flip in without.tokens.differences} == {"model"}
+    assert {flip.judgement for flip in without.tokens.differences} == {"tie"}
+    assert evaluate(without, policy).passed
+    unjudged = [
+        msgspec.structs.replace(flip, z=0.1, z_of="difference", judgement=None)
+        for flip in without.tokens.differences
+    ]
+    without.verdict = msgspec.structs.replace(without.verdict, kind="within_floor")
+    without.tokens = msgspec.structs.replace(without.tokens, differences=unjudged)
     assert [failure.rule for failure in evaluate(without, policy).failures] == ["tokens.min_equal"]
 
 
@@ -282,7 +305,7 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
             row[wrong] = row.max() + 1
         return row
 
-    for module in ("deciding", "tokens"):
+    for module in ("deciding", "tokens", "sampling"):
         monkeypatch.setattr(f"divergence.compare.{module}.logits_row", pushed)
     verdict = compare(a, other, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("drift", "candidate")

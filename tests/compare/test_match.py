@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from divergence.compare.graph import forwards_of
 from divergence.compare.match import match_calls
-from divergence.compare.operators import _same_value
+from divergence.compare.rights import distance_of
 
 Q, K, V = (torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
 W = torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
@@ -46,9 +46,9 @@ def matched(toy):
         (ours,), (theirs,) = (forwards_of(run, "anchored").values() for run in (a, b))
 
         def same(x, y):
-            return _same_value(a.read(x.results[0]), b.read(y.results[0]))
+            return distance_of(a.read(x.results[0]), b.read(y.results[0]))
 
-        found = match_calls(ours, theirs, same_value=same if by_value else None)
+        found = match_calls(ours, theirs, apart=same if by_value else None)
         names = [
             (m.reference.path.partition("/")[2], m.candidate.path.partition("/")[2], m.method)
             for m in found[0]

@@ -175,7 +175,7 @@ def test_damaged_bytes_are_not_equal_by_their_records(llama, tmp_path):
 
     a = capture(llama, out=tmp_path / "a", max_new_tokens=1)
     shutil.copytree(a.path, tmp_path / "b")
-    assert compare(a.path, tmp_path / "b").verdict.kind == "identical"
+    assert all(site.identical for site in compare(a.path, tmp_path / "b").sites)
     (shard,) = (tmp_path / "b" / "tensors").iterdir()
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1

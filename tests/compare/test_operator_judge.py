@@ -39,7 +39,9 @@ def named(result, ending):
 
 
 def times(factor):
-    return lambda x: x * factor
+    """By a table as large as x: another scalar would be told as such."""
+    tables = {t: torch.full((40, 64), factor, dtype=t) for t in (torch.float32, torch.float64)}
+    return lambda x: x * tables[x.dtype]
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,11 @@ def test_one_head(judged):
     """One of four: a quarter of the rows, each seven times as far; no row alone is out."""
 
     def off(head):
-        factor = torch.full((1, 4, 1, 1), 1 + 1e-4)
+        factor = torch.full(HEADS.shape, 1 + 1e-4)
         factor[0, 1] = 1 + head
         return lambda x: x * factor
 
-    result = judged(off(1e-4), off(7e-4), [HEADS], right=times(1.0))
+    result = judged(off(1e-4), off(7e-4), [HEADS], right=lambda x: x * torch.ones(HEADS.shape))
     found = named(result, "aten.mul")
     assert (result.onset, result.side, found.why) == ("./aten.mul", "candidate", "slice")
     assert found.w == pytest.approx(1.0, rel=1e-3)
@@ -316,12 +318,14 @@ def test_softmax_turns_absolute_differences_into_relative_ones(judged):
 def test_few_numbers_may_differ_widely(toy):
     """One row of two numbers, one side right by luck, is nothing; forty rows so are."""
 
-    def run(rows, error):
-        return toy(lambda x: x * (1 + error), [X[:rows, :2]])
+    def run(rows, error, dtype=torch.float32, **options):
+        weights = {"weight": torch.full((40, 2), 1 + error, dtype=dtype)}
+        inputs = [X[:rows, :2].to(dtype)]
+        return toy(lambda x, weight: x * weight[:rows], inputs, weights=weights, **options)
 
     for rows, onset in ((1, None), (40, "./aten.mul")):
         a, b = run(rows, 1e-3), run(rows, 1e-5)
-        truth = toy(times(1.0), [X[:rows, :2].double()], compute_dtype="float64")
+        truth = run(rows, 0.0, torch.float64, compute_dtype="float64")
         result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
         assert result.onset == onset
 

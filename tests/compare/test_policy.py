@@ -14,7 +14,7 @@ from divergence.compare import golden as golden_module
 from divergence.compare.check import check, coverage_share, evaluate
 from divergence.compare.golden import bless
 from divergence.compare.policy import Policy, Tolerance, load_policy
-from divergence.compare.result import Coverage, Report
+from divergence.compare.result import Coverage, PassCoverage, Report
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
 from divergence.numerics.floor import Thresholds
@@ -89,6 +89,87 @@ def test_wrong_policies_name_file_and_key(tmp_path, text, place, told):
     assert str(file) in str(caught.value)
     assert place in str(caught.value)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1.0", "nan", "inf", "-inf", "1e9", "1e-9"])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("[thresholds]\ntypical = {}", "thresholds.typical"), ("[thresholds]\nflip = {}", "flip")],
+)
+def test_thresholds_are_positive_finite_and_bounded(tmp_path, value, text, key):
+    """A multiple of the floor that would flag everything, or nothing, is refused with the range."""
+    file = tmp_path / "mine.toml"
+    file.write_text(text.format(value))
+    with pytest.raises(ConfigError, match=r"allowed is 0\.01 to 1000") as caught:
+        load_policy(file)
+    assert str(file) in str(caught.value) and key in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[tolerance]]\nrel_l2 = {}", "allowed is 0 to 2"),
+        ("[[tolerance]]\nmax_abs = {}", "allowed is 0 to 65504"),
+        ("[[tolerance]]\nratio = {}", "allowed is 0 to 1000"),
+        ("[tokens]\ntie_z = {}", "allowed is 0 to 6.6"),
+        ("[tokens]\ntie_margin = {}", "allowed is 0 to 4"),
+        ("[tokens]\ntie_margin = {{ bfloat16 = {} }}", "allowed is 0 to 4"),
+        ("[[known]]\nsites = '*'\nreason = 'x'\nmax = {{ rel_l2 = {} }}", "allowed is 0 to 2"),
+        ("min_coverage = {}", "min_coverage"),
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-1.0", "1e9"])
+def test_limits_are_finite_and_bounded(tmp_path, text, told, value):
+    """nan is below no limit and above none; 1e9 excuses everything."""
+    file = tmp_path / "mine.toml"
+    file.write_text(text.format(value))
+    with pytest.raises(ConfigError, match=told):
+        load_policy(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sites = '*'\nmax = { rel_l2 = 1e-2 }", "reason"),
+        ("sites = '*'\nmax = { rel_l2 = 1e-2 }\nreason = ' '", "no reason"),
+        ("sites = '*'\nreason = 'x'", "max"),
+        ("sites = '*'\nreason = 'x'\nmax = {}", "no upper limit"),
+        ("reason = 'x'\nmax = { rel_l2 = 1e-2 }", "sites"),
+        ("sites = []\nreason = 'x'\nmax = { rel_l2 = 1e-2 }", "no site"),
+        ("sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\nuntil = 'soon'", "until"),
+        ("sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\ndtype = 'bf17'", "bf17"),
+        ("sites = 're:('\nreason = 'x'\nmax = { rel_l2 = 1e-2 }", "regular expression"),
+    ],
+)
+def test_wrong_known_differences_are_refused(tmp_path, text, told):
+    """Each has sites, an upper limit and a reason."""
+    file = tmp_path / "mine.toml"
+    file.write_text(f"[[known]]\n{text}\n")
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_policy(file)
+    assert "known[0]" in str(caught.value)
+
+
+def test_a_policy_made_in_python_is_checked_too():
+    """What no file holds is held against the same bounds, also in compare()."""
+    with pytest.raises(ConfigError, match="typical"):
+        load_policy(Policy(thresholds=Thresholds(typical=float("nan"))))
+    with pytest.raises(ConfigError, match="typical"):
+        divergence.compare("a", "b", thresholds=Thresholds(typical=0.0))
+
+
+@pytest.mark.parametrize("name", ["ci", "strict"])
+def test_a_file_of_that_name_is_not_the_policy(tmp_path, monkeypatch, name):
+    """Names of shipped policies win; a path has a suffix or a slash."""
+    (tmp_path / name).write_text('verdicts = ["localized", "nonfinite"]\nmin_coverage = 0.0\n')
+    shipped = load_policy(name)
+    monkeypatch.chdir(tmp_path)
+    assert load_policy(name) == shipped
+    assert load_policy(f"./{name}").verdicts == ("localized", "nonfinite")
+    (tmp_path / "mine").write_text("min_coverage = 0.5\n")
+    with pytest.raises(ConfigError, match=r"write \./mine"):
+        load_policy("mine")
 
 
 def test_an_unknown_policy_names_its_neighbours():
@@ -200,7 +281,7 @@ def test_a_tie_ends_the_count_where_tokens_are_not_forced(reports):
         ({"rel_l2": 1e-3, "sites": "lm_head"}, 1),
         ({"rel_l2": 1e-3, "sites": ["lm_head:*", "re:model\\.layers\\.0:out"]}, 2),
         ({"rel_l2": 1e-3, "dtype": "float32"}, 0),
-        ({"rel_l2": 1e-3, "pass": "anchored"}, 0),
+        ({"rel_l2": 1e-3, "pass": "anchored", "optional": True}, 0),
         ({"max_abs": 0.01, "one_minus_cosine": 1.0}, 3),
         ({"ratio": 1.1}, 3),
     ],
@@ -209,6 +290,46 @@ def test_tolerances(reports, tolerance, num):
     """A limit holds at the sites that its table names, and nowhere else."""
     tables = ok(tolerance=[tolerance])
     assert len(rules(reports.make_report(), **tables)) == num
+
+
+def test_a_tolerance_that_means_no_site_fails(reports):
+    """A misspelt glob, or a pass that was not compared, would hold nothing against its limits."""
+    report = reports.make_report()
+    for meant in ({"sites": "model.layer.*"}, {"pass": "escalated"}):
+        tables = ok(tolerance=[meant | {"rel_l2": 1.0}])
+        assert rules(report, **tables) == ["tolerance[0]"]
+        tables["tolerance"][0]["optional"] = True
+        assert rules(report, **tables) == []
+    # another dtype is another policy's business, and an entry behind another one still means sites
+    assert rules(report, **ok(tolerance=[{"dtype": "float32", "rel_l2": 1.0}])) == []
+    assert rules(report, **ok(tolerance=[{"rel_l2": 1.0}, {"sites": "lm_head", "rel_l2": 1}])) == []
+
+
+def test_a_preflight_name_that_is_none_is_noted(reports):
+    """A misspelt check refuses nothing, and the answer says that there is none of that name."""
+    policy_ = policy(preflight={"allow": ["*"], "refuse": ["machin"]})
+    (note,) = evaluate(reports.make_report(), policy_).notes
+    assert "machin" in note and "did you mean machine" in note
+
+
+def test_coverage_is_the_least_of_all_passes(reports):
+    """What one pass lacks is not made up for by another; each lack is a failure of its own."""
+    passes = [
+        PassCoverage(pass_="free", what="tensors", num_reference=90, num_compared=90),
+        PassCoverage(pass_="free", what="operators", num_reference=4, num_compared=1,
+                     num_missing=3, reason="none recorded"),
+        PassCoverage(pass_="free", what="tensors", num_reference=2, num_compared=2, num_extra=2),
+        PassCoverage(pass_="free", what="tokens", num_reference=0, num_compared=0),
+    ]  # fmt: skip
+    coverage = Coverage(
+        num_compared=90, num_only_reference=0, num_only_candidate=0, num_skipped=0, passes=passes
+    )
+    assert coverage_share(coverage) == 0.25
+    report = reports.make_report(coverage=coverage, preflight=[])
+    found = evaluate(report, policy()).failures
+    assert [failure.found for failure in found] == ["0.25", "0.5"]
+    assert "3 were not (none recorded)" in found[0].text
+    assert rules(report, min_coverage=0.5) == ["min_coverage"]
 
 
 def test_the_first_matching_tolerance_applies(reports):
@@ -307,11 +428,14 @@ class FakeRun(SimpleNamespace):
             manifest=SimpleNamespace(
                 complete=tables.get("complete", True),
                 stopped_by=tables.get("stopped_by"),
+                settings=SimpleNamespace(compute_dtype=tables.get("compute_dtype")),
                 plan=SimpleNamespace(
                     plants=tables.get("plants", []), substitutes=tables.get("substitutes", [])
                 ),
             ),
-            records=[SimpleNamespace(site=site) for site in tables["sites"]],
+            records=[
+                SimpleNamespace(site=site, pass_="free", summary=None) for site in tables["sites"]
+            ],
             verify=lambda progress=None: tables.get("problems", []),
         )
 
@@ -391,6 +515,7 @@ def test_bless_replaces_an_incomparable_golden(make_folder, monkeypatch):
         ({"plants": ["a:out=nan"]}, "planted"),
         ({"substitutes": ["a/aten.mm:out from 0f"]}, "results of another run"),
         ({"problems": ["shard 0 is damaged"]}, "damaged"),
+        ({"compute_dtype": "float64"}, "truth"),
     ],
 )
 def test_bless_refuses_unfit_runs(make_folder, tmp_path, tables, told):

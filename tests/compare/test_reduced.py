@@ -28,11 +28,11 @@ HIDDEN = 256
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory, tiny_model):
-    """``recorded(architecture, dtype, store)`` → a run."""
+    """``recorded(architecture, dtype, store)`` → a run; another ``number``, another run."""
     runs = {}
 
-    def make(architecture="llama", dtype="bfloat16", store="full", sites="blocks"):
-        key = architecture, dtype, store, sites
+    def make(architecture="llama", dtype="bfloat16", store="full", sites="blocks", number=0):
+        key = architecture, dtype, store, sites, number
         if key not in runs:
             runs[key] = capture(
                 str(tiny_model(architecture, dtype=dtype, hidden=HIDDEN)), store=store,
@@ -166,7 +166,7 @@ def test_what_a_full_reference_can_anchor_is_captured_in_full(recorded, tmp_path
 )  # fmt: skip
 def test_equal_digests_are_identical(recorded, tmp_path, pair):
     """The same machine again: every bit is equal, whatever is kept."""
-    first, second = (recorded(store=store) for store in pair)
+    first, second = (recorded(store=store, number=n) for n, store in enumerate(pair))
     report = compare(first, second)
     assert report.verdict.kind == "identical"
     assert report.coverage.num_compared == len(first.records)

@@ -134,6 +134,7 @@ def test_a_wrong_cache_is_found(fault, block, step, dtype, whole_run):
     assert verdict.summary == (
         "decode steps with the cache against one forward over the whole sequence: "
         f"the error is made at model.layers.{block}:out"
+        + ("" if step == 1 else f" from decode step {step} on")
     )
 
 

@@ -125,6 +125,52 @@ def test_the_worst_call_beside_another_run(record, tmp_path):
     assert "0.5" in report
 
 
+def test_a_pair_with_other_inputs_is_refused(record, tmp_path):
+    """Its result is no fault of its operator: the message says what differs and what to do."""
+    run = record(lambda: X @ X.t())
+    other = record(lambda: (X * 1.5) @ X.t(), path=tmp_path / "other")
+    with pytest.raises(UsageError) as refused:
+        repro(run, site="block/aten.mm:out", against=other, out=tmp_path / "bug")
+    text = str(refused.value)
+    assert "inputs differ at block/aten.mm: this reproducer would blame the operator" in text
+    assert "self differs by rel L2 0.5" in text
+    assert f"divergence replay {run.path} -o OTHER" in text
+    assert not (tmp_path / "bug").exists()
+
+
+def test_a_pair_with_other_scalars_is_refused(record, tmp_path):
+    """The scale of the one is not the other's, and both are named."""
+    run = record(lambda: X * 0.125)
+    other = record(lambda: X * 0.13125, path=tmp_path / "other")
+    with pytest.raises(UsageError, match=r"other=0\.13125 there, 0\.125 here"):
+        repro(run, site="block/aten.mul:out", against=other, out=tmp_path / "bug")
+    alpha = record(lambda: torch.add(X, X, alpha=2), path=tmp_path / "alpha")
+    plain = record(lambda: torch.add(X, X), path=tmp_path / "plain")
+    with pytest.raises(UsageError, match="alpha=2 there, 1 here"):
+        repro(plain, site="block/aten.add:out", against=alpha, out=tmp_path / "bug")
+
+
+def test_a_pair_with_other_weights_is_refused(record, tmp_path):
+    """Also where no side stored them: their digests tell."""
+    one, two = torch.linspace(-1, 1, 36).reshape(6, 6), torch.linspace(-1, 2, 36).reshape(6, 6)
+    run = record(lambda: (X @ one) @ X.t(), weights={"w": one})
+    same = record(lambda: (X @ one) @ X.t(), weights={"w": one}, path=tmp_path / "same")
+    other = record(lambda: (X @ two) @ X.t(), weights={"w": two}, path=tmp_path / "other")
+    made = repro(run, site="block/aten.mm#2:out", against=same, out=tmp_path / "bug")
+    assert made.against["out"].rel_l2 == 0
+    with pytest.raises(UsageError, match="inputs differ"):
+        repro(run, site="block/aten.mm#2:out", against=other, out=tmp_path / "bug2")
+
+
+def test_a_run_with_the_very_same_inputs_needs_no_replay(record, tmp_path):
+    """Two captures whose operator was given the same bits are a pair."""
+    run = record(lambda: X @ X.t())
+    other = record(lambda: X @ X.t(), path=tmp_path / "other")
+    made = repro(run, site="block/aten.mm:out", against=other, out=tmp_path / "bug")
+    assert made.against["out"].rel_l2 == 0
+    assert made.notes == ()
+
+
 def test_a_truth_can_be_given(record, tmp_path):
     """A float64 replay of the run; any other run is refused."""
     run = record(lambda: X @ X.t())

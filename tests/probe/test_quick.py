@@ -12,21 +12,19 @@ import torch
 
 from divergence.capture.api import capture, reference
 from divergence.probe import quick
-from divergence.probe.quick import BUDGET_S, quick_facts
+from divergence.probe.quick import quick_facts
 
 
 @pytest.fixture(autouse=True)
 def _nothing_remembered(monkeypatch):
     monkeypatch.setattr(quick, "_cache", {})
-    monkeypatch.setattr(quick, "BUDGET_S", 60.0)  # a busy machine leaves nothing out
 
 
-def test_it_takes_less_than_three_seconds(monkeypatch):
-    """On the CPU, nothing remembered; about 0.6 s of one core (benchmarks/probe.py)."""
-    monkeypatch.setattr(quick, "BUDGET_S", BUDGET_S)
-    start = time.monotonic()
+def test_it_takes_less_than_three_seconds():
+    """Of one core, nothing remembered; about 0.6 s (benchmarks/probe.py)."""
+    start = time.thread_time()
     facts = quick_facts("cpu")
-    assert time.monotonic() - start < 3
+    assert time.thread_time() - start < 3
     assert {fact.probe for fact in facts} >= {
         "order", "accumulator", "input bits", "fma", "rows", "batch", "subnormals", "rounding",
         "ulp", "lanes",
@@ -90,14 +88,16 @@ def test_a_machine_that_refuses_has_one_fact_that_says_why():
     assert quick._cache == {}
 
 
-def test_a_slow_machine_leaves_orders_out(monkeypatch):
-    """And says which."""
-    monkeypatch.setattr(quick, "BUDGET_S", 0.0)
-    orders = [fact for fact in quick_facts("cpu") if fact.probe == "order"]
-    assert orders
-    assert {fact.value for fact in orders} == {"no answer"}
-    assert not any(fact.verified for fact in orders)
-    assert "time was up" in orders[0].evidence
+def test_a_slow_machine_tries_the_same(monkeypatch):
+    """However late it gets, no fact is left out: the set is fixed."""
+    names = [fact.name for fact in quick_facts("cpu")]
+    quick._cache.clear()
+    late = iter(range(0, 1 << 30, 1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(late)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(late)))
+    facts = quick_facts("cpu")
+    assert [fact.name for fact in facts] == names
+    assert not any(fact.value == "no answer" for fact in facts)
 
 
 def test_a_capture_notes_it_and_records_the_same(llama, tmp_path):

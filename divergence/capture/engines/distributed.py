@@ -14,6 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import ModelError, UsageError
+from divergence.run.site import escape_path
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,7 @@ def tensor_plan(module: Any) -> dict[str, str]:
     for path, _ in module.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
         if style is not None:
-            found[path] = style
+            found[escape_path(path)] = style
     return found
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from divergence.capture.ranks import Ranks
     from divergence.run.manifest import SampleTokens
 
-__all__ = ["GroupResult", "check_ids", "run_group"]
+__all__ = ["GroupResult", "check_ids", "pad_id", "run_group"]
 
 _TOP = 5
 _KEEP = "logits_to_keep"
@@ -134,7 +134,7 @@ def _decode(
     eos = own.eos_token_id if forced is None else None
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     control = _control(forced, count, ends, loaded.ranks)
-    pad = _pad_id(own, loaded)
+    pad = pad_id(loaded)
     plain = GenerationConfig(
         do_sample=False,
         num_beams=1,
@@ -221,7 +221,7 @@ def _control(
 
 def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask), both (B, T), padded as the samples say."""
-    pad = _pad_id(getattr(loaded.module, "generation_config", None), loaded) or 0
+    pad = pad_id(loaded)
     ids = [
         [pad] * sample.num_left_pad + sample.prompt_ids + [pad] * sample.num_right_pad
         for sample in samples
@@ -234,8 +234,9 @@ def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Ten
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def _pad_id(own: Any, loaded: LoadedModel) -> int | None:
+def pad_id(loaded: LoadedModel) -> int:
     """Padding, or any stand-in: padded positions are masked."""
+    own = getattr(loaded.module, "generation_config", None)
     candidates = [
         getattr(own, "pad_token_id", None),
         getattr(loaded.tokenizer, "pad_token_id", None),

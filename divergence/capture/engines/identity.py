@@ -13,11 +13,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from divergence.capture.code import code_notes
+from divergence.capture.engines.config import chat_example, config_values, size_facts
 from divergence.capture.engines.load import LoadedModel
 from divergence.capture.engines.offloaded import weights_of
 from divergence.numerics.formats import format_of
 from divergence.run.fingerprint import digest_json, digest_many, digest_tensor, digest_text
-from divergence.run.manifest import ModelIdentity
+from divergence.run.manifest import CodeNote, ModelIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +96,10 @@ def identify(
         chat_template_digest=None if template is None else digest_json(template),
         trust_remote_code=loaded.trust_remote_code,
         missing=loaded.missing,
+        config=config_values(_steady(config.to_dict())),
+        code=_code(module),
+        chat_example=chat_example(tokenizer),
+        **size_facts(module, tokenizer),
     )
 
 
@@ -154,6 +160,13 @@ def _steady(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_steady(item) for item in value]
     return value
+
+
+def _code(module: torch.nn.Module) -> dict[str, CodeNote]:
+    try:
+        return code_notes(module)
+    except Exception:  # modules are anybody's code; then it is not recorded, which comparisons say
+        return {}
 
 
 def _quantization(config: Any) -> str | None:

@@ -1,0 +1,121 @@
+"""The processor and the build of torch: what decides which kernels of linear algebra run.
+
+The name that the processor gives itself (the brand string of cpuid, in Linux ``model name``) is
+shortened by clouds; maker, family, model and stepping tell two processors of one name apart. An Arm
+core has no brand string: implementer and part number have the names below
+(Arm, "Main ID Register"; Linux ``arch/arm64/include/asm/cputype.h``; util-linux ``lscpu-arm.c``).
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+__all__ = ["cpu_model", "cpu_name", "torch_build"]
+
+_CPUINFO = Path("/proc/cpuinfo")
+_MAKERS = {
+    0x41: "Arm", 0x42: "Broadcom", 0x43: "Cavium", 0x46: "Fujitsu", 0x48: "HiSilicon",
+    0x4E: "NVIDIA", 0x50: "Ampere", 0x51: "Qualcomm", 0x61: "Apple", 0x6D: "Microsoft",
+    0x70: "Phytium", 0xC0: "Ampere",
+}  # fmt: skip
+_PARTS = {
+    (0x41, 0xD03): "Cortex-A53", (0x41, 0xD07): "Cortex-A57", (0x41, 0xD08): "Cortex-A72",
+    (0x41, 0xD09): "Cortex-A73", (0x41, 0xD0A): "Cortex-A75", (0x41, 0xD0B): "Cortex-A76",
+    (0x41, 0xD0C): "Neoverse-N1", (0x41, 0xD40): "Neoverse-V1", (0x41, 0xD49): "Neoverse-N2",
+    (0x41, 0xD4F): "Neoverse-V2", (0x41, 0xD83): "Neoverse-V3AE", (0x41, 0xD84): "Neoverse-V3",
+    (0x41, 0xD8E): "Neoverse-N3", (0x43, 0x0AF): "ThunderX2-99xx", (0x46, 0x001): "A64FX",
+    (0x48, 0xD01): "TaiShan-v110", (0x48, 0xD02): "TaiShan-v120", (0x4E, 0x004): "Carmel",
+    (0xC0, 0xAC3): "Ampere-1", (0xC0, 0xAC4): "Ampere-1a", (0x6D, 0xD49): "Azure Cobalt 100",
+    (0x70, 0x663): "FTC663", (0x70, 0x862): "FTC862",
+}  # fmt: skip
+_BUILD = (
+    ("compiler", r"^\s*-?\s*((?:GCC|clang|MSVC|Clang|AppleClang) \S+)"),
+    ("C++", r"C\+\+ Version: (\d+)"),
+    ("MKL", r"Math Kernel Library Version (\S+)"),
+    ("oneDNN", r"MKL-DNN (v[\d.]+)"),
+    ("OpenMP", r"OpenMP (\d+)"),
+    ("BLAS", r"\bBLAS_INFO=(\w+)"),
+    ("LAPACK", r"\bLAPACK_INFO=(\w+)"),
+    ("ACL", r"\bUSE_ACL=(\w+)"),
+    ("OpenBLAS", r"OpenBLAS (\d\S*)"),
+    ("CUDA runtime", r"CUDA Runtime ([\d.]+)"),
+    ("cuDNN", r"CuDNN ([\d.]+)"),
+    ("MAGMA", r"Magma ([\d.]+)"),
+    ("commit", r"COMMIT_SHA=([0-9a-f]{12})"),
+    ("flags", r"CXX_FLAGS=.*?(-O\d)"),
+)
+"""Name → where it stands in torch.__config__.show()."""
+_ODD_FLAGS = ("-ffast-math", "-funsafe-math-optimizations", "-ffp-contract=fast", "-march=native")
+
+
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    info = _cpuinfo()
+    name = info.get("model name", "")
+    if name and not name.startswith("ARM"):  # old Arm kernels: "ARMv8 Processor rev 1"
+        return name
+    return _arm(info) or info.get("Model") or platform.processor() or platform.machine()
+
+
+def cpu_model() -> str | None:
+    """``GenuineIntel family 6 model 143 stepping 8``; ``Arm Neoverse-V2 (0x41/0xd4f) r0p1``."""
+    info = _cpuinfo()
+    if "vendor_id" in info and "cpu family" in info:
+        numbers = (("family", "cpu family"), ("model", "model"), ("stepping", "stepping"))
+        told = " ".join(f"{say} {info[key]}" for say, key in numbers if key in info)
+        return f"{info['vendor_id']} {told}"
+    core = _arm(info)
+    if core is None:
+        return None
+    ids = f"{info['CPU implementer']}/{info['CPU part']}"
+    variant = f" r{_number(info.get('CPU variant'))}p{_number(info.get('CPU revision'))}"
+    return f"{core} ({ids}){variant}"
+
+
+def torch_build() -> dict[str, str]:
+    """Compiler and linear algebra of this torch, by name; what it does not tell is left out."""
+    import torch
+
+    text = torch.__config__.show()
+    found = {}
+    for name, pattern in _BUILD:
+        match = re.search(pattern, text, re.MULTILINE)
+        if match is not None:
+            found[name] = match[1].rstrip(",")
+    flags = [flag for flag in _ODD_FLAGS if flag in text]
+    if flags:
+        found["flags"] = " ".join([*filter(None, [found.get("flags")]), *flags])
+    return found
+
+
+def _arm(info: dict[str, str]) -> str | None:
+    try:
+        maker, part = int(info["CPU implementer"], 16), int(info["CPU part"], 16)
+    except (KeyError, ValueError):
+        return None
+    maker_name = _MAKERS.get(maker, f"maker {maker:#x}")
+    return f"{maker_name} {_PARTS.get((maker, part), f'part {part:#x}')}"
+
+
+def _number(text: str | None) -> str:
+    try:
+        return str(int(text or "", 0))
+    except ValueError:
+        return "?"
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's lines; on machines with cores of two kinds, all parts are in the last
+    ones' names alone, and the first stands for them."""
+    try:
+        text = _CPUINFO.read_text(errors="replace")
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(key.strip(), value.strip())
+    return found

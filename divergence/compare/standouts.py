@@ -1,0 +1,67 @@
+"""Stand-outs: blocks that differ by more than their siblings, though within rounding.
+
+They are places to look first, never verdicts: a coarser sum in one block of twelve, say, whose
+error a 16-bit dtype hides. A site stands out where its typical token's error in the anchored pass
+is over ``standout`` times the median of its siblings', or where it was beyond a limit and both
+sides turned out equally near the truth. One look counts once: of a block's sites the first in
+execution order is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from divergence.compare.units import Unit, num_values, order_of
+from divergence.numerics.chance import spread
+from divergence.numerics.floor import Thresholds
+
+__all__ = ["StandOut", "find_standouts"]
+
+_SEEN = 0.02
+"""Floors: siblings nearer to each other than this are taken to be this far apart, so that one
+element rounded otherwise makes no stand-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandOut:
+    """``times``: the typical token's error over its siblings'."""
+
+    unit: Unit
+    times: float
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        unit = self.unit
+        worst = max(unit.results, key=lambda result: result.rel_l2 or 0.0)
+        return (
+            f"{unit.site} ({unit.phase}) differs {self.times:.1f} × more than its siblings (rel L2 "
+            f"{worst.rel_l2:.1e}), within rounding: the first place to look"
+        )
+
+
+def find_standouts(
+    units: Sequence[Unit], excused: Sequence[Unit], thresholds: Thresholds
+) -> list[StandOut]:
+    """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth."""
+    families: dict[tuple, list[Unit]] = {}
+    for unit in units:
+        if unit.pass_ == "anchored" and unit.kind[0] == "block":
+            families.setdefault(unit.kind, []).append(unit)
+    found: list[StandOut] = []
+    for family in families.values():
+        for unit in family if len(family) >= 4 else ():
+            usual = statistics.median(o.typical for o in family if o is not unit)
+            times = unit.typical / max(usual, _SEEN)
+            numbers = max(num_values(result) for result in unit.results)
+            if times > thresholds.standout * spread(numbers) or (
+                unit in excused and times > thresholds.truth_confirm
+            ):
+                found.append(StandOut(unit, times))
+    found.sort(key=lambda one: order_of(one.unit.first))
+    named: dict[str | None, StandOut] = {}
+    for one in found:
+        named.setdefault(one.unit.results[0].block, one)
+    return list(named.values())

@@ -179,7 +179,8 @@ def known_difference(bench: Bench) -> Told:
     """A known difference with its reason and date lets that site pass, and is printed."""
     a, b = _faulty(bench)
     policy = bench.folder("policy").with_suffix(".toml")
-    policy.write_text(f'[[known]]\nsites = "{BLOCK}:out"\nmax = 2.0\nreason = "bug 17"\n'
+    policy.write_text(f'[[known]]\nsites = "{BLOCK}:out"\nreason = "bug 17"\n'
+                      "max = { rel_l2 = 2.0 }\n"
                       'until = "2099-01-01"\n')  # fmt: skip
     ran = bench.cli("check", a, b, "--policy", policy)
     if ran.code in (0, 1) and "bug 17" in ran.text:
@@ -191,7 +192,9 @@ def known_difference_expired(bench: Bench) -> Told:
     """One whose date has passed excuses nothing."""
     a, b = _faulty(bench)
     policy = bench.folder("policy").with_suffix(".toml")
-    policy.write_text('[[known]]\nsites = "*"\nmax = 2.0\nreason = "old"\nuntil = "2020-01-01"\n')
+    policy.write_text(
+        '[[known]]\nsites = "*"\nmax = { rel_l2 = 2.0 }\nreason = "old"\nuntil = "2020-01-01"\n'
+    )
     return fails(bench.cli("check", a, b, "--policy", policy))
 
 

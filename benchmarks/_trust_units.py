@@ -225,7 +225,7 @@ def truth_hides_a_finding(bench: Bench) -> Told:
     few, more = compare(a, b), compare(a, b, truth=bench.truth(a))
     text = f"{said(few)}; with a truth {said(more)}"
     lost = few.verdict.kind in ("localized", "systematic") and more.verdict.onset is None
-    return wrong(text) if lost else right(text)
+    return wrong(text) if lost or more.verdict.side == "reference" else right(text)
 
 
 def _causal_alone(healthy: Any) -> Any:

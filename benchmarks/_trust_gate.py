@@ -82,6 +82,26 @@ def lacks_a_prompt(bench: Bench) -> Told:
     return checks(bench, a, b)
 
 
+def longer_generation(bench: Bench) -> Told:
+    """A new run of six tokens against a golden of three is another experiment."""
+    a = bench.reference(prompts=2, tokens=3)
+    return checks(bench, a, bench.reference(prompts=2, tokens=6))
+
+
+def prefill_fault_unrecorded(bench: Bench) -> Told:
+    """A golden of decode steps alone: a gross fault of the prefill fails, or it is said that
+    nothing of the prefill was checked."""
+    a = bench.reference(prompts=2, tokens=6, steps="decode")
+    b = bench.capture(like=a, plants=[f"{BLOCK}:out=scale:1.3@step=0"])
+    return checks(bench, a, b)
+
+
+def truth_as_new(bench: Bench) -> Told:
+    """The golden's own truth is no new run."""
+    a = bench.reference(prompts=1, tokens=4)
+    return checks(bench, a, bench.truth(a))
+
+
 def against_itself(bench: Bench) -> Told:
     """A run against itself proves nothing."""
     a = bench.reference(prompts=1, tokens=4)
@@ -159,7 +179,8 @@ def known_difference(bench: Bench) -> Told:
     """A known difference with its reason and date lets that site pass, and is printed."""
     a, b = _faulty(bench)
     policy = bench.folder("policy").with_suffix(".toml")
-    policy.write_text(f'[[known]]\nsites = "{BLOCK}:out"\nmax = 2.0\nreason = "bug 17"\n'
+    policy.write_text(f'[[known]]\nsites = "{BLOCK}:out"\nreason = "bug 17"\n'
+                      "max = { rel_l2 = 2.0 }\n"
                       'until = "2099-01-01"\n')  # fmt: skip
     ran = bench.cli("check", a, b, "--policy", policy)
     if ran.code in (0, 1) and "bug 17" in ran.text:
@@ -171,7 +192,9 @@ def known_difference_expired(bench: Bench) -> Told:
     """One whose date has passed excuses nothing."""
     a, b = _faulty(bench)
     policy = bench.folder("policy").with_suffix(".toml")
-    policy.write_text('[[known]]\nsites = "*"\nmax = 2.0\nreason = "old"\nuntil = "2020-01-01"\n')
+    policy.write_text(
+        '[[known]]\nsites = "*"\nmax = { rel_l2 = 2.0 }\nreason = "old"\nuntil = "2020-01-01"\n'
+    )
     return fails(bench.cli("check", a, b, "--policy", policy))
 
 
@@ -200,6 +223,9 @@ CASES: tuple[Case, ...] = (
     Case("17", "anchored pass missing", lacks_anchored),
     Case("17", "escalated pass missing", lacks_escalated),
     Case("17", "one prompt missing", lacks_a_prompt),
+    Case("17", "six tokens against three", longer_generation),
+    Case("17", "block × 1.3 in the prefill, decode recorded", prefill_fault_unrecorded),
+    Case("17", "a run against its truth", truth_as_new),
     Case("17", "a run against itself", against_itself),
     Case("17", "a run against its copy", against_its_copy),
     Case("17", "no token", zero_tokens),

@@ -100,6 +100,38 @@ def head_bias_of_one_token(bench: Bench) -> Told:
     return _planted(bench, "lm_head:out=channel:77:3.0")
 
 
+def bias_of_one_token(bench: Bench) -> Told:
+    """One token's logit one larger at every position fails, also among 2048."""
+
+    def biased(model: Any) -> None:
+        one = torch.zeros(2048)
+        one[33] = 1.0
+        model.lm_head.register_forward_hook(lambda _, __, out: (out.float() + one).to(out.dtype))
+
+    a = bench.reference(bench.model(size="demo", num_blocks=2), tokens=3)
+    return checks(bench, a, bench.capture(like=a, prepare=biased))
+
+
+def _scaled_before(bench: Bench, path: str, times: float, dtype: str) -> Told:
+    def prepare(model: Any) -> None:
+        model.get_submodule(path).register_forward_pre_hook(
+            lambda _, args: (args[0] * times, *args[1:])
+        )
+
+    a = bench.reference(bench.model(dtype=dtype), tokens=3)
+    return checks(bench, a, bench.capture(like=a, prepare=prepare))
+
+
+def scaled_before_head(bench: Bench) -> Told:
+    """In float32, code that scales what enters the head by 5% fails."""
+    return _scaled_before(bench, "lm_head", 1.05, "float32")
+
+
+def scaled_before_first_block(bench: Bench) -> Told:
+    """In bfloat16, code that scales what enters the first block by 10% fails."""
+    return _scaled_before(bench, "model.layers.0", 1.1, "bfloat16")
+
+
 def embedding(bench: Bench) -> Told:
     """Embeddings that are noisy fail."""
     return _planted(bench, "model.embed_tokens:out=noise:0.3")
@@ -271,6 +303,9 @@ CASES: tuple[Case, ...] = (
     Case("12", "noise 1.0 before the head", before_head),
     Case("12", "logits × 1.3", head_output),
     Case("12", "one token's logit × 3", head_bias_of_one_token),
+    Case("12", "one logit + 1 of 2048", bias_of_one_token),
+    Case("12", "code scales before the head by 1.05, float32", scaled_before_head),
+    Case("12", "code scales before block 0 by 1.1", scaled_before_first_block),
     Case("12", "noise 0.3 on the embeddings", embedding),
     Case("12", "noise 0.5 before block 2", between_blocks),
     Case("12", "rotary table one position off", rotary_table),

@@ -1,32 +1,25 @@
-"""Cases of benchmarks/trust.py about places and evidence: one prompt, step, head or expert of many,
-faults that settings hide, floors, batches, what stands out, and how confidence moves."""
+"""Cases of benchmarks/trust.py about places: one prompt, step, row, head or expert of many, and
+faults that every block has in one of them."""
 
 from __future__ import annotations
 
 import functools
-import shlex
-import shutil
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-import divergence
-from benchmarks import _faults
 from benchmarks._trust import (
     PROMPTS,
-    QUIET,
     Bench,
     Case,
     Told,
-    abstained,
     finds,
     many_prompts,
     refuses,
     right,
     said,
     stays_quiet,
-    words_of,
     wrong,
 )  # fmt: skip
 from divergence import compare
@@ -179,6 +172,77 @@ def _wrong_expert(model: Any) -> None:
     experts.forward = forward
 
 
+def _every_block(bench: Bench, fault: str) -> Told:
+    """A fault that every block has, in one unit of many: its siblings are no control for it."""
+    a = bench.reference(prompts=4, tokens=6)
+    plants = [f"model.layers.{n}.mlp:out={fault}" for n in range(3)]
+    b = bench.capture(like=a, plants=plants, **OTHER)
+    return finds(compare(a, b), kinds=("systematic", "localized"))
+
+
+def every_block_in_one_step(bench: Bench) -> Told:
+    """Every MLP 30% too large in one decode step is no rounding."""
+    return _every_block(bench, "scale:1.3@step=3")
+
+
+def every_block_in_one_prompt(bench: Bench) -> Told:
+    """Nor in one prompt of four."""
+    return _every_block(bench, "scale:1.3@sample=2")
+
+
+def padding_not_masked(bench: Bench) -> Told:
+    """In a batch whose short row attends to its padding, that row convicts."""
+    a = bench.reference(prompts=("a b", PROMPTS[0]), tokens=3, batch=True)
+    return finds(compare(a, bench.capture(like=a, prepare=_ignore_padding)))
+
+
+def _ignore_padding(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.forward = _causal_alone(layer.self_attn.forward)
+
+
+def two_faults_two_sides(bench: Bench) -> Told:
+    """Block 0 of the reference and block 2 of the candidate: no kernel that every block shares."""
+    healthy = bench.reference(prompts=2, tokens=4)
+    a = bench.capture(like=healthy, plants=["model.layers.0:out=scale:1.2"])
+    b = bench.capture(like=healthy, plants=["model.layers.2:out=scale:1.2"])
+    report = compare(a, b, truth=bench.truth(healthy))
+    if "every" in report.verdict.summary:
+        return wrong(f"{said(report)}: {report.verdict.summary[:70]}")
+    return finds(report, block="model.layers.0", sides=("both", "reference", None))
+
+
+def truth_hides_a_finding(bench: Bench) -> Told:
+    """What two runs alone localize is not withdrawn where a truth is added (sliding window off)."""
+
+    def unwindowed(model: Any) -> None:
+        window = [one for one in model.model.layers if one.self_attn.sliding_window]
+        for layer in window:
+            layer.self_attn.forward = _causal_alone(layer.self_attn.forward)
+
+    a = bench.reference(bench.model("gemma3"), prompts=2, tokens=12)
+    b = bench.capture(like=a, prepare=unwindowed)
+    few, more = compare(a, b), compare(a, b, truth=bench.truth(a))
+    text = f"{said(few)}; with a truth {said(more)}"
+    lost = few.verdict.kind in ("localized", "systematic") and more.verdict.onset is None
+    return wrong(text) if lost or more.verdict.side == "reference" else right(text)
+
+
+def _causal_alone(healthy: Any) -> Any:
+    def forward(*args: Any, **values: Any) -> Any:
+        mask = values.get("attention_mask")
+        if mask is not None:
+            num_queries, num_keys = mask.shape[-2:]
+            last = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+            seen = torch.arange(num_keys)[None] <= last
+            if mask.dtype != torch.bool:
+                seen = torch.where(seen, 0.0, torch.finfo(mask.dtype).min).to(mask.dtype)
+            values["attention_mask"] = seen[None, None].expand(mask.shape)
+        return healthy(*args, **values)
+
+    return forward
+
+
 def healthy_64_prompts(bench: Bench) -> Told:
     """64 looks at two healthy kernels raise no alarm."""
     a = bench.reference(prompts=64, tokens=1)
@@ -189,134 +253,6 @@ def healthy_24_steps(bench: Bench) -> Told:
     """24 steps of two healthy kernels raise no alarm."""
     a = bench.reference(prompts=1, tokens=24)
     return stays_quiet(compare(a, bench.capture(like=a, attn_implementation="sdpa")))
-
-
-def candidate_as_floor(bench: Bench) -> Told:
-    """A candidate is no floor for itself."""
-    a = bench.reference()
-    c = bench.capture(like=a, plants=[f"{BLOCK}:out=scale:1.05"])
-    return refuses(lambda: compare(a, c, floor=[c]), lambda r: finds(r, block=BLOCK))
-
-
-def candidates_copy_as_floor(bench: Bench) -> Told:
-    """Nor is a copy of its folder, or a second capture with its bits."""
-    a = bench.reference()
-    c = bench.capture(like=a, plants=[f"{BLOCK}:out=scale:1.05"])
-    again = bench.capture(like=a, plants=[f"{BLOCK}:out=scale:1.05"])
-    copy = bench.folder("copy")
-    shutil.copytree(c, copy)
-    told = [refuses(lambda f=floor: compare(a, c, floor=[f]), lambda r: finds(r, block=BLOCK))
-            for floor in (copy, again)]  # fmt: skip
-    return max(told, key=lambda one: ("right", "abstained", "wrong").index(one.outcome))
-
-
-def faulty_floor(bench: Bench) -> Told:
-    """A floor with a fault of its own: by what a limit was widened is said, or it is found."""
-    a = bench.reference()
-    c = bench.capture(like=a, plants=[f"{BLOCK}:out=scale:1.05"])
-    f = bench.capture(like=a, plants=[f"{BLOCK}:out=scale:1.06"])
-
-    def judge(report: Any) -> Told:
-        told, words = finds(report, block=BLOCK), words_of(report)
-        low = report.verdict.confidence != "high"
-        if told.outcome == "wrong" and low and BLOCK in words and "widen" in words:
-            return abstained(told.said + ", says where a limit was widened")
-        return told
-
-    return refuses(lambda: compare(a, c, floor=[f]), judge)
-
-
-def truth_lowers_confidence(bench: Bench) -> Told:
-    """Adding a truth, or an escalated pass, that agrees never lowers confidence."""
-    ranks = ("low", "medium", "high")
-    a = bench.reference()
-    truth, told = bench.truth(a), []
-    for fault in (f"{BLOCK}:out=scale:1.03", f"{MLP}=scale:1.05", f"{MLP}=noise:0.05",
-                  f"{BLOCK}:out=channel:5:1.5"):  # fmt: skip
-        few = compare(a, bench.capture(like=a, plants=[fault]))
-        deep = bench.capture(like=a, plants=[fault], escalate=True)
-        more = compare(a, deep, truth=truth)
-        if few.verdict.kind in QUIET:
-            continue
-        before, after = few.verdict.confidence, more.verdict.confidence
-        bad = ranks.index(after) < ranks.index(before) or more.verdict.kind in QUIET
-        told.append((bad, f"{fault}: {before} without, {more.verdict.kind} {after} with"))
-    bad = [text for is_bad, text in told if is_bad]
-    return wrong(bad[0]) if bad else right(f"{len(told)} faults, none lower")
-
-
-def batch_of_eight(bench: Bench) -> Told:
-    """One by one against a batch of eight with a fault: the advice leads to the fault."""
-    a, fault = bench.reference(prompts=8), f"{BLOCK}:out=scale:1.1"
-    b = bench.capture(str(bench.model()), prompts=PROMPTS, max_new_tokens=3, batch=True,
-                      plants=[fault])  # fmt: skip
-    report = compare(a, b)
-    advice = [line for line in report.verdict.next if "capture --like" in line]
-    if not advice:
-        return abstained(f"{said(report)}, advises no capture")
-    out = bench.folder()
-    words = shlex.split(advice[0], comments=True)[1:]
-    words[words.index("-o") + 1] = str(out)
-    ran = bench.cli(*words, "--plant", fault)
-    if ran.code:
-        return abstained(f"{advice[0]} is refused: {ran.err[:80]}")
-    number = divergence.Run.open(out).manifest.settings.batch
-    if not number:
-        return wrong(f"advises {' '.join(words[:4])} …: the batch of one again")
-    return finds(compare(a, out), block=BLOCK)
-
-
-def batch_of_eight_healthy(bench: Bench) -> Told:
-    """Rows of a healthy batch, anchored row by row, raise no alarm."""
-    a = bench.reference(prompts=8)
-    out = bench.folder()
-    ran = bench.cli("capture", "--like", a, "--batch", "-o", out)
-    if ran.code:
-        return abstained(f"exit {ran.code}: {ran.err[:100]}")
-    return stays_quiet(compare(a, out))
-
-
-def partial_sums_in_bf16(bench: Bench) -> Told:
-    """Partial sums kept in bf16 in one block of twelve are mentioned, and not dismissed."""
-    a = bench.reference(bench.model(num_blocks=12, hidden=128), prompts=3)
-    b = bench.capture(like=a, prepare=lambda m: _faults.plant(m, "partial-sums", 6, strength=2.0))
-    report = compare(a, b, truth=bench.truth(a))
-    block, verdict = "model.layers.6", report.verdict
-    if verdict.kind in FOUND_OR_MENTIONED:
-        return finds(report, block=block, sides=("candidate", None))
-    if block in words_of(report) and verdict.confidence != "high":
-        return right(said(report) + ", mentions the block")
-    return wrong(said(report)) if verdict.confidence == "high" else abstained(said(report))
-
-
-FOUND_OR_MENTIONED = ("localized", "systematic", "nonfinite", "drift")
-
-
-def float16_against_bfloat16(bench: Bench) -> Told:
-    """Another precision is said first, before any rounding."""
-    a = bench.reference()
-    report = compare(a, bench.capture(like=a, dtype="float16"))
-    summary = report.verdict.summary
-    named = ("float16" in summary and "bfloat16" in summary) or "dtype" in summary
-    if named or "precision" in summary:
-        return right(f"{said(report)}: {summary[:70]}")
-    return wrong(f"{said(report)}: {summary[:70]}")
-
-
-def fault_under_other_precision(bench: Bench) -> Told:
-    """A fault beside another precision is still found, or the verdict abstains."""
-    a = bench.reference()
-    b = bench.capture(like=a, dtype="float16", plants=[f"{MLP}=scale:1.2"])
-    return finds(compare(a, b), block=BLOCK)
-
-
-def healthy_16_bits_in_float32(bench: Bench) -> Told:
-    """The same model in float32 is no faulty machine."""
-    a = bench.reference()
-    report = compare(a, bench.capture(like=a, dtype="float32"), truth=bench.truth(a))
-    if report.verdict.side in ("candidate", "both"):
-        return wrong(said(report))
-    return right(said(report)) if report.verdict.kind != "drift" else abstained(said(report))
 
 
 CASES: tuple[Case, ...] = (
@@ -331,16 +267,11 @@ CASES: tuple[Case, ...] = (
     Case("1", "MLP × 1.2 in prompt 3, step 9", one_step_of_one_prompt),
     Case("1", "head zeroed in prompt 6 of 8", one_head_of_one_prompt),
     Case("1", "expert 3 × 1.5", one_expert_of_many),
+    Case("1", "every MLP × 1.3 in step 3 of 6", every_block_in_one_step),
+    Case("1", "every MLP × 1.3 in prompt 2 of 4", every_block_in_one_prompt),
+    Case("1", "padding not masked, a short row in a batch", padding_not_masked),
+    Case("1", "block 0 of the reference, 2 of the candidate", two_faults_two_sides),
     Case("1", "nothing: sdpa, 64 prompts", healthy_64_prompts),
     Case("1", "nothing: sdpa, 24 steps", healthy_24_steps),
-    Case("6", "block × 1.05, --floor the candidate", candidate_as_floor),
-    Case("6", "the same, --floor its copy or its bits", candidates_copy_as_floor),
-    Case("6", "the same, --floor a faulty run", faulty_floor),
-    Case("7", "four faults, with and without a truth", truth_lowers_confidence),
-    Case("8", "block × 1.1 in a batch of 8", batch_of_eight),
-    Case("8", "nothing: batch of 8", batch_of_eight_healthy),
-    Case("9", "partial sums in bf16 in block 6 of 12", partial_sums_in_bf16),
-    Case("10", "bfloat16 against float16", float16_against_bfloat16),
-    Case("10", "the same with MLP × 1.2", fault_under_other_precision),
-    Case("10", "bfloat16 against float32, truth", healthy_16_bits_in_float32),
+    Case("7", "sliding window off, with a truth", truth_hides_a_finding),
 )

@@ -29,12 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks import _trust_gate, _trust_passes, _trust_ran, _trust_sides, _trust_units
+from benchmarks import (
+    _trust_evidence,
+    _trust_gate,
+    _trust_passes,
+    _trust_ran,
+    _trust_sides,
+    _trust_units,
+)
 from benchmarks._trust import Bench, Case, Told, abstained, wrong
 from divergence.errors import DivergenceError
 
 CASES: tuple[Case, ...] = (
     *_trust_units.CASES,
+    *_trust_evidence.CASES,
     *_trust_sides.CASES,
     *_trust_passes.CASES,
     *_trust_gate.CASES,

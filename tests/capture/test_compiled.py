@@ -156,6 +156,7 @@ def test_another_compiler_is_named(folder, plain, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the code that inductor imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_inductor_is_recorded(folder, plain, tmp_path):
     """Generated kernels: rounded otherwise, within the floor."""

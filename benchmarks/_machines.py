@@ -55,13 +55,16 @@ class Machine:
         *,
         fault: tuple[str, int, float] | None = None,
         operator_fault: tuple[str, str, float] | None = None,
+        is_code: bool = False,
         **values: Any,
     ) -> None:
         """``what``: ``capture`` or ``reference``, with its parameters. ``fault``: one of
         benchmarks._faults as (name, block, strength); ``operator_fault``: one of
-        benchmarks._operator_faults as (name, site, strength)."""
+        benchmarks._operator_faults as (name, site, strength); ``is_code``: the run's code is
+        recorded as it is with the fault, else as the model's own."""
         assert self._process.stdin is not None
-        request = {"what": what, "fault": fault, "operator_fault": operator_fault, "values": values}
+        request = {"what": what, "fault": fault, "operator_fault": operator_fault,
+                   "is_code": is_code, "values": values}  # fmt: skip
         self._process.stdin.write(json.dumps(request, default=str) + "\n")
         self._process.stdin.flush()
 
@@ -84,8 +87,21 @@ class Machine:
         self._process.wait(timeout=30)
 
 
-def _planted(plant: Any, name: str, where: Any, strength: float, model: Any) -> None:
+def _planted(plant: Any, name: str, where: Any, strength: float, is_code: bool, model: Any) -> None:
+    """Plant a fault. A fault of kernels stands for what no source tells: the code that is recorded
+    is the model's own."""
+    from divergence.capture.engines import identity
+
+    notes = identity.code_notes(model)
     plant(model, name, where, strength=strength)
+    if not is_code:
+        own = identity.code_notes
+
+        def recorded(asked: Any) -> Any:
+            identity.code_notes = own
+            return notes if asked is model else own(asked)
+
+        identity.code_notes = recorded
 
 
 def _serve() -> None:
@@ -113,7 +129,9 @@ def _serve() -> None:
                     fault, plant = request["operator_fault"], _operator_faults.plant
                 if fault is not None:
                     name, where, strength = fault
-                    values["prepare"] = functools.partial(_planted, plant, name, where, strength)
+                    values["prepare"] = functools.partial(
+                        _planted, plant, name, where, strength, request["is_code"]
+                    )
                 run = capture(values.pop("model", None), force=True, device="cpu", **values)
             run.close()
         except Exception as reason:

@@ -183,9 +183,12 @@ def fault(runs: Runs, key: str, dtype: str, shape: str, what: tuple[str, int, st
     began = time.perf_counter()
     a = runs.reference(dtype, shape)
     truth, plan = runs.truth(a), FAULTS[name][1]
-    values: dict[str, Any] = (
-        {"plants": [plan.format(block)]} if "=" in plan else {"fault": (plan, block, 1.0)}
-    )
+    values: dict[str, Any] = {"plants": [plan.format(block)]}
+    if (
+        "=" not in plan
+    ):  # the truth is the healthy code's: it would be refused for another reference
+        is_code = name.startswith("code-") and side == "candidate"
+        values = {"fault": (plan, block, 1.0), "is_code": is_code}
     machine, attention = ("old", "sdpa") if side == "candidate" else ("native", "eager")
     out = runs.work / "planted"
     bad = runs.like(a, machine, attention, out, **values)

@@ -120,6 +120,8 @@ def _typical(
     room = thresholds.truth_sibling if family else thresholds.truth_lone
     limit = room * spread(mine.num_values) * widened
     assert mine.first is not None
+    if (w > 1) != (w > control):  # the side with the smaller error is to blame for nothing
+        return Blame("candidate", "typical", 1.0, 1.0, limit, mine.first)
     if w >= control:
         return Blame("candidate", "typical", w, control, limit, mine.first)
     return Blame(
@@ -156,8 +158,10 @@ def usages(
             continue
         width = spread(forward.num_rows * mine.num_columns, num_looks=len(mine.forwards))
         limit = max(room * width, thresholds.truth_forward * held.largest) * widened
-        control = max(held.at[place], 1e-300)
-        found[place] = forward.w(least) / control, control, limit
+        control, w = max(held.at[place], 1e-300), forward.w(least)
+        # the side with the smaller error is to blame for nothing, however its siblings fare
+        excess = w / control if (w > 1) == (w > control) else 1.0
+        found[place] = excess, control, limit
     return found
 
 

@@ -31,7 +31,11 @@ def find_family(units: list[Unit], flagged: list[Unit]) -> Family | None:
     typical = [unit for unit in flagged if unit.kind[0] == "block" and unit.why in _WHOLE]
     typical.sort(key=lambda unit: order_of(unit.first))
     for unit in typical:
-        members = [other for other in typical if other.kind == unit.kind]
+        members = [
+            other
+            for other in typical
+            if other.kind == unit.kind and other.side in (None, unit.side)  # two faults are no kind
+        ]
         if unit.why == "forward":  # of one forward: the others must be off in that one
             place = unit.beyond[0].place
             members = [o for o in members if any(look.place == place for look in o.beyond)]

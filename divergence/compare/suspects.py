@@ -92,7 +92,7 @@ def _blame_all(
             )
             suspected = {look.place for look in unit.beyond}
             apart = _use_looks(unit, others, forwards, routed, thresholds)
-            unit.strain = max(answer.share for answer in answers)
+            unit.strain = max((answer.share for answer in answers), default=0.0)
             unit.blame = next((answer for answer in answers if answer.share > 1), None)
             if unit.blame is None and unit.why is not None:
                 unit.blame = _confirmed(unit, answers, thresholds)

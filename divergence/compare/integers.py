@@ -37,6 +37,8 @@ __all__ = ["Integers", "find_integers"]
 _GIVEN = ("mask", "position", "input_ids", "token_type", "seq_len", "cache")
 """In a port's name: what tells a module what to look at, and is not chosen by rounding."""
 
+_OUTPUTS = ("out", "out.1", "out.2")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integers:
@@ -74,26 +76,31 @@ def find_integers(
         result = results.get((pair.pass_, pair.reference.sample, two.step, one.site))
         if result is None or result.identical:
             continue
-        look = _choice if _is_choice(one, a.manifest) else _given
+        look = _choice if _is_choice(one, a) else _given
         difference = look(pair, result, a, b, pieces, truth)
         if difference is not None:
             found.append(difference)
     return found
 
 
-def _is_choice(record: Record, manifest: Manifest) -> bool:
-    """Made of floating-point numbers, not given: an output beside a float one, or what a block
-    that routes tokens hands to its experts."""
-    site = record.site
-    port = site.partition(":")[2]
-    if any(word in port for word in _GIVEN):
+def _is_choice(record: Record, run: Run) -> bool:
+    """Made of floating-point numbers, not given: an output beside a float one of the same module,
+    or what a block that routes tokens hands to its experts. Bools are no choices."""
+    site, manifest = record.site, run.manifest
+    path, _, port = site.partition(":")
+    if any(word in port for word in _GIVEN) or format_named(record.dtype).kind == "bool":
         return False
-    path = module_of(site)
-    routed = any(
-        note.routed and path.startswith(block + ".")
+    if any(
+        note.routed and module_of(site).startswith(block + ".")
         for block, note in manifest.plan.modules.items()
+    ):
+        return True
+    beside = (
+        run.find((record.pass_, record.sample, record.step, f"{path}:{other}"))
+        for other in _OUTPUTS
+        if port.startswith("out")
     )
-    return routed or port.startswith("out")
+    return any(other is not None and format_named(other.dtype).kind == "float" for other in beside)
 
 
 def _given(
@@ -213,7 +220,7 @@ def _follows(run: Run, record: Record, chosen: torch.Tensor) -> bool | None:
         return None
     k = chosen.shape[-1]
     rows = chosen.reshape(-1, k).long()
-    for port in ("out", "out.1", "out.2"):
+    for port in _OUTPUTS:
         other = run.find((record.pass_, record.sample, record.step, f"{path}:{port}"))
         if other is None or format_named(other.dtype).kind != "float" or not run.has_bytes(other):
             continue

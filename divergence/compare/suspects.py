@@ -188,11 +188,11 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
         at: statistics.median(s.forwards[at].w(least[id(s)]) for s in standings) for at in places
     }
     widened = max(unit.widened for unit in family)
-    usual = statistics.median(middle.values())
     for place in places:
+        usual = statistics.median(middle[other] for other in places if other != place)
         over = middle[place] / max(usual, 1e-300)
         rows = sum(s.forwards[place].num_rows for s in standings)
-        if rows < FEW_ROWS:
+        if rows < FEW_ROWS or (over > 1) != (middle[place] > 1):
             continue
         width = spread(rows * standings[0].num_columns, num_looks=len(places))
         limit = thresholds.truth_systematic * width * widened

@@ -7,15 +7,15 @@ process that waits for requests (one JSON object a line) and makes runs.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SWITCHES", "Machine"]
+__all__ = ["SWITCHES", "Machine", "planting"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,21 +87,26 @@ class Machine:
         self._process.wait(timeout=30)
 
 
-def _planted(plant: Any, name: str, where: Any, strength: float, is_code: bool, model: Any) -> None:
-    """Plant a fault. A fault of kernels stands for what no source tells: the code that is recorded
-    is the model's own."""
+def planting(
+    plant: Callable[..., None], name: str, where: Any, strength: float, *, is_code: bool = False
+) -> Callable[[Any], None]:
+    """What ``capture(prepare=...)`` plants a fault with. A fault of kernels stands for what no
+    source tells: the code that is recorded is the model's own, unless it ``is_code``."""
     from divergence.capture.engines import identity
 
-    notes = identity.code_notes(model)
-    plant(model, name, where, strength=strength)
-    if not is_code:
+    def prepare(model: Any) -> None:
         own = identity.code_notes
+        notes = own(model)
+        plant(model, name, where, strength=strength)
 
         def recorded(asked: Any) -> Any:
             identity.code_notes = own
             return notes if asked is model else own(asked)
 
-        identity.code_notes = recorded
+        if not is_code:
+            identity.code_notes = recorded
+
+    return prepare
 
 
 def _serve() -> None:
@@ -129,8 +134,8 @@ def _serve() -> None:
                     fault, plant = request["operator_fault"], _operator_faults.plant
                 if fault is not None:
                     name, where, strength = fault
-                    values["prepare"] = functools.partial(
-                        _planted, plant, name, where, strength, request["is_code"]
+                    values["prepare"] = planting(
+                        plant, name, where, strength, is_code=request["is_code"]
                     )
                 run = capture(values.pop("model", None), force=True, device="cpu", **values)
             run.close()

@@ -287,6 +287,7 @@ def _case(
         tokens=tokens,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
         routed=unknown_blocks(a.manifest, sites),
+        experts=any(note.routed for note in a.manifest.plan.modules.values()),
         advice=Advice(a, b),
         missing=missing,
         notes=alignment.notes,

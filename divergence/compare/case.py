@@ -29,7 +29,8 @@ def _outside_blocks(sites: Sequence[SiteResult]) -> list[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Everything the judge may look at. ``anchored``: pairs of an anchored pass are there;
-    ``routed``: blocks with experts; ``advice`` prints commands;
+    ``routed``: blocks with experts whose choices are not known; ``experts``: are there blocks with
+    experts at all; ``advice`` prints commands;
     ``missing``: records without a partner or skipped; ``tallies``: both sides against the
     truth, where one was given; ``shown``: what trusted runs differ by; ``narrow``: a side
     computes in a dtype whose floor hides what an escalated pass would see; ``partial``: the
@@ -50,6 +51,7 @@ class Case:
     narrow: bool = False
     partial: bool = False
     widened_beyond: bool = False
+    experts: bool = False
     arithmetic: Sequence[Evidence] = ()
     ends: Ends | None = None
 

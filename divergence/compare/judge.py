@@ -97,7 +97,11 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
         return _hidden(case, escalation)
     two_dtypes = any(line.check == "dtype" and line.status != "same" for line in case.preflight)
     drift = find_drift(
-        case.sites, thresholds, case.tokens, two_dtypes=two_dtypes, routed=bool(case.routed)
+        case.sites,
+        thresholds,
+        case.tokens,
+        two_dtypes=two_dtypes,
+        routed=case.experts or bool(case.routed),
     )
     if drift is not None:
         return Verdict(

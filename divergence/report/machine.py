@@ -62,6 +62,8 @@ def csv_columns() -> list[str]:
     """The columns of the CSV, whatever a report holds."""
     names: list[str] = []
     for name in SiteResult.__struct_encode_fields__:
+        if name == "prompts":
+            continue  # a list of its own
         nested = {
             "logits": LogitsDiff,
             "nonfinite": NonfiniteCount,

@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import localization
 from benchmarks._faults import plant
 from benchmarks._health import usage_of
+from benchmarks._machines import planting
 from benchmarks._rivals import RULES, block_rows, first_bad
+from benchmarks._trials import upper
 from divergence.capture.api import capture, reference
 from divergence.compare.api import compare
 from divergence.run.reader import Run
@@ -30,7 +32,7 @@ class Here:
             return
         if fault is not None:
             name, block, strength = fault
-            values["prepare"] = lambda model: plant(model, name, block, strength=strength)
+            values["prepare"] = planting(plant, name, block, strength)
         capture(values.pop("model", None), force=True, device="cpu", **values)
 
     def wait(self):
@@ -112,7 +114,7 @@ def test_the_stored_trials_print_the_tables_of_the_page(capsys, monkeypatch):
 
 def test_bounds_of_a_rate():
     """No event in n trials: the rule of three, nearly."""
-    assert localization.upper(0, 300) == pytest.approx(3 / 300, rel=0.01)
-    assert localization.upper(0, 1) == pytest.approx(0.95)
-    assert localization.upper(5, 10) == pytest.approx(0.7776, abs=1e-3)  # tables of the binomial
-    assert localization.upper(3, 3) == pytest.approx(1.0)
+    assert upper(0, 300) == pytest.approx(3 / 300, rel=0.01)
+    assert upper(0, 1) == pytest.approx(0.95)
+    assert upper(5, 10) == pytest.approx(0.7776, abs=1e-3)  # tables of the binomial
+    assert upper(3, 3) == pytest.approx(1.0)

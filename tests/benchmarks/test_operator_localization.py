@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import operator_localization
+from benchmarks._machines import planting
 from benchmarks._operator_faults import FAULTS, ROLES, plant, site_of
 from divergence.capture.api import capture, reference
 from divergence.compare.api import compare
@@ -25,7 +26,7 @@ class Here:
             return
         if operator_fault is not None:
             name, site, strength = operator_fault
-            values["prepare"] = lambda model: plant(model, name, site, strength=strength)
+            values["prepare"] = planting(plant, name, site, strength)
         capture(values.pop("model", None), force=True, device="cpu", **values)
 
 

@@ -181,7 +181,7 @@ def test_positions_that_count_the_pads_are_found(architecture, site, single, tmp
     verdict = compare(a, b, truth=truth).verdict
     assert verdict.kind == "localized", verdict
     assert verdict.onset.site.startswith(site), verdict
-    assert verdict.side == "candidate"
+    assert verdict.side in ("candidate", None)  # a hook is other code: the truth cannot tell whose
 
 
 def test_a_prompt_that_ended_has_no_partner_and_that_is_said(prompts, tiny_model, tmp_path):

@@ -16,6 +16,7 @@ from divergence.compare.floors import ModelFloor
 from divergence.compare.many import compare_many
 from divergence.compare.measure import Measurer
 from divergence.compare.measuring import judge_pairs, measure_all, measure_pairs
+from divergence.compare.reading import Reading
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.kernels import has_compiled
 from divergence.run.manifest import ModuleNote, Sizes
@@ -140,13 +141,13 @@ def test_large_pairs_are_shared_by_threads(case, monkeypatch):
 
 def test_pairs_are_fetched_ahead(case, monkeypatch):
     """Each once and in order, as far as time allows. Small ones come by themselves."""
-    fetched, fetch = [], Measurer.fetch
+    fetched, fetch = [], Reading.fetch
 
     def noted(self, pair):
         fetched.append(pair.reference.record.site)
         fetch(self, pair)
 
-    monkeypatch.setattr(Measurer, "fetch", noted)
+    monkeypatch.setattr(Reading, "fetch", noted)
     measurer, pairs = case()
     measure_all(measurer, pairs)
     assert fetched == []

@@ -156,7 +156,7 @@ def usages(
     for place, forward in mine.forwards.items():
         if place not in held.at or (routed and forward.num_rows < FEW_ROWS):
             continue
-        width = spread(forward.num_rows * mine.num_columns, num_looks=len(mine.forwards))
+        width = spread(forward.num_values, num_looks=len(mine.forwards))
         limit = max(room * width, thresholds.truth_forward * held.largest) * widened
         control, w = max(held.at[place], 1e-300), forward.w(least)
         # the side with the smaller error is to blame for nothing, however its siblings fare

@@ -27,11 +27,14 @@ _MIN_ROWS = 8  # fewer rows tell nothing about one channel, or about a scale
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One forward of one prompt: each side's median row error, in floor units."""
+    """One forward of one prompt: each side's median row error, in floor units. ``num_values``: of
+    how many independent numbers its error is made: rounding is relative, so of a row as many as its
+    participation ratio (ΣR²)²/ΣR⁴ says, not as many as it has columns."""
 
     result: SiteResult
     typical: dict[str, float]
     num_rows: int
+    num_values: int
 
     def w(self, least: float) -> float:
         a, b = (math.hypot(self.typical[side], least) for side in SIDES)
@@ -109,7 +112,10 @@ def standing_of(tally: Tally) -> Standing | None:
             keep = usual[number] & members if bool((usual[number] & members).any()) else members
             place = sample, result.step
             standing.forwards[place] = Forward(
-                result, {side: float(rows[side][keep].median()) for side in SIDES}, int(keep.sum())
+                result,
+                {side: float(rows[side][keep].median()) for side in SIDES},
+                int(keep.sum()),
+                max(1, round(float(against.spread[keep].clamp_min(1.0).sum()))),
             )
     return standing
 

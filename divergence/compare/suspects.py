@@ -194,7 +194,8 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
         rows = sum(s.forwards[place].num_rows for s in standings)
         if rows < FEW_ROWS or (over > 1) != (middle[place] > 1):
             continue
-        width = spread(rows * standings[0].num_columns, num_looks=len(places))
+        numbers = sum(s.forwards[place].num_values for s in standings)
+        width = spread(numbers, num_looks=len(places))
         limit = thresholds.truth_systematic * width * widened
         if max(over, 1 / max(over, 1e-300)) <= limit:
             continue

@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks._trust import Bench, Case, Told, abstained, checks, fails, right, wrong
+from benchmarks._trust import Bench, Case, Told, abstained, checks, fails, right, said, wrong
+from divergence import compare
 
 __all__ = ["CASES"]
 
@@ -83,9 +84,13 @@ def lacks_a_prompt(bench: Bench) -> Told:
 
 
 def longer_generation(bench: Bench) -> Told:
-    """A new run of six tokens against a golden of three is another experiment."""
+    """Of a new run that goes on for longer than the golden, it is said that the rest had no
+    partner."""
     a = bench.reference(prompts=2, tokens=3)
-    return checks(bench, a, bench.reference(prompts=2, tokens=6))
+    report = compare(a, bench.reference(prompts=2, tokens=6))
+    if report.verdict.confidence != "high" and "no partner" in report.verdict.summary:
+        return right(said(report))
+    return wrong(said(report))
 
 
 def prefill_fault_unrecorded(bench: Bench) -> Told:

@@ -271,6 +271,16 @@ def _tokens(report: Report, policy: Policy) -> list[Failure]:
     rules, tokens = policy.tokens, report.tokens
     wanted = rules.min_equal is not None or rules.min_equal_count is not None
     total = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
+    if wanted and total == 0 and report.reference.generates and (rules.min_equal or 1) > 0:
+        return [
+            Failure(
+                rule="tokens.min_equal",
+                allowed="some generated tokens",
+                found="0",
+                text="the golden holds no generated token, so none was checked: capture it with "
+                "--max-new-tokens 1 or more, or leave [tokens] out of the policy",
+            )
+        ]
     if tokens is None or total == 0 or not wanted:
         return []
     num_equal, num_ties = _num_equal(report, policy)

@@ -185,7 +185,7 @@ class Coverage(_Part, frozen=True, kw_only=True):
 
 class RunSummary(_Part, frozen=True, kw_only=True):
     """What the report says about each run without opening it again. ``compute_dtype``: of a
-    truth, what its operators were computed in."""
+    truth, what its operators were computed in. ``generates``: a model that chooses tokens."""
 
     path: str
     id: str
@@ -199,6 +199,7 @@ class RunSummary(_Part, frozen=True, kw_only=True):
     plants: list[str] = []
     substitutes: list[str] = []
     compute_dtype: str | None = None
+    generates: bool = False
 
 
 class Report(_Part, kw_only=True):

@@ -21,6 +21,8 @@ def summary_of(run: Run) -> RunSummary:
         stopped_by=manifest.stopped_by,
         num_records=len(run.records),
         compute_dtype=manifest.settings.compute_dtype,
+        generates=manifest.model.task in ("causal-lm", "encoder-decoder")
+        and manifest.plan.replayed_pass is None,
         plants=manifest.plan.plants,
         substitutes=manifest.plan.substitutes,
     )

@@ -276,14 +276,15 @@ def test_ctrl_c_while_waiting_for_the_disk_ends_the_capture(writing, tmp_path, m
 
         time.sleep(0.3)  # the model's thread has filled the buffer by then, and waits
         _thread.interrupt_main()
-        time.sleep(0.1)
-        release.set()
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt), writer:
-        for step in range(1000):
-            put(step)
+        try:
+            for step in range(1000):
+                put(step)
+        finally:
+            release.set()  # the writer's thread ends its shard when the model's has been interrupted
     thread.join()
     run = Run.open(tmp_path / "run")
     assert run.manifest.stopped_by == "interrupted"

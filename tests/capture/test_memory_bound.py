@@ -284,7 +284,7 @@ def test_ctrl_c_while_waiting_for_the_disk_ends_the_capture(writing, tmp_path, m
             for step in range(1000):
                 put(step)
         finally:
-            release.set()  # the writer's thread ends its shard when the model's has been interrupted
+            release.set()  # the writer may end its shard, now that the model was interrupted
     thread.join()
     run = Run.open(tmp_path / "run")
     assert run.manifest.stopped_by == "interrupted"

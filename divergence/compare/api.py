@@ -51,7 +51,7 @@ from divergence.compare.suspects import shown_by
 from divergence.compare.tokens import compare_tokens, relate_to_onset
 from divergence.compare.trusted import refuse_own_floor, widening_notes
 from divergence.compare.truth import Tallies, Truth, inputs_of
-from divergence.compare.unmeasured import is_unmeasured
+from divergence.compare.unmeasured import NO_PREFILL, is_unmeasured
 from divergence.compare.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -203,6 +203,8 @@ def measure_runs(
         alignment, a, b, rename=rename, escalated=escalated, operators=operators
     )
     notes = _notes(a, b, alignment)
+    if sites and all(site.step > 0 for site in sites):
+        notes.append(NO_PREFILL)
     notes += [*routing_notes(sites, measurer.routes), *operator_notes(a, b, operators)]
     unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     if right is not None and not right.run.manifest.complete:

@@ -24,6 +24,7 @@ from divergence.compare.fitness import refuse_unfit
 from divergence.compare.known import Knowledge, KnownUse, excuse
 from divergence.compare.policy import Policy, load_policy
 from divergence.compare.result import Coverage, PassCoverage, Report, TokenDifference, Verdict
+from divergence.compare.unmeasured import NO_PREFILL
 from divergence.errors import IncomparableError
 from divergence.run.site import near_names
 
@@ -43,7 +44,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class CheckResult(msgspec.Struct, kw_only=True):
     """The answer of `check`. ``num_ties``: flipped tokens that count as equal. ``known``: what
     became of each known difference of the policy, ``excused``: they explain the verdict.
-    ``notes``: what the policy names and this comparison has not."""
+    ``notes``: what the policy names and this comparison has not, and what was not recorded."""
 
     passed: bool
     failures: list[Failure]
@@ -370,7 +371,7 @@ def _tolerances(report: Report, policy: Policy) -> list[Failure]:
 def _notes(report: Report, policy: Policy) -> list[str]:
     """Names of preflight checks in the policy that this comparison has not: misspelt, perhaps."""
     checks = [line.check for line in report.preflight]
-    notes = []
+    notes = [note for note in report.notes if note == NO_PREFILL]
     for key in ("allow", "refuse"):
         for pattern in getattr(policy.preflight, key):
             if not fnmatch.filter(checks, pattern):

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 
 from divergence.compare.result import Evidence, SiteResult
 
-__all__ = ["estimated_evidence", "is_unmeasured", "unmeasured_evidence"]
+__all__ = ["NO_PREFILL", "estimated_evidence", "is_unmeasured", "unmeasured_evidence"]
+
+NO_PREFILL = (
+    "the prefill was not recorded: what goes wrong there is seen only as far as it shows in later "
+    "steps"
+)
 
 
 def is_unmeasured(site: SiteResult) -> bool:

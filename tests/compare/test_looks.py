@@ -154,3 +154,18 @@ def test_the_limit_of_the_largest_holds_for_the_number_of_looks():
         beyond = ((one / two).amax(1) > 1.6 * spread(n, num_looks=looks)).double().mean()
         assert beyond < 2e-3
     assert spread(64, num_looks=64) > spread(64) == 1.0
+
+
+def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
+    """Of a golden of decode steps alone: compare and check say what they have not seen."""
+    from divergence.capture.api import capture
+    from divergence.capture.engines.tiny import build
+    from divergence.compare.api import compare
+    from divergence.compare.check import check
+
+    model = build("llama", tmp_path / "model")
+    a = capture(str(model), out=tmp_path / "a", prompts=["One."], max_new_tokens=3, steps="decode",
+                device="cpu")  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", device="cpu")
+    assert any("the prefill was not recorded" in note for note in compare(a, b).notes)
+    assert any("the prefill was not recorded" in note for note in check(a, b).notes)

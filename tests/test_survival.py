@@ -233,6 +233,7 @@ def test_an_incomplete_run_is_replaced_by_force_alone(place, llama, killed, invo
     assert sorted(path.name for path in (killed / "tensors").iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_capture_with_a_clear_message(place, llama):
     """Exit code 2; earlier shards stay readable, and no temporary file is left."""
     # a limit on file size refuses a write half-way, as a full disk does

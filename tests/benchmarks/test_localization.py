@@ -57,7 +57,7 @@ def bench(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_healthy_pair_uses_less_than_its_limits(bench, architecture, dtype):
     """Other kernels come nowhere near a limit, where the rules of others alarm."""

@@ -79,6 +79,7 @@ def test_no_such_model(refused, llama):
     refused("capture", "-o", "x", said="there is no MODEL")
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_a_network(tmp_path):
     """Where the hub cannot be reached the message says so, and nothing is left."""
     blocker = "import socket, time\ntime.sleep = lambda _: None\n"  # between the hub's retries

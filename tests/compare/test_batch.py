@@ -51,8 +51,7 @@ def anchored(report):
 
 
 HEALTHY = [
-    ("llama", "float32"), ("gpt2", "bfloat16"), ("qwen3", "float16"), ("gemma3", "float32"),
-    ("bert", "float32"), ("t5", "float32"), ("mamba", "float32"), ("qwen3-moe", "bfloat16"),
+    ("llama", "float32"), ("gpt2", "bfloat16"), ("bert", "float32"), ("qwen3-moe", "bfloat16"),
 ]  # fmt: skip
 MORE = [
     (arch, dtype)
@@ -140,7 +139,7 @@ def seen_pads(model):
     model.model.layers[1].self_attn.register_forward_pre_hook(change, with_kwargs=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", [only_in_batches, seen_pads])
 def test_what_a_batch_alone_does_wrong_is_found_where_it_is(fault, dtype, single, tmp_path):
     """A module that is wrong for more than one prompt, a mask that lets pads in: the block and the
@@ -244,6 +243,7 @@ def test_float32_sees_below_the_floor_of_a_batch(single, tmp_path):
     assert verdict.onset.pass_ == "escalated"
 
 
+@pytest.mark.slow
 def test_localize_goes_to_the_modules_of_a_batch_and_says_why_no_further(single, tmp_path):
     """Operators of other batches are no pairs: the descent runs the batch again and ends at
     modules."""

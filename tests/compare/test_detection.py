@@ -55,7 +55,11 @@ def places(blocks):
 
 
 @pytest.mark.parametrize("fault", ["scale:1.2", "noise:0.02"])
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("t5", "mamba2", "gemma3") else [])
+     for name in tiny.ARCHITECTURES],
+)  # fmt: skip
 def test_a_fault_is_found_in_its_block(architecture, fault, reference, tmp_path):
     """A block whose output is wrong is named, among blocks that round otherwise."""
     run, blocks = reference(architecture)

@@ -170,6 +170,7 @@ def test_a_measurer_is_sent_with_its_runs_by_path(fleet):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_report_of_one(fleet):
     """Byte for byte: with a truth, escalated passes, operators, logits, pieces of batches, bytes
     that another run holds, sketches, a run of two ranks, and the error that damage gives. Rank 0
@@ -193,6 +194,7 @@ def test_two_processes_give_the_report_of_one(fleet):
     assert any(site["logits"] for site in reports[1]["sites"])
 
 
+@pytest.mark.slow
 def test_an_error_is_said_once(fleet):
     """By rank 0; torchrun adds its own summary and ends with 1, the rank with the real code."""
     done = launch("-m", "divergence", "compare", "a", "damaged", cwd=fleet)

@@ -98,6 +98,7 @@ def test_other_kernels_raise_no_alarm(recorded, tmp_path, architecture, dtype):
         assert compare(first, second).verdict.kind in ("identical", "within_floor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [FEW[0], *SLOWLY])
 def test_another_machine_raises_no_alarm(recorded, tmp_path, architecture):
     """The oldest kernels of this CPU, in a process of their own."""

@@ -121,7 +121,8 @@ def test_weights_rounded_for_one_side_are_no_fault_of_the_other(tmp_path, tiny_m
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "candidate")
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", pytest.param("mamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", ["mixtral", "mamba"])
+@pytest.mark.slow
 def test_a_coarser_dtype_alone_is_no_fault(architecture, tmp_path, tiny_model):
     """Experts that change in a decode step, and a float32 stream between bfloat16 operators."""
     model = tiny_model(architecture, dtype="float32", num_blocks=6)

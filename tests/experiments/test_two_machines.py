@@ -82,6 +82,7 @@ def test_a_wrong_kernel_is_found_by_the_same_command_on_both_machines(llama, tmp
     assert there.causal.holds
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_of_the_reference_is_found_too(llama, tmp_path):
     """The truth is made by its machine, and float64 is right there."""
     options = {**made(tmp_path, llama, other_kernel, healthy), "truth": tmp_path / "truth"}

@@ -30,6 +30,7 @@ def check(machines: tuple[str, ...], terms: list[int], folder: Path, form: str) 
     return table
 
 
+@pytest.mark.slow
 def test_two_machines_are_told_apart(tmp_path):
     """The newest kernels of this CPU against the oldest, as far as it has both."""
     check(FEW, [128], tmp_path, "quick")

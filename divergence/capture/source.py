@@ -119,8 +119,14 @@ def declared(file: str | None, qualname: str) -> ast.AST | None:
 def digest_of(function: types.FunctionType, node: ast.AST | None) -> str:
     """Digest of the syntax and of the plain values held from outside. Without source of the byte
     code, which every version of Python writes otherwise."""
-    text = "".join(_dump(node)) if node is not None else _byte_code(function.__code__)
+    text = _text(node) if node is not None else _byte_code(function.__code__)
     return digest_text(text + repr(sorted(plain_values(function).items())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(node: ast.AST) -> str:
+    """Of trees that are kept (``_tree``), so that a second model of a class costs nothing."""
+    return "".join(_dump(node))
 
 
 def _byte_code(code: types.CodeType) -> str:

@@ -51,7 +51,7 @@ from divergence.run.reader import Run
 BLOCKS = (1, 10, 19, 28)
 SHAPES = {
     "prompts": {"prompts": CHAT_PROMPTS, "max_new_tokens": 4},
-    "steps": {"prompts": CHAT_PROMPTS[:1], "max_new_tokens": 64},
+    "steps": {"prompts": CHAT_PROMPTS[6:7], "max_new_tokens": 64},  # its answer is long enough
 }
 FAULTS: dict[str, tuple[str, str]] = {
     # name: (shape, a fault of _faults or SITE=FAULT with the block's number in place of {})

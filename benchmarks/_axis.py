@@ -32,14 +32,15 @@ GROSS = 0.2
 """A change of a fifth of a block's output is found wherever it lies."""
 
 
-def axis(root: Path, dtypes: list[str]) -> None:
-    """Prints the table of smallest sizes by axis, count, fault and dtype."""
+def axis(root: Path, dtypes: list[str], names: list[str]) -> None:
+    """Prints the table of smallest sizes by axis (``prompts``, ``steps``), count, fault and
+    dtype."""
     columns = [f"{dtype} {fault}" for dtype in dtypes for fault in ("scale", "noise")]
     print("| one of | " + " | ".join(columns) + " | healthy alarms |\n|---|"
           + "---|" * (len(columns) + 1))  # fmt: skip
     gross: list[str] = []
     before: dict[tuple[str, str, str], float | None] = {}
-    for name in ("prompts", "steps"):
+    for name in names:
         for count in COUNTS:
             cells, alarms, pairs = [], 0, 0
             for dtype in dtypes:
@@ -79,7 +80,7 @@ def _reference(model: Path, out: Path, name: str, count: int) -> tuple[Any, str]
         prompts, tokens = [TEXTS[0].format(0)], count + 1
         place = f"step={count // 2 + 1}"
     a = capture(str(model), out=out, prompts=prompts, max_new_tokens=tokens, device="cpu",
-                probe=False, steps="decode" if name == "steps" else None)  # fmt: skip
+                probe=False)  # fmt: skip
     return a, place
 
 

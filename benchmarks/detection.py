@@ -52,14 +52,14 @@ def found(report, site: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", default="float32,bfloat16,float16")
-    parser.add_argument("--axis", action="store_true", help="prompts and steps alone")
+    parser.add_argument("--axis", nargs="?", const="prompts,steps", help="prompts, steps alone")
     options = parser.parse_args()
     dtypes = options.dtypes.split(",")
     logging.disable(logging.WARNING)
     start = time.perf_counter()
     if options.axis:
         with tempfile.TemporaryDirectory() as folder:
-            axis(Path(folder), dtypes)
+            axis(Path(folder), dtypes, options.axis.split(","))
         print(f"{time.perf_counter() - start:.0f} s")
         return
     hits = {(fault, dtype): [0, 0] for fault in FAULTS for dtype in dtypes}

@@ -106,7 +106,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     lone: float = 8.0
     token: float = 12.0
     token_sibling: float = 8.0
-    forward: float = 3.0
+    forward: float = 2.5
     standout: float = 3.0
     free_gain: float = 4.0
     drift: float = 8.0

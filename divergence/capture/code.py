@@ -235,7 +235,7 @@ class _Reader:
         code = function.__code__
         first = code.co_varnames[0] if code.co_argcount else None
         local = {*code.co_varnames} - {*code.co_freevars}
-        for chain in sorted(set(chains(node))):
+        for chain in chains(node):
             if (chain[0] == first and "." in function.__qualname__) or chain[0] == "self":
                 if len(chain) > 1 and chain[1] != "forward":
                     self._attribute(chain[1])

@@ -7,6 +7,7 @@ machine a name of the user's own.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -222,6 +223,15 @@ def _told(value: str) -> str:
     return re.sub(r"(?<![\w.-])(~?/|[A-Za-z]:\\)[^\s,;:]*", "(a path)", value)[:400]
 
 
+@functools.cache
+def _installed(name: str) -> str | None:
+    """A package's version; asked once, since what runs was imported once."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _first_match(path: Path, pattern: str) -> str | None:
     try:
         match = re.search(pattern, path.read_text(errors="replace"))
@@ -231,12 +241,7 @@ def _first_match(path: Path, pattern: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {name: text for name in PACKAGES if (text := _installed(name)) is not None}
     import torch
 
     versions["torch"] = str(torch.__version__)  # with the build, e.g. 2.13.0+cpu

@@ -196,6 +196,8 @@ def kernels_replaced() -> list[str]:
             text = torch._C._dispatch_dump(f"aten::{name}")
         except (AttributeError, RuntimeError):  # another torch: it has it not, or does not tell
             continue
+        if "(inactive)" not in text:
+            continue
         active: dict[str, str] = {}
         hidden: set[str] = set()
         for key, inactive, file, line in _REGISTERED.findall(text):

@@ -101,6 +101,7 @@ def syntax_of(function: types.FunctionType) -> ast.AST | None:
     return found[0] if len(found) == 1 else None
 
 
+@functools.lru_cache(maxsize=4096)
 def declared(file: str | None, qualname: str) -> ast.AST | None:
     """What a file itself says that ``qualname`` (``Class``, ``Class.method``, ``function``) is."""
     tree = None if file is None else _tree(file)
@@ -161,8 +162,13 @@ def plain_values(function: types.FunctionType) -> dict[str, str]:
     return {name: repr(value) for name, value in found.items() if type(value) in plain}
 
 
-def chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
-    """Every dotted name that is read: ``("nn", "functional", "softmax")``."""
+@functools.lru_cache(maxsize=4096)
+def chains(node: ast.AST) -> tuple[tuple[str, ...], ...]:
+    """Every dotted name that is read, in order: ``("nn", "functional", "softmax")``."""
+    return tuple(sorted(set(_chains(node))))
+
+
+def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
     if isinstance(node, ast.Attribute):
         parts: list[str] = []
         inner: ast.AST = node
@@ -172,20 +178,21 @@ def chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
         if isinstance(inner, ast.Name):
             yield (inner.id, *reversed(parts))
             return
-        yield from chains(inner)
+        yield from _chains(inner)
         return
     if isinstance(node, ast.Name):
         yield (node.id,)
         return
     for _, child in _children(node):
-        yield from chains(child)
+        yield from _chains(child)
 
 
+@functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> set[str]:
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+            names = names | _names(constant)
     return names
 
 

@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 @dataclass(slots=True)
 class Trained:
-    """One trial. ``fault``: empty for health. ``size``: in floors."""
+    """One trial. ``fault``: empty for health. ``size``: in floors, 0 for health."""
 
     key: str
     dtype: str
@@ -173,7 +173,7 @@ def health(runs: Runs, key: str, dtype: str, pair: tuple[str, str, str, str]) ->
     began = time.perf_counter()
     a = runs.reference(dtype, shape, first)
     report = compare(a, runs.healthy(a, other, kind), truth=runs.truth(a))
-    return _trial(report, key, dtype, shape, "", -1, "", math.nan, None, began)
+    return _trial(report, key, dtype, shape, "", -1, "", 0.0, None, began)
 
 
 def fault(runs: Runs, key: str, dtype: str, shape: str, what: tuple[str, int, str]) -> Trained:

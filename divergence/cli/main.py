@@ -30,6 +30,7 @@ from divergence.cli import (
     reference,
     replay,
     repro,
+    selftest,
     sensitivity,
     unpack,
 )
@@ -171,6 +172,7 @@ for _command in (
     pack,
     unpack,
     env,
+    selftest,
     demo,
 ):
     app.command(

@@ -147,10 +147,7 @@ def _replace(run: Any, target: Path, previous: Path) -> bool:
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            if isinstance(run.path, Path) and run.path.is_dir():
-                shutil.copytree(run.path, beside / "run")
-            else:
-                unpack(run, out=beside / "run")
+            unpack(run, out=beside / "run")  # the files that make the run, and no others
             kept = target.exists()
             if kept:
                 if previous.exists():

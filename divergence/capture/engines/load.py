@@ -135,11 +135,14 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    # a config.json may name attention too, also a kernel of the hub, and would come before options
+    config._attn_implementation = attn_implementation
     kind = resolve_task(config, task)
     torch_dtype: Any = "auto"
     if dtype is not None:
         torch_dtype = _model_dtype(dtype)
     options: dict[str, Any] = {
+        "config": config,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "weights_only": True,  # of pickled weights: tensors and plain containers, no calls
@@ -211,6 +214,7 @@ def empty_model(
     import torch
 
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    config._attn_implementation = attn_implementation  # as in load_model
     kind = resolve_task(config, task)
     factory = _factory(config, kind)
     wanted = _model_dtype(dtype) if dtype is not None else _config_dtype(config)

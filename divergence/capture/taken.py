@@ -34,9 +34,9 @@ def taken(request: Request) -> str:
         if value is not None and name not in chosen
     ]
     num = len(tokens.samples)
-    how = " in one batch" if request.batch and num > 1 else ""
+    how = " in one batch" if request.batch and num > 1 and "batch" not in chosen else ""
     said.append(f"{num} prompt{'' if num == 1 else 's'}{how}")
-    if request.max_new_tokens:
+    if request.max_new_tokens and "max_new_tokens" not in chosen:
         said.append(f"up to {request.max_new_tokens} new tokens")
     return taken_from(run.path, said)
 

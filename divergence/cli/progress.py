@@ -17,13 +17,14 @@ Progress = Callable[..., None]
 def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
     """A callback that draws one bar per event. The event ``note`` is a warning in ``detail``:
     printed on stderr whether or not there are bars. ``taken`` says there what is used of a run that
-    is repeated: once, and not if ``quiet``."""
+    is repeated: once for each run, and not if ``quiet``."""
     said: set[str] = set()
 
     def is_new(detail: str) -> bool:
-        if quiet or detail in said:
+        run = detail.partition(": ")[0]
+        if quiet or run in said:
             return False
-        said.add(detail)
+        said.add(run)
         return True
 
     if quiet or not sys.stderr.isatty():

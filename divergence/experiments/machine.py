@@ -384,6 +384,7 @@ def _elsewhere(what: str, words: list[str], out: Path, variables: Mapping[str, s
     home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from where the command was given
     done = subprocess.run(
         [sys.executable, "-m", "divergence", what, *words, "--quiet"],
         env=environment, capture_output=True, text=True, check=False,

@@ -39,6 +39,7 @@ from divergence.probe.quick import quick_facts
 from divergence.run.location import location_of
 from divergence.run.manifest import Manifest, Plan
 from divergence.run.reader import Run
+from divergence.run.trust import recorded_seed
 from divergence.run.writer import Item, RunWriter
 
 __all__ = ["replay"]
@@ -88,10 +89,11 @@ def replay(
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
     settings = source.manifest.settings
     tell: Progress = progress or (lambda event, done, total, detail: None)
-    said = [f"{len(calls)} operators with their recorded inputs", f"seed {settings.seed}"]
+    seed = recorded_seed(source.manifest)
+    said = [f"{len(calls)} operators with their recorded inputs", f"seed {seed}"]
     tell("taken", 0, None, taken_from(source.path, said))
     with deterministic_settings(
-        device.partition(":")[0], seed=settings.seed, enabled=settings.deterministic
+        device.partition(":")[0], seed=seed, enabled=settings.deterministic
     ) as determinism:
         manifest = _manifest(
             source, pass_, sites, device, determinism,

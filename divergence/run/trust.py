@@ -17,6 +17,7 @@ __all__ = [
     "ATTENTION",
     "recorded_attention",
     "recorded_revision",
+    "recorded_seed",
     "recorded_sites",
     "recorded_source",
 ]
@@ -69,6 +70,17 @@ def recorded_source(manifest: Manifest) -> str:
         f"the run names the model {_shown(source)}, which is neither a path nor a hub id",
         hint="name this machine's copy: --model PATH",
     )
+
+
+def recorded_seed(manifest: Manifest) -> int:
+    """The seed that the run names. RunFormatError for one that torch takes no seed of."""
+    seed = manifest.settings.seed
+    if -(2**63) <= seed < 2**64:
+        return seed
+    raise RunFormatError(
+        "the run names a seed that does not fit 64 bits", where="settings.seed",
+        hint="it was changed by hand; take one of your own: --seed 0",
+    )  # fmt: skip
 
 
 def recorded_sites(manifest: Manifest) -> list[str]:

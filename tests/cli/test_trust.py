@@ -6,7 +6,6 @@ Each model and each run here tries to make a file called ``evil``; none may.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -45,7 +44,7 @@ def honest(tmp_path_factory, llama) -> Path:
 
 @pytest.fixture
 def hostile(honest, tmp_path, monkeypatch):
-    """``hostile(model={...}, plan={...})`` → the run in ``run``, with these keys of its manifest."""
+    """``hostile(model={...}, plan={...})`` → the run in ``run``, so changed."""
     monkeypatch.setattr("logging.raiseExceptions", False)
 
     def make(name: str = "run", **changes: dict[str, Any]) -> Path:
@@ -273,3 +272,10 @@ def test_what_is_taken_from_the_run_is_said(invoke, honest, llama):
     _, _, err = invoke("replay", honest, "-o", "y", "--model", llama, "--site", f"{BLOCK}/*mm*")
     assert err == f"from {honest}: 4 operators with their recorded inputs, seed 0\n"
     assert invoke("capture", "--like", honest, "-o", "x", "--force", "-q")[2] == ""
+
+
+def test_a_seed_beyond_64_bits(refused, hostile):
+    """torch takes none; it is the run that is wrong, not the tool."""
+    hostile(settings={"seed": 2**70})
+    refused("replay", "run", "-o", "x", said=("does not fit 64 bits", "settings.seed"))
+    refused(*LIKE, said=("does not fit 64 bits",))

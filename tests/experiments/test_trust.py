@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from divergence.capture.api import capture
 from divergence.capture.environment import variables_to_set
+from divergence.capture.taken import also_taken
 from divergence.compare.advice import _options
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.machine import Maker
@@ -64,6 +66,33 @@ def test_the_candidates_model(run, llama, maker, tmp_path):
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has pickled weights"):
         maker(changed(run, source=str(model))).operators("candidate", **WHAT)
+
+
+def test_what_is_taken_of_the_second_run_is_said(run):
+    """Its model, dtype, attention and variables, where they are not the first's."""
+    values = {"dtype": "float16", "attn_implementation": "sdpa", "label": "x"}
+    variables = {"OMP_NUM_THREADS": "2", "MKL_CBWR": None}
+    said = also_taken(run, "org/m", values, variables, with_code=False)
+    rest = "model org/m (as data, no code), float16, sdpa, OMP_NUM_THREADS=2"
+    assert said == f"from {run.path}: {rest}"
+    assert also_taken(run, None, {"label": "x"}, {}, with_code=True) is None
+
+
+def test_a_run_in_another_process_imports_nothing_from_here(run, maker, monkeypatch):
+    """Beside a run there may lie a torch.py: the process that has its variables looks elsewhere."""
+    started = []
+
+    def start(words, *, env, **_):
+        started.append(env)
+        return SimpleNamespace(returncode=1, stderr="")
+
+    monkeypatch.setattr("divergence.experiments.machine.subprocess.run", start)
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    environment = msgspec.structs.replace(run.manifest.environment, variables={"MKL_CBWR": "AVX2"})
+    manifest = msgspec.structs.replace(run.manifest, environment=environment)
+    with pytest.raises(ModelError, match="recorded environment variables failed"):
+        maker(Run(run.path, manifest, run.records)).operators("candidate", **WHAT)
+    assert (started[0]["PYTHONSAFEPATH"], started[0]["MKL_CBWR"]) == ("1", "AVX2")
 
 
 def test_printed_commands_trust_no_code(run, maker):

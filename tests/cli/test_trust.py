@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from divergence.capture import api
 from divergence.capture.api import capture
+from divergence.capture.engines.checkpoint import check_data_alone
 from divergence.errors import ModelError
 
 KERNEL = "attacker/kernel@main:f"
@@ -203,6 +205,36 @@ def test_an_index_that_names_a_pickle(refused, hostile, model_in_run, tmp_path, 
     known = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(known | config))
     refused(*LIKE, said=("has pickled weights (weights.bin)",))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"pytorch_model.bin": b""}, "pickled weights (pytorch_model.bin)"),
+        ({"pytorch_model.bin.index.json": b"{}"}, "pickled weights"),
+        ({"model.safetensors.index.json": b'{"weight_map": {"a": "b.pt"}}'}, "weights (b.pt)"),
+        ({"config.json": b'{"transformers_weights": "adapter_model.bin"}'}, "adapter_model.bin"),
+        ({"model.safetensors": b"", "pytorch_model.bin": b""}, None),
+        ({}, None),  # the loader says that there are no weights
+    ],
+)
+def test_weights_on_the_hub(tmp_path, monkeypatch, files, said):
+    """The same of what a run calls by a hub id: asked file by file, at the revision."""
+
+    def cached_file(source, name, *, revision):
+        assert (source, revision) == ("org/model", "v1")
+        if not (tmp_path / name).exists():
+            raise OSError("no such file there")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
+    for name, data in ({"config.json": b"{}"} | files).items():
+        (tmp_path / name).write_bytes(data)
+    if said is None:
+        check_data_alone("org/model", revision="v1")
+        return
+    with pytest.raises(ModelError, match=re.escape(said)):
+        check_data_alone("org/model", revision="v1")
 
 
 # --- names in the manifest ---------------------------------------------------------------------

@@ -16,7 +16,10 @@ from divergence.capture.environment import variables_to_set
 from divergence.capture.taken import also_taken
 from divergence.compare.advice import _options
 from divergence.errors import ModelError, UsageError
+from divergence.experiments.confirm import confirm_sizes
 from divergence.experiments.machine import Maker
+from divergence.experiments.sensitivity_result import FaultSize
+from divergence.numerics.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.run.reader import Run
 
@@ -57,6 +60,18 @@ def test_the_candidates_attention(run, maker):
     """localize takes the candidate's attention for its side: transformers' own alone."""
     with pytest.raises(UsageError, match="may be code of its own"):
         maker(changed(run, attn_implementation=KERNEL)).operators("candidate", **WHAT)
+
+
+def test_the_attention_of_a_planted_candidate(run, tmp_path):
+    """sensitivity --confirm captures as the candidate was captured, with the same limit."""
+    size = FaultSize(block="b", fault="scale", size=0.1, tried=0.1)
+    trials = SimpleNamespace(channel=lambda _: 0, num_features=lambda _: 8)
+    with pytest.raises(UsageError, match="may be code of its own"):
+        confirm_sizes(
+            run, changed(run, attn_implementation=KERNEL), trials, [size], block="b",
+            folder=tmp_path, truth=None, floor=(), thresholds=THRESHOLDS, progress=None, model=None,
+            device="cpu", trust_remote_code=False,
+        )  # fmt: skip
 
 
 def test_the_candidates_model(run, llama, maker, tmp_path):

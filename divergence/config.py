@@ -13,7 +13,7 @@ the default of the command. The settings file is ``DIVERGENCE_CONFIG`` or else
 
 All TOML is decoded strictly: an unknown key or a wrong type is refused with the
 file, the key path and the nearest right name. Nothing that executes foreign code
-(``trust_remote_code``) can be set here.
+(``trust_remote_code``, a kernel of the hub as attention) can be set here.
 
 Policies, site presets and name maps are TOML files too, named by path or, for
 those in configs/, by name: ``ci`` is configs/ci.toml. A path has a suffix or a slash, so that a
@@ -33,6 +33,7 @@ import msgspec
 
 from divergence.errors import ConfigError
 from divergence.run.site import near_names
+from divergence.run.trust import ATTENTION
 
 __all__ = [
     "BUILTIN_SITES",
@@ -226,7 +227,15 @@ def load_settings(
         )
         for section, values in over.items()
     }
-    return msgspec.structs.replace(settings, **changed)
+    settings = msgspec.structs.replace(settings, **changed)
+    attention = settings.capture.attn_implementation
+    if attention is not None and attention not in ATTENTION:
+        raise ConfigError(
+            f"{attention!r} may be code of its own, which no setting chooses",
+            where="capture: attn_implementation",
+            hint=f"one of {', '.join(ATTENTION)}; others with --attn-implementation",
+        )
+    return settings
 
 
 def ignored_variables(environ: Mapping[str, str] | None = None) -> list[str]:

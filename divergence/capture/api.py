@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from divergence.capture.compiled import settled
 from divergence.capture.determinism import deterministic_settings
 from divergence.capture.dry_run import DryRun, plan_capture
+from divergence.capture.engines.checkpoint import check_data_alone
 from divergence.capture.engines.load import load_model
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Execution, Progress
@@ -18,6 +19,7 @@ from divergence.capture.ranks import joined
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.substitute import Substitute
 from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
+from divergence.capture.taken import taken
 from divergence.capture.target import check_output
 from divergence.errors import ModelError, UsageError
 from divergence.run.buffer import DEFAULT_BUFFER_BYTES
@@ -211,8 +213,12 @@ def _execute(
             tell = lambda event, done, total, detail: None  # noqa: E731
         if ranks is not None:
             device = ranks.device
+        if request.like is not None:
+            tell("taken", 0, None, taken(request))
         tell("load", 0, None, request.model)
         try:
+            if not (request.named or request.trust_remote_code):
+                check_data_alone(request.model, revision=request.revision)
             loaded = load_model(
                 request.model,
                 task=request.task,

@@ -19,7 +19,14 @@ from divergence.errors import UsageError
 from divergence.run.manifest import Environment
 from divergence.run.site import near_names
 
-__all__ = ["DEVICE_TYPES", "SETTABLE", "VARIABLES", "collect_environment", "resolve_device"]
+__all__ = [
+    "DEVICE_TYPES",
+    "SETTABLE",
+    "VARIABLES",
+    "collect_environment",
+    "resolve_device",
+    "variables_to_set",
+]
 
 DEVICE_TYPES = ("auto", "cpu", "cuda", "npu", "xpu", "mps")
 
@@ -88,8 +95,33 @@ VARIABLES = (
 )  # fmt: skip
 """Recorded where they are set: what decides which kernels run and how exactly they compute."""
 
-SETTABLE = tuple(name for name in VARIABLES if name not in ("XLA_FLAGS", "GLIBC_TUNABLES"))
+_BEYOND = (
+    "XLA_FLAGS", "GLIBC_TUNABLES", "TORCH_CUDA_ARCH_LIST",  # flags of programs
+    "USE_HUB_KERNELS",  # fetches code
+    "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "MIOPEN_FIND_ENFORCE",  # write files
+)  # fmt: skip
+SETTABLE = tuple(name for name in VARIABLES if name not in _BEYOND)
 """Those that a capture may be given from a recorded run: the others reach beyond arithmetic."""
+_VALUE = re.compile(r"[\w.,:;=+@|(){}\[\] -]{0,200}", re.ASCII)
+_MOST_THREADS = 4096
+
+
+def variables_to_set(recorded: Environment) -> dict[str, str | None]:
+    """What must be set here, or taken away (None), to have the recorded values of ``SETTABLE``:
+    names, numbers and lists of them. Others (paths, thousands of threads) are passed over."""
+    found: dict[str, str | None] = {}
+    for name in SETTABLE:
+        value = recorded.variables.get(name)
+        if value == os.environ.get(name) or (value is not None and not _is_plain(name, value)):
+            continue
+        found[name] = value
+    return found
+
+
+def _is_plain(name: str, value: str) -> bool:
+    numbers = [int(number) for number in re.findall(r"[0-9]+", value[:200])]
+    too_many = name.endswith("_THREADS") and max(numbers, default=0) > _MOST_THREADS
+    return _VALUE.fullmatch(value) is not None and not too_many
 
 
 def resolve_device(name: str = "auto") -> str:

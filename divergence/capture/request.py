@@ -6,9 +6,10 @@ otherwise, and every such override is noted, because a comparison must know it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from divergence.capture.plant import Plant, parse_plant
 from divergence.capture.prompts import Prompt, collect_prompts
@@ -18,9 +19,15 @@ from divergence.capture.substitute import Substitute, parse_substitutes
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
-from divergence.run.layout import MANIFEST, expanded
-from divergence.run.manifest import ModelIdentity, Override, Store
+from divergence.run.layout import MANIFEST
+from divergence.run.manifest import Manifest, Override, Store
 from divergence.run.reader import Run
+from divergence.run.trust import (
+    recorded_attention,
+    recorded_revision,
+    recorded_sites,
+    recorded_source,
+)
 from divergence.run.unshard import unsharded
 
 __all__ = ["DEFAULT_MAX_NEW_TOKENS", "Request", "resolve_request"]
@@ -30,7 +37,10 @@ DEFAULT_MAX_NEW_TOKENS = 16
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """Everything decided before the model is loaded."""
+    """Everything decided before the model is loaded.
+
+    ``named``: the user named the model; else the run to be repeated did, and it is data alone.
+    """
 
     model: str
     task: str
@@ -61,6 +71,7 @@ class Request:
     label: str | None = None
     mesh: str | None = None
     like: Run | None = None
+    named: bool = True
     overrides: list[Override] = field(default_factory=list)
     store: Store = "full"
     only_changed: bool = False
@@ -228,7 +239,9 @@ def _like(
     recorded = run.manifest
     overrides: list[Override] = []
 
-    def choose(name: str, given, found):
+    def choose(name: str, given, found, allowed: Callable[[Manifest], Any] | None = None):
+        if given is None and allowed is not None:  # of what the user chooses the run is not asked
+            return allowed(recorded)
         if given is None or given == found:
             return found
         overrides.append(Override(name=name, reference=str(found), used=str(given)))
@@ -250,21 +263,30 @@ def _like(
     attention = identity.attn_implementation or settings.attn_implementation or "eager"
     return Request(
         like=run,
-        model=choose("model", model, identity.source),
+        named=model is not None,
+        model=choose("model", model, identity.source, recorded_source),
         task=choose("task", None if task == "auto" else task, identity.task),
-        revision=choose("revision", revision, identity.revision if model is None else None),
+        revision=choose(
+            "revision",
+            revision,
+            identity.revision if model is None else None,
+            recorded_revision if model is None else None,
+        ),
         # 8-bit weights are no dtype to load in: then as it was asked for, or the checkpoint's own
         dtype=choose(
             "dtype",
             dtype,
             settings.dtype if identity.dtype.startswith("float8") else identity.dtype,
         ),
-        attn_implementation=choose("attn_implementation", attn_implementation, attention),
-        trust_remote_code=trust_remote_code or (model is None and _trusted_here(identity)),
+        attn_implementation=choose(
+            "attn_implementation", attn_implementation, attention, recorded_attention
+        )
+        or "eager",
+        trust_remote_code=trust_remote_code,
         prompts=[],
         batch=choose("batch", batch, settings.batch),
         max_new_tokens=choose("max_new_tokens", max_new_tokens, settings.max_new_tokens),
-        sites=choose("sites", list(sites) or None, plan.sites),
+        sites=choose("sites", list(sites) or None, plan.sites, recorded_sites),
         steps=choose("steps", steps, plan.steps),
         positions=choose("positions", positions, plan.positions),
         deterministic=choose("deterministic", deterministic, settings.deterministic),
@@ -300,16 +322,6 @@ def _check_recorded(run: Run) -> None:
 def _check_seed(seed: int | None) -> None:
     if seed is not None and not -(2**63) <= seed < 2**64:
         raise UsageError(f"--seed {seed} does not fit 64 bits", hint="for example --seed 1")
-
-
-def _trusted_here(identity: ModelIdentity) -> bool:
-    """Was the code trusted before, and does it lie in a directory of this very machine?
-
-    A run comes from elsewhere: what it says about a model of the hub, or about a path beside
-    it, is no permission to execute that model's code.
-    """
-    place = expanded(identity.source)
-    return identity.trust_remote_code and place.is_absolute() and place.is_dir()
 
 
 def _check_steps(steps: str | None, max_new_tokens: int) -> None:

@@ -16,9 +16,26 @@ Progress = Callable[..., None]
 @contextlib.contextmanager
 def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
     """A callback that draws one bar per event. The event ``note`` is a warning in ``detail``:
-    printed on stderr whether or not there are bars."""
+    printed on stderr whether or not there are bars. ``taken`` says there what is used of a run that
+    is repeated: once for each run, and not if ``quiet``."""
+    said: set[str] = set()
+
+    def is_new(detail: str) -> bool:
+        run = detail.partition(": ")[0]
+        if quiet or run in said:
+            return False
+        said.add(run)
+        return True
+
     if quiet or not sys.stderr.isatty():
-        yield _only_notes
+
+        def only_text(event: str, done: int, total: int | None = None, detail: str = "") -> None:
+            if event == "note":
+                sys.stderr.write(f"warning: {detail}\n")
+            elif event == "taken" and is_new(detail):
+                sys.stderr.write(f"{detail}\n")
+
+        yield only_text
         return
     from rich.console import Console
     from rich.progress import (
@@ -48,6 +65,10 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
         if event == "note":
             bars.console.print(Text(f"warning: {detail}"), soft_wrap=True)
             return
+        if event == "taken":
+            if is_new(detail):
+                bars.console.print(Text(detail), soft_wrap=True)
+            return
         if event not in tasks:
             tasks[event] = bars.add_task(event, total=total, amount="", detail="")
         amount = f"{done:,}" if total is None else f"{done:,}/{total:,}"
@@ -57,8 +78,3 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
 
     with bars:
         yield report
-
-
-def _only_notes(event: str, done: int, total: int | None = None, detail: str = "") -> None:
-    if event == "note":
-        sys.stderr.write(f"warning: {detail}\n")

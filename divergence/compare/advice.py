@@ -14,6 +14,7 @@ from divergence.run.manifest import Manifest
 from divergence.run.mesh import num_ranks
 from divergence.run.reader import Run
 from divergence.run.site import module_of
+from divergence.run.trust import ATTENTION
 
 __all__ = ["Advice", "WithinAdvice", "beside"]
 
@@ -292,7 +293,10 @@ def _options(manifest: Manifest, like: Manifest) -> str:
         words += ["--model", mine.source]
     if mine.dtype != theirs.dtype and not mine.dtype.startswith("float8"):
         words += ["--dtype", mine.dtype]
-    if mine.attn_implementation and mine.attn_implementation != theirs.attn_implementation:
+    if (
+        mine.attn_implementation in ATTENTION  # no command names what may be code of a run's own
+        and mine.attn_implementation != theirs.attn_implementation
+    ):
         words += ["--attn-implementation", mine.attn_implementation]
     if not manifest.settings.deterministic and like.settings.deterministic:
         words += ["--no-deterministic"]

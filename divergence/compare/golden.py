@@ -20,7 +20,7 @@ import msgspec
 from divergence.compare.fitness import why_no_golden
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
 from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
-from divergence.run.packing import unpack
+from divergence.run.packing import write_directory
 from divergence.run.site import natural_key
 
 __all__ = ["Blessing", "bless"]
@@ -147,10 +147,8 @@ def _replace(run: Any, target: Path, previous: Path) -> bool:
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            if isinstance(run.path, Path) and run.path.is_dir():
-                shutil.copytree(run.path, beside / "run")
-            else:
-                unpack(run, out=beside / "run")
+            (beside / "run").mkdir()
+            write_directory(run, beside / "run")
             kept = target.exists()
             if kept:
                 if previous.exists():

@@ -20,6 +20,7 @@ from divergence.experiments.sensitivity_result import Confirmation, FaultSize
 from divergence.experiments.trials import Trials, sees
 from divergence.numerics.floor import Thresholds
 from divergence.run.reader import Run
+from divergence.run.trust import recorded_attention
 
 __all__ = ["confirm_sizes"]
 
@@ -61,7 +62,7 @@ def confirm_sizes(
                 device=device,
                 trust_remote_code=trust_remote_code,
                 dtype=None if own.dtype == a.manifest.model.dtype else own.dtype,
-                attn_implementation=own.attn_implementation,
+                attn_implementation=recorded_attention(b.manifest),
                 plants=[plant],
                 force=True,
                 progress=progress,

@@ -20,13 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from divergence.capture.api import capture, reference
-from divergence.capture.environment import SETTABLE, collect_environment, resolve_device
+from divergence.capture.engines.checkpoint import check_data_alone
+from divergence.capture.environment import (
+    collect_environment,
+    resolve_device,
+    variables_to_set,
+)
 from divergence.capture.substitute import Substitute
+from divergence.capture.taken import also_taken
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.experiments.folder import Folder
 from divergence.experiments.localization import Repetition
 from divergence.experiments.repetition import check_repetition, check_substituted, why_not_bits
 from divergence.run.reader import Run
+from divergence.run.trust import recorded_attention, recorded_sites, recorded_source
 
 __all__ = ["HERE", "Maker"]
 
@@ -91,7 +98,7 @@ class Maker:
         if side == "reference" or attention not in ("eager", "sdpa"):
             attention = None
         tokens = None if step is None else step + 1
-        variables = self._variables(side)
+        variables = variables_to_set(self._runs[side].manifest.environment)
         if variables:
             words = [str(source.path), "-o", str(out), "--force"]
             words += ["--model", str(self._model_of(side))] if self._model_of(side) else []
@@ -235,7 +242,7 @@ class Maker:
         if own.model.dtype != source.manifest.model.dtype:
             values["dtype"] = own.model.dtype
         if own.model.attn_implementation != source.manifest.model.attn_implementation:
-            values["attn_implementation"] = own.model.attn_implementation
+            values["attn_implementation"] = recorded_attention(own)
         if not own.settings.deterministic and source.manifest.settings.deterministic:
             values["deterministic"] = False
         if own.tokens.groups != source.manifest.tokens.groups:
@@ -254,7 +261,11 @@ class Maker:
         substitute: tuple[str, Run, str] | None = None,
     ) -> Run:
         source, model = self._runs["reference"], self._model_of(side)
-        variables = self._variables(side)
+        variables = variables_to_set(self._runs[side].manifest.environment)
+        theirs = None if model == self._model else model
+        also = also_taken(self._runs[side], theirs, values, variables, with_code=self._trust)
+        if also is not None:
+            self._tell("taken", 0, None, also)
         if self._prepare.get(side) is not None or not variables:
             if substitute is not None:
                 site, run, other = substitute
@@ -274,19 +285,12 @@ class Maker:
         return _elsewhere("capture", words, out, variables)
 
     def _model_of(self, side: str) -> str | None:
-        source, own = self._runs["reference"].manifest.model, self._runs[side].manifest.model
-        if self._model is None and own.source != source.source:
-            return own.source
+        source, own = self._runs["reference"].manifest.model, self._runs[side].manifest
+        if self._model is None and own.model.source != source.source:
+            if not self._trust:  # the run names it, not the user
+                check_data_alone(recorded_source(own), revision=None)
+            return recorded_source(own)
         return self._model
-
-    def _variables(self, side: str) -> dict[str, str | None]:
-        """What must be set, or taken away (None), to have the side's recorded variables."""
-        recorded = self._runs[side].manifest.environment.variables
-        return {
-            name: recorded.get(name)
-            for name in SETTABLE
-            if os.environ.get(name) != recorded.get(name)
-        }
 
     def _known(
         self,
@@ -338,7 +342,7 @@ class Maker:
         words = ["divergence", "capture", "--like", str(source.path), "-o", str(out)]
         if own.source != source.manifest.model.source:  # as it is called on that machine
             words += ["--model", own.source]
-        words += ["--trust-remote-code"] if own.trust_remote_code else []
+        words += ["--trust-remote-code"] if self._trust else []
         words += ["--force"] if force else []
         return f"{shlex.join(words + _words(values))}   # on the {side}'s machine"
 
@@ -347,7 +351,7 @@ def _free_sites(own: Run) -> list[str]:
     """Blocks, where the run holds them; else what it recorded."""
     blocks = {path for path, note in own.manifest.plan.modules.items() if note.role == "block"}
     held = any(r.pass_ == "free" and r.site.rpartition(":")[0] in blocks for r in own.records)
-    return ["blocks"] if held else own.manifest.plan.sites
+    return ["blocks"] if held else recorded_sites(own.manifest)
 
 
 def _plan(run: Run) -> list[str]:
@@ -380,6 +384,7 @@ def _elsewhere(what: str, words: list[str], out: Path, variables: Mapping[str, s
     home = str(Path(__file__).parents[2])
     paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from where the command was given
     done = subprocess.run(
         [sys.executable, "-m", "divergence", what, *words, "--quiet"],
         env=environment, capture_output=True, text=True, check=False,

@@ -28,6 +28,7 @@ from divergence.capture.engines.weights import Weights
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Progress
 from divergence.capture.provenance import provenance
+from divergence.capture.taken import taken_from
 from divergence.capture.target import check_output
 from divergence.capture.widening import Widening
 from divergence.errors import UsageError
@@ -38,6 +39,7 @@ from divergence.probe.quick import quick_facts
 from divergence.run.location import location_of
 from divergence.run.manifest import Manifest, Plan
 from divergence.run.reader import Run
+from divergence.run.trust import recorded_seed
 from divergence.run.writer import Item, RunWriter
 
 __all__ = ["replay"]
@@ -84,11 +86,14 @@ def replay(
     check_output(out, force=force, like=source)
     weights = None
     if model is not None:
-        weights = Weights(str(model), source.manifest.model, trust_remote_code=trust_remote_code)
+        weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
     settings = source.manifest.settings
     tell: Progress = progress or (lambda event, done, total, detail: None)
+    seed = recorded_seed(source.manifest)
+    said = [f"{len(calls)} operators with their recorded inputs", f"seed {seed}"]
+    tell("taken", 0, None, taken_from(source.path, said))
     with deterministic_settings(
-        device.partition(":")[0], seed=settings.seed, enabled=settings.deterministic
+        device.partition(":")[0], seed=seed, enabled=settings.deterministic
     ) as determinism:
         manifest = _manifest(
             source, pass_, sites, device, determinism,

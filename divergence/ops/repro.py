@@ -99,7 +99,7 @@ def repro(
     one = calls[0] if other is None else _worst(source, other, calls)
     weights = None
     if model is not None:
-        weights = Weights(str(model), source.manifest.model, trust_remote_code=trust_remote_code)
+        weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
     if progress is not None:
         progress("repro", 0, None, one.path)
     notes: list[str] = []

@@ -37,7 +37,7 @@ from divergence.run.location import (
 )
 from divergence.run.reader import Run
 
-__all__ = ["pack", "unpack", "write_archive"]
+__all__ = ["pack", "unpack", "write_archive", "write_directory"]
 
 Progress = Callable[[str, int, int | None, str], None]
 
@@ -98,10 +98,7 @@ def unpack(
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            (beside / TENSORS).mkdir()
-            for name, size, pieces in _files(source, "unpack", progress):
-                with open(beside / name, "wb") as written:
-                    _write(written, pieces, size, f"{source.path}: {name}")
+            write_directory(source, beside, progress=progress)
             beside.chmod(0o777 & ~_umask())  # mkdtemp's are for the owner alone
             _put_in_place(beside, target)
         finally:
@@ -126,6 +123,14 @@ def _put_in_place(beside: Path, target: Path) -> None:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_directory(run: Run, folder: Path, *, progress: Progress | None = None) -> None:
+    """The files that make the run, and no others, into an empty directory. May raise OSError."""
+    (folder / TENSORS).mkdir()
+    for name, size, pieces in _files(run, "unpack", progress):
+        with open(folder / name, "wb") as written:
+            _write(written, pieces, size, f"{run.path}: {name}")
 
 
 def write_archive(run: Run, target: Location, *, progress: Progress | None = None) -> None:

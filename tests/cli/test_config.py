@@ -151,3 +151,12 @@ def test_configs_are_found_by_name_or_path(tmp_path):
         find_config("strickt", what="policy")
     with pytest.raises(ConfigError, match="there is no policy"):
         find_config(tmp_path / "ci2.toml", what="policy")
+
+
+def test_no_setting_chooses_code(tmp_path):
+    """A settings file lies in the working directory, whosever that is."""
+    (tmp_path / "divergence.toml").write_text('[capture]\nattn_implementation = "a/kernel:f"\n')
+    with pytest.raises(ConfigError, match="may be code of its own"):
+        load_settings({}, folder=tmp_path)
+    with pytest.raises(ConfigError, match="may be code of its own"):
+        load_settings({"DIVERGENCE_CAPTURE_ATTN_IMPLEMENTATION": "a/kernel:f"}, folder="/")

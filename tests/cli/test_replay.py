@@ -27,7 +27,8 @@ def runs(tmp_path_factory, llama):
 def test_replay_compare_and_inspect(invoke, runs):
     """One run, its replay and its truth: identical here, and every command says so."""
     code, out, err = invoke("replay", runs / "a", "-o", "a2", "--device", "cpu", "--label", "here")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith(f"from {runs / 'a'}: ") and err.count("\n") == 1
     assert out.startswith("replayed a2:")
     assert f"divergence compare {runs / 'a'} a2" in out
     code, out, _ = invoke("replay", runs / "a", "-o", "truth", "--reference", "-q")
@@ -60,7 +61,8 @@ def test_what_was_left_out_is_shown(invoke, runs, llama):
     _, out, _ = invoke("inspect", "a2")
     assert "left out" in out and "its weight was not stored" in out
     code, _, err = invoke("replay", runs / "bare", "-o", "a3", "--device", "cpu", "--model", llama)
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("from ") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.compare import golden as golden_module
 from divergence.compare.check import check, coverage_share, evaluate
 from divergence.compare.golden import bless
 from divergence.compare.policy import Policy, Tolerance, load_policy
@@ -439,6 +438,13 @@ class FakeRun(SimpleNamespace):
             verify=lambda progress=None: tables.get("problems", []),
         )
 
+    def files(self):
+        return {"manifest.json": (self.path / "manifest.json").stat().st_size}
+
+    def whole_files(self):
+        for name, size in self.files().items():
+            yield name, size, iter([(self.path / name).read_bytes()])
+
 
 @pytest.fixture
 def make_folder(tmp_path, monkeypatch):
@@ -541,9 +547,10 @@ def test_a_failed_copy_leaves_the_golden(reports, comparing, make_folder, monkey
     golden, new = make_folder("golden", "a:out"), make_folder("new", "b:out")
 
     def fail(*_):
+        yield "manifest.json", 1, iter([b"{"])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(golden_module.shutil, "copytree", fail)
+    monkeypatch.setattr(FakeRun, "whole_files", fail)
     with pytest.raises(Exception, match="No space left"):
         bless(golden, new)
     assert "a:out" in (golden / "manifest.json").read_text()

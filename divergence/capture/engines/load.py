@@ -18,6 +18,7 @@ from divergence.errors import ModelError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.layout import expanded
 from divergence.run.manifest import Task
+from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
-_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -
         Exception,
         SystemExit,
     ) as error:  # a config and its code may do anything
-        raise _model_error(source, error) from error
+        raise _model_error(source, error, revision) from error
 
 
 def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
@@ -135,13 +135,17 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    # a config.json may name attention too, also a kernel of the hub, and would come before options
+    config._attn_implementation = attn_implementation
     kind = resolve_task(config, task)
     torch_dtype: Any = "auto"
     if dtype is not None:
         torch_dtype = _model_dtype(dtype)
     options: dict[str, Any] = {
+        "config": config,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
+        "weights_only": True,  # of pickled weights: tensors and plain containers, no calls
         "dtype": torch_dtype,
         "attn_implementation": attn_implementation,
         "output_loading_info": True,
@@ -163,10 +167,10 @@ def load_model(
             raise UsageError(
                 f"attention implementation {attn_implementation!r} cannot be used: "
                 f"{_first_line(error)}",
-                hint=f"one of {', '.join(_ATTENTION)}; eager is always there",
+                hint=f"one of {', '.join(ATTENTION)}; eager is always there",
             ) from error
         name = (config.architectures or [""])[0]
-        raise why_not(name, error, ranks) or _model_error(source, error) from error
+        raise why_not(name, error, ranks) or _model_error(source, error, revision) from error
     module.eval()
     if device_map is None and division is None:
         try:
@@ -210,6 +214,7 @@ def empty_model(
     import torch
 
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    config._attn_implementation = attn_implementation  # as in load_model
     kind = resolve_task(config, task)
     factory = _factory(config, kind)
     wanted = _model_dtype(dtype) if dtype is not None else _config_dtype(config)
@@ -226,9 +231,9 @@ def empty_model(
             raise UsageError(
                 f"attention implementation {attn_implementation!r} cannot be used: "
                 f"{_first_line(error)}",
-                hint=f"one of {', '.join(_ATTENTION)}; eager is always there",
+                hint=f"one of {', '.join(ATTENTION)}; eager is always there",
             ) from error
-        raise _model_error(source, error) from error
+        raise _model_error(source, error, revision) from error
     return LoadedModel(
         source=source,
         revision=revision,
@@ -297,11 +302,12 @@ def _about_attention(error: BaseException, implementation: str) -> bool:
     return implementation != "eager" and "attention" in text
 
 
-def _model_error(source: str, error: BaseException) -> ModelError:
+def _model_error(source: str, error: BaseException, revision: str | None) -> ModelError:
     text = str(error)
     if "trust_remote_code" in text:
+        at = "" if revision is None else f" at {revision}"
         return ModelError(
-            f"{source} carries its own modelling code",
+            f"{source}{at} carries its own modelling code",
             hint="read that code, then pass --trust-remote-code",
         )
     lower = text.lower()

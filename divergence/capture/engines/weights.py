@@ -11,29 +11,27 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from divergence.capture.engines.checkpoint import INDEX, SINGLE
 from divergence.capture.engines.load import load_model
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.layout import expanded
-from divergence.run.manifest import ModelIdentity
+from divergence.run.manifest import Manifest
+from divergence.run.trust import recorded_attention, recorded_revision
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Weights"]
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
 
 class Weights:
-    """The weights of ``source`` (a directory or hub id), as ``model`` says they were loaded.
+    """The weights of ``source`` (a directory or hub id), as ``manifest`` says they were loaded.
 
     Raises ModelError, from ``find``, where the model must be loaded and cannot be.
     """
 
-    def __init__(
-        self, source: str, model: ModelIdentity, *, trust_remote_code: bool = False
-    ) -> None:
-        self._source, self._model, self._trust = source, model, trust_remote_code
+    def __init__(self, source: str, manifest: Manifest, *, trust_remote_code: bool = False) -> None:
+        self._source, self._manifest, self._trust = source, manifest, trust_remote_code
         self._files = _files(expanded(source))
         self._loaded: dict[str, torch.Tensor] | None = None
 
@@ -62,12 +60,14 @@ class Weights:
 
     def _in_model(self, name: str) -> torch.Tensor | None:
         if self._loaded is None:
+            model = self._manifest.model
             module = load_model(
                 self._source,
-                task=self._model.task,
-                revision=self._model.revision,
-                dtype=self._model.dtype,
-                attn_implementation=self._model.attn_implementation or "eager",
+                task=model.task,
+                # whose code is trusted is read at the revision that the user sees, not the run's
+                revision=None if self._trust else recorded_revision(self._manifest),
+                dtype=model.dtype,
+                attn_implementation=recorded_attention(self._manifest) or "eager",
                 trust_remote_code=self._trust,
             ).module
             self._loaded = dict(module.named_parameters(remove_duplicate=False))
@@ -79,9 +79,9 @@ class Weights:
 def _files(root: Path) -> dict[str, Path]:
     """Tensor name → file; ``""`` → the only file."""
     try:
-        if (root / _SINGLE).is_file():
-            return {"": root / _SINGLE}
-        named = json.loads((root / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        if (root / SINGLE).is_file():
+            return {"": root / SINGLE}
+        named = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: root / file for name, file in named.items() if Path(file).name == file}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}

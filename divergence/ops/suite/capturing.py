@@ -18,6 +18,7 @@ from divergence.capture.determinism import Determinism, deterministic_settings
 from divergence.capture.environment import resolve_device
 from divergence.capture.provenance import provenance
 from divergence.capture.suites import SOURCE
+from divergence.capture.taken import taken_from
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
 from divergence.ops.suite.catalog import case_path, cases_in, find, suite_named
@@ -40,6 +41,7 @@ from divergence.run.manifest import (
 )
 from divergence.run.reader import Run
 from divergence.run.site import compile_patterns, join_site, module_of, operator_path
+from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
 
 __all__ = ["capture_suite", "plan_cases", "reference_suite"]
@@ -92,7 +94,9 @@ def capture_suite(
     if like is not None:
         recorded = like.manifest.settings
         deterministic = recorded.deterministic if deterministic is None else deterministic
-        seed = recorded.seed if seed is None else seed
+        seed = recorded_seed(like.manifest) if seed is None else seed
+        said = [f"{len(works)} recorded cases", f"seed {seed}"]
+        _tell(progress, "taken", 0, None, taken_from(like.path, said))
     deterministic = True if deterministic is None else deterministic
     with deterministic_settings(
         device.partition(":")[0], seed=seed or 0, enabled=deterministic

@@ -3,7 +3,7 @@
 They are computed where the tensor is, on the stream that it was made on: nothing is copied to
 the host and nothing waited for in the hook. The writer's thread fetches them, a batch at a time
 (divergence.run.reduction). A device that lacks an operator for it has its tensors copied to the
-host and reduced there; so has every device where hosts' digests are needed. On hosts the inner keeper's copy goes to that thread, which reduces it
+host and reduced there. On hosts the inner keeper's copy goes to that thread, which reduces it
 there: the model goes on meanwhile.
 """
 

@@ -40,6 +40,8 @@ from divergence.run.target import open_target
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
 
 __all__ = ["Item", "RunWriter", "new_run_id"]
 

@@ -1,4 +1,4 @@
-"""Whatever runs late, a device's run has a host's bits; and where a care is left out, it has not."""
+"""Whatever runs late, a device's run has a host's bits; without one of the cares it has not."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ def mutants(on_device):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("form", ["modules", "batch", "whole", "repeated", "planted", "two devices", "anchored"])  # fmt: skip
+@pytest.mark.parametrize(
+    "form", ["modules", "batch", "whole", "repeated", "planted", "two devices", "anchored"]
+)
 def test_every_bit_arrives(said, form, schedule):
     """On npu:0, npu:1 and both, in each form of a capture."""
     code, out, err = said[f"{form}, {schedule}"]
     assert code == 0, err
-    if form == "planted":
-        assert not out.startswith("IDENTICAL")
-        assert "model.layers.1" in out
-    else:
-        assert out.startswith("IDENTICAL: all "), out
+    assert out.startswith("IDENTICAL: all "), out
+
+
+def test_a_plant_on_the_device(said):
+    """It is the fault that a host's plant is (above), and found where it was planted."""
+    code, out, err = said["found"]
+    assert code == 0, err
+    assert "model.layers.1" in out.partition("\n")[0], out
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,4 +1,4 @@
-"""Runs of a device whose work is late, against a host's: equal bit for bit, however they are kept."""
+"""Runs of a device whose work is late, against a host's: the same bits, however they are kept."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["library", "why_not"]
 
-SOURCE = Path(__file__).with_name("simulated_device.cpp")
+SOURCE = Path(__file__).parents[1] / "source"
 _COMPILERS = ("g++", "c++", "clang++")
 
 
@@ -34,7 +34,8 @@ def library() -> Path:
     import torch
 
     root = Path(torch.__file__).parent
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    texts = [path.read_bytes() for path in sorted(SOURCE.iterdir())]
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()[:12]
     folder = _cache() / f"torch-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"simulated_device-{digest}.so"
@@ -47,12 +48,12 @@ def library() -> Path:
                 "-fvisibility=hidden", "-fvisibility-inlines-hidden",
                 f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}",
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-                str(SOURCE), "-o", str(part),
+                str(SOURCE / "device.cpp"), "-o", str(part),
                 f"-L{root / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10",
             ]  # fmt: skip
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise RuntimeError(f"{SOURCE.name} does not compile:\n{done.stderr[-4000:]}")
+                raise RuntimeError(f"{SOURCE} does not compile:\n{done.stderr[-4000:]}")
             part.rename(made)
     return made
 

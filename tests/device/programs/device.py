@@ -32,7 +32,11 @@ def _late(schedule: str) -> dict[str, bool]:
     with torch.npu.stream(side):
         pinned.copy_(source.new_ones(4), non_blocking=True)
         copy.record(side)
-    found = {"kernel": kernel.query(), "copy": copy.query(), "arrived": pinned.tolist() == [1.0] * 4}
+    found = {
+        "kernel": kernel.query(),
+        "copy": copy.query(),
+        "arrived": pinned.tolist() == [1.0] * 4,
+    }
     copy.synchronize()
     return found | {"then": pinned.tolist() == [1.0] * 4}
 
@@ -99,14 +103,15 @@ def _switches() -> dict[str, str]:
         torch_npu.configure(**{name: value})
         found[name] = _error(work)
     torch_npu.configure(wrong="silu")
-    found["wrong"] = (torch.nn.functional.silu(ones) / torch.nn.functional.silu(ones.cpu())[0, 0])[0, 0].item()
+    found["wrong"] = (torch.nn.functional.silu(ones) / torch.nn.functional.silu(ones.cpu())[0, 0])[
+        0, 0
+    ].item()
     torch_npu.configure(short_products=1)
     found["short_products"] = torch.bmm(twos * (1 + 2.0**-12), twos).flatten().tolist()
     torch_npu.configure(pinned_by_base=1)
     pinned = torch.empty(64, dtype=torch.uint8, pin_memory=True)
-    found["pinned_by_base"] = [
-        pinned[16:].is_pinned(), torch.frombuffer(memoryview(pinned.numpy())[16:], dtype=torch.uint8).is_pinned()
-    ]  # fmt: skip
+    cut = torch.frombuffer(memoryview(pinned.numpy())[16:], dtype=torch.uint8)
+    found["pinned_by_base"] = [pinned[16:].is_pinned(), cut.is_pinned()]
     torch_npu.configure()
     return found
 

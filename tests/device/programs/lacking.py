@@ -41,7 +41,9 @@ def answers(work, model) -> dict:
         found[f"truth, {name}"] = divergence(
             "reference", "c", "-o", "t", "--device", "npu", "--force", **{name: 1}
         )
-        found[f"measured, {name}"] = divergence("compare", "c", "n4", "--device", "npu", **{name: 1})
+        found[f"measured, {name}"] = divergence(
+            "compare", "c", "n4", "--device", "npu", **{name: 1}
+        )
     gc.collect()
     torch.npu.synchronize()
     torch_npu.configure()

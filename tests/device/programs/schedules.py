@@ -6,6 +6,7 @@ import json
 
 import torch_npu
 from commands import captured, divergence, made
+
 from divergence.run.reader import Run
 
 FORMS = {
@@ -29,13 +30,18 @@ def answers(work, model) -> dict:
         for name, options in forms.items():
             device = "npu:1" if name == "modules" else "npu"
             captured(model, "n", device, *options, schedule=schedule, strict_threads=1)
-            found[f"{name}, {schedule}"] = divergence("compare", f"c-{name}", "n", schedule=schedule)
+            found[f"{name}, {schedule}"] = divergence(
+                "compare", f"c-{name}", "n", schedule=schedule
+            )
+            if name == "planted" and schedule == "both":
+                found["found"] = divergence("compare", "c-repeated", "n")
             if name == "repeated":
-                found[f"differences, {schedule}"] = Run.open("n").manifest.repeatability.num_different
+                found[f"differences, {schedule}"] = Run.open(
+                    "n"
+                ).manifest.repeatability.num_different
         made(
             "capture", "--like", "c-modules", "-o", "n-like", "--device", "npu", "--escalate",
             "--force", "--no-probe", schedule=schedule,
         )  # fmt: skip
         found[f"anchored, {schedule}"] = divergence("compare", "c-modules", "n-like")
-    found["whole alone"] = divergence("compare", "n")
     return found

@@ -76,9 +76,10 @@ def test_measuring_needs_sums_of_float64_alone(said):
     assert said["measured, no_float64_products"][0] == 0
 
 
-def test_out_of_memory(said):
-    """Exit 2, in the vendor's words, with what to try."""
-    (code, _, err), _ = said["memory for the model"]
+@pytest.mark.parametrize("name", ["model", "forward"])
+def test_out_of_memory(said, name):
+    """Exit 2, with what to try."""
+    (code, _, err), _ = said[f"memory for the {name}"]
     assert code == 2
     assert "out of memory" in err
     assert "try:" in err

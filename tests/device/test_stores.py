@@ -40,6 +40,12 @@ def test_no_copy_is_waited_for(said):
     assert said["unpinned"] == 0
 
 
+def test_the_model_waits_for_no_copy(said):
+    """However much is recorded: what waits is the writer's thread."""
+    few, many = said["waits"]
+    assert many == few
+
+
 def test_the_machine(said):
     """``env`` names the device."""
     code, out, _ = said["env"]

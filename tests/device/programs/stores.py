@@ -8,6 +8,13 @@ from commands import captured, divergence, made
 MODES = ("full", "sketch", "stats", "hash")
 
 
+def _num_waits(model: str, sites: str) -> int:
+    """How often the model's thread waited for the device while so much was recorded."""
+    before = torch_npu.counted("num_waits")
+    captured(model, "n-waits", "npu", "--sites", sites)
+    return torch_npu.counted("num_waits") - before
+
+
 def answers(work, model) -> dict:
     found = {}
     captured(model, "c", "cpu", "--sites", "modules")
@@ -15,6 +22,7 @@ def answers(work, model) -> dict:
     captured(model, "n", "npu", "--sites", "modules", pinned_by_base=1)
     found["unpinned"] = torch_npu.counted("num_unpinned") - before
     found["modules"] = divergence("compare", "c", "n")
+    found["waits"] = [_num_waits(model, sites) for sites in ("lm_head", "modules")]
     found["measured there"] = divergence("compare", "c", "n", "--device", "npu")
     captured(model, "c-ops", "cpu", "--sites", "ops@model.layers.1")
     made("capture", "--like", "c-ops", "-o", "n-ops", "--device", "npu:1", "--no-probe")

@@ -10,7 +10,9 @@ def said(on_device):
     return on_device("stores")
 
 
-@pytest.mark.parametrize("name", ["modules", "measured there", "operators", "threads"])
+@pytest.mark.parametrize(
+    "name", ["modules", "measured there", "operators", "only changed", "threads"]
+)
 def test_every_bit_arrives(said, name):
     """Copies beside late kernels hold what the hooks saw."""
     code, out, err = said[name]

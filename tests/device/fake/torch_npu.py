@@ -164,7 +164,8 @@ def _module() -> types.ModuleType:
     ):  # fmt: skip
         setattr(made, function.__name__, function)
     made.device_count = lambda: 2
-    made.is_available = made.is_initialized = made.is_bf16_supported = lambda: True
+    made.is_available = made.is_bf16_supported = lambda: True
+    made.is_initialized = lambda: counted("num_run") > 0
     made._is_in_bad_fork = lambda: False
     made.current_device = lambda: torch.accelerator.current_device_index()
     made.empty_cache = lambda: None

@@ -27,6 +27,18 @@ def answers(work, model) -> dict:
     captured(model, "c-ops", "cpu", "--sites", "ops@model.layers.1")
     made("capture", "--like", "c-ops", "-o", "n-ops", "--device", "npu:1", "--no-probe")
     found["operators"] = divergence("compare", "c-ops", "n-ops")
+    made(
+        "capture",
+        "--like",
+        "c",
+        "-o",
+        "n-changed",
+        "--device",
+        "npu",
+        "--only-changed",
+        "--no-probe",
+    )
+    found["only changed"] = divergence("compare", "c", "n-changed")
     for mode in MODES[1:]:
         captured(model, f"c-{mode}", "cpu", "--store", mode)
         made("capture", "--like", f"c-{mode}", "-o", f"n-{mode}", "--device", "npu", "--no-probe")

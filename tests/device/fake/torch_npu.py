@@ -68,8 +68,9 @@ def configure(
 
 def counted(name: str) -> int:
     """How often something happened: ``num_run`` (work), ``num_waits`` (of the first thread, and
-    ``num_waits_elsewhere``), ``num_reused`` (blocks of memory), ``num_waiting_operators`` (shapes by values), ``num_unpinned`` (copies to memory that
-    is not page-locked, which were waited for)."""
+    ``num_waits_elsewhere``), ``num_reused`` (blocks of memory), ``num_waiting_operators`` (their
+    shapes depend on values), ``num_unpinned`` (copies to memory that is not page-locked, which
+    were waited for)."""
     return int(_library.sim_number(name.encode()))
 
 

@@ -21,6 +21,7 @@ from divergence.capture.substitute import Substitute
 from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
 from divergence.capture.taken import taken
 from divergence.capture.target import check_output
+from divergence.capture.widening import check_device
 from divergence.errors import ModelError, UsageError
 from divergence.run.buffer import DEFAULT_BUFFER_BYTES
 from divergence.run.layout import expanded
@@ -200,6 +201,8 @@ def _execute(
     out = location_of(out)
     tell: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)
+    if compute_dtype is not None:
+        check_device(device, compute_dtype)
     with (
         joined(request.mesh, device) as ranks,
         deterministic_settings(

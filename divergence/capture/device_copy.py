@@ -9,8 +9,8 @@ The hook starts a copy and goes on; nothing on the compute stream waits for it:
 
 The clone stays alive until that event: so its memory goes to no other operator meanwhile, and
 torch's allocator needs not be told of the second stream. Clones wait in at most ``max_bytes`` of
-device memory; beyond that the hook waits for the oldest copy. Tests run this with simulated
-streams, whose copies arrive late; it has not run on an accelerator yet.
+device memory; beyond that the hook waits for the oldest copy. Tests run this on a simulated
+accelerator whose kernels and copies are late (tests/device); it has not run on a real one yet.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Execution:
         )
         with storage(
             request, out, manifest, device=self.loaded.device, num_bytes=seen * len(passes),
-            ranks=self.ranks, force=force,
+            ranks=self.ranks, force=force, note=self._note,
         ) as (writer, self.keeper), watch.watching():  # fmt: skip
             first = RememberingSink(writer) if request.repeat > 1 else writer
             num_substituted = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from divergence.numerics.sketch import sketch_tensor
 from divergence.numerics.summary import summarize
 from divergence.run.buffer import Buffer, Limits
 from divergence.run.manifest import Manifest, Store
-from divergence.run.reduction import reducer_for
+from divergence.run.reduction import reducer_for, wants_fold
 from divergence.run.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -41,10 +41,12 @@ def storage(
     num_bytes: int,
     ranks: Ranks | None = None,
     force: bool = False,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[RunWriter, Keeper]]:
     """The writer of this rank's part of ``out``, and the keeper that fills its buffer.
 
-    ``num_bytes``: of tensors, about as many as will be seen.
+    ``num_bytes``: of tensors, about as many as will be seen. ``note``: told what is done otherwise
+    than usual.
     """
     kernel = _kernel(num_bytes, buffer_bytes=request.buffer_bytes)
     if kernel == "compiled":
@@ -56,12 +58,28 @@ def storage(
     rank = 0 if ranks is None else ranks.rank
     with started(
         ranks,
-        lambda: RunWriter(out, manifest, force=force, rank=rank, reducer=reducer, buffer=buffer),
+        lambda: RunWriter(
+            out, manifest, force=force, rank=rank, reducer=reducer, buffer=buffer, device=device
+        ),
     ) as writer:
         keeper: Keeper = BufferKeeper(writer, buffer)
-        if request.store != "full":
-            keeper = ReducedKeeper(request.store, keeper)
+        if request.store != "full" and not _wants_host_digests(request):
+            keeper = ReducedKeeper(request.store, keeper, note=note)
         yield writer, keeper if ranks is None else LocalKeeper(keeper)
+
+
+def _wants_host_digests(request: Request) -> bool:
+    """Does the run to be repeated hold nothing but hosts' digests of what is not to be kept?
+
+    A device's own could then be held against nothing: its tensors go to the host, and are reduced
+    there. (Sketches are compared as they are.)
+    """
+    return (
+        request.like is not None
+        and request.store in ("stats", "hash")
+        and not wants_fold(request.like)
+        and any(record.place is None for record in request.like.records)
+    )
 
 
 def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:

@@ -32,7 +32,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Widening"]
+from divergence.errors import UsageError
+
+__all__ = ["Widening", "check_device"]
 
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {
@@ -53,6 +55,24 @@ _MOVES = {
     # torch.tensor(): new, though its schema says alias.
     aten.lift_fresh.default,
 }
+
+
+def check_device(device: str, dtype: torch.dtype) -> None:
+    """Raise UsageError where ``device`` cannot multiply matrices of ``dtype``: without them
+    nothing of a model can be computed in it (MPS has no float64, Ascend no products of it)."""
+    try:
+        ones = torch.ones(1, 2, 2, dtype=dtype, device=device)
+        for product in (torch.bmm(ones, ones), ones[0] @ ones[0]):
+            if float(product.sum()) != 8.0:
+                raise RuntimeError(f"it multiplies matrices of {dtype} wrongly")
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"{device} cannot compute in {str(dtype).removeprefix('torch.')}",
+            where=(str(error).splitlines() or [type(error).__name__])[0][:300],
+            hint="leave out --device: the CPU has it, and the truth is the same from anywhere",
+        ) from error
 
 
 class Widening:

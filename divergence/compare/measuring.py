@@ -27,6 +27,7 @@ from divergence.compare.measure import Found, Measurer
 from divergence.compare.result import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for
+from divergence.run.own_thread import set_device
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +108,10 @@ def measure_pairs(
     measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
     fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
     reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
-    pool = ThreadPoolExecutor(max_workers=measuring, thread_name_prefix="divergence-measure")
+    pool = ThreadPoolExecutor(
+        max_workers=measuring, thread_name_prefix="divergence-measure",
+        initializer=set_device, initargs=(measurer.device,),
+    )  # fmt: skip
 
     def look(pair: Pair, read: Future[None]) -> Found | None:
         read.result()

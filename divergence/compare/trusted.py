@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from divergence.compare.reduced import equal_contents
 from divergence.compare.result import SiteResult
 from divergence.compare.suspects import Shown
 from divergence.errors import UsageError
@@ -23,12 +24,19 @@ def refuse_own_floor(run: Run, reference: Run, candidate: Run) -> None:
     for side, other in (("reference", reference), ("candidate", candidate)):
         if run.manifest.id == other.manifest.id:
             raise UsageError(f"{run.path} is the {side} itself: it is no floor for it", hint=hint)
-    mine = {record.coordinates: record.xxh3 for record in run.records}
-    theirs = {record.coordinates: record.xxh3 for record in candidate.records}
-    common = [at for at in mine if mine[at] is not None and theirs.get(at) is not None]
-    right = {record.coordinates: record.xxh3 for record in reference.records}
-    same = common and all(mine[at] == theirs[at] for at in common)
-    if same and any(right.get(at) not in (None, mine[at]) for at in common):
+    found = [candidate.find(record.coordinates) for record in run.records]
+    told = (
+        equal_contents(run, record, candidate, other)
+        for record, other in zip(run.records, found, strict=True)
+        if other is not None
+    )
+    known = (equal for equal in told if equal is not None)
+    same = next(known, False) and all(known)
+    if same and any(
+        equal_contents(run, record, reference, right) is False
+        for record in run.records
+        if (right := reference.find(record.coordinates)) is not None
+    ):
         raise UsageError(
             f"{run.path} has the bits of the candidate: it is no floor for it", hint=hint
         )

@@ -9,8 +9,9 @@ feature j goes to bucket b = j mod k,
 with signs sigma(j) and tau(t, m) = ±1, t being the row's number. They are the top bits of integer
 streams (divergence.numerics.mixing): sigma(j) of number j of stream SIGMA, tau(t, m) of number
 t·2^32 + m of stream TAU, -1 where the bit is set. So the matrix is defined by integers and
-bit-identical on every machine; the sums are float64 in any order (float32 on devices without it)
-and rounded to float32. Beside them the row's norm, as a float32 and the float32 of what is left.
+bit-identical on every machine; the sums are float64 in any order (float32 on devices without it;
+plain products and sums on those that have float64 but no matrix product of it, as Ascend) and
+rounded to float32. Beside them the row's norm, as a float32 and the float32 of what is left.
 
 The sketch is linear: sketch(a) - sketch(b) is that of d = a - b, and E ‖sketch(d)‖² = ‖d‖² with
 the variance (2/k) (‖d‖⁴ - Σ d_j⁴) at most, that of a dense random projection at a k-th of its cost
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SIGMA",
     "TAU",
+    "has_products",
     "num_projections",
     "resolution",
     "rows_of",
@@ -195,10 +197,11 @@ def _sketch_rows(
         squares = (values * values).sum(-1)
     signed = values.mul_(sigma)
     whole = signed.shape[1] // k * k
-    sums = torch.bmm(
-        tau[:, None, : whole // k], signed[:, :whole].view(len(x), whole // k, k)
-    )  # (T, 1, k)
-    sums = sums[:, 0]
+    parts = signed[:, :whole].view(len(x), whole // k, k)
+    if has_products(wide, str(x.device)):
+        sums = torch.bmm(tau[:, None, : whole // k], parts)[:, 0]  # (T, k)
+    else:
+        sums = (tau[:, : whole // k, None] * parts).sum(1)
     if whole < signed.shape[1]:
         rest = signed[:, whole:]
         sums[:, : rest.shape[1]] += rest * tau[:, whole // k, None]
@@ -230,6 +233,18 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
 def sum_dtype_name(device: str) -> str:
     """``float64``, or ``float32`` on devices that lack it."""
     return str(_sum_dtype(device)).removeprefix("torch.")
+
+
+@functools.cache
+def has_products(dtype: torch.dtype, device: str) -> bool:
+    """Does ``device`` multiply matrices of ``dtype``? Asked by multiplying two."""
+    import torch
+
+    try:
+        two = torch.full((1, 1, 1), 1 + 2.0**-20, dtype=dtype, device=device)
+        return float(torch.bmm(two, two)) != 0.0
+    except (RuntimeError, TypeError):
+        return False
 
 
 @functools.cache

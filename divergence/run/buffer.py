@@ -113,11 +113,12 @@ class Slot:
     ``ready``: waits until a copy under way has arrived, where one is.
     """
 
-    __slots__ = ("_region", "address", "begin", "memory", "num_bytes", "ready")
+    __slots__ = ("_region", "_ring", "address", "begin", "memory", "num_bytes", "ready")
 
-    def __init__(self, memory: memoryview, address: int, region: list, num_bytes: int) -> None:
-        self.memory, self.begin, self.num_bytes = memory, region[0], num_bytes
-        self.address = address + self.begin
+    def __init__(self, ring: Buffer, region: list, num_bytes: int) -> None:
+        self.memory, self.begin, self.num_bytes = ring.memory, region[0], num_bytes
+        self.address = ring.address + self.begin
+        self._ring = ring.tensor
         self.ready: Callable[[], object] | None = None
         self._region = region
 
@@ -141,35 +142,36 @@ class Slot:
         return self.memory[self.begin : self.begin + self.num_bytes]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """The same memory as a tensor, whether or not its bytes are there yet (``ready``)."""
+        """The same memory as a tensor, whether or not its bytes are there yet (``ready``).
+
+        A slice of the ring's own tensor: page-locked memory is recognised by where its storage
+        begins (an older CANN knows no address within it).
+        """
         import torch
 
-        if self.num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        count = self.num_bytes // dtype.itemsize
-        flat = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.begin)
-        return flat.view(shape)
+        # not an operator of the model's: no mode above may widen it
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return self._ring[self.begin : self.begin + self.num_bytes].view(dtype).view(shape)
 
 
 class Buffer:
     """The ring in a buffer of ``limits``. ``pinned``: page-locked, for copies from a device."""
 
     def __init__(self, limits: Limits, *, pinned: bool = False) -> None:
+        import torch
+
         self.limits = limits
         num_bytes = self.num_bytes = limits.ring_bytes
         self._map: mmap.mmap | None = None
         if pinned:
-            import torch
-
-            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            self._memory, self._address = memoryview(memory.numpy()), memory.data_ptr()
+            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         else:
             # Anonymous and private: no page is taken before it is written to.
             self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB, not for 4 KiB
-            self._memory = memoryview(self._map)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.memory, self.address = memoryview(self.tensor.numpy()), self.tensor.data_ptr()
         self._regions: deque[list] = deque()  # [begin, given back?]
         self._head = self._touched = 0
 
@@ -195,7 +197,7 @@ class Buffer:
         self._touched = max(self._touched, self._head)
         region = [begin, False]
         regions.append(region)
-        return Slot(self._memory, self._address, region, num_bytes)
+        return Slot(self, region, num_bytes)
 
     @property
     def empty(self) -> bool:

@@ -1,4 +1,5 @@
-"""A thread beside the model's, whose work torch must not spread over threads of its own.
+"""A thread beside the model's: torch must not spread its work over threads of its own, and it
+needs a device of its own choice.
 
 OpenMP gives each thread that runs a parallel operator its own team. Two teams on the same cores
 cost the model more than the work itself: whoever waits for a core holds up all of its team, and
@@ -10,8 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from typing import TYPE_CHECKING
 
-__all__ = ["without_team"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["set_device", "without_team"]
+
+
+def set_device(device: torch.device | None) -> None:
+    """The calling thread will touch ``device``; of a host, or None, nothing is done.
+
+    Runtimes keep the current device by thread. On Ascend a thread that set none has no context
+    ("ctx is NULL", 107002), and on CUDA its first call makes one on device 0, which takes memory
+    there whatever device the model is on.
+    """
+    if device is None or device.type == "cpu":
+        return
+    import torch
+
+    module = torch.get_device_module(device)
+    if device.index is not None and hasattr(module, "set_device"):
+        module.set_device(device)
+    elif hasattr(module, "set_device"):
+        module.set_device(module.current_device())
 
 
 def without_team() -> None:

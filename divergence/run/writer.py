@@ -29,7 +29,7 @@ from divergence.run.call import Call
 from divergence.run.item import Item
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
-from divergence.run.own_thread import without_team
+from divergence.run.own_thread import set_device, without_team
 from divergence.run.pending import Pending
 from divergence.run.piece import Piece, flat_parts, piece_of_item
 from divergence.run.record import PassName, Place, Placement, Record
@@ -39,6 +39,8 @@ from divergence.run.target import open_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 
 __all__ = ["Item", "RunWriter", "new_run_id"]
@@ -68,7 +70,8 @@ class RunWriter:
     exception writes what was gathered and closes it as incomplete.
 
     ``rank``: the first one makes the directory (so it begins first) and writes the manifest; the
-    others write their own records and shards beside, and nothing else.
+    others write their own records and shards beside, and nothing else. ``device``: where what is
+    put was made, for whose copies the background thread waits.
 
     Raises RunExistsError if ``path`` holds anything and ``force`` is false, and
     RunWriteError when the disk refuses (also later, from ``put`` or ``close``).
@@ -83,10 +86,11 @@ class RunWriter:
         rank: int = 0,
         reducer: Reducer | None = None,
         buffer: Buffer | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.path = location_of(path)  # as the reader does
         self.manifest = manifest
-        self._rank, self._reducer = rank, reducer
+        self._rank, self._reducer, self._device = rank, reducer, device
         self._buffer = buffer
         self._limits = Limits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
         self._pending = Pending(rank=rank)
@@ -261,6 +265,10 @@ class RunWriter:
 
     def _work(self) -> None:
         without_team()
+        try:
+            set_device(self._device)
+        except Exception as error:
+            self._failure = error
         while True:
             self._wake.wait(WAKE_SECONDS)
             self._wake.clear()

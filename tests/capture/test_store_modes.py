@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import torch
 
+from divergence.capture import keep_reduced
 from divergence.capture.api import capture, plan_capture, reference
 from divergence.capture.keep import CopyKeeper
 from divergence.capture.keep_reduced import ReducedKeeper
@@ -245,3 +246,30 @@ def test_fold_beside_xxh3():
     tensor = item.tensor
     left = Reducer("full", fold=True).take([item], store=None)
     assert left == [item] and item.fold == fold_tensor(tensor)
+
+
+@pytest.mark.parametrize("mode", ["sketch", "stats", "hash"])
+def test_a_device_that_cannot_reduce(mode, monkeypatch):
+    """Its tensors go to the host whole, which is said once; running out of memory is no such
+    thing."""
+    said = []
+    keeper = ReducedKeeper(mode, CopyKeeper(), hosts=True, note=said.append)
+    tensor = torch.randn(4, 256)
+
+    def lacking(tensor):
+        raise NotImplementedError("Could not run 'aten::bitwise_xor'")
+
+    monkeypatch.setattr(keep_reduced, "fold_sums", lacking)
+    for _ in range(2):
+        item = keeper.keep(tensor)
+        assert item.reduced is None
+        assert torch.equal(item.tensor, tensor)
+    assert len(said) == 1
+    assert f"cpu cannot compute what --store {mode} keeps" in said[0]
+
+    def full(tensor):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(keep_reduced, "fold_sums", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        ReducedKeeper(mode, CopyKeeper(), hosts=True).keep(tensor)

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from divergence.capture import memory, widening
 from divergence.capture.engines import tiny
-from divergence.capture.widening import Widening
+from divergence.capture.widening import Widening, check_device
+from divergence.errors import UsageError
 
 WIDE = torch.float64
 IDS = torch.arange(3, 19)[None]
@@ -684,3 +685,11 @@ def test_free_memory_of_this_machine():
     """Some memory is free, and of a device that nobody can ask nothing is."""
     assert 2**20 < memory.free_bytes(CPU) < 2**50
     assert memory.free_bytes(torch.device("meta")) == 0
+
+
+def test_a_device_must_multiply_in_the_wide_dtype():
+    """Asked before the model is loaded; the hint names the host."""
+    check_device("cpu", torch.float64)
+    with pytest.raises(UsageError, match="meta cannot compute in float64") as caught:
+        check_device("meta", torch.float64)
+    assert "the CPU has it" in caught.value.hint

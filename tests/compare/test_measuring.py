@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
 
 import msgspec
 import pytest
 import torch
 
 from divergence.capture.api import capture
+from divergence.compare import measuring
 from divergence.compare.align import align
 from divergence.compare.api import compare
 from divergence.compare.floors import ModelFloor
@@ -178,3 +180,16 @@ def test_damage_is_named_by_the_pair_that_has_it(case, dumps, tmp_path):
     with pytest.raises(RunFormatError, match="wrong checksum") as error:
         list(measure_pairs(Measurer(a, b, ModelFloor()), align(a, b).pairs))
     assert "model.layers." in error.value.where
+
+
+def test_threads_that_measure_set_the_device(dumps, monkeypatch):
+    """Each of them: a new thread has none on Ascend, and the first one on CUDA."""
+    asked = []
+    monkeypatch.setattr(
+        measuring,
+        "set_device",
+        lambda device: asked.append((threading.current_thread().name, device)),
+    )
+    compare(*dumps, device="cpu:0")
+    assert {name.rpartition("_")[0] for name, _ in asked} == {"divergence-measure"}
+    assert {device for _, device in asked} == {torch.device("cpu:0")}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from divergence.capture import storage
 from divergence.capture.api import capture
 from divergence.capture.engines.tiny import build
+from divergence.capture.keep_reduced import ReducedKeeper
 from divergence.compare.api import compare
 from divergence.errors import UsageError
 from divergence.report.summary import report_lines
@@ -70,7 +74,7 @@ def test_other_settings_are_said_first(pair):
     assert summary.startswith("dtype bfloat16 / float16 differs; beyond that, ")
 
 
-def test_the_candidate_is_no_floor_for_itself(pair):
+def test_the_candidate_is_no_floor_for_itself(pair, monkeypatch):
     """Neither as that run, nor as another one with its very bits."""
     root, a, _ = pair
     bad = scaled(root, a, 0.5, name="bad")
@@ -82,6 +86,11 @@ def test_the_candidate_is_no_floor_for_itself(pair):
         compare(a, bad, floor=[again])
     with pytest.raises(UsageError, match="is the reference itself"):
         compare(a, bad, floor=[a])
+    # digests of a device's kind alone, held against the candidate's bytes
+    monkeypatch.setattr(storage, "ReducedKeeper", partial(ReducedKeeper, hosts=True))
+    folded = scaled(root, a, 0.5, name="folded", store="sketch")
+    with pytest.raises(UsageError, match="has the bits of the candidate"):
+        compare(a, bad, floor=[folded])
 
 
 def test_what_a_trusted_run_widened_is_said_with_numbers(pair):

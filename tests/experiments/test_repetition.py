@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 
+import msgspec
 import pytest
 
 from divergence.capture.api import capture, reference
@@ -15,6 +16,7 @@ from divergence.experiments.explain import explain_token
 from divergence.experiments.localize import localize
 from divergence.experiments.repetition import check_repetition, check_substituted
 from divergence.experiments.sensitivity import sensitivity
+from divergence.numerics.fold import fold_tensor
 from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
 
@@ -183,3 +185,24 @@ def test_a_size_is_not_confirmed_by_another_machine(runs, tmp_path):
     other = capture(like=runs / "a", out=tmp_path / "b", prepare=other_rounding)
     with pytest.raises(UsageError, match="this is not the machine of"):
         sensitivity(runs / "a", candidate=other, blocks=["middle"], faults=["scale"], confirm=True)
+
+
+def test_a_devices_digests_are_held_against_bytes(runs):
+    """What a device captured again, in digests of its own kind alone, repeats a run that has
+    bytes, and is told from one that differs."""
+    a, b = Run.open(runs / "a"), Run.open(runs / "b")
+
+    def reduced(run: Run) -> Run:
+        made = Run.open(run.path)
+        made.records = [
+            msgspec.structs.replace(
+                record, fold=fold_tensor(run.read(record)), xxh3=None, place=None, summary=None
+            )
+            for record in run.records
+        ]
+        return made
+
+    found = check_repetition(reduced(Run.open(runs / "again")), a, name="again", side="reference")
+    assert (found.how, found.num_different) == ("bits", 0)
+    assert found.num_compared > 0
+    assert check_repetition(reduced(b), a, name="b", side="reference").how == "differs"

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from divergence.numerics import sketch
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.kernels import has_compiled
 from divergence.numerics.mixing import mixed
@@ -192,3 +193,19 @@ def test_resolution():
     assert resolution(1024, 8) == pytest.approx(0.58 * 2**-24, rel=1e-3)
     assert resolution(1024, 8, sums="float32") == pytest.approx(0.58 * 2**-24 * 8.06, rel=1e-2)
     assert resolution(8192, 64, sums="float32") < 2**-11 / 1000
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 300), (1, 1, 2048), (7, 130)])
+def test_a_device_without_matrix_products_of_float64(shape, monkeypatch):
+    """The sums are the same, to their rounding."""
+    tensor = torch.randn(shape)
+    wanted = sketch.sketch_tensor(tensor, 8)
+    monkeypatch.setattr(sketch, "has_products", lambda dtype, device: False)
+    found = sketch.sketch_tensor(tensor, 8)
+    assert torch.allclose(found, wanted, rtol=2**-22, atol=1e-6)
+
+
+def test_the_host_has_products():
+    """Asked by multiplying; of a dtype that has none the answer is no."""
+    assert sketch.has_products(torch.float64, "cpu")
+    assert not sketch.has_products(torch.float64, "meta")

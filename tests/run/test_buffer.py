@@ -148,3 +148,16 @@ def test_a_size_that_cannot_work_is_refused(size):
     with pytest.raises(UsageError, match="--buffer") as caught:
         buffer_bytes(size)
     assert "--buffer 512MiB" in caught.value.hint
+
+
+def test_a_places_tensor_is_a_slice_of_the_ring():
+    """One storage, so that a runtime which knows page-locked memory by its first byte knows it."""
+    buffer = ring(1024)
+    slots = [buffer.take(24), buffer.take(24)]
+    tensors = [slot.tensor(torch.float32, (2, 3)) for slot in slots]
+    for slot, tensor in zip(slots, tensors, strict=True):
+        assert tensor.untyped_storage().data_ptr() == buffer.tensor.untyped_storage().data_ptr()
+        tensor.fill_(slot.begin)
+        assert torch.frombuffer(slot.bytes(), dtype=torch.float32).tolist() == [slot.begin] * 6
+    assert slots[0].tensor(torch.float32, (2, 3)).data_ptr() == slots[0].address
+    assert buffer.take(0).tensor(torch.int64, (0, 3)).shape == (0, 3)

@@ -1,0 +1,31 @@
+"""Operators alone: replay, reproducers, the probe and the suite."""
+
+from __future__ import annotations
+
+from commands import captured, divergence, made
+
+
+def answers(work, model) -> dict:
+    found = {}
+    captured(model, "n-ops", "npu", "--sites", "ops@model.layers.1", "--weights")
+    made("replay", "n-ops", "-o", "on-device", "--device", "npu")
+    made("replay", "n-ops", "-o", "on-host", "--device", "cpu")
+    found["replayed"] = divergence("compare", "on-device", "on-host")
+    found["itself"] = divergence("compare", "n-ops", "on-device")
+    found["repro"] = divergence(
+        "repro", "n-ops", "--site", "model.layers.1.mlp.down_proj/aten.mm:out", "-o", "bug"
+    )
+    made("probe", "--quick", "-o", "facts-host", "--device", "cpu")
+    made("probe", "--quick", "-o", "facts", "--device", "npu")
+    found["probe"] = divergence("compare", "facts-host", "facts")
+    made("probe", "--quick", "-o", "facts-short", "--device", "npu", short_products=1)
+    found["short products"] = divergence("compare", "facts-host", "facts-short")
+    made("capture", "suite:llm", "-o", "suite-host", "--device", "cpu")
+    made("capture", "suite:llm", "-o", "suite", "--device", "npu")
+    made("reference", "suite-host", "-o", "suite-truth")
+    found["suite"] = divergence("compare", "suite-host", "suite", "--reference", "suite-truth")
+    made("capture", "suite:llm", "-o", "suite-wrong", "--device", "npu", wrong="silu")
+    found["wrong suite"] = divergence(
+        "compare", "suite-host", "suite-wrong", "--reference", "suite-truth"
+    )
+    return found

@@ -1,0 +1,42 @@
+"""Operators alone on the device: replayed, written up, probed, and the whole suite."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def said(on_device):
+    return on_device("operators")
+
+
+@pytest.mark.parametrize("name", ["replayed", "itself"])
+def test_replays(said, name):
+    """There and on a host the same bits."""
+    code, out, err = said[name]
+    assert code == 0, err
+    assert out.startswith("IDENTICAL"), out
+
+
+def test_a_reproducer(said):
+    """One operator of a device's run, as a script."""
+    code, _, err = said["repro"]
+    assert code == 0, err
+
+
+def test_facts(said):
+    """A host's arithmetic is found on the device, and short products are told from it."""
+    assert said["probe"][0] == 0, said["probe"][2]
+    assert said["short products"][0] == 0, said["short products"][2]
+    assert "input bits" in said["short products"][1]
+    assert "input bits" not in said["probe"][1].partition("preflight")[0]
+
+
+def test_the_suite(said):
+    """Of other kernels nothing is blamed; of a wrong one the device is."""
+    assert said["suite"][0] == 0, said["suite"][2]
+    code, out, _ = said["wrong suite"]
+    assert code == 0
+    assert "silu" in out.partition("\n")[0], out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +18,7 @@ from divergence.cli.options import (
 )
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.run.command import quoted_words
 
 __all__ = ["EPILOG", "command"]
 
@@ -102,7 +102,7 @@ def command(
                               "trust_remote_code": trust_remote_code, "label": label,
                               "force": force}  # fmt: skip
     if arguments:
-        values["command"] = shlex.join(["divergence", *arguments])
+        values["command"] = quoted_words(["divergence", *arguments])
 
     from divergence.ops.replay import replay as call
 

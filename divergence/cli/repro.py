@@ -9,6 +9,7 @@ import typer
 from divergence.cli.options import Json, ModelOfWeights, Quiet, TrustRemoteCode, Verbose, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.run.command import command_line
 
 __all__ = ["EPILOG", "command"]
 
@@ -83,7 +84,7 @@ def command(
     if site is None:
         raise UsageError(
             "no operator is named",
-            hint=f"--site SITE; `divergence inspect {run} -v` lists the sites",
+            hint=f"--site SITE; `{command_line('inspect', run, v=True)}` lists the sites",
         )
 
     import msgspec

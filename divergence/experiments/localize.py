@@ -16,7 +16,6 @@ not the reference's is refused.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from divergence.experiments.given import given_to, stands_alone
 from divergence.experiments.localization import Level, Localization
 from divergence.experiments.machine import Maker
 from divergence.experiments.proof import errors_alone, prove, reproduce
+from divergence.run.command import command_line
 from divergence.run.contents import why_no_bytes
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
@@ -83,8 +83,8 @@ def localize(
         raise UsageError(
             f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "
             f"and it keeps no bytes ({why_no_bytes(a.manifest)})",
-            hint="capture both in full, the blocks are enough: divergence capture --like "
-            f"{shlex.quote(str(a.path))} -o A --store full --sites blocks; "
+            hint="capture both in full, the blocks are enough: "
+            f"{command_line('capture', like=a.path, o='A', store='full', sites='blocks')}; "
             "divergence capture --like A -o B; divergence localize A B",
         )
     again = _again(a, b, truth, folder, block=block, model=model, device=device,
@@ -272,14 +272,11 @@ def _again(
     model: str | Path | None, device: str, trust_remote_code: bool,
 ) -> str:  # fmt: skip
     """The command that goes on from here."""
-    words = ["divergence", "localize", str(a.path), str(b.path)]
-    words += ["--reference", _path(truth)] if truth is not None else []
-    words += ["-o", str(folder)]
-    words += ["--block", block] if block is not None else []
-    words += ["--model", str(model)] if model is not None else []
-    words += ["--device", device] if device != "auto" else []
-    words += ["--trust-remote-code"] if trust_remote_code else []
-    return shlex.join(words)
+    return command_line(
+        "localize", a.path, b.path,
+        reference=None if truth is None else _path(truth), o=folder, block=block, model=model,
+        device=None if device == "auto" else device, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
 
 
 def _inner_modules(run: Run, block: str) -> list[str]:

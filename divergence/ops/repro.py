@@ -12,7 +12,6 @@ took, and needs neither this package nor the model.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.given import what_differs
 from divergence.ops.refusal import Refusal
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
+from divergence.run.command import command_line
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -187,7 +187,7 @@ def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
         f"no operator at {site} in {run.path}",
         hint=f"did you mean {' or '.join(f'{p}:out' for p in near)}?"
         if near
-        else f"`divergence inspect {run.path} -v` lists the sites",
+        else f"`{command_line('inspect', run.path, v=True)}` lists the sites",
     )
 
 
@@ -197,8 +197,8 @@ def _check_truth(truth: Run, source: Run, pass_: str) -> None:
     if truth.manifest.settings.compute_dtype != "float64" or not belongs:
         raise UsageError(
             f"{truth.path} is no float64 replay of {source.path}",
-            hint=f"divergence replay {source.path} -o TRUTH --reference; or leave it out, and it "
-            "is computed here",
+            hint=command_line("replay", source.path, o="TRUTH", reference=True)
+            + "; or leave it out, and it is computed here",
         )
 
 
@@ -276,7 +276,7 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
             f"{other.path} does not hold {calls[0].path}",
             hint=f"near: {', '.join(near)}"
             if near
-            else f"divergence replay {source.path} -o OTHER, on the other machine",
+            else f"{command_line('replay', source.path, o='OTHER')}, on the other machine",
         )
     return best[1]
 
@@ -338,7 +338,7 @@ def _check_inputs(
         f"inputs differ at {one.path}: this reproducer would blame the operator for what it was "
         "given",
         where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: {differs}",
-        hint=f"divergence replay {shlex.quote(str(source.path))} -o OTHER, on the other machine "
+        hint=f"{command_line('replay', source.path, o='OTHER')}, on the other machine, "
         "gives its operator these inputs; then --against OTHER",
     )
 

@@ -20,7 +20,7 @@ import torch
 from divergence.capture.dataflow import tensors_in
 from divergence.capture.widening import Widening
 from divergence.ops import registry, wide
-from divergence.ops.arguments import decoded, fitted
+from divergence.ops.arguments import check_names, decoded, fitted
 from divergence.ops.lookup import (
     draws_random_numbers,
     find_operator,
@@ -73,6 +73,7 @@ def execute_ports(
         raise Refusal(call.note)
     if is_uninitialised(call.operator):
         raise Refusal(UNINITIALISED)
+    check_names(call)
     laid = [
         _prepared(value, operand, device, compute_dtype, aligned=aligned)
         for value, operand in zip(operands, call.operands, strict=True)

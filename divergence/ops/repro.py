@@ -21,7 +21,7 @@ import torch
 
 from divergence.capture.engines.weights import Weights
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.ops.bug_report import Side, report_text, title_of
+from divergence.ops.bug_report import Side, code_span, report_text, title_of
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.differences import Difference, difference, store_error
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
@@ -230,7 +230,8 @@ def _truth(
         if held:
             return (
                 held,
-                f"computed by divergence {right.manifest.tool_version}, in a run of its own",
+                "computed by divergence "
+                f"{code_span(right.manifest.tool_version)}, in a run of its own",
             )
         notes.append(f"{right.path} does not hold this operator: the truth was computed here")
     try:

@@ -128,9 +128,10 @@ def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
         ("compare", a, b), ("compare", a), ("compare", a, b, c), ("compare", a, a),
         ("compare", a, b, "--reference", c), ("compare", a, b, "--floor", b), ("check", a, b),
         ("check", a, a), ("inspect", a), ("inspect", a, "--site", "nowhere:out"),
-        ("localize", a, b, "-o", "out"), ("sensitivity", a, "--candidate", b), ("replay", a, "-o", "r"),
-        ("repro", a, "-o", "r", "--site", f"{evil}:out"), ("ranks", a), ("unpack", a, "-o", "x.tar"),
-        ("pack", a, "-o", "a.tar"), ("capture", "--like", a, "-o", a),
+        ("localize", a, b, "-o", "out"), ("sensitivity", a, "--candidate", b),
+        ("replay", a, "-o", "r"), ("repro", a, "-o", "r", "--site", f"{evil}:out"),
+        ("ranks", a), ("unpack", a, "-o", "x.tar"), ("pack", a, "-o", "a.tar"),
+        ("capture", "--like", a, "-o", a),
     ):  # fmt: skip
         code, out, err = invoke(*words)
         assert code in (0, 1, 2), err

@@ -12,6 +12,7 @@ from divergence.cli.options import (
     Force,
     Json,
     ModelOfWeights,
+    Operators,
     Quiet,
     TrustRemoteCode,
     Verbose,
@@ -75,6 +76,7 @@ def command(
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
+    operators: Operators = None,
     label: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +101,8 @@ def command(
     arguments = ctx.meta.get(ARGUMENTS)
     values: dict[str, Any] = {"out": out, "sites": site or (), "device": device, "model": model,
                               "reference": reference, "replayed_pass": replayed_pass,
-                              "trust_remote_code": trust_remote_code, "label": label,
+                              "trust_remote_code": trust_remote_code, "operators": operators or (),
+                              "label": label,
                               "force": force}  # fmt: skip
     if arguments:
         values["command"] = quoted_words(["divergence", *arguments])

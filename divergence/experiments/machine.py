@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Maker:
         here: str,
         force: bool,
         trust_remote_code: bool,
+        operators: Sequence[str] = (),
         prepare: Mapping[str, Callable[[Any], None] | None],
         again: str,
         progress: Callable[..., None],
@@ -61,6 +62,7 @@ class Maker:
             raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")
         self._runs = {"reference": a, "candidate": b}
         self._model, self._device, self._again = model, device, again
+        self.operators = operators
         self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
         self._here = here
         self._repeated: dict[str, Repetition] = {}

@@ -15,7 +15,7 @@ import torch
 
 from divergence.ops import registry
 from divergence.ops.lookup import find_operator, short_name
-from divergence.ops.refusal import Refusal
+from divergence.ops.refusal import Refusal, Unsafe
 from divergence.run.call import Call
 
 __all__ = ["check_names", "decoded", "fitted"]
@@ -66,7 +66,7 @@ def check_names(call: Call) -> None:
     strange = sorted(name for name in call.arguments if name not in known)
     if strange:
         name = short_name(call.operator)
-        raise Refusal(f"{name} has no argument {strange[0][:80]!r} here")
+        raise Unsafe(f"{name} has no argument {strange[0][:80]!r} here")
 
 
 def fitted(

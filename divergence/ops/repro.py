@@ -12,7 +12,7 @@ took, and needs neither this package nor the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from divergence.capture.engines.weights import Weights
+from divergence.capture.environment import resolve_device
 from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.ops.allowed import asked_for
 from divergence.ops.bug_report import Side, code_span, report_text, title_of
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.differences import Difference, difference, store_error
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.given import what_differs
-from divergence.ops.refusal import Refusal
+from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
 from divergence.run.command import command_line
 from divergence.run.location import folder_of
@@ -73,6 +75,7 @@ def repro(
     step: int | None = None,
     model: str | Path | None = None,
     trust_remote_code: bool = False,
+    operators: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Reproducer:
@@ -81,7 +84,7 @@ def repro(
     ``against``: a run of the other machine, best a replay of ``run``; its figures stand beside
     this run's. ``truth``: a float64 replay of ``run``; else it is computed here. ``sample``,
     ``step``: which call; by default the one that differs most from ``against``, else the first.
-    ``model``: as in ``replay``.
+    ``model``, ``operators``: as in ``replay``.
 
     Raises UsageError for a site that is no operator's or not there, for operators that cannot run
     alone, for runs that do not belong together and where ``against`` was given other inputs or
@@ -103,10 +106,11 @@ def repro(
     if progress is not None:
         progress("repro", 0, None, one.path)
     notes: list[str] = []
+    asked = asked_for(operators, resolve_device("auto"))
     try:
         operands = operand_values(source, one, weights)
         expected = {port: source.read(record) for port, record in one.results.items()}
-        true, made_by = _truth(source, right, one, operands, notes)
+        true, made_by = _truth(source, right, one, operands, notes, asked)
         sides = [_side(source, expected, true, expected)]
         if other is not None:
             sides.append(_other_side(source, other, one, operands, expected, true))
@@ -221,9 +225,20 @@ def _check_folder(out: Path, *, force: bool) -> None:
 
 def _truth(
     source: Run, right: Run | None, one: RecordedCall, operands: list[torch.Tensor],
-    notes: list[str],
+    notes: list[str], asked: frozenset[str],
 ) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
-    """The right results by port and what computed them; empty where that cannot be had."""
+    """The right results by port and what computed them; empty where that cannot be had.
+
+    The operator is run here in any case: what is not safe to run comes into no script.
+    """
+    try:
+        results = execute_ports(
+            one.call, operands, device="cpu", compute_dtype=torch.float64, namespaces=asked
+        )
+    except Refusal as refusal:
+        if isinstance(refusal, Unsafe) or refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
+            raise  # no machine's result would be the right one
+        results, why = None, refusal.reason
     if right is not None:
         found = {port: _find(right, "replayed", record) for port, record in one.results.items()}
         held = {port: right.read(record) for port, record in found.items() if record is not None}
@@ -234,12 +249,8 @@ def _truth(
                 f"{code_span(right.manifest.tool_version)}, in a run of its own",
             )
         notes.append(f"{right.path} does not hold this operator: the truth was computed here")
-    try:
-        results = execute_ports(one.call, operands, device="cpu", compute_dtype=torch.float64)
-    except Refusal as refusal:
-        if refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
-            raise  # no machine's result would be the right one
-        notes.append(f"no truth: {refusal.reason}")
+    if results is None:
+        notes.append(f"no truth: {why}")
         return {}, None
     kept = {port: results[port] for port in one.results if port in results}
     return kept, f"computed with torch {torch.__version__} on a CPU"

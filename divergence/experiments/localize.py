@@ -177,7 +177,7 @@ def _descend(
         return
     tell("localize", 4, 4, first.site)
     done.operator = first
-    done.alone = errors_alone(made, first, maker.folder.path, tell, maker.operators)
+    done.alone = errors_alone(made, first, maker.folder.path, tell, maker.namespaces)
     blamed = deep.operators.side or report.verdict.side
     same_block = onset is not None and onset.block in (None, chosen)
     name_side(
@@ -196,11 +196,11 @@ def _descend(
     wrong = any(own.times > NEAR for own in done.alone) or not done.alone
     folder = maker.folder.path
     if stands_alone(first, guilty) and (wrong or first.other_operands):
-        done.repro = reproduce(made, first, guilty, folder, tell, maker.operators)
+        done.repro = reproduce(made, first, guilty, folder, tell, maker.namespaces)
     if first.other_operands and first.region is None:  # the other side's call, with its scalars
         other = "candidate" if guilty == "reference" else "reference"
         done.repro_other = reproduce(
-            made, first, other, folder, tell, maker.operators, f"repro-{other}"
+            made, first, other, folder, tell, maker.namespaces, f"repro-{other}"
         )
 
 

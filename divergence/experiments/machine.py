@@ -62,7 +62,7 @@ class Maker:
             raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")
         self._runs = {"reference": a, "candidate": b}
         self._model, self._device, self._again = model, device, again
-        self.operators = operators
+        self.namespaces = operators
         self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
         self._here = here
         self._repeated: dict[str, Repetition] = {}

@@ -112,22 +112,29 @@ def check_namespace(name: str, namespaces: Collection[str] | None) -> None:
 
 def check_operator(operator: torch._ops.OpOverload) -> None:
     """Refuse an operator that could reach beyond the values that it is given."""
+    reason = _why_not(operator)
+    if reason is not None:
+        raise Unsafe(reason)
+
+
+@functools.cache
+def _why_not(operator: torch._ops.OpOverload) -> str | None:
     schema = operator._schema
     short = schema.name.replace("::", ".")
     names = {argument.name for argument in schema.arguments}
     if "storage_offset" in names or ("size" in names and "stride" in names):
-        raise Unsafe(f"{short} sees memory through raw sizes and strides")
+        return f"{short} sees memory through raw sizes and strides"
     for argument in schema.arguments:
         if _TYPES.fullmatch(str(argument.type)) is None:
-            raise Unsafe(f"{short} takes what no run records")
+            return f"{short} takes what no run records"
     aliases = [result.alias_info for result in schema.returns]
     if any(alias is not None and not alias.is_write for alias in aliases):
-        raise Unsafe(f"{short} computes nothing: it is a view")
+        return f"{short} computes nothing: it is a view"
     if operator.namespace == "aten" and not _is_listed(schema.name.removeprefix("aten::")):
-        raise Unsafe(f"{short} is not among the operators that are run for a recorded run")
+        return f"{short} is not among the operators that are run for a recorded run"
+    return None
 
 
-@functools.cache
 def _is_listed(name: str) -> bool:
     base = name.removeprefix("_foreach_")
     names = {base} if base.endswith("__") else {base, base.removesuffix("_")}

@@ -9,6 +9,8 @@ that to their public wrappers.
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -53,6 +55,11 @@ def check_bounds(operator: torch._ops.OpOverload, bound: Bound) -> None:
 
 def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
     """Refuse a call whose results take more than half of the free memory."""
+    if torch.Tag.pointwise in operator.tags:
+        shapes = [reversed(one.shape) for one in _tensors(bound.values())]
+        widest = map(max, itertools.zip_longest(*shapes, fillvalue=1))
+        if 8 * math.prod(widest) <= SMALL_BYTES:
+            return  # as much as its operands broadcast to, and no more
     try:
         with warnings.catch_warnings(), _disable_current_modes(), torch.no_grad():
             warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ _NAMES = frozenset(
     # made of sizes and numbers
     """
     arange bartlett_window blackman_window eye full full_like hamming_window hann_window
-    kaiser_window lift_fresh_copy linspace logspace new_full new_ones new_zeros ones ones_like range
+    kaiser_window lift_fresh_copy linspace logspace new_full new_ones new_zeros ones ones_like
     scalar_tensor tril_indices triu_indices zero zeros zeros_like
     """
     # element by element, though torch does not tag them
@@ -75,13 +75,13 @@ _NAMES = frozenset(
     _efficient_attention_forward _flash_attention_forward _fused_rms_norm _log_softmax
     _native_batch_norm_legit _native_batch_norm_legit_functional
     _native_batch_norm_legit_no_training _prelu_kernel _safe_softmax
-    _scaled_dot_product_attention_math _scaled_dot_product_attention_math_for_mps
+     _scaled_dot_product_attention_math_for_mps
     _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_fused_attention_overrideable _softmax _weight_norm_interface batch_norm
     cudnn_batch_norm glu group_norm layer_norm log_sigmoid log_sigmoid_forward log_softmax
     native_batch_norm native_dropout native_group_norm native_layer_norm prelu rms_norm
-    scaled_dot_product_attention softmax
+     softmax
     """
     # pictures
     """
@@ -130,6 +130,9 @@ def _why_not(operator: torch._ops.OpOverload) -> str | None:
     aliases = [result.alias_info for result in schema.returns]
     if any(alias is not None and not alias.is_write for alias in aliases):
         return f"{short} computes nothing: it is a view"
+    private = operator.namespace == "aten" and schema.name.startswith("aten::_")
+    if torch.Tag.generated in operator.tags or (private and "out" in names):
+        return f"{short}.{schema.overload_name} is a variant that no model calls"
     if operator.namespace == "aten" and not _is_listed(schema.name.removeprefix("aten::")):
         return f"{short} is not among the operators that are run for a recorded run"
     return None
@@ -142,9 +145,10 @@ def _is_listed(name: str) -> bool:
 
 
 def _is_pointwise(name: str) -> bool:
-    """Does torch say so of one of its overloads? (Those that write are not always tagged.)"""
+    """Does torch say so of one of its overloads? (Those that write are not always tagged.) Not
+    those whose time and memory grow with a number that they are given."""
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    if packet is None or "polynomial" in name or name in ("mvlgamma", "polygamma"):
         return False
     tags = (getattr(packet, overload).tags for overload in packet.overloads())
     return any(torch.Tag.pointwise in one for one in tags)

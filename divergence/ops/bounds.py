@@ -44,12 +44,14 @@ def check_bounds(operator: torch._ops.OpOverload, bound: Bound) -> None:
     """Refuse operands that lead out of the memory they are given, and results that fit into none.
     ``bound``: all arguments by name, defaults too."""
     name = operator._schema.name.removeprefix("aten::")
-    check = _CHECKS.get(name) or _CHECKS.get(name.removesuffix("_"))
-    if check is not None:
-        try:
-            check(bound)
-        except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
-            raise Unsafe(f"{_short(operator)} cannot be given this", detail=str(error)) from error
+    check = _CHECKS.get(name) or _CHECKS.get(name.removesuffix("_"), _nothing)
+    if name.startswith("_foreach_"):
+        check = _lists
+    try:
+        _kinds(operator, bound)
+        check(bound)
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
+        raise Unsafe(f"{_short(operator)} cannot be given this", detail=str(error)) from error
     check_size(operator, bound)
 
 
@@ -106,6 +108,28 @@ def _bound(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _short(operator: torch._ops.OpOverload) -> str:
     return operator._schema.name.replace("::", ".")
+
+
+def _nothing(bound: Bound) -> None:
+    """Its kernels check what they are given."""
+
+
+def _kinds(operator: torch._ops.OpOverload, bound: Bound) -> None:
+    """Torch takes any number for a dtype, a layout or a memory format."""
+    for argument in operator._schema.arguments:
+        kind = next((k for k in _KINDS if k in str(getattr(argument, "real_type", ""))), None)
+        value = bound.get(argument.name)
+        if kind is not None and value is not None:
+            _fits(isinstance(value, _KINDS[kind]), f"{argument.name} is {value!r}")
+
+
+_KINDS = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
+
+
+def _lists(bound: Bound) -> None:
+    """As many tensors in each list."""
+    lengths = {len(value) for value in bound.values() if isinstance(value, list | tuple)}
+    _fits(len(lengths) == 1 and lengths != {0}, "lists of several lengths")
 
 
 def _fits(what: bool, why: str) -> None:
@@ -246,6 +270,24 @@ def _group_norm(bound: Bound) -> None:
     _weights(bound, (channels,))
 
 
+def _batch_norm(bound: Bound) -> None:
+    """Channels are the second axis; statistics are given, or computed."""
+    shape = bound["input"].shape
+    _fits(len(shape) >= 2 and bound["input"].numel() > 0, f"an input {tuple(shape)}")
+    statistics = [bound.get("running_mean"), bound.get("running_var")]
+    given = all(one is not None for one in statistics)
+    _fits(given or bound.get("training", False), "statistics are neither given nor computed")
+    for one in (*statistics, bound.get("weight"), bound.get("bias")):
+        _fits(one is None or tuple(one.shape) == (shape[1],), f"{shape[1]} channels")
+
+
+def _weight_norm(bound: Bound) -> None:
+    """One length for each slice along the first or the last axis."""
+    v, g, dim = bound["v"], bound["g"], bound["dim"]
+    _fits(v.numel() > 0 and v.dtype == g.dtype, "of no elements, or of two dtypes")
+    _fits(dim in (0, v.ndim - 1) and g.numel() == v.shape[dim], f"lengths {tuple(g.shape)}")
+
+
 def _weights(bound: Bound, shape: tuple[int, ...]) -> None:
     for name in ("weight", "bias"):
         given = bound.get(name)
@@ -274,6 +316,11 @@ _CHECKS: dict[str, Callable[[Bound], None]] = {
         "fused_attention_overrideable")},
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
     **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), _fourier),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "batch_norm",
+                     "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+                     "cudnn_batch_norm"), _batch_norm),
+    "_weight_norm_interface": _weight_norm,
+    "_scaled_dot_product_attention_math_for_mps": _attention,
     "bincount": _bincount,
     "_efficient_attention_forward": _forward,
     "embedding": _embedding,

@@ -54,6 +54,7 @@ REPORT_READS = (
     "divergence.run.site",
     "divergence.run.arithmetic",
     "divergence.run.call",
+    "divergence.run.command",
     "divergence.run.record",
     "divergence.run.manifest",
 )

@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.run.command import quoted
 from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.mesh import describe_mesh, places_of
 
@@ -98,7 +99,7 @@ def start_ranks(mesh: str | None, device: str) -> Ranks | None:
         parse_mesh(mesh, _product(mesh))
         raise UsageError(
             "--mesh needs one process for each place of the mesh, and this is one alone",
-            hint="torchrun --nproc-per-node N -m divergence capture ... --mesh " + mesh,
+            hint=f"torchrun --nproc-per-node N -m divergence capture ... --mesh {quoted(mesh)}",
         )
     parsed = parse_mesh(mesh, count)
     return None if count == 1 else Ranks(parsed, device)

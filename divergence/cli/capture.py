@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +29,7 @@ from divergence.cli.options import (
 )
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.run.command import quoted, quoted_words
 
 __all__ = ["EPILOG", "command"]
 
@@ -329,7 +329,7 @@ def command(
     if like is not None and model is not None:
         raise UsageError(
             "with --like the model is the recorded one",
-            hint=f"if this machine has it elsewhere: --model {shlex.quote(model)}",
+            hint=f"if this machine has it elsewhere: --model {quoted(model)}",
         )
     if like is None:
         only_with_like({
@@ -382,7 +382,7 @@ def command(
     values["like"] = like
     arguments = ctx.meta.get(ARGUMENTS)
     if arguments:
-        values["command"] = shlex.join(["divergence", *arguments])
+        values["command"] = quoted_words(["divergence", *arguments])
 
     if dry_run:
         from divergence.capture.api import plan_capture as call

@@ -10,7 +10,6 @@ the descent from there the operator that the fault comes in at.
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ import typer
 
 from divergence.cli.options import Quiet, Verbose
 from divergence.errors import FaultError, RunError
+from divergence.run.command import quoted_words
 
 __all__ = ["EPILOG", "OTHER_KERNELS", "command"]
 
@@ -108,7 +108,7 @@ def _say(text: str) -> None:
 def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
     """One `divergence` command in a process of its own, shown as a user would type it."""
     shown = [f"{name}={value}" for name, value in variables.items()]
-    _say(f"{title}\n   $ {' '.join([*shown, shlex.join(['divergence', *arguments])])}")
+    _say(f"{title}\n   $ {' '.join([*shown, quoted_words(['divergence', *arguments])])}")
     package = Path(__file__).resolve().parents[2]
     environment = {
         **os.environ,
@@ -127,7 +127,7 @@ def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
     if done.returncode != 0:
         raise FaultError(
             f"the demo's capture ended with exit code {done.returncode}",
-            where=shlex.join(arguments),
+            where=quoted_words(arguments),
         )
 
 
@@ -136,7 +136,7 @@ def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool):
     from divergence.compare.api import compare
 
     words = ["divergence", "compare", str(a), str(b), "--reference", str(truth)]
-    _say(f"\n{title}\n   $ {shlex.join(words)}\n")
+    _say(f"\n{title}\n   $ {quoted_words(words)}\n")
     report = compare(a, b, truth=truth)
     show_report(report, quiet=quiet, verbose=False)
     return report
@@ -149,7 +149,7 @@ def _localize(a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bo
 
     words = ["divergence", "localize", str(a), str(b), "--reference", str(truth), "-o", str(out),
              "--force"]  # fmt: skip
-    _say(f"\n{title}\n   $ {shlex.join(words)}\n")
+    _say(f"\n{title}\n   $ {quoted_words(words)}\n")
     result = localize(a, b, truth=truth, out=out, device="cpu", force=True)
     print_lines(localization_lines(result, answer_only=quiet))
     return result

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import Device, Json, Model, Quiet, TrustRemoteCode, Verbose, show
+from divergence.cli.options import (
+    Device,
+    Json,
+    Model,
+    Operators,
+    Quiet,
+    TrustRemoteCode,
+    Verbose,
+    show,
+)
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
@@ -77,6 +86,7 @@ def command(
         bool, typer.Option("--force", help="Replace what DIR holds of another pair of runs.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    operators: Operators = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -105,6 +115,7 @@ def command(
             here=here.value,
             force=force,
             trust_remote_code=trust_remote_code,
+            operators=operators or (),
             progress=progress,
         )
     if json:

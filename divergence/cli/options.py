@@ -25,6 +25,7 @@ __all__ = [
     "NoBatch",
     "NoProbe",
     "OnlyChanged",
+    "Operators",
     "Quiet",
     "Store",
     "StoreName",
@@ -225,6 +226,15 @@ Device = Annotated[
 TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", metavar="", help="Run code that comes with the model."),
+]
+Operators = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--operators",
+        metavar="NAMESPACE",
+        help="Also run a package's own operators (vllm, flash_attn), on inputs that RUN chose; "
+        "repeatable. Default: torch's, transformers' and the device's.",
+    ),
 ]
 Truth = Annotated[
     str | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 from divergence.cli.options import ARGUMENTS, Device, Force, Json, Quiet, Verbose, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.run.command import quoted_words
 
 __all__ = ["EPILOG", "command"]
 
@@ -86,7 +86,7 @@ def command(
                               "label": label, "force": force}  # fmt: skip
     arguments = ctx.meta.get(ARGUMENTS)
     if arguments:
-        values["command"] = shlex.join(["divergence", *arguments])
+        values["command"] = quoted_words(["divergence", *arguments])
 
     import msgspec
 

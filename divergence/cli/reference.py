@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from divergence.cli.made import show_run
 from divergence.cli.options import ARGUMENTS, Force, Json, Model, Quiet, TrustRemoteCode, Verbose
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.run.command import quoted_words
 
 __all__ = ["EPILOG", "command"]
 
@@ -89,7 +89,7 @@ def command(
                               "sites": sites or (), "max_new_tokens": max_new_tokens,
                               "trust_remote_code": trust_remote_code}  # fmt: skip
     if arguments:
-        values["command"] = shlex.join(["divergence", *arguments])
+        values["command"] = quoted_words(["divergence", *arguments])
 
     from divergence.capture.api import reference as call
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +12,14 @@ from divergence.cli.options import (
     Force,
     Json,
     ModelOfWeights,
+    Operators,
     Quiet,
     TrustRemoteCode,
     Verbose,
 )
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.run.command import quoted_words
 
 __all__ = ["EPILOG", "command"]
 
@@ -75,6 +76,7 @@ def command(
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
+    operators: Operators = None,
     label: Annotated[
         str | None,
         typer.Option(
@@ -99,10 +101,11 @@ def command(
     arguments = ctx.meta.get(ARGUMENTS)
     values: dict[str, Any] = {"out": out, "sites": site or (), "device": device, "model": model,
                               "reference": reference, "replayed_pass": replayed_pass,
-                              "trust_remote_code": trust_remote_code, "label": label,
+                              "trust_remote_code": trust_remote_code, "operators": operators or (),
+                              "label": label,
                               "force": force}  # fmt: skip
     if arguments:
-        values["command"] = shlex.join(["divergence", *arguments])
+        values["command"] = quoted_words(["divergence", *arguments])
 
     from divergence.ops.replay import replay as call
 

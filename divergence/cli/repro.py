@@ -6,9 +6,18 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import Json, ModelOfWeights, Quiet, TrustRemoteCode, Verbose, show
+from divergence.cli.options import (
+    Json,
+    ModelOfWeights,
+    Operators,
+    Quiet,
+    TrustRemoteCode,
+    Verbose,
+    show,
+)
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.run.command import command_line
 
 __all__ = ["EPILOG", "command"]
 
@@ -67,6 +76,7 @@ def command(
     ] = None,
     model: ModelOfWeights = None,
     trust_remote_code: TrustRemoteCode = False,
+    operators: Operators = None,
     force: Annotated[
         bool, typer.Option("--force", metavar="", help="Replace an existing reproducer.")
     ] = False,
@@ -83,7 +93,7 @@ def command(
     if site is None:
         raise UsageError(
             "no operator is named",
-            hint=f"--site SITE; `divergence inspect {run} -v` lists the sites",
+            hint=f"--site SITE; `{command_line('inspect', run, v=True)}` lists the sites",
         )
 
     import msgspec
@@ -96,7 +106,8 @@ def command(
     with progress_bars(quiet=quiet or json) as progress:
         made = call(
             run, site=site, out=out, truth=truth, against=against, sample=sample, step=step,
-            model=model, trust_remote_code=trust_remote_code, force=force, progress=progress,
+            model=model, trust_remote_code=trust_remote_code, operators=operators or (),
+            force=force, progress=progress,
         )  # fmt: skip
         for note in made.notes:
             progress("note", 0, None, note)

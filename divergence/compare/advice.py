@@ -6,9 +6,10 @@ ranks, a label) are repeated, so that a printed command followed literally asks 
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
+from typing import Any
 
+from divergence.run.command import command_line
 from divergence.run.location import ARCHIVES
 from divergence.run.manifest import Manifest
 from divergence.run.mesh import num_ranks
@@ -20,14 +21,16 @@ __all__ = ["Advice", "WithinAdvice", "beside"]
 
 _MOST_SITES = 6
 """Named in one command."""
+_ON_REFERENCE = "on the reference's machine"
+_ON_CANDIDATE = "on the candidate's machine"
 
 
 class Advice:
     """Prints commands for one pair of runs."""
 
     def __init__(self, reference: Run, candidate: Run, truth: Run | None = None) -> None:
-        self._a, self._b = shlex.quote(str(reference.path)), shlex.quote(str(candidate.path))
-        self._truth = None if truth is None else shlex.quote(str(truth.path))
+        self._a, self._b = str(reference.path), str(candidate.path)
+        self._truth = None if truth is None else str(truth.path)
         self._reference, self._candidate = reference.manifest, candidate.manifest
         self.divided = candidate.manifest.mesh is not None  # among several ranks
         self._inputs = {
@@ -47,9 +50,8 @@ class Advice:
         first = beside(self._a, "-blocks") if again else self._a
         return [
             *again,
-            f"{_capture(self._candidate)} --like {first} -o {anchored}"
-            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
-            f"divergence compare {first} {anchored}",
+            self._candidate_again(like=first, o=anchored),
+            command_line("compare", first, anchored),
         ]
 
     def in_full(self, flagged: Sequence[str] = ()) -> list[str]:
@@ -60,11 +62,10 @@ class Advice:
         if self._candidate.plan.store == "full":
             return []
         out = beside(self._b, "-full")
-        words = [f"--sites {shlex.quote(site)}" for site in ["blocks", *flagged[:_MOST_SITES]]]
+        sites = ["blocks", *flagged[:_MOST_SITES]]
         return [
-            f"{_capture(self._candidate)} --like {self._a} -o {out} --store full {' '.join(words)}"
-            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
-            f"divergence compare {self._a} {out}",
+            self._candidate_again(like=self._a, o=out, store="full", sites=sites),
+            command_line("compare", self._a, out),
         ]
 
     def _anchoring(self, flagged: Sequence[str]) -> list[str]:
@@ -75,23 +76,23 @@ class Advice:
         if plan.positions is None and known and self._inputs.issuperset(blocks):
             return []
         out = beside(self._a, "-blocks")
-        where = "   # on the reference's machine"
         if plan.positions is not None:  # a run cannot be repeated with more tokens than it kept
-            source = shlex.quote(self._reference.model.source)
             return [
-                f"{_capture(self._reference)} {source} -o {out} --prompts FILE"
-                f"{' --batch' if settings.batch else ''}{_mesh(self._reference)}{where}: "
-                "its prompts, all token positions"
-            ]
+                _capture(
+                    self._reference, self._reference.model.source,
+                    o=out, prompts="FILE", batch=settings.batch, **_mesh(self._reference),
+                    note=f"{_ON_REFERENCE}: its prompts, all token positions",
+                )
+            ]  # fmt: skip
         sites = plan.sites if plan.store == "full" else flagged[:_MOST_SITES]
-        words = [f"--sites {shlex.quote(site)}" for site in dict.fromkeys(["blocks", *sites])]
-        if plan.store != "full":
-            words.append("--store full")
-        if plan.steps is not None:
-            words.append(f"--steps 0-{max(settings.max_new_tokens, 1) - 1}")
+        all_steps = f"0-{max(settings.max_new_tokens, 1) - 1}"
         return [
-            f"{_capture(self._reference)} --like {self._a} -o {out} {' '.join(words)} --no-anchor"
-            f"{_options(self._reference, self._reference)}{where}"
+            self._reference_again(
+                o=out,
+                sites=dict.fromkeys(["blocks", *sites]),
+                store=None if plan.store == "full" else "full",
+                steps=None if plan.steps is None else all_steps,
+            )
         ]
 
     def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
@@ -101,26 +102,23 @@ class Advice:
         ranks = self.divided or self._reference.mesh is not None
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
         alike = self._reference.tokens.groups == self._candidate.tokens.groups
-        down = f"divergence localize {self._a} {self._b} -o {_folder(self._b, '-localized')}"
-        down += f" --reference {self._truth}" if self._truth else ""
-        down += "   # on a machine with the model; or by hand:"
+        down = command_line(
+            "localize", self._a, self._b, o=_folder(self._b, "-localized"), reference=self._truth,
+            note="on a machine with the model; or by hand:",
+        )  # fmt: skip
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
-        sites = " ".join(["--sites blocks", *(f"--sites {shlex.quote(one)}" for one in inside)])
-        sites += "" if whole else " --store full"
-        escalate = " --escalate" if hidden else ""
         right = beside(one, "-truth") if hidden or self._truth else None
         return [
             *([down] if whole and not ranks else []),
             # operators of a pass that is anchored itself would have no partner in the candidate's
-            f"{_capture(self._reference)} --like {self._a} -o {one} --no-anchor {sites}"
-            f"{_options(self._reference, self._reference)}   # on the reference's machine",
-            f"{_capture(self._candidate)} --like {one} -o {two}{escalate}"
-            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
-            *([f"divergence reference {one} -o {right}   # on the reference's machine"]
-              if right else []),
-            f"divergence compare {one} {two}" + (f" --reference {right}" if right else ""),
-        ]  # fmt: skip
+            self._reference_again(
+                o=one, sites=["blocks", *inside], store=None if whole else "full"
+            ),
+            self._candidate_again(like=one, o=two, escalate=hidden),
+            *([command_line("reference", one, o=right, note=_ON_REFERENCE)] if right else []),
+            command_line("compare", one, two, reference=right),
+        ]
 
     def inside(self, block: str) -> list[str]:
         """What looks inside a block that stands out; nothing where no descent is possible."""
@@ -128,8 +126,9 @@ class Advice:
             return []
         out = _folder(self._b, "-localized")
         return [
-            f"divergence localize {self._a} {self._b} -o {out} --block {shlex.quote(block)}"
-            "   # on a machine with the model"
+            command_line(
+                "localize", self._a, self._b, o=out, block=block, note="on a machine with the model"
+            )
         ]
 
     def truth(self, *, full: bool = False) -> list[str]:
@@ -142,8 +141,8 @@ class Advice:
             b = beside(b, "-full")
         truth = beside(a, "-truth")
         return [
-            f"divergence reference {a} -o {truth}   # on the reference's machine",
-            f"divergence compare {a} {b} --reference {truth}",
+            command_line("reference", a, o=truth, note=_ON_REFERENCE),
+            command_line("compare", a, b, reference=truth),
         ]
 
     def escalate(self) -> list[str]:
@@ -159,37 +158,46 @@ class Advice:
         truth = self._truth if known else beside(first, "-truth")
         commands = [
             *again,
-            f"divergence capture --like {first} -o {deep} --escalate"
-            f"{_options(self._candidate, self._reference)}   # on the candidate's machine",
+            self._candidate_again(like=first, o=deep, escalate=True),
         ]
         if not known:
-            commands.append(
-                f"divergence reference {first} -o {truth}   # on the reference's machine"
-            )
-        return [*commands, f"divergence compare {first} {deep} --reference {truth}"]
+            commands.append(command_line("reference", first, o=truth, note=_ON_REFERENCE))
+        return [*commands, command_line("compare", first, deep, reference=truth)]
 
     def operator(self, site: str, candidate_site: str, side: str | None) -> list[str]:
         """The operator by itself, as a script for whoever made it."""
         path, name = (self._a, site) if side == "reference" else (self._b, candidate_site)
         return [
-            f"divergence repro {path} --site {shlex.quote(name + ':out')} "
-            f"-o {_folder(path, '-repro')}   # a script that shows it without the model"
-        ]
+            command_line(
+                "repro", path, site=name + ":out", o=_folder(path, "-repro"),
+                note="a script that shows it without the model",
+            )
+        ]  # fmt: skip
 
     def operator_input(self, site: str, side: str | None) -> list[str]:
         """What one side alone calls, and how."""
         path = self._a if side == "reference" else self._b
-        return [f"divergence inspect {path} --site {shlex.quote(site)}"]
+        return [command_line("inspect", path, site=site)]
 
     def look_at(self, site: str) -> list[str]:
         """The tensor itself, on both sides."""
-        return [
-            f"divergence inspect {path} --site {shlex.quote(site)}" for path in (self._a, self._b)
-        ]
+        return [command_line("inspect", path, site=site) for path in (self._a, self._b)]
 
     def force(self) -> list[str]:
         """Measure in spite of a blocking difference."""
-        return [f"divergence compare {self._a} {self._b} --force   # measure all the same"]
+        return [command_line("compare", self._a, self._b, force=True, note="measure all the same")]
+
+    def _reference_again(self, **options: Any) -> str:
+        """The reference's machine captures it once more."""
+        special = _options(self._reference, self._reference)
+        return _capture(
+            self._reference, like=self._a, no_anchor=True, **options, **special, note=_ON_REFERENCE
+        )
+
+    def _candidate_again(self, *, like: str, **options: Any) -> str:
+        """The candidate's machine captures ``like`` as it made the candidate."""
+        special = _options(self._candidate, self._reference)
+        return _capture(self._candidate, like=like, **options, **special, note=_ON_CANDIDATE)
 
 
 class WithinAdvice(Advice):
@@ -201,8 +209,10 @@ class WithinAdvice(Advice):
     def whole(self) -> list[str]:
         """The run with the pass that its decode steps are held against."""
         other = beside(self._a, "-whole")
-        command = f"{_capture(self._reference)} --like {self._a} -o {other} --whole"
-        return [command + _mesh(self._reference), f"divergence compare {other}"]
+        return [
+            _capture(self._reference, like=self._a, o=other, whole=True, **_mesh(self._reference)),
+            command_line("compare", other),
+        ]
 
     def certainty(self, flagged: Sequence[str] = ()) -> list[str]:
         """Nothing: every pair is anchored."""
@@ -218,23 +228,22 @@ class WithinAdvice(Advice):
 
     def escalate(self) -> list[str]:
         """The same tokens in float32: what a 16-bit dtype hides."""
-        wide = beside(self._a, "-float32")
-        return [
-            f"{_capture(self._reference)} --like {self._a} -o {wide} --no-anchor --whole "
-            "--dtype float32"
-            f"{_options(self._reference, self._reference)}",
-            f"divergence compare {wide}",
-        ]
+        return self._whole_again(beside(self._a, "-float32"), dtype="float32")
 
     def into_block(self, block: str, *, hidden: bool = False) -> list[str]:
         """Everything inside a block, of the same run."""
-        deep = beside(self._a, "-deep")
+        return self._whole_again(beside(self._a, "-deep"), sites=["blocks", block + ".*"])
+
+    def _whole_again(self, out: str, **options: Any) -> list[str]:
+        """The same run with other sites or in another dtype, and its decode steps compared."""
+        special = _options(self._reference, self._reference)
         return [
-            f"{_capture(self._reference)} --like {self._a} -o {deep} --no-anchor --whole "
-            f"--sites blocks --sites {shlex.quote(block + '.*')}"
-            f"{_options(self._reference, self._reference)}",
-            f"divergence compare {deep}",
-        ]
+            _capture(
+                self._reference, like=self._a, o=out, no_anchor=True, whole=True,
+                **options, **special,
+            ),
+            command_line("compare", out),
+        ]  # fmt: skip
 
     def look_at(self, site: str) -> list[str]:
         """The tensors themselves: both passes are in the one run."""
@@ -252,68 +261,65 @@ def _blocks(manifest: Manifest) -> set[str]:
     return found
 
 
-def beside(quoted: str, ending: str) -> str:
-    """``a`` → ``a-deep``, ``a.zip`` → ``a-deep.zip``; also where the path is quoted."""
-    stem, kind = _stem(quoted)
-    return shlex.quote(stem + ending + kind)
+def beside(path: str, ending: str) -> str:
+    """``a`` → ``a-deep``, ``a.zip`` → ``a-deep.zip``."""
+    stem, kind = _stem(path)
+    return stem + ending + kind
 
 
-def _folder(quoted: str, ending: str) -> str:
+def _folder(path: str, ending: str) -> str:
     """The same for what is always a directory of this machine."""
-    stem, _ = _stem(quoted)
-    return shlex.quote((stem.rpartition("/")[2] if "://" in stem else stem) + ending)
+    stem, _ = _stem(path)
+    return (stem.rpartition("/")[2] if "://" in stem else stem) + ending
 
 
-def _stem(quoted: str) -> tuple[str, str]:
-    """A path without its quotes, and what it ends in if it is an archive's."""
-    (path,) = shlex.split(quoted)
+def _stem(path: str) -> tuple[str, str]:
+    """A path, and what it ends in if it is an archive's."""
     kind = next((path[-len(one) :] for one in ARCHIVES if path.lower().endswith(one)), "")
     return path.removesuffix(kind), kind
 
 
-def _capture(manifest: Manifest) -> str:
+def _capture(manifest: Manifest, *operands: str, **options: Any) -> str:
     """The command that captures with as many processes as made the run."""
-    start = f"torchrun --nproc-per-node {num_ranks(manifest.mesh)} -m " if manifest.mesh else ""
-    return f"{start}divergence capture"
+    ranks = num_ranks(manifest.mesh) if manifest.mesh else None
+    return command_line("capture", *operands, ranks=ranks, **options)
 
 
-def _mesh(manifest: Manifest) -> str:
-    """How those divide the work, as an option; begins with a space if there is one."""
+def _mesh(manifest: Manifest) -> dict[str, Any]:
+    """How those divide the work, as an option."""
     if manifest.mesh is None:
-        return ""
-    return " --mesh " + ",".join(f"{axis.name}={axis.size}" for axis in manifest.mesh.axes)
+        return {}
+    return {"mesh": ",".join(f"{axis.name}={axis.size}" for axis in manifest.mesh.axes)}
 
 
-def _options(manifest: Manifest, like: Manifest) -> str:
-    """What makes a run special beside the one it repeats, as options; begins with a space if
-    there is any."""
-    words: list[str] = []
+def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
+    """What makes a run special beside the one it repeats, as options."""
+    found = _mesh(manifest)
     mine, theirs = manifest.model, like.model
     if mine.source != theirs.source:
-        words += ["--model", mine.source]
+        found["model"] = mine.source
     if mine.dtype != theirs.dtype and not mine.dtype.startswith("float8"):
-        words += ["--dtype", mine.dtype]
+        found["dtype"] = mine.dtype
     if (
         mine.attn_implementation in ATTENTION  # no command names what may be code of a run's own
         and mine.attn_implementation != theirs.attn_implementation
     ):
-        words += ["--attn-implementation", mine.attn_implementation]
+        found["attn_implementation"] = mine.attn_implementation
     if not manifest.settings.deterministic and like.settings.deterministic:
-        words += ["--no-deterministic"]
-    words += _batch(manifest, like)
-    for plant in manifest.plan.plants:
-        words += ["--plant", plant]
+        found["no_deterministic"] = True
+    found |= _batch(manifest, like)
+    found["plant"] = manifest.plan.plants
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own
-        words += ["--label", environment.label]
-    return _mesh(manifest) + (" " + shlex.join(words) if words else "")
+        found["label"] = environment.label
+    return found
 
 
-def _batch(manifest: Manifest, like: Manifest) -> list[str]:
+def _batch(manifest: Manifest, like: Manifest) -> dict[str, bool]:
     """The option that puts the other run's prompts together as in this one."""
     groups = manifest.tokens.groups
     if groups == like.tokens.groups:
-        return []
+        return {}
     if len(groups) == 1:
-        return ["--batch"]
-    return ["--no-batch"] if all(len(group) == 1 for group in groups) else []
+        return {"batch": True}
+    return {"no_batch": True} if all(len(group) == 1 for group in groups) else {}

@@ -56,6 +56,7 @@ from divergence.compare.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.unshard import unsharded
 
@@ -317,7 +318,7 @@ def _shown(
             raise UsageError(
                 f"{run.path} shows no floor for {a.path}: "
                 + (f"other {' and '.join(blocking)}" if blocking else "no tensor in common"),
-                hint=f"divergence capture --like {a.path} -o RUN on a trusted machine",
+                hint=command_line("capture", like=a.path, o="RUN") + " on a trusted machine",
             )
         measurer = Measurer(a, run, ModelFloor(thresholds), inputs=inputs_of(a, run), truth=right)
         sites = measure_all(measurer, alignment.pairs, None)

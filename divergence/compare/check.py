@@ -26,6 +26,7 @@ from divergence.compare.policy import Policy, load_policy
 from divergence.compare.result import Coverage, PassCoverage, Report, TokenDifference, Verdict
 from divergence.compare.unmeasured import NO_PREFILL
 from divergence.errors import IncomparableError
+from divergence.run.command import command_line
 from divergence.run.site import near_names
 
 __all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_tie"]
@@ -104,7 +105,7 @@ def check(
                 for line in blocking
             )
             or None,
-            hint=f"divergence compare {report.reference.path} {report.candidate.path}",
+            hint=command_line("compare", report.reference.path, report.candidate.path),
         )
         error.report = report
         raise error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 import msgspec
 
 from divergence.compare.result import Evidence, Report
 from divergence.errors import UsageError
+from divergence.run.command import command_line
 from divergence.run.manifest import Manifest
 
 __all__ = ["refuse_unfit", "why_no_golden", "with_itself"]
@@ -22,7 +22,7 @@ def refuse_unfit(report: Report) -> None:
     if golden.id == new.id:
         raise UsageError(
             f"{new.path} is the golden itself, or a copy of it (run {golden.id}): {_WITH_ITSELF}",
-            hint=f"divergence capture --like {shlex.quote(golden.path)} -o NEW",
+            hint=command_line("capture", like=golden.path, o="NEW"),
         )
     problem = why_no_golden(golden.compute_dtype, golden.plants, golden.substitutes)
     if problem is not None:
@@ -33,7 +33,7 @@ def refuse_unfit(report: Report) -> None:
     if new.compute_dtype is not None:
         raise UsageError(
             f"{new.path} is a truth, computed in {new.compute_dtype}, and not a run to check",
-            hint=f"divergence check GOLDEN RUN --reference {shlex.quote(new.path)}",
+            hint=command_line("check", "GOLDEN", "RUN", reference=new.path),
         )
 
 
@@ -71,7 +71,7 @@ def with_itself(report: Report, reference: Manifest, candidate: Manifest) -> Rep
             confidence="low",
             side="both" if both else None,
             onset=None,
-            next=[f"divergence capture --like {shlex.quote(report.reference.path)} -o NEW"],
+            next=[command_line("capture", like=report.reference.path, o="NEW")],
         )
     report.verdict = msgspec.structs.replace(verdict, evidence=[fact, *verdict.evidence])
     return report

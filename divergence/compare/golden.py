@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import msgspec
 
 from divergence.compare.fitness import why_no_golden
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
+from divergence.run.command import command_line
 from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
 from divergence.run.packing import write_directory
 from divergence.run.site import natural_key
@@ -112,8 +112,8 @@ def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) 
         raise UsageError(
             f"{place} is no directory of this machine, and only one can be replaced and its old "
             "state kept",
-            hint=f"divergence pack {shlex.quote(str(new))} -o {shlex.quote(archive)}"
-            f"{' --force' if _is_there(place, archive) else ''}, and check against that",
+            hint=command_line("pack", new, o=archive, force=_is_there(place, archive))
+            + ", and check against that",
         )
 
 

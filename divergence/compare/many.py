@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from divergence.compare.result import Report, SiteResult
 from divergence.compare.run_summary import summary_of
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.run.command import command_line
 from divergence.run.layout import expanded
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
@@ -187,12 +187,14 @@ class _Fleet:
         pairs = [(first, one) for one in others if agrees(one.kind) is False]
         if odd:
             pairs = [(camp[0], odd[0])]
-        judged = f" --reference {shlex.quote(str(self._truth.path))}" if self._truth else ""
+        truth = None if self._truth is None else self._truth.path
         return [
-            f"divergence compare {shlex.quote(one.path)} {shlex.quote(two.path)}"
-            + (judged if self._truth_of(one, two) else "")
+            command_line(
+                "compare", one.path, two.path,
+                reference=truth if self._truth_of(one, two) else None,
+            )
             for one, two in pairs[:1]
-        ]
+        ]  # fmt: skip
 
     def _agree(self, pivot: _Member, other: _Member) -> bool | None:
         if pivot is self._members[0]:
@@ -294,7 +296,7 @@ def _repeatable(manifest: Manifest) -> set[str | None]:
 
 
 def _make_truth(first: Run) -> str:
-    return f"divergence reference {shlex.quote(str(first.path))} -o TRUTH"
+    return command_line("reference", first.path, o="TRUTH")
 
 
 def _opened(run: str | Path | Run) -> Run:

@@ -8,7 +8,6 @@ no more.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -44,6 +43,7 @@ from divergence.compare.suite_result import (
 from divergence.compare.suite_verdict import judge_suites
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.formats import format_of
+from divergence.run.command import command_line
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -82,7 +82,7 @@ def report_on_suites(
     if floor:
         raise UsageError(
             "--floor means nothing to suites: what rounding explains is in their truth",
-            hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH",
+            hint=command_line("reference", a.path, o="TRUTH"),
         )
     result, coverage = compare_suites(a, b, truth=truth, progress=progress)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
@@ -202,19 +202,19 @@ def _check_truth(truth: Run, a: Run, b: Run) -> None:
     if manifest.settings.compute_dtype is None:
         raise UsageError(
             f"{truth.path} is no truth: it was not computed in float64",
-            hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH",
+            hint=command_line("reference", a.path, o="TRUTH"),
         )
     if not any(record.site.endswith(".floor") for record in truth.records):
         raise UsageError(
             f"{truth.path} does not hold what a suite is judged by",
-            hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH makes one that does",
+            hint=command_line("reference", a.path, o="TRUTH") + " makes one that does",
         )
     known = {a.manifest.id, b.manifest.id, a.manifest.plan.anchored_to, b.manifest.plan.anchored_to}
     digests = {a.manifest.model.digest, b.manifest.model.digest}
     if manifest.plan.anchored_to not in known and manifest.model.digest not in digests:
         raise UsageError(
             f"{truth.path} is the truth of other inputs",
-            hint=f"divergence reference {shlex.quote(str(a.path))} -o TRUTH",
+            hint=command_line("reference", a.path, o="TRUTH"),
         )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-
 from divergence.compare.result import Coverage, Evidence, Onset, Verdict
 from divergence.compare.suite_result import SuiteOperator, SuiteResult
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.site import module_of
 
@@ -16,7 +15,6 @@ _NAMED = 6  # wrong operators named in the summary
 
 def judge_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Verdict:
     """The verdict on two suites."""
-    one, two = (shlex.quote(str(run.path)) for run in (a, b))
     wrong = [item for item in result.operators if item.status == "wrong"]
     evidence = [
         _fact(item) for item in result.operators if item.status in ("wrong", "flushed", "ties")
@@ -42,8 +40,8 @@ def judge_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Ver
                 confidence="low",
                 evidence=evidence,
                 next=[
-                    f"divergence reference {one} -o truth",
-                    f"divergence compare {one} {two} --reference truth",
+                    command_line("reference", a.path, o="truth"),
+                    command_line("compare", a.path, b.path, reference="truth"),
                 ],
             )
         return Verdict(
@@ -74,7 +72,7 @@ def judge_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Ver
         confidence="high",
         side=side,
         evidence=evidence,
-        next=[f"divergence compare {one} {two} --reference TRUTH --all"],
+        next=[command_line("compare", a.path, b.path, reference="TRUTH", all=True)],
     )  # fmt: skip
 
 

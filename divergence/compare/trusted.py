@@ -13,6 +13,7 @@ from divergence.compare.result import SiteResult
 from divergence.compare.suspects import Shown
 from divergence.errors import UsageError
 from divergence.numerics.floor import Thresholds
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 
 __all__ = ["refuse_own_floor", "widening_notes"]
@@ -20,7 +21,7 @@ __all__ = ["refuse_own_floor", "widening_notes"]
 
 def refuse_own_floor(run: Run, reference: Run, candidate: Run) -> None:
     """UsageError where ``run`` is one of the two compared, or has the candidate's bits."""
-    hint = f"divergence capture --like {reference.path} -o RUN on a machine that you trust"
+    hint = command_line("capture", like=reference.path, o="RUN") + " on a machine that you trust"
     for side, other in (("reference", reference), ("candidate", candidate)):
         if run.manifest.id == other.manifest.id:
             raise UsageError(f"{run.path} is the {side} itself: it is no floor for it", hint=hint)

@@ -17,6 +17,7 @@ from divergence.compare.owner import other_code
 from divergence.compare.result import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.against import AgainstTruth
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.record import Record
 
@@ -37,11 +38,11 @@ class Truth:
         self.run = run
         manifest, a, b = run.manifest, reference.manifest, candidate.manifest
         replayed = replayed_from(a, b)
-        make = f"divergence reference {reference.path} -o TRUTH"
+        make = command_line("reference", reference.path, o="TRUTH")
         if replayed is not None:
             source = next((one.path for one in (reference, candidate)
                            if one.manifest.id == replayed[0]), "RUN")  # fmt: skip
-            make = f"divergence replay {source} -o TRUTH --reference"
+            make = command_line("replay", source, o="TRUTH", reference=True)
         if manifest.settings.compute_dtype != "float64":
             raise UsageError(
                 f"{run.path} is no truth: it was computed in "

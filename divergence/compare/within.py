@@ -12,7 +12,6 @@ Only tensors whose rows are tokens (axis 1) have a row to compare. Others are sk
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
 import msgspec
@@ -21,6 +20,7 @@ from divergence.compare.advice import WithinAdvice
 from divergence.compare.align import Alignment, Pair, Piece
 from divergence.compare.result import Skipped, Verdict
 from divergence.errors import UsageError
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.record import Record
 from divergence.run.site import module_of
@@ -98,12 +98,11 @@ def explain_within(verdict: Verdict) -> Verdict:
 
 
 def _nothing_whole(run: Run) -> UsageError:
-    path = shlex.quote(str(run.path))
-    ranks = f"; to hold its ranks against one another: divergence compare {path} {path}"
+    ranks = command_line("compare", run.path, run.path)
     return UsageError(
         f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
         hint=f"give a second run, or make the pass: {', then '.join(WithinAdvice(run).whole())}"
-        f"{ranks if run.manifest.mesh else ''}",
+        + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
     )
 
 

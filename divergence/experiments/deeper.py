@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-
 from divergence.compare.advice import Advice, beside
 from divergence.compare.api import Measured
 from divergence.numerics.chance import spread
+from divergence.run.command import command_line
 
 __all__ = ["deeper"]
 
@@ -17,8 +16,8 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     a, b = measured.reference, measured.candidate
     advice, commands = Advice(a, b), []
     known, narrow = measured.truth is not None, measured.case.narrow
-    here, there = shlex.quote(str(a.path)), shlex.quote(str(b.path))
-    truth = shlex.quote(str(measured.truth.run.path)) if known else beside(here, "-truth")
+    here, there = str(a.path), str(b.path)
+    truth = str(measured.truth.run.path) if known else beside(here, "-truth")
     candidate = None if made_here else there
     if narrow and not escalated and not made_here:
         candidate = beside(there, "-escalated")
@@ -26,16 +25,16 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     if not known:
         commands.append(advice.truth()[0])
     if commands:
-        words = ["divergence", "sensitivity", here]
-        words += [] if candidate is None else ["--candidate", candidate]
-        words += ["--reference", truth]
-        also = "   # and an escalated pass, which is then made too" if narrow and made_here else ""
-        commands.append(" ".join(words) + also)
+        also = "and an escalated pass, which is then made too" if narrow and made_here else ""
+        commands.append(
+            command_line("sensitivity", here, candidate=candidate, reference=truth, note=also)
+        )
     num_tokens = sum(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
     if spread(num_tokens) > 1:
-        source = shlex.quote(a.manifest.model.source)
         commands.append(
-            f"divergence capture {source} -o {beside(here, '-more')} --prompts FILE   # more "
-            f"prompts: with {num_tokens} tokens chance widens some limits"
-        )
+            command_line(
+                "capture", a.manifest.model.source, o=beside(here, "-more"), prompts="FILE",
+                note=f"more prompts: with {num_tokens} tokens chance widens some limits",
+            )
+        )  # fmt: skip
     return commands

@@ -39,6 +39,7 @@ from divergence.compare.tokens import comparable_places
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of
 from divergence.numerics.logits import top_choices
+from divergence.run.command import command_line
 from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
 from divergence.run.site import module_of
@@ -102,7 +103,7 @@ def explain_token(
             "there is no error of a block to add: the runs have no anchored pass in common"
             + (f" that holds {', '.join(sites[:3])}" if sites else ""),
             where=f"{a.path} and {b.path}",
-            hint=f"divergence capture --like {a.path} -o RUN, and compare that with {a.path}"
+            hint=f"{command_line('capture', like=a.path, o='RUN')}, and compare that with {a.path}"
             if reason is None
             else f"{a.path} cannot anchor one: {reason}",
         )

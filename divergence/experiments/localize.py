@@ -16,8 +16,7 @@ not the reference's is refused.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from divergence.experiments.given import given_to, stands_alone
 from divergence.experiments.localization import Level, Localization
 from divergence.experiments.machine import Maker
 from divergence.experiments.proof import errors_alone, prove, reproduce
+from divergence.run.command import command_line
 from divergence.run.contents import why_no_bytes
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
@@ -58,6 +58,7 @@ def localize(
     here: str = "auto",
     force: bool = False,
     trust_remote_code: bool = False,
+    operators: Sequence[str] = (),
     prepare_reference: Prepare | None = None,
     prepare_candidate: Prepare | None = None,
     progress: Progress | None = None,
@@ -67,9 +68,9 @@ def localize(
     ``truth``: the float64 run of ``reference``; made in ``out`` where there is none. ``block``: go
     into this one, whatever the comparison says. ``here``: which side's machine this is
     (``reference``, ``candidate``, ``both``, ``none``); ``auto`` asks the recorded environments.
-    ``prepare_*``: what ``capture`` was given to make that side's run, called here too. ``out``
-    holds the runs that are made, and is gone on with where it holds some of this pair; those of
-    another pair are refused, or removed with ``force``.
+    ``operators``: as in ``replay``. ``prepare_*``: what ``capture`` was given to make that side's
+    run, called here too. ``out`` holds the runs that are made, and is gone on with where it holds
+    some of this pair; those of another pair are refused, or removed with ``force``.
 
     Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
     what capture, reference and compare raise.
@@ -83,15 +84,15 @@ def localize(
         raise UsageError(
             f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "
             f"and it keeps no bytes ({why_no_bytes(a.manifest)})",
-            hint="capture both in full, the blocks are enough: divergence capture --like "
-            f"{shlex.quote(str(a.path))} -o A --store full --sites blocks; "
+            hint="capture both in full, the blocks are enough: "
+            f"{command_line('capture', like=a.path, o='A', store='full', sites='blocks')}; "
             "divergence capture --like A -o B; divergence localize A B",
         )
     again = _again(a, b, truth, folder, block=block, model=model, device=device,
-                   trust_remote_code=trust_remote_code)  # fmt: skip
+                   trust_remote_code=trust_remote_code, operators=operators)  # fmt: skip
     maker = Maker(
         a, b, folder, model=None if model is None else str(model), device=device, here=here,
-        force=force, trust_remote_code=trust_remote_code, again=again,
+        force=force, trust_remote_code=trust_remote_code, operators=operators, again=again,
         prepare={"reference": prepare_reference, "candidate": prepare_candidate}, progress=tell,
     )  # fmt: skip
     done = Localization(reference=str(a.path), candidate=str(b.path), out=str(folder), again=again)
@@ -176,7 +177,7 @@ def _descend(
         return
     tell("localize", 4, 4, first.site)
     done.operator = first
-    done.alone = errors_alone(made, first, maker.folder.path, tell)
+    done.alone = errors_alone(made, first, maker.folder.path, tell, maker.namespaces)
     blamed = deep.operators.side or report.verdict.side
     same_block = onset is not None and onset.block in (None, chosen)
     name_side(
@@ -195,10 +196,12 @@ def _descend(
     wrong = any(own.times > NEAR for own in done.alone) or not done.alone
     folder = maker.folder.path
     if stands_alone(first, guilty) and (wrong or first.other_operands):
-        done.repro = reproduce(made, first, guilty, folder, tell)
+        done.repro = reproduce(made, first, guilty, folder, tell, maker.namespaces)
     if first.other_operands and first.region is None:  # the other side's call, with its scalars
         other = "candidate" if guilty == "reference" else "reference"
-        done.repro_other = reproduce(made, first, other, folder, tell, name=f"repro-{other}")
+        done.repro_other = reproduce(
+            made, first, other, folder, tell, maker.namespaces, f"repro-{other}"
+        )
 
 
 def _two_truths(maker: Maker, right: Run, made: Run, apart: Disagreement) -> str:
@@ -269,17 +272,15 @@ def _alone_there(report: Report) -> str:
 
 def _again(
     a: Run, b: Run, truth: str | Path | Run | None, folder: Path, *, block: str | None,
-    model: str | Path | None, device: str, trust_remote_code: bool,
+    model: str | Path | None, device: str, trust_remote_code: bool, operators: Sequence[str],
 ) -> str:  # fmt: skip
     """The command that goes on from here."""
-    words = ["divergence", "localize", str(a.path), str(b.path)]
-    words += ["--reference", _path(truth)] if truth is not None else []
-    words += ["-o", str(folder)]
-    words += ["--block", block] if block is not None else []
-    words += ["--model", str(model)] if model is not None else []
-    words += ["--device", device] if device != "auto" else []
-    words += ["--trust-remote-code"] if trust_remote_code else []
-    return shlex.join(words)
+    return command_line(
+        "localize", a.path, b.path,
+        reference=None if truth is None else _path(truth), o=folder, block=block, model=model,
+        device=None if device == "auto" else device, trust_remote_code=trust_remote_code,
+        operators=operators,
+    )  # fmt: skip
 
 
 def _inner_modules(run: Run, block: str) -> list[str]:

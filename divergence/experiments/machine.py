@@ -11,11 +11,10 @@ was repeated first. So no machine is taken for another because no field tells th
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.experiments.folder import Folder
 from divergence.experiments.localization import Repetition
 from divergence.experiments.repetition import check_repetition, check_substituted, why_not_bits
+from divergence.run.command import command_line, command_words
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention, recorded_sites, recorded_source
 
@@ -60,6 +60,7 @@ class Maker:
         here: str,
         force: bool,
         trust_remote_code: bool,
+        operators: Sequence[str] = (),
         prepare: Mapping[str, Callable[[Any], None] | None],
         again: str,
         progress: Callable[..., None],
@@ -68,6 +69,7 @@ class Maker:
             raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")
         self._runs = {"reference": a, "candidate": b}
         self._model, self._device, self._again = model, device, again
+        self.namespaces = operators
         self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
         self._here = here
         self._repeated: dict[str, Repetition] = {}
@@ -100,14 +102,12 @@ class Maker:
         tokens = None if step is None else step + 1
         variables = variables_to_set(self._runs[side].manifest.environment)
         if variables:
-            words = [str(source.path), "-o", str(out), "--force"]
-            words += ["--model", str(self._model_of(side))] if self._model_of(side) else []
-            for site in sites or ():
-                words += ["--sites", site]
-            words += ["--max-new-tokens", str(tokens)] if tokens is not None else []
-            words += ["--attn-implementation", attention] if attention is not None else []
-            words += ["--trust-remote-code"] if self._trust else []
-            run = _elsewhere("reference", words, out, variables)
+            words = command_words(
+                "reference", source.path, o=out, force=True, model=self._model_of(side),
+                sites=sites, max_new_tokens=tokens, attn_implementation=attention,
+                trust_remote_code=self._trust,
+            )  # fmt: skip
+            run = _elsewhere(words, out, variables)
         else:
             run = reference(
                 source, out=out, model=self._model_of(side), sites=sites or (), force=True,
@@ -275,14 +275,15 @@ class Maker:
                 trust_remote_code=self._trust, progress=self._tell,
                 prepare=self._prepare.get(side), **values,
             )  # fmt: skip
-        words = ["--like", str(source.path), "-o", str(out), "--force", "--device", self._device]
-        words += ["--model", model] if model is not None else []
-        words += ["--trust-remote-code"] if self._trust else []
-        words += _words(values)
+        put = None
         if substitute is not None:
             site, run, other = substitute
-            words += ["--substitute", f"{site}={run.path}" + (f"={other}" if other != site else "")]
-        return _elsewhere("capture", words, out, variables)
+            put = f"{site}={run.path}" + (f"={other}" if other != site else "")
+        words = command_words(
+            "capture", like=source.path, o=out, force=True, device=self._device, model=model,
+            trust_remote_code=self._trust, **_options(values), substitute=put,
+        )  # fmt: skip
+        return _elsewhere(words, out, variables)
 
     def _model_of(self, side: str) -> str | None:
         source, own = self._runs["reference"].manifest.model, self._runs[side].manifest
@@ -339,12 +340,12 @@ class Maker:
 
     def _command(self, side: str, out: Path, values: dict[str, Any], *, force: bool = False) -> str:
         source, own = self._runs["reference"], self._runs[side].manifest.model
-        words = ["divergence", "capture", "--like", str(source.path), "-o", str(out)]
-        if own.source != source.manifest.model.source:  # as it is called on that machine
-            words += ["--model", own.source]
-        words += ["--trust-remote-code"] if self._trust else []
-        words += ["--force"] if force else []
-        return f"{shlex.join(words + _words(values))}   # on the {side}'s machine"
+        elsewhere = own.source != source.manifest.model.source  # as it is called on that machine
+        return command_line(
+            "capture", like=source.path, o=out, model=own.source if elsewhere else None,
+            trust_remote_code=self._trust, force=force, **_options(values),
+            note=f"on the {side}'s machine",
+        )  # fmt: skip
 
 
 def _free_sites(own: Run) -> list[str]:
@@ -358,27 +359,18 @@ def _plan(run: Run) -> list[str]:
     return run.manifest.plan.substitutes
 
 
-def _words(values: Mapping[str, Any]) -> list[str]:
+def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of capture as options of the command."""
-    words: list[str] = []
-    for site in values.get("sites", ()):
-        words += ["--sites", site]
-    for name in ("weights", "escalate"):
-        words += [f"--{name}"] if values.get(name) else []
-    for name in ("max_new_tokens", "dtype", "attn_implementation", "label", "store"):
-        if values.get(name) is not None:
-            words += [f"--{name.replace('_', '-')}", str(values[name])]
-    if values.get("batch") is not None:
-        words.append("--batch" if values["batch"] else "--no-batch")
-    for name in ("deterministic", "anchor", "probe"):
-        words += [f"--no-{name}"] if values.get(name) is False else []
-    for plant in values.get("plants", ()):
-        words += ["--plant", plant]
-    return words
+    names = ("sites", "weights", "escalate", "max_new_tokens", "dtype", "attn_implementation",
+             "label", "store", "batch")  # fmt: skip
+    found = {name: values.get(name) for name in names}
+    off = [name for name in ("batch", "deterministic", "anchor", "probe")
+           if values.get(name) is False]  # fmt: skip
+    return found | {f"no_{name}": True for name in off} | {"plant": values.get("plants")}
 
 
-def _elsewhere(what: str, words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
-    """`divergence capture` or `reference` in a process with these variables."""
+def _elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
+    """The command ``words`` in a process with these variables."""
     environment = {k: v for k, v in os.environ.items() if k not in variables}
     environment |= {k: v for k, v in variables.items() if v is not None}
     home = str(Path(__file__).parents[2])
@@ -386,12 +378,13 @@ def _elsewhere(what: str, words: list[str], out: Path, variables: Mapping[str, s
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from where the command was given
     done = subprocess.run(
-        [sys.executable, "-m", "divergence", what, *words, "--quiet"],
+        [sys.executable, "-m", *words, "--quiet"],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
         raise ModelError(
-            f"the {what} with the recorded environment variables failed (exit {done.returncode})",
+            f"the {words[1]} with the recorded environment variables failed "
+            f"(exit {done.returncode})",
             where=str(out),
             hint=(done.stderr.strip().splitlines() or ["no message"])[-1],
         )

@@ -10,7 +10,7 @@ a folder for a vendor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,9 @@ def _is_off(site: SiteResult, side: str) -> bool:
     return any((w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions)
 
 
-def errors_alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress) -> list[OwnError]:
+def errors_alone(
+    made: dict[str, Run], first: Any, folder: Path, tell: Progress, operators: Sequence[str] = ()
+) -> list[OwnError]:
     """Each side's operator on its own recorded inputs, against float64."""
     found: list[OwnError] = []
     for side, path in (("reference", first.site), ("candidate", first.candidate_site)):
@@ -105,8 +107,9 @@ def errors_alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress)
         out = folder / f"{side}-float64"
         try:
             right = replay(
-                made[side], out=out, sites=[f"{path}:*"], reference=True, force=True, progress=None
-            )
+                made[side], out=out, sites=[f"{path}:*"], reference=True, force=True, progress=None,
+                operators=operators,
+            )  # fmt: skip
         except DivergenceError as error:
             tell("note", 0, None, f"{path} could not be computed in float64: {error.message}")
             return []
@@ -122,7 +125,13 @@ def errors_alone(made: dict[str, Run], first: Any, folder: Path, tell: Progress)
 
 
 def reproduce(
-    made: dict[str, Run], first: Any, side: str, folder: Path, tell: Progress, name: str = "repro"
+    made: dict[str, Run],
+    first: Any,
+    side: str,
+    folder: Path,
+    tell: Progress,
+    operators: Sequence[str] = (),
+    name: str = "repro",
 ) -> str | None:
     """One side's operator as a folder; None where it cannot stand alone."""
     path = first.site if side == "reference" else first.candidate_site
@@ -130,7 +139,7 @@ def reproduce(
     try:
         repro(
             made[side], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
-            force=True,
+            force=True, operators=operators,
         )  # fmt: skip
     except DivergenceError as error:
         tell("note", 0, None, f"no reproducer of {path}: {error.message}")

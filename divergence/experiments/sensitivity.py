@@ -33,6 +33,7 @@ from divergence.experiments.sensitivity_result import FaultSize, Sensitivity
 from divergence.experiments.trials import Trials, sees
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.site import near_names
 from divergence.run.unshard import unsharded
@@ -143,7 +144,7 @@ def _blocks_with_outputs(run: Run) -> list[str]:
         raise UsageError(
             f"{run.path} holds no block outputs, so no fault can be planted in them",
             where=f"its sites: {', '.join(plan.sites)}",
-            hint=f"divergence capture --like {run.path} -o {run.path}-blocks --sites blocks",
+            hint=command_line("capture", like=run.path, o=f"{run.path}-blocks", sites="blocks"),
         )
     if plan.plants:
         raise UsageError(
@@ -199,7 +200,7 @@ def _healthy(
         raise IncomparableError(
             f"not the same experiment: other {' and '.join(blocking)}",
             where=f"{a.path} and {b.path}",
-            hint=f"divergence capture --like {a.path} -o CANDIDATE",
+            hint=command_line("capture", like=a.path, o="CANDIDATE"),
         )
     measured = measure_runs(
         a, b, lines, truth=truth, floor=floor, thresholds=thresholds, progress=progress
@@ -212,18 +213,19 @@ def _healthy(
         raise UsageError(
             f"{b.path} has no anchored pass to {a.path}: a fault in one block would show in all "
             "that follow it",
-            hint=f"divergence capture --like {a.path} -o CANDIDATE",
+            hint=command_line("capture", like=a.path, o="CANDIDATE"),
         )
     verdict = judge(measured.case, thresholds=thresholds)
     if verdict.kind not in _HEALTHY:
-        given = [f"--reference {measured.truth.run.path}"] if measured.truth else []
-        given += [f"--floor {run.path if isinstance(run, Run) else run}" for run in floor]
-        command = " ".join([f"divergence compare {a.path} {b.path}", *given])
+        again = command_line(
+            "compare", a.path, b.path, reference=measured.truth and measured.truth.run.path,
+            floor=[run.path if isinstance(run, Run) else run for run in floor],
+        )  # fmt: skip
         raise UsageError(
             "the pair is not healthy before anything is planted: "
             f"{verdict.kind}: {verdict.summary}",
             where=f"{a.path} and {b.path}",
-            hint=f"{command} says more; then give a healthy --candidate",
+            hint=f"{again} says more; then give a healthy --candidate",
         )
     return trials, verdict
 

@@ -6,15 +6,19 @@ at hand; a generator cannot be recorded (such a call carries a note).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from divergence.ops.refusal import Refusal
+from divergence.ops import registry
+from divergence.ops.lookup import find_operator, short_name
+from divergence.ops.refusal import Refusal, Unsafe
+from divergence.run.call import Call
 
-__all__ = ["decoded", "fitted"]
+__all__ = ["check_names", "decoded", "fitted"]
 
 _KINDS: dict[str, type] = {
     "dtype": torch.dtype,
@@ -50,17 +54,28 @@ def decoded(value: Any, tensors: Sequence[Any], device: str | torch.device) -> A
     raise Refusal("its arguments cannot be read", detail=repr(value)[:80])
 
 
+def check_names(call: Call) -> None:
+    """Are all arguments of the call its operator's, by torch's schema or the suite's own function?
+
+    Raises Refusal, which names the first that is not, or where there is no such operator.
+    """
+    if call.operator.startswith(registry.PREFIX):
+        known = set(inspect.signature(registry.find(call.operator)).parameters)
+    else:
+        known = {argument.name for argument in find_operator(call.operator)._schema.arguments}
+    strange = sorted(name for name in call.arguments if name not in known)
+    if strange:
+        name = short_name(call.operator)
+        raise Unsafe(f"{name} has no argument {strange[0][:80]!r} here")
+
+
 def fitted(
     schema: Any, arguments: Mapping[str, Any], tensors: Sequence[Any], device: str | torch.device
 ) -> tuple[list[Any], dict[str, Any]]:
     """(args, kwargs) of a call of the operator with this schema.
 
-    Raises Refusal where the recorded names are not those of this torch's operator.
+    Raises Refusal where one is missing that this torch's operator needs.
     """
-    known = {argument.name for argument in schema.arguments}
-    strange = sorted(set(arguments) - known)
-    if strange:
-        raise Refusal(f"{_name(schema)} has no argument {strange[0]!r} in this torch")
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for argument in schema.arguments:

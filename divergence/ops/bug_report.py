@@ -1,9 +1,12 @@
-"""report.md: a bug report that is ready to be sent: what was run, where, and how far it is off."""
+"""report.md: a bug report that is ready to be sent: what was run, where, and how far it is off.
+
+It is to be pasted into a tracker, and what a run says of itself may come from anyone. So each of
+its words stands in a code span, where no markup, link, picture or mention begins.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +15,9 @@ from divergence.ops.script import operand_names
 from divergence.run.arithmetic import is_about
 from divergence.run.call import Call
 from divergence.run.manifest import Environment, Manifest
+from divergence.run.scalars import scalar_words
 
-__all__ = ["Side", "report_text", "title_of"]
+__all__ = ["Side", "code_span", "report_text", "title_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +34,15 @@ _NEAR = 1.5  # of the error of storing the truth once
 
 
 def title_of(
-    call: Call, sides: Sequence[Side], stores: Mapping[str, float | None] | None = None
+    call: Call,
+    sides: Sequence[Side],
+    stores: Mapping[str, float | None] | None = None,
+    *,
+    shown: Callable[[str], str] = str,
 ) -> str:
     """One line: the operator, its dtypes and shapes, and what is said of it. ``stores``: by port,
-    the error of storing the truth alone."""
-    what = f"{call.operator} ({_signature(call)})"
+    the error of storing the truth alone; ``shown``: how words of a run are written."""
+    what = f"{shown(call.operator)} ({shown(_signature(call))})"
     if len(sides) < 2:
         found = sides[0].from_truth.get("out")
         store = (stores or {}).get("out")
@@ -43,15 +51,14 @@ def title_of(
         return f"{what}: result and float64 truth" + (
             "" if found is None else f" differ by rel L2 {found.rel_l2:.3g}"
         )
+    first, other = (shown(side.label) for side in sides[:2])
     apart = sides[1].from_first.get("out")
     if apart is None:
-        return f"{what}: {sides[1].label} gives another shape than {sides[0].label}"
+        return f"{what}: {other} gives another shape than {first}"
     if apart.num_different == 0:
-        return f"{what}: {sides[1].label} and {sides[0].label} give the same bits"
+        return f"{what}: {other} and {first} give the same bits"
     ulp = "" if apart.max_ulp is None else f", {apart.max_ulp:,} ulp"
-    return (
-        f"{what}: {sides[1].label} differs from {sides[0].label} by rel L2 {apart.rel_l2:.3g}{ulp}"
-    )
+    return f"{what}: {other} differs from {first} by rel L2 {apart.rel_l2:.3g}{ulp}"
 
 
 def report_text(
@@ -64,26 +71,28 @@ def report_text(
     truth: str | None,
 ) -> str:
     """The report. ``stores``: by port the error of storing the truth alone. ``truth``: what
-    computed it, or None where there is none."""
-    lines = [f"# {_plain(title_of(call, sides, stores))}", "", *_summary(call, sides, truth), ""]
-    called = "" if call.source is None else f", called from `{_plain(call.source)}`"
+    computed it, as markdown, or None where there is none."""
+    title = title_of(call, sides, stores, shown=code_span)
+    lines = [f"# {title}", "", *_summary(sides, truth), ""]
+    called = "" if call.source is None else f", called from {code_span(call.source)}"
     lines += [
         "## Operator",
         "",
-        f"`{_plain(call.operator)}`, recorded at `{_plain(site)}`, {where}{called}.",
+        f"{code_span(call.operator)}, recorded at {code_span(site)}, {where}{called}.",
         "",
     ]
     lines += ["| input | dtype | shape | strides | address mod 64 |", "|---|---|---|---|---|"]
     for name, operand in zip(operand_names(call), call.operands, strict=True):
         strides = "contiguous" if operand.stride is None else _tuple(operand.stride)
         lines.append(
-            f"| `{_plain(name)}` | {operand.dtype} | {_tuple(operand.shape)} | {strides} | "
-            f"{operand.misalignment_bytes} |"
+            f"| {code_span(name)} | {code_span(operand.dtype)} | {_tuple(operand.shape)} | "
+            f"{strides} | {operand.misalignment_bytes} |"
         )
     scalars = {n: v for n, v in call.arguments.items() if not _has_tensor(v)}
     if scalars:
         text = ", ".join(
-            f"`{_plain(name)}` = `{_scalar(value)}`" for name, value in scalars.items()
+            f"{code_span(name)} = {code_span(scalar_words(value))}"
+            for name, value in scalars.items()
         )
         lines += ["", f"Other arguments: {text}."]
     lines += ["", "## Measured", "", *_table(sides, stores)]
@@ -95,13 +104,13 @@ def report_text(
               "python repro.py         # or: python repro.py cuda", "```", ""]  # fmt: skip
     lines.append(
         "`inputs.safetensors` holds the inputs bit by bit, `expected.safetensors` what "
-        f"{_plain(sides[0].label)} gave"
+        f"{code_span(sides[0].label)} gave"
         + (", `truth.safetensors` the same operator in float64." if truth is not None else ".")
     )
     return "\n".join(lines) + "\n"
 
 
-def _summary(call: Call, sides: Sequence[Side], truth: str | None) -> list[str]:
+def _summary(sides: Sequence[Side], truth: str | None) -> list[str]:
     lines = []
     if truth is None:
         lines.append("There is no float64 result to hold it against: the operator has none here.")
@@ -110,7 +119,7 @@ def _summary(call: Call, sides: Sequence[Side], truth: str | None) -> list[str]:
         found = side.from_truth.get("out")
         if found is not None:
             lines.append(
-                f"{_plain(side.label)} is off from float64 by rel L2 {found.rel_l2:.3g} "
+                f"{code_span(side.label)} is off from float64 by rel L2 {found.rel_l2:.3g} "
                 f"(max abs {found.max_abs:.3g}"
                 + ("" if found.max_ulp is None else f", max {found.max_ulp:,} ulp")
                 + ")."
@@ -127,18 +136,18 @@ def _table(sides: Sequence[Side], stores: Mapping[str, float | None]) -> list[st
         for number, side in enumerate(sides):
             rows = [("float64", side.from_truth.get(port))]
             if number:
-                rows.append((sides[0].label, side.from_first.get(port)))
+                rows.append((code_span(sides[0].label), side.from_first.get(port)))
             for against, found in rows:
                 if found is not None:
                     ulp = "-" if found.max_ulp is None else f"{found.max_ulp:,}"
                     lines.append(
-                        f"| `{port}` | {_plain(side.label)} | {_plain(against)} | "
+                        f"| {code_span(port)} | {code_span(side.label)} | {against} | "
                         f"{found.rel_l2:.4g} | {found.max_abs:.4g} | {ulp} | "
                         f"{found.num_different:,} of {found.numel:,} |"
                     )
         if stores.get(port) is not None:
             lines.append(
-                f"| `{port}` | float64, rounded once to the result's dtype | float64 | "
+                f"| {code_span(port)} | float64, rounded once to the result's dtype | float64 | "
                 f"{stores[port]:.4g} | | | |"
             )
     return lines
@@ -146,7 +155,7 @@ def _table(sides: Sequence[Side], stores: Mapping[str, float | None]) -> list[st
 
 def _environments(sides: Sequence[Side]) -> list[str]:
     rows: list[tuple[str, list[str]]] = []
-    labels = [_plain(side.label) for side in sides]
+    labels = [code_span(side.label) for side in sides]
     found = [_environment(side.manifest.environment, side.manifest) for side in sides]
     for name in dict.fromkeys(name for one in found for name in one):
         rows.append((name, [one.get(name, "-") for one in found]))
@@ -166,7 +175,7 @@ def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]
         **{name: environment.variables[name] for name in sorted(environment.variables)},
         "deterministic": "yes" if manifest.settings.deterministic else "no",
     }
-    return {_plain(name): _plain(value) for name, value in rows.items()}
+    return {code_span(name): code_span(value) for name, value in rows.items()}
 
 
 def _facts(call: Call, sides: Sequence[Side]) -> list[str]:
@@ -177,12 +186,12 @@ def _facts(call: Call, sides: Sequence[Side]) -> list[str]:
     for number, side in enumerate(sides):
         for fact in side.manifest.arithmetic:
             if fact.verified and is_about(fact, call.operator, dtypes):
-                row = found.setdefault(_plain(fact.name), [None] * len(sides))
-                row[number] = _plain(fact.value)
+                row = found.setdefault(code_span(fact.name), [None] * len(sides))
+                row[number] = code_span(fact.value)
     if not found:
         return []
     rows = sorted(found.items(), key=lambda item: len(set(item[1])) == 1)
-    lines = ["| probe | " + " | ".join(_plain(side.label) for side in sides) + " |"]
+    lines = ["| probe | " + " | ".join(code_span(side.label) for side in sides) + " |"]
     lines.append("|---|" + "---|" * len(sides))
     lines += [f"| {name} | " + " | ".join(v or "-" for v in values) + " |" for name, values in rows]
     return lines
@@ -204,12 +213,7 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, dict) and "tensor" in value
 
 
-def _scalar(value: Any) -> str:
-    if isinstance(value, dict):
-        return _plain(str(next(iter(value.values()))))
-    return _plain(str(value))
-
-
-def _plain(text: str) -> str:
-    """One line that ends no table cell and opens no markup."""
-    return re.sub(r"[\x00-\x1f\x7f`|<>]", " ", text)
+def code_span(text: str) -> str:
+    """A run's words in a report: one line that ends no table cell and no span."""
+    plain = "".join(" " if one in "`|" or not one.isprintable() else one for one in text).strip()
+    return f"`{plain or '-'}`"

@@ -11,6 +11,7 @@ from divergence.numerics.formats import format_named
 from divergence.ops.refusal import Refusal
 from divergence.ops.strided import contiguous_stride, span_of
 from divergence.run.call import Call, Operand
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.record import PassName, Record
 from divergence.run.site import compile_patterns, near_names
@@ -70,7 +71,7 @@ def replayable_pass(run: Run, wanted: str | None = None) -> PassName:
     raise UsageError(
         f"{run.path} holds no operators"
         + (f", only those of the {', '.join(sorted(held))} pass" if held else ""),
-        hint=f"divergence replay {run.path} -o RUN2 --pass escalated"
+        hint=command_line("replay", run.path, o="RUN2", **{"pass": "escalated"})
         if "escalated" in held
         else _make(run),
     )
@@ -80,7 +81,7 @@ def _make(run: Run) -> str:
     block = next(
         (path for path, note in run.manifest.plan.modules.items() if note.role == "block"), "MODULE"
     )
-    return f"divergence capture --like {run.path} -o RUN2 --sites ops@{block} --weights"
+    return command_line("capture", like=run.path, o="RUN2", sites=f"ops@{block}", weights=True)
 
 
 def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[RecordedCall]:
@@ -112,7 +113,7 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
                 f"no operator at {', '.join(sites)} in {run.path}",
                 hint=f"did you mean {' or '.join(near)}?"
                 if near
-                else f"`divergence inspect {run.path} -v` lists the sites",
+                else f"`{command_line('inspect', run.path, v=True)}` lists the sites",
             )
         found = kept
     return found

@@ -12,7 +12,7 @@ indices) are then the float64 computation's as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ import torch
 from divergence.capture.dataflow import tensors_in
 from divergence.capture.widening import Widening
 from divergence.ops import registry, wide
-from divergence.ops.arguments import decoded, fitted
+from divergence.ops.allowed import check_namespace, check_operator
+from divergence.ops.arguments import check_names, decoded, fitted
+from divergence.ops.bounds import Checking, check_bounds
 from divergence.ops.lookup import (
     draws_random_numbers,
     find_operator,
@@ -47,16 +49,20 @@ def execute(
     device: str | torch.device,
     compute_dtype: torch.dtype | None = None,
     aligned: bool = False,
+    namespaces: Collection[str] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The results of ``call`` on ``operands``, in the order of their ports.
 
     ``operands``: the values of ``call.operands``, in any layout; those that the call names are
-    restored. ``aligned``: not their addresses (another kind of device has its own). Raises
-    Refusal with the reason where it cannot be run or would prove nothing.
+    restored. ``aligned``: not their addresses (another kind of device has its own).
+    ``namespaces``: of operators that may be run beside torch's own; None: any that this process
+    has. Raises Refusal with the reason where it cannot be run or would prove nothing, and Unsafe
+    where it could reach beyond its operands.
     """
     found = execute_ports(
-        call, operands, device=device, compute_dtype=compute_dtype, aligned=aligned
-    )
+        call, operands, device=device, compute_dtype=compute_dtype, aligned=aligned,
+        namespaces=namespaces,
+    )  # fmt: skip
     return tuple(found.values())
 
 
@@ -67,12 +73,15 @@ def execute_ports(
     device: str | torch.device,
     compute_dtype: torch.dtype | None = None,
     aligned: bool = False,
+    namespaces: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """As ``execute``, by port: ``out``, then ``out.N`` with N the number among the tensors."""
     if call.note is not None:
         raise Refusal(call.note)
     if is_uninitialised(call.operator):
         raise Refusal(UNINITIALISED)
+    check_namespace(call.operator, namespaces)
+    check_names(call)
     laid = [
         _prepared(value, operand, device, compute_dtype, aligned=aligned)
         for value, operand in zip(operands, call.operands, strict=True)
@@ -85,6 +94,8 @@ def execute_ports(
     bound = dict(zip(names, args, strict=True)) | kwargs
     if draws_random_numbers(operator, bound):
         raise Refusal(RANDOM)
+    check_operator(operator)
+    check_bounds(operator, bound)
     results = _run(call, operator, args, kwargs, bound, device, compute_dtype)
     return _by_port(results, _written(operator, bound), call.operator)
 
@@ -127,7 +138,8 @@ def _run(
             with Widening(compute_dtype):
                 own = wide.definition(call.operator)
                 if own is not None:
-                    return own(bound, call.operands)
+                    with Checking():
+                        return own(bound, call.operands)
                 return operator(*args, **kwargs)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
         text = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -150,7 +162,7 @@ def _suite(
     function = registry.find(call.operator, truth=compute_dtype is not None)
     values = {name: decoded(value, tensors, device) for name, value in call.arguments.items()}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Checking():
             results = function(**values)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         text = (str(error).splitlines() or [type(error).__name__])[0][:200]

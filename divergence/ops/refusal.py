@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Refusal"]
+__all__ = ["Refusal", "Unsafe"]
 
 
 class Refusal(Exception):
@@ -12,3 +12,7 @@ class Refusal(Exception):
     def __init__(self, reason: str, *, detail: str | None = None) -> None:
         super().__init__(reason)
         self.reason, self.detail = reason, detail
+
+
+class Unsafe(Refusal):
+    """Running it could reach beyond what it is given: not here, and in no script."""

@@ -32,6 +32,7 @@ from divergence.capture.taken import taken_from
 from divergence.capture.target import check_output
 from divergence.capture.widening import Widening
 from divergence.errors import UsageError
+from divergence.ops.allowed import asked_for
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
@@ -57,6 +58,7 @@ def replay(
     reference: bool = False,
     replayed_pass: str | None = None,
     trust_remote_code: bool = False,
+    operators: Sequence[str] = (),
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
@@ -67,7 +69,8 @@ def replay(
     ``sites``: patterns of operator sites; all without. ``model``: where this machine has the
     model, for weights that were recorded by digest alone. ``reference``: in float64, on the CPU
     unless a device is named. ``replayed_pass``: the pass whose operators are run; the anchored one
-    where it holds any, else the free one.
+    where it holds any, else the free one. ``operators``: namespaces of operators that may be run
+    beside torch's, transformers' and the device's own.
 
     Raises UsageError for a run without operators and for sites that it does not hold,
     RunFormatError, ModelError (of ``model``), RunExistsError and RunWriteError. Whatever
@@ -104,7 +107,10 @@ def replay(
             for number, one in enumerate(calls):
                 tell("replay", number, len(calls), one.path)
                 try:
-                    _run_one(source, one, weights, writer, device, reference=reference)
+                    _run_one(
+                        source, one, weights, writer, device, asked_for(operators, device),
+                        reference=reference,
+                    )  # fmt: skip
                 except Refusal as refusal:
                     skipped.add(refusal)
             determinism.note_in(manifest.settings)
@@ -153,6 +159,7 @@ def _run_one(
     weights: Weights | None,
     writer: RunWriter,
     device: str,
+    namespaces: frozenset[str],
     *,
     reference: bool,
 ) -> None:
@@ -167,6 +174,7 @@ def _run_one(
             device=device,
             compute_dtype=torch.float64 if reference else None,
             aligned=source.manifest.environment.device_type != device.partition(":")[0],
+            namespaces=namespaces,
         )
     missing = sorted(set(one.results) - set(found))
     if missing:

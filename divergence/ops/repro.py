@@ -12,8 +12,7 @@ took, and needs neither this package nor the model.
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from divergence.capture.engines.weights import Weights
+from divergence.capture.environment import resolve_device
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.ops.bug_report import Side, report_text, title_of
+from divergence.ops.allowed import asked_for
+from divergence.ops.bug_report import Side, code_span, report_text, title_of
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.differences import Difference, difference, store_error
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.given import what_differs
-from divergence.ops.refusal import Refusal
+from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
+from divergence.run.command import command_line
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
 from divergence.run.record import Record
@@ -73,6 +75,7 @@ def repro(
     step: int | None = None,
     model: str | Path | None = None,
     trust_remote_code: bool = False,
+    operators: Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Reproducer:
@@ -81,7 +84,7 @@ def repro(
     ``against``: a run of the other machine, best a replay of ``run``; its figures stand beside
     this run's. ``truth``: a float64 replay of ``run``; else it is computed here. ``sample``,
     ``step``: which call; by default the one that differs most from ``against``, else the first.
-    ``model``: as in ``replay``.
+    ``model``, ``operators``: as in ``replay``.
 
     Raises UsageError for a site that is no operator's or not there, for operators that cannot run
     alone, for runs that do not belong together and where ``against`` was given other inputs or
@@ -103,10 +106,11 @@ def repro(
     if progress is not None:
         progress("repro", 0, None, one.path)
     notes: list[str] = []
+    asked = asked_for(operators, resolve_device("auto"))
     try:
         operands = operand_values(source, one, weights)
         expected = {port: source.read(record) for port, record in one.results.items()}
-        true, made_by = _truth(source, right, one, operands, notes)
+        true, made_by = _truth(source, right, one, operands, notes, asked)
         sides = [_side(source, expected, true, expected)]
         if other is not None:
             sides.append(_other_side(source, other, one, operands, expected, true))
@@ -187,7 +191,7 @@ def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
         f"no operator at {site} in {run.path}",
         hint=f"did you mean {' or '.join(f'{p}:out' for p in near)}?"
         if near
-        else f"`divergence inspect {run.path} -v` lists the sites",
+        else f"`{command_line('inspect', run.path, v=True)}` lists the sites",
     )
 
 
@@ -197,8 +201,8 @@ def _check_truth(truth: Run, source: Run, pass_: str) -> None:
     if truth.manifest.settings.compute_dtype != "float64" or not belongs:
         raise UsageError(
             f"{truth.path} is no float64 replay of {source.path}",
-            hint=f"divergence replay {source.path} -o TRUTH --reference; or leave it out, and it "
-            "is computed here",
+            hint=command_line("replay", source.path, o="TRUTH", reference=True)
+            + "; or leave it out, and it is computed here",
         )
 
 
@@ -221,24 +225,32 @@ def _check_folder(out: Path, *, force: bool) -> None:
 
 def _truth(
     source: Run, right: Run | None, one: RecordedCall, operands: list[torch.Tensor],
-    notes: list[str],
+    notes: list[str], asked: frozenset[str],
 ) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
-    """The right results by port and what computed them; empty where that cannot be had."""
+    """The right results by port and what computed them; empty where that cannot be had.
+
+    The operator is run here in any case: what is not safe to run comes into no script.
+    """
+    try:
+        results = execute_ports(
+            one.call, operands, device="cpu", compute_dtype=torch.float64, namespaces=asked
+        )
+    except Refusal as refusal:
+        if isinstance(refusal, Unsafe) or refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
+            raise  # no machine's result would be the right one
+        results, why = None, refusal.reason
     if right is not None:
         found = {port: _find(right, "replayed", record) for port, record in one.results.items()}
         held = {port: right.read(record) for port, record in found.items() if record is not None}
         if held:
             return (
                 held,
-                f"computed by divergence {right.manifest.tool_version}, in a run of its own",
+                "computed by divergence "
+                f"{code_span(right.manifest.tool_version)}, in a run of its own",
             )
         notes.append(f"{right.path} does not hold this operator: the truth was computed here")
-    try:
-        results = execute_ports(one.call, operands, device="cpu", compute_dtype=torch.float64)
-    except Refusal as refusal:
-        if refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
-            raise  # no machine's result would be the right one
-        notes.append(f"no truth: {refusal.reason}")
+    if results is None:
+        notes.append(f"no truth: {why}")
         return {}, None
     kept = {port: results[port] for port in one.results if port in results}
     return kept, f"computed with torch {torch.__version__} on a CPU"
@@ -276,7 +288,7 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
             f"{other.path} does not hold {calls[0].path}",
             hint=f"near: {', '.join(near)}"
             if near
-            else f"divergence replay {source.path} -o OTHER, on the other machine",
+            else f"{command_line('replay', source.path, o='OTHER')}, on the other machine",
         )
     return best[1]
 
@@ -338,7 +350,7 @@ def _check_inputs(
         f"inputs differ at {one.path}: this reproducer would blame the operator for what it was "
         "given",
         where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: {differs}",
-        hint=f"divergence replay {shlex.quote(str(source.path))} -o OTHER, on the other machine "
+        hint=f"{command_line('replay', source.path, o='OTHER')}, on the other machine, "
         "gives its operator these inputs; then --against OTHER",
     )
 

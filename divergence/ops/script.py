@@ -1,20 +1,23 @@
 """A script that runs one operator: torch and safetensors alone, short enough for a bug tracker.
 
-Whatever the run says of itself reaches the script as a literal (repr of a number, a string or a
-tuple), never as code; the operator's name is one that torch knows. Values stand beside it in
-safetensors files; a dtype that not every release of safetensors has a name for as raw bytes.
+Whatever the run says of itself reaches the script as a literal (ops.literals), never as code; the
+names of the operator and of its arguments are those that torch, or the suite, knows. Values stand
+beside it in safetensors files; a dtype that not every release of safetensors has a name for as raw
+bytes.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from divergence.numerics.formats import format_named, format_of
-from divergence.ops.arguments import decoded
+from divergence.numerics.formats import format_named
+from divergence.ops.arguments import check_names, decoded
+from divergence.ops.literals import call_node, check_script, literal, node, place
 from divergence.ops.lookup import find_operator
 from divergence.ops.pasted import pasted_source
 from divergence.ops.refusal import Refusal
@@ -83,36 +86,57 @@ def script_text(
 ) -> str:
     """The whole of repro.py; ``device``: the type it runs on unless told.
 
-    Raises Refusal where the operator cannot be called by its name.
+    Raises Refusal where the operator cannot be called by its name, or an argument has none of its.
     """
+    check_names(call)
     names = operand_names(call)
-    layout = "".join(
-        f"    {name!r}: (torch.{format_named(operand.dtype).name}, {tuple(operand.shape)!r}, "
-        f"{tuple(operand.stride or contiguous_stride(operand.shape))!r}, "
-        f"{operand.misalignment_bytes}),\n"
-        for name, operand in zip(names, call.operands, strict=True)
-    )
     imports, definition, expression, written = _called(call, names)
-    shapes = "".join(
-        f"    {port!r}: (torch.{format_of(one.dtype).name}, {tuple(one.shape)!r}),\n"
-        for port, one in expected.items()
-    )
-    return _SCRIPT.format(
-        title=_comment(title),
-        imports=imports,
-        site=_comment(site),
-        device=_kind(device),
-        recorded_on=_kind(manifest.environment.device_type),
-        switches=_switches(manifest.settings.switches),
-        deterministic=manifest.settings.deterministic,
-        threads=manifest.environment.num_threads,
-        layout=layout,
-        definition=definition,
-        expression=expression,
-        written=written,
-        load_truth='load_file(HERE / "truth.safetensors")' if has_truth else "{}",
-        expected=shapes,
-    )
+    tables = {
+        "layout": {
+            name: (
+                format_named(operand.dtype).torch_dtype,
+                tuple(operand.shape),
+                tuple(operand.stride or contiguous_stride(operand.shape)),
+                operand.misalignment_bytes,
+            )
+            for name, operand in zip(names, call.operands, strict=True)
+        },
+        "expected": {port: (one.dtype, tuple(one.shape)) for port, one in expected.items()},
+        "switches": _switches(manifest.settings.switches),
+    }
+    values = {
+        "device": _kind(device),
+        "recorded_on": _kind(manifest.environment.device_type),
+        "deterministic": manifest.settings.deterministic,
+        "threads": manifest.environment.num_threads,
+        "expression": expression,
+    }
+    meant = {name: node(value) for name, value in (tables | values).items()}
+    fixed = {
+        "imports": imports,
+        "definition": definition,
+        "load_truth": 'load_file(HERE / "truth.safetensors")' if has_truth else "{}",
+    }
+    back = "\n    result = {}".format if written is not None else lambda _: ""
+    if written is not None:
+        meant["written"] = node(written)
+    text = _SCRIPT.format(
+        title=_comment(title), site=_comment(site), kind=_kind(device),
+        written=back(literal(written)), **fixed,
+        **{name: _table(value) for name, value in tables.items()},
+        **{name: literal(value) for name, value in values.items()},
+    )  # fmt: skip
+    template = _SCRIPT.format(
+        title="", site="", kind="", written=back(place("written")), **fixed,
+        **{name: place(name) for name in tables | values},
+    )  # fmt: skip
+    check_script(text, template, meant)
+    return text
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    """A dict, one entry a line."""
+    return "{\n" + "".join(f"    {literal(k)}: {literal(v)},\n" for k, v in rows.items()) + "}"
 
 
 def _comment(text: str) -> str:
@@ -125,22 +149,21 @@ def _kind(device: str) -> str:
     return re.sub(r"[^a-z]", "", device) or "cpu"
 
 
-def _switches(switches: Sequence[Switch]) -> str:
-    """The precision switches that the run's machine took, as entries of a table."""
-    rows = []
-    for switch in switches:
-        if switch.status == "accepted" and switch.asked != "-" and _SWITCH.fullmatch(switch.name):
-            value = {"true": True, "false": False}.get(switch.asked, switch.asked)
-            rows.append(f"    {switch.name!r}: {value!r},\n")
-    return "".join(rows)
+def _switches(switches: Sequence[Switch]) -> dict[str, str | bool]:
+    """The precision switches that the run's machine took."""
+    return {
+        switch.name: {"true": True, "false": False}.get(switch.asked, switch.asked)
+        for switch in switches
+        if switch.status == "accepted" and switch.asked != "-" and _SWITCH.fullmatch(switch.name)
+    }
 
 
-def _called(call: Call, names: Sequence[str]) -> tuple[str, str, str, str]:
-    """(imports, definitions, the call as an expression, the tensors it writes to)."""
+def _called(call: Call, names: Sequence[str]) -> tuple[str, str, ast.expr, list[ast.expr] | None]:
+    """(imports, definitions, the call, the tensors it writes to where it returns none)."""
     if call.operator.startswith(PREFIX):
         imports, source, function = pasted_source(call.operator)
-        inside = ", ".join(f"{n}={_literal(v, names)}" for n, v in call.arguments.items())
-        return imports, f"\n{source}\n", f"{function}({inside})", ""
+        inside = {name: _argument(value, names) for name, value in call.arguments.items()}
+        return imports, f"\n{source}\n", call_node([function], [], inside), None
     operator = find_operator(call.operator)
     package = _PACKAGES.get(operator.namespace)
     imports = ""
@@ -148,38 +171,36 @@ def _called(call: Call, names: Sequence[str]) -> tuple[str, str, str, str]:
         imports = f"import {package}  # registers torch.ops.{operator.namespace}\n"
     elif operator.namespace not in ("aten", "prims"):
         imports = f"# import here the package that registers torch.ops.{operator.namespace}\n"
-    words: list[str] = []
-    written: list[str] = []
-    gap: list[str] = []  # defaults between arguments that were given by position
+    args: list[ast.expr] = []
+    keywords: dict[str, ast.expr] = {}
+    written: list[ast.expr] = []
+    gap: list[ast.expr] = []  # defaults between arguments that were given by position
     for argument in operator._schema.arguments:
-        given = argument.name in call.arguments
-        text = _literal(call.arguments[argument.name], names) if given else None
+        if argument.name not in call.arguments:
+            if not argument.kwarg_only:
+                gap.append(node(argument.default_value))
+            continue
+        tree = _argument(call.arguments[argument.name], names)
         if argument.kwarg_only:
-            if given:
-                words.append(f"{argument.name}={text}")
-        elif given:
-            words += [*gap, text]
-            gap.clear()
+            keywords[argument.name] = tree
         else:
-            gap.append(repr(argument.default_value))
-        if given and argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(text)
-    back = "" if operator._schema.returns else f"\n    result = [{', '.join(written)}]"
-    return imports, "", f"torch.ops.{call.operator}({', '.join(words)})", back
+            args += [*gap, tree]
+            gap.clear()
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(tree)
+    called = call_node(["torch", "ops", *call.operator.split(".")], args, keywords)
+    return imports, "", called, None if operator._schema.returns else written
 
 
-def _literal(value: Any, names: Sequence[str]) -> str:
-    """An argument as Python source."""
+def _argument(value: Any, names: Sequence[str]) -> ast.expr:
+    """An argument as a syntax tree."""
     if isinstance(value, list):
-        return "[" + ", ".join(_literal(item, names) for item in value) + "]"
-    if isinstance(value, dict) and "tensor" in value:
-        return f"x[{names[value['tensor']]!r}]"
-    if isinstance(value, dict) and "device" in value:
-        return "torch.device(DEVICE)"
-    found = decoded(value, (), "cpu")
-    if isinstance(found, float) and (found != found or found in (float("inf"), -float("inf"))):
-        return f"float({str(found)!r})"
-    return repr(found)
+        return node([_argument(item, names) for item in value])
+    if isinstance(value, dict) and set(value) == {"tensor"}:
+        return ast.Subscript(ast.Name("x", ast.Load()), node(names[value["tensor"]]), ast.Load())
+    if isinstance(value, dict) and set(value) == {"device"}:
+        return call_node(["torch", "device"], [ast.Name("DEVICE", ast.Load())])
+    return node(decoded(value, (), "cpu"))
 
 
 _SCRIPT = '''\
@@ -188,7 +209,7 @@ _SCRIPT = '''\
 Recorded at {site}
 Needs torch and safetensors, nothing else:
 
-    python repro.py            # on {device}; or name a device: python repro.py cuda:1
+    python repro.py            # on {kind}; or name a device: python repro.py cuda:1
 """
 
 from __future__ import annotations
@@ -201,19 +222,16 @@ import torch
 from safetensors.torch import load_file
 {imports}
 HERE = Path(__file__).resolve().parent
-DEVICE = sys.argv[1] if len(sys.argv) > 1 else "{device}"
-RECORDED_ON = "{recorded_on}"
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else {device}
+RECORDED_ON = {recorded_on}
 
 # name: dtype, shape, strides in elements, address modulo 64 bytes. Kernels are chosen by layout.
-INPUTS = {{
-{layout}}}
+INPUTS = {layout}
 
-EXPECTED = {{
-{expected}}}
+EXPECTED = {expected}
 
 # Switches of the run that recorded this; one that this torch does not have is passed over.
-SWITCHES = {{
-{switches}}}
+SWITCHES = {switches}
 DETERMINISTIC = {deterministic}
 NUM_THREADS = {threads}  # of the CPU
 

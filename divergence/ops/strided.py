@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from divergence.ops.refusal import Refusal
+from divergence.ops.refusal import Unsafe
 
 __all__ = ["contiguous_stride", "laid_out", "span_of"]
 
@@ -48,10 +48,10 @@ def laid_out(
     if stride is None or 0 in shape:
         stride = contiguous_stride(shape)
     if len(stride) != len(shape):
-        raise Refusal("its operands' layout is damaged", detail=f"{stride} for shape {shape}")
+        raise Unsafe("its operands' layout is damaged", detail=f"{stride} for shape {shape}")
     span = span_of(shape, stride)
     if span * values.itemsize > max(SPAN_BYTES, SPAN_RATIO * values.nbytes):
-        raise Refusal("its operands' layout spans too much memory", detail=f"{span} elements")
+        raise Unsafe("its operands' layout spans too much memory", detail=f"{span} elements")
     room = ALIGNED_BYTES // values.itemsize
     memory = torch.zeros(span + room, dtype=values.dtype, device=device)
     # torch aligns what it allocates; an address between two elements cannot be had

@@ -7,12 +7,12 @@ rounding, functions within one ulp.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
 from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.command import command_line
 from divergence.run.manifest import Manifest
 
 __all__ = ["TITLES", "arithmetic_lines", "probed_lines"]
@@ -74,7 +74,6 @@ def _answer(fact: ArithmeticFact, *, verbose: bool) -> str:
 
 def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: bool) -> list[Line]:
     """What `divergence probe` says when it is done."""
-    run = shlex.quote(os.fspath(path))
     trees = [fact for fact in manifest.arithmetic if fact.probe == "order"]
     proven = sum(fact.verified for fact in trees)
     return [
@@ -88,5 +87,5 @@ def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: b
         *arithmetic_lines(manifest.arithmetic, verbose=verbose),
         heading("next"),
         line("  divergence probe -o OTHER    # on the other machine"),
-        line(f"  divergence compare {run} OTHER"),
+        line("  " + command_line("compare", os.fspath(path), "OTHER")),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from divergence.report.environment import fallback_lines, repeat_lines, switch_l
 from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, shape_text, size
+from divergence.run.command import command_line
 from divergence.run.manifest import Manifest, SampleTokens
 from divergence.run.record import Record
 
@@ -54,17 +54,16 @@ def captured_lines(
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):
         lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
-    run = shlex.quote(path)
     lines += [BLANK, heading("next")]
     if settings.compute_dtype is not None and like is not None:
-        recorded = shlex.quote(os.fspath(like))
-        lines.append(line(f"  divergence compare {recorded} OTHER --reference {run}"))
+        following = [command_line("compare", os.fspath(like), "OTHER", reference=path)]
     elif like is None:
-        lines.append(line(f"  divergence capture --like {run} -o OTHER    # on the other machine"))
+        following = [command_line("capture", like=path, o="OTHER", note="on the other machine")]
     else:
-        lines.append(line(f"  divergence compare {shlex.quote(os.fspath(like))} {run}"))
+        following = [command_line("compare", os.fspath(like), path)]
     if "whole" in manifest.plan.passes:
-        lines.append(line(f"  divergence compare {run}    # its decode steps, against the whole"))
+        following.append(command_line("compare", path, note="its decode steps, against the whole"))
+    lines += [line(f"  {text}") for text in following]
     return lines
 
 

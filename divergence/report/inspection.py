@@ -6,7 +6,6 @@ be looked at without torch.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ from divergence.report.environment import (
 )
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, shape_text, size
+from divergence.run.command import command_line, requoted
 from divergence.run.manifest import Manifest
 from divergence.run.record import Record, Summary
 from divergence.run.site import compile_patterns, natural_key, near_names
@@ -64,7 +64,7 @@ def run_lines(
         ),
     ]
     if manifest.command:
-        lines.append(prose("command", manifest.command))
+        lines.append(prose("command", requoted(manifest.command)))
     if manifest.like:
         lines.append(prose("like", manifest.like))
     for item in manifest.overrides:
@@ -106,28 +106,27 @@ def run_lines(
     lines += _record_lines(records, verbose=verbose)
     audited = audit_lines(audit, alone=True, all_sites=verbose)
     lines += [BLANK, *audited[:-1]] if audited else []
-    run = shlex.quote(path)
     lines += [
         BLANK,
         heading("next"),
-        *[line(f"  {text}") for text in _next(run, manifest)],
+        *[line(f"  {text}") for text in _next(path, manifest)],
     ]
     if records:
-        lines.append(line(f"  divergence inspect {run} --site {shlex.quote(records[0].site)}"))
+        lines.append(line("  " + command_line("inspect", path, site=records[0].site)))
     return lines
 
 
 def _next(run: str, manifest: Manifest) -> list[str]:
     """What one does with such a run."""
     if (manifest.model.task, manifest.model.source) == ("operators", "probe"):
-        return [f"divergence compare {run} OTHER    # a probe of another machine"]
+        return [command_line("compare", run, "OTHER", note="a probe of another machine")]
     if manifest.settings.compute_dtype:
-        return [f"divergence compare A B --reference {run}    # A: the run that it repeats"]
+        return [command_line("compare", "A", "B", reference=run, note="A: the run that it repeats")]
     if manifest.plan.replayed_pass is not None:
-        return [f"divergence compare A {run}    # A: the run whose operators it ran again"]
+        return [command_line("compare", "A", run, note="A: the run whose operators it ran again")]
     return [
-        f"divergence capture --like {run} -o OTHER    # on the other machine",
-        f"divergence compare {run} OTHER",
+        command_line("capture", like=run, o="OTHER", note="on the other machine"),
+        command_line("compare", run, "OTHER"),
     ]
 
 

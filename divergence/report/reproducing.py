@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from divergence.report.lines import BLANK, Line, heading, line, prose
+from divergence.run.command import quoted_words
 
 __all__ = ["reproducer_lines"]
 
@@ -20,6 +20,7 @@ _TOLD = {
 
 def reproducer_lines(path: str, title: str, files: Sequence[str]) -> list[Line]:
     """The finding, the folder's files, and the command that runs it."""
+    script = f"{path}/repro.py" if not path.startswith("-") else f"./{path}/repro.py"
     lines = [line(("written", "bold green"), f" {path}"), prose("finding", title)]
     lines += [prose(f"  {name}", _TOLD[name], width=24) for name in files]
-    return [*lines, BLANK, heading("next"), line(f"  python {shlex.quote(f'{path}/repro.py')}")]
+    return [*lines, BLANK, heading("next"), line("  " + quoted_words(["python", script]))]

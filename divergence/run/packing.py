@@ -25,6 +25,7 @@ from typing import IO
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.run.archive_target import check_archive
 from divergence.run.blob import Buffer
+from divergence.run.command import command_line
 from divergence.run.directory_target import check_directory
 from divergence.run.layout import TENSORS
 from divergence.run.location import (
@@ -89,7 +90,7 @@ def unpack(
     if isinstance(target, Url) or archive_kind(target) is not None:
         raise UsageError(
             f"{target} is not the name of a directory of this machine",
-            hint=f"divergence pack {source.path} -o OUT makes an archive, also at a URL",
+            hint=command_line("pack", source.path, o="OUT") + " makes an archive, also at a URL",
         )
     if same_location(source.path, target):
         raise RunExistsError(f"{target} is the run that is to be unpacked", hint="give another -o")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.blob import Buffer
+from divergence.run.command import command_line
 from divergence.run.contents import (
     Content,
     Part,
@@ -191,8 +192,8 @@ class Run:
             raise UsageError(
                 f"no bytes of this tensor are at hand: {why_no_bytes(self.manifest)}",
                 where=f"{self.path}, {name_of(record)}",
-                hint=f"capture it in full: divergence capture --like {self.path} -o RUN "
-                f"--store full --sites '{record.site}'",
+                hint="capture it in full: "
+                + command_line("capture", like=self.path, o="RUN", store="full", sites=record.site),
             )
         return self._view(record, parts_of(record)[0], verify=verify)
 
@@ -251,7 +252,7 @@ class Run:
                 f"no site {site!r} in {self.path}",
                 hint=f"did you mean {', '.join(near)}?"
                 if near
-                else f"`divergence inspect {self.path}` lists the sites",
+                else f"`{command_line('inspect', self.path)}` lists the sites",
             )
         return found
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shlex
 import threading
 import time
 import uuid
@@ -26,6 +25,7 @@ from divergence.errors import RunWriteError
 from divergence.numerics.summaries import summarize_many
 from divergence.run.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, Slot
 from divergence.run.call import Call
+from divergence.run.command import command_line
 from divergence.run.item import Item
 from divergence.run.location import Location, Url, location_of
 from divergence.run.manifest import Manifest
@@ -254,7 +254,7 @@ class RunWriter:
             f"writing failed: {error.strerror or error}",
             where=str(self.path),
             hint=f"{_free_space(error)}choose another place with -o; what was finished before is "
-            f"readable: divergence inspect {shlex.quote(str(self._target.place))}",
+            f"readable: {command_line('inspect', self._target.place)}",
         )
 
     def _raise_failure(self) -> None:

@@ -167,7 +167,7 @@ def test_several_ranks_are_started_again_as_several(llama, tmp_path):
 def test_places_beside_archives_and_urls(llama, tmp_path):
     """An archive stays one; what is a directory of this machine is none at a URL."""
     assert beside("a", "-deep") == "a-deep"
-    assert beside("'of me/a.zip'", "-deep") == "'of me/a-deep.zip'"
+    assert beside("of me/a.zip", "-deep") == "of me/a-deep.zip"
     assert beside("s3://bucket/A.TAR", "-truth") == "s3://bucket/A-truth.TAR"
     run = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
     for place, folder in (

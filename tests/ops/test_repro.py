@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,7 +197,10 @@ def test_without_float64(record, tmp_path):
         library.define("second(Tensor x) -> Tensor")
         library.impl("second", refuse, "CPU")
         run = record(lambda: torch.ops.divtest2.second(X), path=tmp_path / "second")
-        made = repro(run, site="block/divtest2.second:out", out=tmp_path / "bug")
+        with pytest.raises(UsageError, match="only on request"):
+            repro(run, site="block/divtest2.second:out", out=tmp_path / "bug")
+        made = repro(run, site="block/divtest2.second:out", out=tmp_path / "bug",
+                     operators=["divtest2"])  # fmt: skip
     assert "truth.safetensors" not in made.files
     assert made.notes == ("no truth: divtest2.second has no float64 kernel on cpu",)
     script = (made.path / "repro.py").read_text()
@@ -281,6 +285,68 @@ def test_nothing_in_a_run_becomes_code(tmp_path):
         bad = msgspec.structs.replace(call, arguments={"self": {"tensor": number}})
         with pytest.raises(UsageError, match="its arguments cannot be read"):
             repro(_by_hand(tmp_path / f"n{number}", bad, site), site=site, out=tmp_path / "z")
+
+
+INJECTED = [
+    "x=x['x'], eps=__import__('os').system('touch pwned')) or (lambda **k: 0)(k",
+    "eps=1)\nimport os\n(",
+    "eps = 1, *",
+    "import os; x",
+    "x.__class__",
+    "eps\u2028import os",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", INJECTED, ids=ascii)
+@pytest.mark.parametrize("operator", ["suite.half", "aten.add.Tensor"])
+def test_an_argument_s_name_becomes_no_code(operator, name, tmp_path, monkeypatch):
+    """It is the operator's own, or the reproducer is refused, also where nothing is computed."""
+    one = SimpleNamespace(run=_suite_run, truth=_suite_truth)
+    monkeypatch.setattr(registry, "definitions", lambda: {"suite.half": one})
+    first = "x" if operator == "suite.half" else "self"
+    names = {first: {"tensor": 0}, "eps" if first == "x" else "other": 0.25}
+    call = Call(
+        operator=operator,
+        arguments=names,
+        operands=(Operand(site="m/aten.add:in.self", shape=(2,), dtype="float32"),),
+    )
+    site = "half/suite.half:out"
+    truth = replay(_by_hand(tmp_path / "good", call, site), out=tmp_path / "t", reference=True)
+    for key in (first, None):  # in place of a name of its own, and beside them
+        arguments = {(name if one == key else one): value for one, value in names.items()}
+        bad = msgspec.structs.replace(call, arguments=arguments | {name: 1})
+        run = _by_hand(tmp_path / f"bad{key}", bad, site)
+        for given in (None, truth):
+            with pytest.raises(UsageError, match="has no argument"):
+                repro(run, site=site, out=tmp_path / "bug", truth=given)
+        with pytest.raises(UsageError, match="has no argument"):
+            replay(run, out=tmp_path / "again", device="cpu", force=True)
+    assert not (tmp_path / "bug").exists()
+
+
+def test_a_report_has_no_markup_of_the_run_s(tmp_path):
+    """Labels, versions, variables and ports: no fence, link, picture, mention, cell or HTML."""
+    evil = "a`![x](http://evil/p.png)|<img src=x>\n```\n# b @team \u202e"
+    call = Call(
+        operator="aten.add.Tensor",
+        arguments={"self": {"tensor": 0}, "other": {"tensor": 1}, "alpha": 1},
+        operands=tuple(Operand(site=f"m/aten.add:in.{name}", shape=(2,), dtype="float32")
+                       for name in ("self", "other")),
+        source=evil,
+    )  # fmt: skip
+    site = "m/aten.add:out"
+    run = _by_hand(tmp_path / "run", call, site, label=evil)
+    run.manifest.environment.versions[evil] = evil
+    run.manifest.environment.driver = evil
+    made = repro(run, site=site, out=tmp_path / "bug")
+    text = (made.path / "report.md").read_text()
+    outside = re.sub(r"`[^`\n]*`", "", text.replace("```", ""))
+    for word in ("evil", "img", "@team", "\u202e", "\n# b"):
+        assert word not in outside
+    assert text.count("```") == 2
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in tables} == {3, 6, 8}
 
 
 SCALE = 0.5

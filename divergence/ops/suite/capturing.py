@@ -19,12 +19,14 @@ from divergence.capture.environment import resolve_device
 from divergence.capture.provenance import provenance
 from divergence.capture.suites import SOURCE
 from divergence.capture.taken import taken_from
-from divergence.errors import UsageError
+from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_of
+from divergence.ops.bounds import Checking
+from divergence.ops.refusal import Unsafe
 from divergence.ops.suite.catalog import case_path, cases_in, find, suite_named
 from divergence.ops.suite.definition import Arguments, Operator, Unavailable, outputs_of
 from divergence.ops.suite.implementations import DEFAULT, Chosen, Wishes, choose
-from divergence.ops.suite.judging import truth_of
+from divergence.ops.suite.judging import truth_of, widened
 from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
 from divergence.probe.quick import quick_facts
 from divergence.run.fingerprint import digest_many, digest_tensor
@@ -47,6 +49,16 @@ from divergence.run.writer import RunWriter
 __all__ = ["capture_suite", "plan_cases", "reference_suite"]
 
 Progress = Callable[[str, int, int | None, str], None]
+_REFUSED = (
+    RuntimeError,
+    AssertionError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    KeyError,
+)
+"""What operators raise for operands that do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +154,17 @@ def reference_suite(
             _tell(progress, "truth", number, len(works), work.path)
             place = operator_path(work.path, work.operator.full_name, 1)
             equal = "equal" in work.path.split(".")
-            for port, tensor in truth_of(work.operator, work.load(), equal=equal):
+            try:
+                arguments = work.load()
+                with torch.no_grad(), Checking():
+                    work.operator.truth(**widened(arguments))
+                found = list(truth_of(work.operator, arguments, equal=equal))
+            except (Unsafe, *_REFUSED) as error:
+                raise RunFormatError(
+                    f"{work.path} is no case of {work.operator.name}: {_first_line(error)}",
+                    where=str(run.path),
+                ) from error
+            for port, tensor in found:
                 cases.put(join_site(place, port), tensor)
     return Run.open(out)
 
@@ -208,7 +230,7 @@ class _Runner:
             try:
                 outputs = self._call(work, arguments)
                 again = [self._call(work, arguments) for _ in range(self._repeat - 1)]
-            except (Unavailable, NotImplementedError, RuntimeError, AssertionError) as error:
+            except (Unavailable, Unsafe, NotImplementedError, *_REFUSED) as error:
                 reason = f"{work.operator.name}: {_first_line(error)}"
                 skipped[reason] = skipped.get(reason, 0) + 1
                 continue
@@ -227,6 +249,9 @@ class _Runner:
 
     def _call(self, work: Work, arguments: Arguments) -> tuple[torch.Tensor, ...]:
         """Results on the CPU. A vendor's kernel may write to its inputs, so it gets copies."""
+        if self._manifest.like is not None:  # a run chose them: torch's own sees them first
+            with torch.no_grad(), Checking():
+                work.operator.run(**_copied(arguments, "cpu"))
         arguments = _copied(arguments, self._device)
         with torch.no_grad():
             results = outputs_of(self._chosen[work.operator.full_name].call(**arguments))
@@ -253,8 +278,8 @@ def _fresh(suite: str) -> list[Work]:
 def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
     """The cases of a run; of operators that this version does not know, only their number."""
 
-    def loader(record: Any) -> Callable[[], Arguments]:
-        return lambda: arguments_of(run, record)
+    def loader(record: Any, operator: Operator) -> Callable[[], Arguments]:
+        return lambda: arguments_of(run, record, known=operator.arguments)
 
     works = []
     for record in calls_in(run):
@@ -264,7 +289,7 @@ def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
         except UsageError as error:
             skipped[error.message] = skipped.get(error.message, 0) + 1
             continue
-        works.append(Work(module_of(record.site), operator, loader(record)))
+        works.append(Work(module_of(record.site), operator, loader(record, operator)))
     if not works:
         raise UsageError(
             f"{run.path} holds no case of a suite",

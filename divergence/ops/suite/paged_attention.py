@@ -29,6 +29,8 @@ _BLOCK = 16
 
 def _gathered(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
     """One sequence's keys or values: (G, S, H)."""
+    if not 0 < length <= table.numel() * cache.shape[1]:
+        raise ValueError(f"{length} tokens in {table.numel()} blocks")
     pages = cache[table[: -(-length // cache.shape[1])].long()]  # (blocks, size, G, H)
     return pages.flatten(0, 1)[:length].transpose(0, 1)
 

@@ -16,6 +16,7 @@ and in a truth, beside results in float64, what they are judged by:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +82,14 @@ def calls_in(run: Run) -> list[Record]:
     return [record for record in run.records if record.call is not None]
 
 
-def arguments_of(run: Run, record: Record) -> Arguments:
-    """The recorded arguments of a call, with their recorded strides."""
+def arguments_of(run: Run, record: Record, *, known: Collection[str] | None = None) -> Arguments:
+    """The recorded arguments of a call, with their recorded strides. ``known``: those that the
+    operator has."""
     call = record.call
     assert call is not None
+    strange = [] if known is None else sorted(set(call.arguments) - set(known))
+    if strange:
+        raise _damaged(run, record, f"it has no argument {strange[0][:80]!r}")
     operands = [_operand(run, record, operand) for operand in call.operands]
     arguments: Arguments = {}
     for name, value in call.arguments.items():

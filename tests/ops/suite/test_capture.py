@@ -14,6 +14,7 @@ from divergence.capture.dry_run import plan_capture
 from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.definition import Unavailable
 from divergence.ops.suite.recording import arguments_of
+from divergence.run.writer import Item, RunWriter
 
 FEW = ["rms_norm.float32.*", "topk.bfloat16.odd*"]
 
@@ -334,3 +335,66 @@ def test_replays_of_a_suite(tmp_path):
     bare = replay(run, out=tmp_path / "bare", reference=True)
     with pytest.raises(UsageError, match="does not hold what a suite is judged by"):
         compare(run, again, truth=bare)
+
+
+def _changed(run: Run, folder: Path, port: str, change) -> Path:
+    """The cases of embedding and paged attention in float32, with other values at ``port``."""
+    manifest = Run.open(run.path).manifest
+    manifest.complete, manifest.sizes = False, type(manifest.sizes)()
+    with RunWriter(folder, manifest) as writer:
+        for one in run.records:
+            if one.site.startswith(("embedding.float32.decode", "paged_attention.float32.decode")):
+                tensor = run.read(one)
+                tensor = change(tensor.clone()) if one.site.endswith(f":{port}") else tensor
+                writer.put(Item(tensor), pass_=one.pass_, sample=one.sample, step=one.step,
+                           site=one.site, order=one.order, call=one.call)  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("port", "value", "left"),
+    [
+        ("in.ids", 1 << 20, "paged_attention"),
+        ("in.ids", -1, "paged_attention"),
+        ("in.block_tables", 1 << 20, "embedding"),
+        ("in.block_tables", -(1 << 20), "embedding"),
+        ("in.context_lens", 1 << 20, "embedding"),
+        ("in.context_lens", -3, "embedding"),
+    ],
+)
+def test_inputs_that_a_run_chose_lead_nowhere(quick, tmp_path, port, value, left):
+    """Indices and lengths beyond what they point into: the case is left out of a repetition,
+    before any vendor's kernel sees it, and there is no truth of it."""
+    bad = _changed(quick[0], tmp_path / "bad", port, lambda one: one.fill_(value))
+    seen = []
+
+    def kernel(**arguments):
+        seen.append(arguments)
+        raise AssertionError("called")
+
+    impl = {"embedding": kernel, "paged_attention": kernel}
+    with pytest.raises(UsageError, match="nothing was recorded"):
+        capture(like=bad, out=tmp_path / "b", impl=impl, probe=False)
+    wanted = {"embedding": "ids", "paged_attention": "query"}[left]
+    assert seen and all(wanted in arguments for arguments in seen)
+    again = capture(like=bad, out=tmp_path / "c", probe=False)
+    assert {one.site.partition(".")[0] for one in again.records} == {left}
+    if value == -1:  # what a definition in Python takes for the last row
+        return
+    with pytest.raises(RunFormatError, match="is no case of"):
+        reference(bad, out=tmp_path / "t")
+
+
+def test_arguments_that_an_operator_does_not_have(quick, tmp_path):
+    """They are called by no name of the run's."""
+
+    def rename(line):
+        call = line.get("call")
+        if call and "x" in call["arguments"]:
+            call["arguments"]["x; import os"] = call["arguments"].pop("x")
+
+    bad = edit_records(quick[0], tmp_path / "bad", rename)
+    for make in (capture, reference):
+        given = {"like": bad, "sites": ["rms_norm.*"]} if make is capture else {"run": bad}
+        with pytest.raises(RunFormatError, match="no argument 'x; import os'"):
+            make(**given, out=tmp_path / make.__name__)

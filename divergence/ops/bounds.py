@@ -1,0 +1,332 @@
+"""What an operator is given, held against what it may touch, before a kernel sees it.
+
+Sizes: the operator is run on torch's meta device first, which computes shapes alone; a result may
+take half of the memory that is free (``MAX_BYTES`` where nobody tells). Indices lie within what
+they point into; not every kernel checks that, and one on an accelerator that does takes the whole
+process with it. Shapes of fused attention, norms and Fourier transforms fit, whose kernels leave
+that to their public wrappers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from divergence.capture.memory import free_bytes
+from divergence.ops.refusal import Unsafe
+
+__all__ = ["Checking", "check_bounds", "check_size"]
+
+MAX_BYTES = 1 << 34
+"""Of one result, where nobody tells how much memory is free."""
+SMALL_BYTES = 1 << 26
+"""A result of so many bytes is made without asking."""
+
+Bound = Mapping[str, Any]
+
+
+class Checking(TorchDispatchMode):
+    """Checks every operator that code of ours calls on a run's tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        check_bounds(func, _bound(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def check_bounds(operator: torch._ops.OpOverload, bound: Bound) -> None:
+    """Refuse operands that lead out of the memory they are given, and results that fit into none.
+    ``bound``: all arguments by name, defaults too."""
+    name = operator._schema.name.removeprefix("aten::")
+    check = _CHECKS.get(name) or _CHECKS.get(name.removesuffix("_"), _nothing)
+    if name.startswith("_foreach_"):
+        check = _lists
+    try:
+        _kinds(operator, bound)
+        check(bound)
+    except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
+        raise Unsafe(f"{_short(operator)} cannot be given this", detail=str(error)) from error
+    check_size(operator, bound)
+
+
+def check_size(operator: torch._ops.OpOverload, bound: Bound) -> None:
+    """Refuse a call whose results take more than half of the free memory."""
+    if torch.Tag.pointwise in operator.tags:
+        shapes = [reversed(one.shape) for one in _tensors(bound.values())]
+        widest = map(max, itertools.zip_longest(*shapes, fillvalue=1))
+        if 8 * math.prod(widest) <= SMALL_BYTES:
+            return  # as much as its operands broadcast to, and no more
+    try:
+        with warnings.catch_warnings(), _disable_current_modes(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            results = operator(**_all_on_meta(bound))
+    except Exception:  # nothing was computed: a kernel of its own, or what the kernel refuses too
+        return
+    needed = sum(one.numel() * max(one.itemsize, 8) for one in _tensors(results))
+    if needed > SMALL_BYTES and needed > _most_bytes(bound):
+        raise Unsafe(f"{_short(operator)} would give {needed >> 20:,} MiB: it does not fit here")
+
+
+def _most_bytes(bound: Bound) -> int:
+    device = next((one.device for one in _tensors(bound.values())), torch.device("cpu"))
+    return free_bytes(device) // 2 or MAX_BYTES
+
+
+def _all_on_meta(bound: Bound) -> dict[str, Any]:
+    found = {name: _on_meta(value) for name, value in bound.items()}
+    return found | ({"device": torch.device("meta")} if "device" in found else {})
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return [_on_meta(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _bound(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = func._schema.arguments
+    names = [one.name for one in arguments if not one.kwarg_only]
+    defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _short(operator: torch._ops.OpOverload) -> str:
+    return operator._schema.name.replace("::", ".")
+
+
+def _nothing(bound: Bound) -> None:
+    """Its kernels check what they are given."""
+
+
+def _kinds(operator: torch._ops.OpOverload, bound: Bound) -> None:
+    """Torch takes any number for a dtype, a layout or a memory format."""
+    for argument in operator._schema.arguments:
+        kind = next((k for k in _KINDS if k in str(getattr(argument, "real_type", ""))), None)
+        value = bound.get(argument.name)
+        if kind is not None and value is not None:
+            _fits(isinstance(value, _KINDS[kind]), f"{argument.name} is {value!r}")
+
+
+_KINDS = {"ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format}
+
+
+def _lists(bound: Bound) -> None:
+    """As many tensors in each list."""
+    lengths = {len(value) for value in bound.values() if isinstance(value, list | tuple)}
+    _fits(len(lengths) == 1 and lengths != {0}, "lists of several lengths")
+
+
+def _fits(what: bool, why: str) -> None:
+    if not what:
+        raise ValueError(why)
+
+
+def _within(index: torch.Tensor, size: int, *, low: int = 0) -> None:
+    """Every index from ``low`` to ``size - 1``; booleans are masks, not indices."""
+    if index.dtype in (torch.bool, torch.uint8) or index.numel() == 0:
+        return
+    _fits(not index.is_floating_point() and not index.is_complex(), "an index is no integer")
+    least, most = (int(one) for one in torch.aminmax(index.to(torch.int64)))
+    _fits(low <= least and most < size, f"indices {least} to {most} into {size}")
+
+
+def _embedding(bound: Bound) -> None:
+    _within(bound["indices"], bound["weight"].shape[0])
+
+
+def _along(bound: Bound) -> None:
+    """``index`` along ``dim`` of ``self``."""
+    shape = bound["self"].shape or (1,)
+    _within(bound["index"], shape[bound["dim"]])
+
+
+def _fill(bound: Bound) -> None:
+    shape = bound["self"].shape or (1,)
+    _within(bound["index"], shape[bound["dim"]], low=-shape[bound["dim"]])
+
+
+def _index(bound: Bound) -> None:
+    """``self[indices]``: one entry an axis, None for all of it; a mask for as many as it has."""
+    shape, axis = bound["self"].shape, 0
+    for index in bound["indices"]:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            _fits(index.shape == shape[axis : axis + index.ndim], "a mask of another shape")
+            axis += index.ndim
+            continue
+        if index is not None:
+            _within(index, shape[axis], low=-shape[axis])
+        axis += 1
+
+
+def _take(bound: Bound) -> None:
+    size = bound["self"].numel()
+    _within(bound["index"], size, low=-size)
+
+
+def _ends(bound: Bound) -> None:
+    """Ends of the groups of (S, K) × (E, K, N), (E, M, K) × (K, S) or (M, S) × (S, N) ascend, up
+    to S; one for each of E."""
+    one, two, offs = bound["self"], bound["mat2"], bound.get("offs")
+    if offs is None:
+        return
+    size = two.shape[1] if one.ndim == 3 else one.shape[0 if two.ndim == 3 else 1]
+    groups = one.shape[0] if one.ndim == 3 else two.shape[0] if two.ndim == 3 else offs.numel()
+    _fits(tuple(offs.shape) == (groups,), f"{offs.numel()} ends of {groups} groups")
+    _within(offs, size + 1)
+    _fits(bool((offs[1:] >= offs[:-1]).all()), "ends of groups do not ascend")
+
+
+def _repeats(bound: Bound) -> None:
+    repeats = bound["repeats"]
+    if isinstance(repeats, torch.Tensor) and repeats.numel():
+        _fits(int(repeats.min()) >= 0, "negative repeats")
+        source, dim, given = bound.get("self"), bound.get("dim"), bound.get("output_size")
+        rows = repeats.numel()
+        if source is not None and rows == 1:
+            rows = source.numel() if dim is None else source.shape[dim]
+        size = int(repeats.to(torch.float64).sum()) * (rows if repeats.numel() == 1 else 1)
+        _counted(8 * size * (1 if source is None else max(source.numel() // max(rows, 1), 1)))
+        _fits(given is None or given == size, f"output_size {given}, and {size} are repeated")
+
+
+def _bincount(bound: Bound) -> None:
+    values = bound["self"]
+    _within(values, 1 << 62)
+    _counted(8 * max(int(values.max()) if values.numel() else 0, bound.get("minlength") or 0))
+
+
+def _counted(needed_bytes: int) -> None:
+    _fits(needed_bytes <= max(SMALL_BYTES, _most_bytes({})), f"{needed_bytes >> 20:,} MiB")
+
+
+def _searched(bound: Bound) -> None:
+    sorter = bound.get("sorter")
+    if sorter is not None:
+        _within(sorter, sorter.shape[-1])
+        _fits(sorter.shape == bound["sorted_sequence"].shape, "a sorter of another shape")
+
+
+def _attention(bound: Bound) -> None:
+    """q (B, H, T, D), k (B, G, S, D), v (B, G, S, E), H a multiple of G, mask (B, H, T, S)."""
+    query, key, value = (bound[name].shape for name in ("query", "key", "value"))
+    mask = bound.get("attn_mask", bound.get("attn_bias"))
+    _same_sequences(query, key, value)
+    _fits(key[1] > 0 and query[1] % key[1] == 0, f"{query[1]} heads for {key[1]}")
+    if mask is not None:
+        wanted = (query[0], query[1], query[2], key[2])
+        _fits(mask.ndim <= 4, f"a mask of {mask.ndim} axes")
+        pairs = zip(reversed(mask.shape), reversed(wanted), strict=False)
+        _fits(all(a in (1, b) for a, b in pairs), f"a mask {tuple(mask.shape)} for {wanted}")
+
+
+def _same_sequences(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
+    _fits(len(query) == len(key) == len(value) == 4, "attention takes four axes")
+    _fits(key[:3] == value[:3], f"keys {tuple(key)} and values {tuple(value)}")
+    _fits(query[0] == key[0] and query[3] == key[3], f"queries {tuple(query)}, keys {tuple(key)}")
+
+
+def _forward(bound: Bound) -> None:
+    """(B, T, H, D) each; of several lengths packed into one none."""
+    lengths = ("cum_seq", "cu_seq", "seqused", "block_table", "seqlen_k")
+    packed = [name for name in bound if bound[name] is not None
+              and any(word in name for word in lengths)]  # fmt: skip
+    _fits(not packed, f"{', '.join(packed)} given")
+    shapes = [bound[name].transpose(1, 2).shape for name in ("query", "key", "value")]
+    _same_sequences(*shapes)
+    _fits(shapes[1][1] > 0 and shapes[0][1] % shapes[1][1] == 0, "heads do not divide")
+    bias = bound.get("bias", bound.get("attn_bias"))
+    wanted = (*shapes[0][:3], shapes[1][2])
+    _fits(bias is None or tuple(bias.shape) == wanted, "a bias of another shape")
+
+
+def _norm(bound: Bound) -> None:
+    """The last axes are normalized, by weights of their shape."""
+    shape = tuple(bound["normalized_shape"])
+    _fits(0 < len(shape) <= bound["input"].ndim, f"normalized over {len(shape)} axes")
+    _fits(tuple(bound["input"].shape[-len(shape) :]) == shape, f"normalized over {shape}")
+    _weights(bound, shape)
+
+
+def _group_norm(bound: Bound) -> None:
+    count, channels = bound["N"], bound["C"]
+    _fits(bound["input"].numel() == count * channels * bound["HxW"], "N, C and HxW are another's")
+    _fits(bound["group"] > 0 and channels % bound["group"] == 0, f"{bound['group']} groups")
+    _weights(bound, (channels,))
+
+
+def _batch_norm(bound: Bound) -> None:
+    """Channels are the second axis; statistics are given, or computed."""
+    shape = bound["input"].shape
+    _fits(len(shape) >= 2 and bound["input"].numel() > 0, f"an input {tuple(shape)}")
+    statistics = [bound.get("running_mean"), bound.get("running_var")]
+    given = all(one is not None for one in statistics)
+    _fits(given or bound.get("training", False), "statistics are neither given nor computed")
+    for one in (*statistics, bound.get("weight"), bound.get("bias")):
+        _fits(one is None or tuple(one.shape) == (shape[1],), f"{shape[1]} channels")
+
+
+def _weight_norm(bound: Bound) -> None:
+    """One length for each slice along the first or the last axis."""
+    v, g, dim = bound["v"], bound["g"], bound["dim"]
+    _fits(v.numel() > 0 and v.dtype == g.dtype, "of no elements, or of two dtypes")
+    _fits(dim in (0, v.ndim - 1) and g.numel() == v.shape[dim], f"lengths {tuple(g.shape)}")
+
+
+def _weights(bound: Bound, shape: tuple[int, ...]) -> None:
+    for name in ("weight", "bias"):
+        given = bound.get(name)
+        _fits(given is None or tuple(given.shape) == shape, f"{name} of another shape")
+
+
+def _fourier(bound: Bound) -> None:
+    """Each axis once; a one-sided spectrum holds half the points and one."""
+    one, dims = bound["self"], bound["dim"]
+    known = {dim % one.ndim for dim in dims if -one.ndim <= dim < one.ndim}
+    _fits(len(known) == len(dims) > 0, f"axes {dims} of {one.ndim}")
+    last = bound.get("last_dim_size")
+    if last is not None:
+        _fits(last > 0 and one.shape[dims[-1]] == last // 2 + 1, f"{last} points")
+    _fits(one.is_complex() == ("onesided" not in bound), "an input of another kind")
+
+
+_CHECKS: dict[str, Callable[[Bound], None]] = {
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_reduce", "gather", "scatter",
+                     "scatter_add", "scatter_reduce"), _along),
+    **dict.fromkeys(("index", "index_put", "_index_put_impl"), _index),
+    **dict.fromkeys(("take", "put"), _take),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm"), _ends),
+    **{f"_scaled_dot_product_{name}": _attention for name in (
+        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+        "fused_attention_overrideable")},
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
+    **dict.fromkeys(("_fft_c2c", "_fft_c2r", "_fft_r2c"), _fourier),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit", "batch_norm",
+                     "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+                     "cudnn_batch_norm"), _batch_norm),
+    "_weight_norm_interface": _weight_norm,
+    "_scaled_dot_product_attention_math_for_mps": _attention,
+    "bincount": _bincount,
+    "_efficient_attention_forward": _forward,
+    "embedding": _embedding,
+    "_flash_attention_forward": _forward,
+    "index_fill": _fill,
+    "native_group_norm": _group_norm,
+    "repeat_interleave": _repeats,
+    "searchsorted": _searched,
+}  # fmt: skip

@@ -1,0 +1,123 @@
+"""Values of a run as Python source, and the check that a written script holds nothing else.
+
+A run may come from anyone, and a script that is made of it is run on other machines. So whatever
+a run says reaches the script through ``node`` alone: a syntax tree of a value whose type is
+checked, whose text Python itself writes. A script is then read back: its tree must be that of
+its template with these trees in their places.
+"""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from divergence.errors import FaultError
+from divergence.ops.refusal import Refusal
+
+__all__ = ["call_node", "check_script", "literal", "node", "place"]
+
+_MAX_BITS = 64
+_PLACE = "MEANT_"
+
+
+def literal(value: Any) -> str:
+    """``value`` as Python source. Raises Refusal for what is no plain value."""
+    return ast.unparse(node(value))
+
+
+def node(value: Any) -> ast.expr:
+    """The syntax tree of a value: None, bool, int, float, complex, str, torch's dtypes, layouts and
+    memory formats, and lists, tuples and dicts of them. A tree is taken as it is.
+
+    Raises Refusal for anything else.
+    """
+    kind = type(value)
+    if isinstance(value, ast.expr):
+        return value
+    if value is None or kind in (bool, str):
+        return ast.Constant(value)
+    if kind is int and value.bit_length() <= _MAX_BITS:
+        return ast.Constant(value) if value >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-value))
+    if kind is float:
+        if not math.isfinite(value):  # Python has no word for them
+            return call_node(["float"], [str(value)])
+        sign = math.copysign(1.0, value) < 0
+        return ast.UnaryOp(ast.USub(), ast.Constant(-value)) if sign else ast.Constant(value)
+    if kind is complex:
+        return call_node(["complex"], [value.real, value.imag])
+    if kind is list:
+        return ast.List([node(item) for item in value], ast.Load())
+    if kind is tuple:
+        return ast.Tuple([node(item) for item in value], ast.Load())
+    if kind is dict:
+        return ast.Dict([node(key) for key in value], [node(item) for item in value.values()])
+    if kind in (torch.dtype, torch.layout, torch.memory_format):
+        name = str(value).removeprefix("torch.")
+        if getattr(torch, name, None) is value:
+            return dotted(["torch", name])
+    raise Refusal("its arguments cannot be written down", detail=repr(value)[:80])
+
+
+def dotted(names: Sequence[str]) -> ast.expr:
+    """``["torch", "ops"]`` → the tree of ``torch.ops``. Raises Refusal for what is no name."""
+    for name in names:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise Refusal(f"{name[:80]!r} is no name")
+    tree: ast.expr = ast.Name(names[0], ast.Load())
+    for name in names[1:]:
+        tree = ast.Attribute(tree, name, ast.Load())
+    return tree
+
+
+def call_node(
+    function: Sequence[str], args: Sequence[Any], keywords: Mapping[str, Any] | None = None
+) -> ast.expr:
+    """The tree of ``function(*args, **keywords)``. Raises Refusal for what is no name or value."""
+    for name in keywords or ():
+        dotted([name])
+    return ast.Call(
+        dotted(function),
+        [node(value) for value in args],
+        [ast.keyword(name, node(value)) for name, value in (keywords or {}).items()],
+    )
+
+
+def place(name: str) -> str:
+    """What stands in a template for the value ``name``."""
+    return _PLACE + name
+
+
+def check_script(text: str, template: str, meant: Mapping[str, ast.expr]) -> None:
+    """Is ``text`` the script ``template`` with the trees ``meant`` in their places, and no other?
+    Docstrings and comments may differ.
+
+    Raises FaultError: such a script is not to be written.
+    """
+    wanted = _Filled(meant).visit(ast.parse(template))
+    try:
+        found = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise FaultError(f"the script would be no Python: {error}") from error
+    if _plain(found) != _plain(wanted):
+        raise FaultError("the script would hold something that was not meant: it is not written")
+
+
+class _Filled(ast.NodeTransformer):
+    def __init__(self, meant: Mapping[str, ast.expr]) -> None:
+        self._meant = meant
+
+    def visit_Name(self, name: ast.Name) -> ast.expr:
+        return self._meant[name.id.removeprefix(_PLACE)] if name.id.startswith(_PLACE) else name
+
+
+def _plain(tree: ast.Module) -> str:
+    """The tree as text, without the docstring: one constant text, or it would be another tree."""
+    first = tree.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        first.value.value = ""
+    return ast.dump(tree)

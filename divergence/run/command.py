@@ -1,0 +1,95 @@
+"""Commands as the tool prints them, to be copied into a shell.
+
+Paths, sites, labels and names come from runs, and a run may come from anyone. So every printed
+command is put together here, word by word: whatever a word holds, a shell reads it as that one
+word, on one line, and `divergence` reads it as a value and not as an option.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable
+
+__all__ = ["command_line", "command_words", "quoted", "quoted_words", "requoted"]
+
+Value = str | int | os.PathLike[str] | bool | None | Iterable[object]
+
+
+def command_line(
+    name: str, *operands: object, ranks: int | None = None, note: str = "", **options: Value
+) -> str:
+    """``divergence NAME OPERANDS OPTIONS   # note``, ready for a shell; options as in
+    ``command_words``. ``ranks``: as so many processes. ``note``: a comment of ours, never words
+    of a run."""
+    start = [] if ranks is None else ["torchrun", "--nproc-per-node", ranks, "-m"]
+    text = quoted_words([*start, *command_words(name, *operands, **options)])
+    return f"{text}   # {note}" if note else text
+
+
+def command_words(name: str, *operands: object, **options: Value) -> list[str]:
+    """The words of ``divergence NAME OPERANDS OPTIONS``, as a process takes them.
+
+    Options stand in the order given: ``max_new_tokens=3`` is ``--max-new-tokens 3``, ``o="x"`` is
+    ``-o x``, True the flag alone, a list the option once for each; None and False leave it out.
+    """
+    words = ["divergence", name, *(_operand(str(word)) for word in operands)]
+    for key, value in options.items():
+        words += _option(key, value)
+    return words
+
+
+def quoted_words(words: Iterable[object]) -> str:
+    """Words that are a command already, as one line."""
+    return " ".join(quoted(word) for word in words)
+
+
+def requoted(text: str) -> str:
+    """A command that a run says it was made with, so that it is one command and no other."""
+    try:
+        return quoted_words(shlex.split(text))
+    except ValueError:
+        return quoted(text)
+
+
+def quoted(word: object) -> str:
+    """One word of a shell: as it is where that is plain, else in quotes.
+
+    What cannot be printed (newlines, escape codes, marks that turn the direction of writing) goes
+    into ``$'...'``, so that a command is one line; no quote stands in it, so that a shell that
+    does not know this form reads one word as well.
+    """
+    text = str(word)
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _operand(text: str) -> str:
+    """A path that begins like an option, as a path."""
+    return f"./{text}" if text.startswith("-") else text
+
+
+def _option(key: str, value: Value) -> list[str]:
+    if value is None or value is False:
+        return []
+    flag = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
+    if value is True:
+        return [flag]
+    if isinstance(value, str | int | os.PathLike):
+        text = str(value)
+        if not text.startswith("-"):
+            return [flag, text]
+        return [flag, _operand(text)] if len(key) == 1 else [f"{flag}={text}"]
+    return [word for one in value for word in _option(key, str(one))]
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    if 0xDC80 <= number <= 0xDCFF:  # a byte of a file's name that is no UTF-8
+        return f"\\x{number - 0xDC00:02x}"
+    if character in "'\\!" or number < 0x20 or 0x7F <= number < 0x100:
+        return f"\\x{number:02x}" if number < 0x80 else f"\\u{number:04x}"
+    if character.isprintable():
+        return character
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

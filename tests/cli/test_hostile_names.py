@@ -1,0 +1,151 @@
+"""A run from elsewhere names blocks, sites, models, machines: no printed command obeys them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from divergence.compare.advice import Advice, WithinAdvice
+from divergence.report.capturing import captured_lines
+from divergence.report.inspection import run_lines
+from divergence.run.command import quoted
+from divergence.run.manifest import (
+    Environment,
+    Manifest,
+    Mesh,
+    MeshAxis,
+    ModelIdentity,
+    ModuleNote,
+    Plan,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+from divergence.run.reader import Run
+from divergence.run.site import escape_path
+from divergence.run.writer import Item, RunWriter
+
+NAMES = [
+    "x; touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'; touch pwned; '",
+    '"; touch pwned; "',
+    "--touch=pwned",
+    "a\\ && touch pwned",
+]
+
+
+def made(path: Path, evil: str, *, offset: float = 0.0, mesh: Mesh | None = None, **plan) -> Run:
+    """A run of one block that is called ``evil``, as a stranger would write it."""
+    manifest = Manifest(
+        id=f"{hash((str(path), offset)) & (2**64 - 1):032x}", tool_version="0",
+        created="2026-01-01T00:00:00+00:00", command=f"divergence capture {evil}",
+        model=ModelIdentity(source=evil, model_class="T", task="causal-lm", config_digest="",
+                            dtype="bfloat16", num_parameters=0, digest="",
+                            attn_implementation=evil if offset else "eager"),
+        tokens=Tokens(samples=[SampleTokens(prompt_ids=[0])], groups=[[0]]),
+        settings=Settings(deterministic=True, seed=0, device="cpu", max_new_tokens=2, batch=False),
+        environment=Environment(
+            label=evil, platform="Linux", python="3.11", device_type="cpu", device_name="cpu",
+            cpu="cpu", cpu_capability="DEFAULT", num_threads=1, versions={"torch": "2.13.0"},
+        ),
+        plan=Plan(passes=["free"], sites=["blocks", evil],
+                  modules={evil: ModuleNote(kind="B", role="block")}, **plan),
+        mesh=mesh,
+    )  # fmt: skip
+    with RunWriter(path, manifest) as writer:
+        for order, port in enumerate(("in", "out")):
+            writer.put(Item(torch.full((1, 1, 4), 1.0 + offset)), pass_="free", sample=0, step=0,
+                       site=f"{evil}:{port}", order=order)  # fmt: skip
+    return Run.open(path)
+
+
+def assert_harmless(texts: list[str], evil: str) -> int:
+    """Every word of a command that has something of ``evil`` in it has all of it; how many have."""
+    found = 0
+    for text in texts:
+        if text.startswith("command "):  # how the run says it was made: tests/run/test_command.py
+            assert not evil.startswith("x;") or "'x;'" in text
+            continue
+        for start in ("divergence ", "torchrun ", "python "):
+            lexer = shlex.shlex(text[text.find(start) :], posix=True, punctuation_chars=False)
+            lexer.whitespace_split, lexer.commenters = True, ""
+            if start not in text:
+                continue
+            words = []
+            while True:
+                try:
+                    word = lexer.get_token()
+                except ValueError:  # an apostrophe in the prose behind it
+                    break
+                if word is None or word == "#":
+                    break
+                words.append(word)
+            for word in words:
+                if "pwned" in word:
+                    assert evil in word or escape_path(evil) in word, text
+                    assert not word.startswith("--touch"), text
+                    found += 1
+    return found
+
+
+@pytest.mark.parametrize("evil", NAMES)
+def test_every_advice_quotes_what_a_run_says(evil, tmp_path):
+    """Paths, the model's name, blocks, mesh axes, planted faults and labels are words."""
+    a = made(tmp_path / evil, evil)
+    mesh = Mesh(axes=[MeshAxis(name=evil, size=2)])
+    manifest = made(tmp_path / "b", evil, offset=1.0, plants=[evil]).manifest
+    b = Run.open(tmp_path / "b")
+    manifest.mesh = mesh
+    b.manifest.mesh = mesh
+    texts: list[str] = []
+    pairs = [Advice(a, b), Advice(b, a, truth=a), WithinAdvice(b), Advice(a, Run.open(b.path))]
+    for advice in pairs:
+        for function, given in (
+            ("certainty", ([evil],)), ("in_full", ([evil],)), ("into_block", (evil,)),
+            ("inside", (evil,)), ("truth", ()), ("escalate", ()), ("operator", (evil, evil, None)),
+            ("operator_input", (evil, None)), ("look_at", (evil,)), ("force", ()),
+        ):  # fmt: skip
+            texts += getattr(advice, function)(*given)
+    texts += pairs[2].whole()
+    assert f"--mesh {quoted(f'{evil}=2')}" in " ".join(texts) or evil.startswith("-")
+    assert assert_harmless(texts, evil) > 20
+
+
+@pytest.mark.parametrize("evil", NAMES[3:6:2] + NAMES[:1])
+def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
+    """compare of one, two and three, check, inspect, localize, sensitivity, replay and repro."""
+    paths = [tmp_path / f"{n}{evil}" for n in "abc"]
+    for number, path in enumerate(paths):
+        made(path, evil, offset=0.25 * number)
+    a, b, c = paths
+    texts = []
+    for words in (
+        ("compare", a, b), ("compare", a), ("compare", a, b, c), ("compare", a, a),
+        ("compare", a, b, "--reference", c), ("compare", a, b, "--floor", b), ("check", a, b),
+        ("check", a, a), ("inspect", a), ("inspect", a, "--site", "nowhere:out"),
+        ("localize", a, b, "-o", "out"), ("sensitivity", a, "--candidate", b),
+        ("replay", a, "-o", "r"), ("repro", a, "-o", "r", "--site", f"{evil}:out"),
+        ("ranks", a), ("unpack", a, "-o", "x.tar"), ("pack", a, "-o", "a.tar"),
+        ("capture", "--like", a, "-o", a),
+    ):  # fmt: skip
+        code, out, err = invoke(*words)
+        assert code in (0, 1, 2), err
+        texts += [*out.splitlines(), *err.splitlines()]
+    assert assert_harmless(texts, evil) >= 10
+    run = Run.open(a)
+    lines = captured_lines(str(a), run.manifest, run.records)
+    lines += run_lines(str(a), run.manifest, run.records)
+    assert assert_harmless([one.text for one in lines], evil) > 3
+
+
+def test_a_name_of_several_lines_prints_one(tmp_path):
+    """A newline would leave its second half as a line of its own, to be copied alone."""
+    evil = "a\ntouch pwned\n"
+    run = made(tmp_path / "run", "block")
+    lines = captured_lines(evil, run.manifest, run.records)
+    assert all(len(one.text.splitlines()) <= 1 for one in lines if "divergence" in one.text)

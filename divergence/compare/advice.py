@@ -187,16 +187,22 @@ class Advice:
         """Measure in spite of a blocking difference."""
         return [command_line("compare", self._a, self._b, force=True, note="measure all the same")]
 
+    def _special(self, manifest: Manifest) -> dict[str, Any]:
+        """What makes this side's run special, and its device where the sides' are not of a kind."""
+        kinds = {one.environment.device_type for one in (self._reference, self._candidate)}
+        device = {"device": manifest.environment.device_type} if len(kinds) > 1 else {}
+        return device | _options(manifest, self._reference)
+
     def _reference_again(self, **options: Any) -> str:
         """The reference's machine captures it once more."""
-        special = _options(self._reference, self._reference)
+        special = self._special(self._reference)
         return _capture(
             self._reference, like=self._a, no_anchor=True, **options, **special, note=_ON_REFERENCE
         )
 
     def _candidate_again(self, *, like: str, **options: Any) -> str:
         """The candidate's machine captures ``like`` as it made the candidate."""
-        special = _options(self._candidate, self._reference)
+        special = self._special(self._candidate)
         return _capture(self._candidate, like=like, **options, **special, note=_ON_CANDIDATE)
 
 
@@ -236,7 +242,7 @@ class WithinAdvice(Advice):
 
     def _whole_again(self, out: str, **options: Any) -> list[str]:
         """The same run with other sites or in another dtype, and its decode steps compared."""
-        special = _options(self._reference, self._reference)
+        special = self._special(self._reference)
         return [
             _capture(
                 self._reference, like=self._a, o=out, no_anchor=True, whole=True,

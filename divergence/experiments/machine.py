@@ -21,6 +21,7 @@ from typing import Any
 from divergence.capture.api import capture, reference
 from divergence.capture.engines.checkpoint import check_data_alone
 from divergence.capture.environment import (
+    DEVICE_TYPES,
     collect_environment,
     resolve_device,
     variables_to_set,
@@ -271,7 +272,7 @@ class Maker:
                 site, run, other = substitute
                 values = {**values, "substitutes": {site: Substitute(run, other)}}
             return capture(
-                model, like=source, out=out, force=True, device=self._device,
+                model, like=source, out=out, force=True, device=self._device_of(side),
                 trust_remote_code=self._trust, progress=self._tell,
                 prepare=self._prepare.get(side), **values,
             )  # fmt: skip
@@ -280,8 +281,8 @@ class Maker:
             site, run, other = substitute
             put = f"{site}={run.path}" + (f"={other}" if other != site else "")
         words = command_words(
-            "capture", like=source.path, o=out, force=True, device=self._device, model=model,
-            trust_remote_code=self._trust, **_options(values), substitute=put,
+            "capture", like=source.path, o=out, force=True, device=self._device_of(side),
+            model=model, trust_remote_code=self._trust, **_options(values), substitute=put,
         )  # fmt: skip
         return _elsewhere(words, out, variables)
 
@@ -330,7 +331,7 @@ class Maker:
             return True
         recorded = self._runs[side].manifest.environment
         try:
-            mine = collect_environment(resolve_device(self._device))
+            mine = collect_environment(resolve_device(self._device_of(side)))
         except UsageError:
             return False
         names = ("device_type", "device_name", "cpu", "platform")
@@ -338,13 +339,25 @@ class Maker:
             return False
         return all(recorded.versions.get(p) == mine.versions.get(p) for p in _PACKAGES)
 
+    def _recorded_device(self, side: str) -> str | None:
+        """The kind of device that the side ran on; None where this tool knows no such kind."""
+        kind = self._runs[side].manifest.environment.device_type
+        return kind if kind in DEVICE_TYPES else None
+
+    def _device_of(self, side: str) -> str:
+        """Where that side runs: the user's device if it is of the kind that the side ran on, else
+        that kind. So a reference of this host's CPU is not made on its accelerator."""
+        kind = self._recorded_device(side)
+        asked = self._device.partition(":")[0]
+        return self._device if kind is None or asked == kind else kind
+
     def _command(self, side: str, out: Path, values: dict[str, Any], *, force: bool = False) -> str:
         source, own = self._runs["reference"], self._runs[side].manifest.model
         elsewhere = own.source != source.manifest.model.source  # as it is called on that machine
         return command_line(
             "capture", like=source.path, o=out, model=own.source if elsewhere else None,
-            trust_remote_code=self._trust, force=force, **_options(values),
-            note=f"on the {side}'s machine",
+            device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
+            **_options(values), note=f"on the {side}'s machine",
         )  # fmt: skip
 
 

@@ -328,7 +328,7 @@ def _model_error(source: str, error: BaseException, revision: str | None) -> Mod
         return ModelError(
             f"cannot load {source!r}: {_first_line(error)}",
             where="a package that transformers imports here",
-            hint=f"python -c 'import {error.name or 'transformers'}' shows why it does not import",
+            hint=f"importing {error.name or 'transformers'} by itself shows why it fails",
         )
     if expanded(source).exists():
         return ModelError(

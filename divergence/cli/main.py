@@ -36,6 +36,7 @@ from divergence.cli import (
 from divergence.cli.options import ARGUMENTS, VERBOSE
 from divergence.cli.ranks import INTERRUPTED_CODE, one_voice, other_rank
 from divergence.errors import DivergenceError
+from divergence.printable import printable, printable_lines
 
 __all__ = ["app", "run"]
 
@@ -86,7 +87,7 @@ class _Group(TyperGroup):
             raise _reader_gone() from None
         except DivergenceError as error:
             if ctx.meta.get(VERBOSE):
-                traceback.print_exc(file=sys.stderr)
+                _say(traceback.format_exc())
             _say(f"error: {error}", fault=error.exit_code == FAULT_CODE)
             raise typer.Exit(error.exit_code) from None
         except Exception as error:
@@ -95,11 +96,11 @@ class _Group(TyperGroup):
                 error.exit_code = max(error.exit_code, USAGE_CODE)
                 raise
             if ctx.meta.get(VERBOSE):
-                traceback.print_exc(file=sys.stderr)
+                _say(traceback.format_exc())
                 hint = "report this with the traceback above"
             else:
                 hint = "run the command again with -v for the traceback, and report it"
-            text = " ".join(str(error).split("\n"))[:500]
+            text = printable(str(error)[:500])
             text = f"fault in divergence: {type(error).__name__}: {text}\n  try:   {hint}"
             _say(text, fault=True)
             raise typer.Exit(FAULT_CODE) from None
@@ -114,13 +115,13 @@ def _reader_gone() -> typer.Exit:
 
 def _say(text: str, *, fault: bool = False) -> None:
     """To stderr; of several ranks the others are silent but for faults, which are theirs alone."""
-    from divergence.report.terminal import harmless, write_text
+    from divergence.report.terminal import write_text
 
     rank = other_rank() if fault else None
     if rank is not None and sys.__stderr__ is not None:
-        write_text(harmless(f"rank {rank}: {text}") + "\n", file=sys.__stderr__)
+        write_text(printable_lines(f"rank {rank}: {text}") + "\n", file=sys.__stderr__)
         return
-    write_text(harmless(text) + "\n", file=sys.stderr)
+    write_text(printable_lines(text) + "\n", file=sys.stderr)
 
 
 app = typer.Typer(

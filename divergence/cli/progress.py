@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from divergence.printable import printable
+
 __all__ = ["Progress", "progress_bars"]
 
 Progress = Callable[..., None]
@@ -46,14 +48,13 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
 
     def report(event: str, done: int, total: int | None = None, detail: str = "") -> None:
         if event == "note":
-            bars.console.print(Text(f"warning: {detail}"), soft_wrap=True)
+            bars.console.print(Text(f"warning: {printable(detail)}"), soft_wrap=True)
             return
         if event not in tasks:
             tasks[event] = bars.add_task(event, total=total, amount="", detail="")
         amount = f"{done:,}" if total is None else f"{done:,}/{total:,}"
-        bars.update(
-            tasks[event], completed=done, total=total, amount=amount, detail=str(detail)[-40:]
-        )
+        text = printable(str(detail))[-40:]
+        bars.update(tasks[event], completed=done, total=total, amount=amount, detail=text)
 
     with bars:
         yield report
@@ -61,4 +62,4 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
 
 def _only_notes(event: str, done: int, total: int | None = None, detail: str = "") -> None:
     if event == "note":
-        sys.stderr.write(f"warning: {detail}\n")
+        sys.stderr.write(f"warning: {printable(detail)}\n")

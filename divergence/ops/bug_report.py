@@ -9,6 +9,7 @@ from typing import Any
 
 from divergence.ops.differences import Difference
 from divergence.ops.script import operand_names
+from divergence.printable import printable
 from divergence.run.arithmetic import is_about
 from divergence.run.call import Call
 from divergence.run.manifest import Environment, Manifest
@@ -212,4 +213,4 @@ def _scalar(value: Any) -> str:
 
 def _plain(text: str) -> str:
     """One line that ends no table cell and opens no markup."""
-    return re.sub(r"[\x00-\x1f\x7f`|<>]", " ", text)
+    return re.sub(r"[`|<>]", " ", printable(text))

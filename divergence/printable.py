@@ -2,7 +2,7 @@
 
 Control characters and escape sequences move the cursor or colour the screen, a line break forges a
 line of a report, and marks of direction let a line read as another one. Each is written out by its
-number (``\\x1b``, ``\\x0a``, ``\\u202e``). Every way out goes through here: lines of reports, errors
+number (``\\x1b``, ``\\u202e``). Every way out goes through here: lines of reports, errors
 and warnings on stderr, progress, JSON, markdown.
 """
 

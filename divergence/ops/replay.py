@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from divergence.capture.determinism import Determinism, deterministic_settings
+from divergence.capture.wishes import plain_wishes
 from divergence.capture.engines.weights import Weights
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Progress
@@ -71,6 +72,11 @@ def replay(
     RunFormatError, ModelError (of ``model``), RunExistsError and RunWriteError. Whatever
     interrupts it, a readable run is left behind.
     """
+    given = plain_wishes(
+        sites=sites, device=device, trust_remote_code=trust_remote_code, label=label, force=force,
+        command=command,
+    )  # fmt: skip
+    sites, device = given["sites"], given["device"]
     source = run if isinstance(run, Run) else Run.open(run)
     if source.manifest.settings.compute_dtype is not None:
         raise UsageError(

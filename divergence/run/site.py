@@ -26,8 +26,10 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from divergence.errors import UsageError
 from divergence.run.linear import fullmatcher
@@ -41,6 +43,7 @@ __all__ = [
     "module_of",
     "natural_key",
     "near_names",
+    "one_or_more",
     "operator_of",
     "operator_path",
     "split_site",
@@ -181,6 +184,12 @@ def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str
         return []
     short = itertools.islice((one for one in names if len(one) <= _MAX_NEAR_CHARS), _MAX_NEAR)
     return difflib.get_close_matches(wanted, short, n=count, cutoff=0.5)
+
+
+def one_or_more(value: Any) -> list[Any]:
+    """A name (or a run) alone as a list of one: ``sites="blocks"`` is no list of letters."""
+    single = isinstance(value, str | os.PathLike) or not isinstance(value, Iterable)
+    return [value] if single else list(value)
 
 
 def starred(path: str) -> str:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from divergence.compare.matrix_result import Matrix
     from divergence.compare.result import Report
     from divergence.experiments.localize import localize
+    from divergence.experiments.selftest import selftest
     from divergence.experiments.sensitivity import sensitivity
     from divergence.ops.replay import replay
     from divergence.ops.repro import repro
@@ -53,6 +54,7 @@ __all__ = [
     "reference",
     "replay",
     "repro",
+    "selftest",
     "sensitivity",
     "unpack",
 ]
@@ -69,6 +71,7 @@ _HOMES = {
     "reference": "divergence.capture.api",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.repro",
+    "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity",
     "unpack": "divergence.run.packing",
 }

@@ -50,6 +50,7 @@ REPORT_READS = (
     "divergence.compare.matrix_result",
     "divergence.compare.result",
     "divergence.experiments.localization",
+    "divergence.experiments.selftest_result",
     "divergence.experiments.sensitivity_result",
     "divergence.run.site",
     "divergence.run.arithmetic",

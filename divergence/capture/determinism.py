@@ -3,7 +3,8 @@
 Floating-point results change with the order of additions and with the precision
 that a backend silently substitutes (TF32, reduced-precision reductions, HF32).
 Each switch is set if this torch has it, read back, recorded as accepted, refused
-or absent, and restored when the ``with`` block ends. Environment variables that a
+or absent (what cannot be read back: as set), and restored when the ``with`` block
+ends. Environment variables that a
 runtime reads once are set before the device starts; where it has already started
 they are recorded as refused.
 
@@ -21,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from divergence.run.manifest import Switch
+from divergence.run.manifest import Settings, Switch
 
 __all__ = ["Determinism", "deterministic_settings", "seed_everything"]
 
@@ -29,10 +30,16 @@ __all__ = ["Determinism", "deterministic_settings", "seed_everything"]
 @dataclass(slots=True)
 class Determinism:
     """What was set: filled while the block runs. ``warnings``: operators that torch
-    itself reports as nondeterministic."""
+    itself reports as nondeterministic; ``fallbacks``: those that it says the CPU ran."""
 
     switches: list[Switch] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+
+    def note_in(self, settings: Settings) -> None:
+        """What was warned of so far."""
+        settings.nondeterministic_warnings = list(self.warnings)
+        settings.cpu_fallbacks = list(self.fallbacks)
 
 
 # Attribute paths below torch, in the order they are set; restored in reverse.
@@ -46,6 +53,7 @@ _ATTRIBUTES: dict[str, tuple[tuple[str, object], ...]] = {
         ("backends.mkldnn.deterministic", True),
     ),
     "cuda": (
+        ("backends.cudnn.fp32_precision", "ieee"),  # of all of CUDA
         ("backends.cuda.matmul.fp32_precision", "ieee"),
         ("backends.cudnn.conv.fp32_precision", "ieee"),
         ("backends.cudnn.rnn.fp32_precision", "ieee"),
@@ -60,11 +68,29 @@ _ATTRIBUTES: dict[str, tuple[tuple[str, object], ...]] = {
         ("npu.conv.allow_hf32", False),
     ),
 }
-_LEGACY_TF32 = (
-    # Before torch 2.9; setting both generations is an error there.
-    ("backends.cuda.matmul.allow_tf32", False),
-    ("backends.cudnn.allow_tf32", False),
-)
+_FUNCTION = "set_float32_matmul_precision"
+"""The one switch that is a pair of functions, of oneDNN and CUDA both."""
+# Those of before torch 2.9. Set first, where there are both: torch refuses to read these, and
+# its own cudnn.flags() fails, while they say other than the new ones do.
+_LEGACY: dict[str, tuple[tuple[str, object], ...]] = {
+    "any": ((_FUNCTION, "highest"),),
+    "cuda": (("backends.cuda.matmul.allow_tf32", False), ("backends.cudnn.allow_tf32", False)),
+}
+_FACTS: dict[str, tuple[str, ...]] = {
+    # Read and left alone: which kernels may be chosen.
+    "any": (
+        "backends.cuda.flash_sdp_enabled()",
+        "backends.cuda.mem_efficient_sdp_enabled()",
+        "backends.cuda.math_sdp_enabled()",
+    ),
+    "cuda": (
+        "backends.cuda.cudnn_sdp_enabled()",
+        "backends.cuda.fp16_bf16_reduction_math_sdp_allowed()",
+        "backends.cuda.preferred_blas_library()",
+        "backends.cuda.preferred_linalg_library()",
+    ),
+    "npu": ("npu.is_jit_compile_false()", "npu.matmul.cube_math_type"),
+}
 _VARIABLES: dict[str, tuple[tuple[str, str], ...]] = {
     # cuBLAS picks workspaces per stream unless told the size (cuBLAS manual, reproducibility)
     "cuda": (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),),
@@ -77,6 +103,19 @@ _VARIABLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("ATB_LLM_LCOC_ENABLE", "0"),
     ),
 }
+
+
+_NOISY = re.compile(r"(\S+) does not have a deterministic implementation")
+_FELL_BACK = re.compile(
+    r"operator '?([\w.:]+)'? is not currently supported on the \w+ backend and will fall back to "
+    r"run on the CPU|Aten Op fallback from XPU to CPU"
+)
+"""In the words of torch_npu (VariableFallbackKernel.cpp) and MPS (MPSFallback.mm), and of XPU."""
+
+
+_AS_GOOD = {"CUBLAS_WORKSPACE_CONFIG": (":16:8",), "HCCL_DETERMINISTIC": ("strict",)}
+"""Values that a user may have chosen, and that are not lowered: cuBLAS names two deterministic
+workspaces; ``strict`` keeps the order of reductions as well (CANN)."""
 
 
 def seed_everything(seed: int) -> None:
@@ -101,7 +140,7 @@ def deterministic_settings(
     import torch
 
     state = Determinism()
-    undo: list[tuple[object, str, object]] = []
+    undo: list[tuple[str, object]] = []
     variables: dict[str, str | None] = {}
     mode = (
         torch.are_deterministic_algorithms_enabled(),
@@ -125,18 +164,22 @@ def deterministic_settings(
                 _set(state, undo, name, wanted, before[name])
             else:
                 _look(state, name)
+        for name in (*_FACTS["any"], *_FACTS.get(device_type, ())):
+            _look(state, name)
         with _collected_warnings(state):
             yield state
     finally:
-        for owner, name, value in reversed(undo):
+        # The old ones, last first, then the new, general before particular: each writes others.
+        old = [pair for pair in undo if _is_legacy(pair[0])]
+        for name, value in [*reversed(old), *(pair for pair in undo if pair not in old)]:
             with contextlib.suppress(Exception):
-                setattr(owner, name, value)
+                _write(name, value)
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
-        for name, old in variables.items():
-            if old is None:
+        for name, value in variables.items():
+            if value is None:
                 os.environ.pop(name, None)
             else:
-                os.environ[name] = old
+                os.environ[name] = value
         random.setstate(rng[0])
         numpy.random.set_state(rng[1])
         torch.set_rng_state(rng[2])
@@ -145,12 +188,19 @@ def deterministic_settings(
 def _wanted(device_type: str) -> list[tuple[str, object]]:
     import torch
 
-    groups = {"any", device_type}
-    wanted = [pair for group in _ATTRIBUTES if group in groups for pair in _ATTRIBUTES[group]]
+    wanted = [
+        pair
+        for table in (_LEGACY, _ATTRIBUTES)
+        for group in ("any", device_type)
+        for pair in table.get(group, ())
+    ]
     if hasattr(torch.backends, "fp32_precision"):
         return wanted
-    wanted = [pair for pair in wanted if not pair[0].endswith("fp32_precision")]
-    return wanted + (list(_LEGACY_TF32) if device_type == "cuda" else [])
+    return [pair for pair in wanted if not pair[0].endswith("fp32_precision")]
+
+
+def _is_legacy(name: str) -> bool:
+    return any(name == one for pairs in _LEGACY.values() for one, _ in pairs)
 
 
 def _owner(name: str) -> tuple[object, str]:
@@ -167,11 +217,40 @@ def _note(state: Determinism, name: str, asked: str, found: str, status, note=No
     state.switches.append(Switch(name=name, asked=asked, found=found, status=status, note=note))
 
 
+_UNREADABLE = "unreadable"
+"""What torch does not tell of an old switch, since a new one was set by itself."""
+
+
+def _now(name: str) -> object:
+    """Raises AttributeError where this torch has no such switch."""
+    import torch
+
+    try:
+        if name == _FUNCTION:
+            return torch.get_float32_matmul_precision()
+        owner, last = _owner(name.removesuffix("()"))
+        value = getattr(owner, last)
+        return value() if name.endswith("()") else value
+    except RuntimeError:
+        if not _is_legacy(name):
+            raise
+        return _UNREADABLE
+
+
+def _write(name: str, value: object) -> None:
+    import torch
+
+    if name == _FUNCTION:
+        torch.set_float32_matmul_precision(value)
+        return
+    owner, last = _owner(name)
+    setattr(owner, last, value)
+
+
 def _read(name: str) -> object:
     """Its value, or None where this torch cannot tell."""
     try:
-        owner, last = _owner(name)
-        return getattr(owner, last)
+        return _now(name)
     except (AttributeError, RuntimeError, ImportError):
         return None
 
@@ -179,25 +258,26 @@ def _read(name: str) -> object:
 def _set(state: Determinism, undo: list, name: str, wanted: object, before: object = None) -> None:
     label, asked = f"torch.{name}", str(wanted).lower()
     try:
-        owner, last = _owner(name)
-        old = getattr(owner, last) if before is None else before
+        old = _now(name) if before is None else before
     except (AttributeError, RuntimeError, ImportError) as error:
         _note(state, label, asked, "-", "absent", f"this torch: {_first_line(error)}")
         return
     try:
-        setattr(owner, last, wanted)
-        now = getattr(owner, last)
+        _write(name, wanted)
+        now = _now(name)
     except Exception as error:  # a backend may refuse with any error of its own
         _note(state, label, asked, str(old).lower(), "refused", _first_line(error))
         return
-    undo.append((owner, last, old))
-    _note(state, label, asked, str(old).lower(), "accepted" if now == wanted else "refused")
+    if old != _UNREADABLE:
+        undo.append((name, old))
+    # a new switch that is not set yet may still hide what an old one says
+    taken = now == wanted or (now == _UNREADABLE and _is_legacy(name))
+    _note(state, label, asked, str(old).lower(), "accepted" if taken else "refused")
 
 
 def _look(state: Determinism, name: str) -> None:
     try:
-        owner, last = _owner(name)
-        _note(state, f"torch.{name}", "-", str(getattr(owner, last)).lower(), "accepted")
+        _note(state, f"torch.{name}", "-", str(_now(name)).lower(), "accepted")
     except (AttributeError, RuntimeError, ImportError) as error:
         _note(state, f"torch.{name}", "-", "-", "absent", _first_line(error))
 
@@ -209,32 +289,46 @@ def _set_variables(device_type: str, state: Determinism, saved: dict[str, str | 
     started = bool(getattr(module, "is_initialized", bool)())
     for name, value in _VARIABLES.get(device_type, ()):
         found = os.environ.get(name)
+        if found in _AS_GOOD.get(name, ()):
+            _note(state, name, value, found, "set", "kept: it promises as much or more")
+            continue
         if started and found != value:
             _note(state, name, value, found or "unset", "refused", "the device had started already")
             continue
         saved[name] = found
         os.environ[name] = value
-        _note(state, name, value, found or "unset", "accepted")
+        _note(state, name, value, found or "unset", "set")
 
 
 @contextlib.contextmanager
 def _collected_warnings(state: Determinism) -> Iterator[None]:
-    """Keep torch's "does not have a deterministic implementation" warnings; pass on the others."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # once a place
+    """Keep what torch warns of while the block runs: operators "without a deterministic
+    implementation", and those that "fall back to run on the CPU" (torch_npu, MPS, XPU), each time
+    and not once a process; pass on the others."""
+    import torch
+
+    always = torch.is_warn_always_enabled()
+    with warnings.catch_warnings():
+        pass_on = warnings.showwarning
+
+        def show(message, category, *place, **more) -> None:
+            for pattern, found in ((_NOISY, state.warnings), (_FELL_BACK, state.fallbacks)):
+                match = pattern.search(str(message))
+                if match is not None:
+                    name = next(filter(None, match.groups()), "an operator")
+                    if name not in found:
+                        found.append(name)
+                    return
+            pass_on(message, category, *place, **more)
+
+        for pattern in (_NOISY, _FELL_BACK):
+            warnings.filterwarnings("always", message=f"(?s).*(?:{pattern.pattern})")
+        warnings.showwarning = show
+        torch.set_warn_always(True)
         try:
             yield
         finally:
-            others = []
-            for warning in caught:
-                text = str(warning.message)
-                match = re.match(r"(\S+) does not have a deterministic implementation", text)
-                if match is None:
-                    others.append(warning)
-                elif match[1] not in state.warnings:
-                    state.warnings.append(match[1])
-    for warning in {(str(w.message), w.category): w for w in others}.values():
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            torch.set_warn_always(always)
 
 
 def _first_line(error: BaseException) -> str:

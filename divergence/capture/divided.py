@@ -235,8 +235,9 @@ class Division:
         """All ranks have written all they have: their sizes make the run's; and what any of them
         was warned of, or did not repeat."""
         repeated, settings = manifest.repeatability, manifest.settings
-        mine = manifest.sizes, repeated, settings.nondeterministic_warnings
-        for rank, (sizes, theirs, warnings) in enumerate(self.ranks.gather(mine)):
+        mine = (manifest.sizes, repeated, settings.nondeterministic_warnings,
+                settings.cpu_fallbacks)  # fmt: skip
+        for rank, (sizes, theirs, warnings, fallbacks) in enumerate(self.ranks.gather(mine)):
             if rank == self.ranks.rank:
                 continue
             _add(manifest.sizes, sizes, sizes.__struct_fields__)
@@ -246,6 +247,7 @@ class Division:
             settings.nondeterministic_warnings = list(
                 dict.fromkeys([*settings.nondeterministic_warnings, *warnings])
             )
+            settings.cpu_fallbacks = list(dict.fromkeys([*settings.cpu_fallbacks, *fallbacks]))
 
     def _who_has_what(
         self, module: torch.nn.Module, notes: Mapping[str, ModuleNote]

@@ -69,6 +69,8 @@ VARIABLES = (
     "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
     # Ascend
     "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC", "HCCL_ALGO",
+    "HCCL_OP_EXPANSION_MODE", "TORCH_NPU_USE_COMPATIBLE_IMPL", "TORCH_NPU_LAZY_FUSION",
+    "TORCH_NPU_FALLBACK_CPU_DISABLE",
     "LCCL_DETERMINISTIC", "CLOSE_MATMUL_K_SHIFT", "ATB_MATMUL_SHUFFLE_K_ENABLE",
     "ATB_LLM_LCOC_ENABLE", "ATB_OPERATION_EXECUTE_ASYNC", "ACL_OP_DETERMINISTIC",
     "ACL_PRECISION_MODE", "ACLNN_CACHE_LIMIT", "TASK_QUEUE_ENABLE", "INF_NAN_MODE_ENABLE",
@@ -77,6 +79,7 @@ VARIABLES = (
     "ZE_AFFINITY_MASK", "IPEX_FP32_MATH_MODE", "IPEX_XPU_ONEDNN_LAYOUT", "XLA_FLAGS",
     "XLA_USE_BF16", "XLA_DOWNCAST_BF16", "JAX_DEFAULT_MATMUL_PRECISION",
     "PYTORCH_MPS_PREFER_METAL", "PYTORCH_MPS_FAST_MATH", "PYTORCH_ENABLE_MPS_FALLBACK",
+    "PYTORCH_ENABLE_XPU_FALLBACK",
     # engines
     "USE_HUB_KERNELS", "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "VLLM_USE_V1",
     "VLLM_USE_TRITON_FLASH_ATTN", "VLLM_FLASH_ATTN_VERSION", "VLLM_USE_FLASHINFER_SAMPLER",
@@ -197,7 +200,8 @@ def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, st
     import torch
 
     if kind == "mps":
-        return f"Apple {platform.processor() or 'GPU'}", 1, platform.mac_ver()[0] or None, None
+        chip = _asked(torch.backends.mps, "get_name") or f"Apple {platform.processor() or 'GPU'}"
+        return chip, 1, platform.mac_ver()[0] or None, None
     module = getattr(torch, kind)
     name = str(module.get_device_name(device))
     driver = runtime = None
@@ -207,15 +211,24 @@ def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, st
             Path("/proc/driver/nvidia/version"), r"Module\s+(?:for \S+\s+)?([\d.]+)"
         )
     elif kind == "npu":
-        runtime = _first_match(
-            Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
-            / "version.cfg",
-            r"\[([\d.A-Za-z]+)",
-        )
+        home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
+        utils = getattr(module, "utils", None)
+        runtime = _asked(utils, "get_cann_version", "CANN")
+        runtime = runtime or _first_match(Path(home) / "version.cfg", r"\[([\d.A-Za-z]+)")
         driver = _first_match(Path("/usr/local/Ascend/driver/version.info"), r"Version=(\S+)")
+        driver = driver or _asked(utils, "get_cann_version", "DRIVER")
     elif kind == "xpu":
         driver = getattr(module.get_device_properties(device), "driver_version", None)
     return name, module.device_count(), driver, runtime
+
+
+def _asked(owner: object, name: str, *arguments: object) -> str | None:
+    """What a vendor's function answers; None where there is none, or it fails."""
+    try:
+        answer = getattr(owner, name)(*arguments)
+    except Exception:  # of a driver or runtime that is not as its package expects
+        return None
+    return str(answer) or None
 
 
 def _told(value: str) -> str:
@@ -245,4 +258,7 @@ def _versions() -> dict[str, str]:
     import torch
 
     versions["torch"] = str(torch.__version__)  # with the build, e.g. 2.13.0+cpu
+    cudnn = _asked(torch.backends.cudnn, "version")
+    if cudnn not in (None, "None"):
+        versions["cudnn"] = str(cudnn)
     return versions

@@ -134,7 +134,7 @@ class Execution:
                         skipped[reason] = skipped.get(reason, 0) + count
             if request.substitutes and not num_substituted:
                 self._note("no operator was met whose result was to be replaced")
-            manifest.settings.nondeterministic_warnings = self.determinism.warnings
+            self.determinism.note_in(manifest.settings)
             manifest.plan.compiled = watch.notes()
             for note in watch.afterwards():
                 self._note(note)

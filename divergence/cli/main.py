@@ -29,6 +29,7 @@ from divergence.cli import (
     reference,
     replay,
     repro,
+    selftest,
     sensitivity,
     unpack,
 )
@@ -180,6 +181,7 @@ for _command in (
     pack,
     unpack,
     env,
+    selftest,
     demo,
 ):
     app.command(

@@ -18,7 +18,7 @@ from divergence.compare.configuration import config_line
 from divergence.compare.names import NameMap
 from divergence.compare.result import PreflightLine
 from divergence.compare.structure import block_lines, list_names, match_parameters
-from divergence.run.manifest import Manifest
+from divergence.run.manifest import Manifest, Switch
 from divergence.run.mesh import describe_mesh
 from divergence.run.reader import Run
 
@@ -67,6 +67,7 @@ def preflight(
         _switches(a, b),
         _repeatable(a, b),
         _same("device", _device(a), _device(b)),
+        *_fallbacks(a, b),
         _same("driver", a.environment.driver or "-", b.environment.driver or "-"),
         _same("runtime", a.environment.runtime or "-", b.environment.runtime or "-"),
         _same(
@@ -94,6 +95,15 @@ def _substituted(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """Results of another run in the place of a run's own; nothing where there are none."""
     mine, theirs = (", ".join(one.plan.substitutes) or "none" for one in (a, b))
     return [_same("substituted operators", mine, theirs)] if (mine, theirs) != ("none",) * 2 else []
+
+
+def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """Operators that a side's device does not have; nothing where there are none."""
+    one, two = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
+    if not one and not two:
+        return []
+    return [_same("operators on the CPU", list_names(one) or "none", list_names(two) or "none",
+                  "there the device has no kernel")]  # fmt: skip
 
 
 def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
@@ -262,10 +272,17 @@ def _batches(manifest: Manifest) -> str:
     return f"{len(manifest.tokens.groups)} × batch {'/'.join(map(str, sizes)) or '0'}"
 
 
+def _stands(switch: Switch) -> tuple[str, str]:
+    """(what it was set to, or found at where it was left alone; "refused" or not)."""
+    value = switch.found if switch.asked == "-" else switch.asked
+    return value, "set" if switch.status == "accepted" else switch.status
+
+
 def _switches(a: Manifest, b: Manifest) -> PreflightLine:
     """Switches that one side has and the other refused, or set otherwise."""
-    found_a = {switch.name: (switch.asked, switch.status) for switch in a.settings.switches}
-    found_b = {switch.name: (switch.asked, switch.status) for switch in b.settings.switches}
+    found_a, found_b = (
+        {switch.name: _stands(switch) for switch in one.settings.switches} for one in (a, b)
+    )
     different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
     refused = [
         name

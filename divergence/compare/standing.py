@@ -153,20 +153,47 @@ def _peak(standing: Standing, why: str, side: str, forwards, excess, keep) -> No
 
 
 def _channels(standing: Standing, forwards) -> None:
-    """√(one side's squared error in a channel over the other's there plus its mean channel's)."""
+    """√(one side's squared error in a channel over the other's there plus what the other makes in
+    any channel: its mean one's, or its typical row error's share by size where that is more.
+    Rounding goes with the values: a massive activation holds nearly all of its row's error.
+
+    Of forwards of one row the channel's largest is left out: one bad token is no bad channel."""
     if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
         return  # attention weights: their last axis is the tokens seen so far
     sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
     rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
     if rows < _MIN_ROWS or len(sums["reference"]) < 2:
         return
+    norm = sum(t.channel_norm for _, t, _ in forwards)
     for mine, other in (SIDES, SIDES[::-1]):
         whole = float(sums[other].mean())
         if whole <= 0:
             continue
-        excess = (sums[mine] / (sums[other] + whole)).sqrt()
+        share = _usual_error(forwards, other) ** 2 * norm
+        excess = (sums[mine] - _largest_row(forwards, mine)) / (
+            sums[other] + share.clamp_min(whole)
+        )
+        excess = excess.clamp_min(0.0).sqrt()
         assert standing.first is not None
         standing.peak.setdefault("channel", {})[mine] = (float(excess.max()), standing.first)
+
+
+def _usual_error(forwards, side: str) -> float:
+    """The median row's relative error, sinks apart."""
+    import torch
+
+    rows = [(getattr(t, side) / t.norm.clamp_min(1e-300))[~t.sink] for _, t, _ in forwards]
+    return float(torch.cat(rows).median())
+
+
+def _largest_row(forwards, side: str) -> torch.Tensor:
+    """Of each channel, the largest squared error in a forward that has one row alone (D,)."""
+    import torch
+
+    alone = [getattr(t, f"channel_{side}") for _, t, _ in forwards if t.num_rows == 1]
+    if len(alone) < _MIN_ROWS:
+        return torch.zeros_like(getattr(forwards[0][1], f"channel_{side}"))
+    return torch.stack(alone).amax(0)
 
 
 def _gains(standing: Standing, forwards, usual) -> None:

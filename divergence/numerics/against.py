@@ -2,7 +2,7 @@
 
 a = reference, b = candidate, R = truth (float64). Rows are tokens, columns features.
 One pass in float64 gathers, per row, ‖a-R‖, ‖b-R‖, ‖a-b‖, ‖R‖ and ‖R - x‖ (x: the block's
-input) and, per column, Σ(a-R)² and Σ(b-R)², so that a wrong head or channel is seen
+input) and, per column, Σ(a-R)², Σ(b-R)² and ΣR², so that a wrong head or channel is seen
 which a row's norm dilutes by √D.
 
 The gain of a row is <d, R>/‖R‖² with d = a-R or b-R: a consistent scale error, far below
@@ -41,7 +41,8 @@ class AgainstTruth:
     ``norm`` ‖R‖; ``update`` ‖R - x‖, None without a base; ``reference``, ``candidate``: ‖a-R‖,
     ‖b-R‖; ``between`` ‖a-b‖; ``gain_reference``, ``gain_candidate``: <a-R, R>/‖R‖²;
     ``update_gain_*``: <·-R, R-x>/‖R-x‖², None without a base; ``spread``: participation ratio of
-    R (of R - x where there is one); ``sink``: bool. ``channel_*``: Σ over rows but sinks.
+    R (of R - x where there is one); ``sink``: bool. ``channel_*``: Σ over rows but sinks,
+    ``channel_norm`` ΣR².
     ``row_index``: the kept rows' numbers in the whole tensor.
     """
 
@@ -59,6 +60,7 @@ class AgainstTruth:
     channel_reference: torch.Tensor
     channel_candidate: torch.Tensor
     channel_between: torch.Tensor
+    channel_norm: torch.Tensor
     row_index: torch.Tensor
 
     @property
@@ -135,6 +137,7 @@ def measure_against(
         channel_reference=channels[0],
         channel_candidate=channels[1],
         channel_between=channels[2],
+        channel_norm=channels[3],
         row_index=good.nonzero().flatten(),
     )
 
@@ -143,7 +146,7 @@ def _in_chunks(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
     kept: torch.Tensor, device: torch.device | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rows' sums (12, T), which rows are sinks (T,), the columns' sums (3, D), in torch."""
+    """The rows' sums (12, T), which rows are sinks (T,), the columns' sums (4, D), in torch."""
     count, columns = truth.shape
     chunk = _CHUNK_NUMEL if device is None else 1 << 22
     rows = max(1, chunk // max(1, columns))
@@ -158,7 +161,7 @@ def _in_chunks(
     norms = [wide(part).norm(dim=1).cpu() for part in truth.split(rows)]
     sink = _sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
     sums = torch.full((12, count), float("nan"), dtype=torch.float64)
-    channels = torch.zeros(3, columns, dtype=torch.float64)
+    channels = torch.zeros(4, columns, dtype=torch.float64)
     for start in range(0, count, rows):
         part = slice(start, start + rows)
         x, y, r = (wide(t[part]) for t in (a, b, truth))
@@ -186,7 +189,7 @@ def _in_loops(
     sink = _sinks(sums[0].sqrt(), kept)
     usual = kept & sums[:4].isfinite().all(0) & ~sink
     usual[_outliers(sums, usual)] = False
-    channels = torch.zeros(3, truth.shape[1], dtype=torch.float64)
+    channels = torch.zeros(4, truth.shape[1], dtype=torch.float64)
     add_channels(a, b, truth, usual.nonzero().flatten(), channels)
     return sums, sink, channels
 
@@ -198,7 +201,8 @@ def _sinks(norms: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    return torch.stack([(p - q).square().sum(0) for p, q in ((a, truth), (b, truth), (a, b))])
+    parts = (a - truth, b - truth, a - b, truth)
+    return torch.stack([part.square().sum(0) for part in parts])
 
 
 def _gather(

@@ -108,7 +108,7 @@ def replay(
                     _run_one(source, one, weights, writer, device, reference=reference)
                 except Refusal as refusal:
                     skipped.add(refusal)
-            manifest.settings.nondeterministic_warnings = determinism.warnings
+            determinism.note_in(manifest.settings)
             for text in skipped.lines():
                 tell("note", 0, None, text)
             if skipped.num == len(calls):
@@ -203,6 +203,7 @@ def _manifest(
         "device_map": None,
         "switches": determinism.switches,
         "nondeterministic_warnings": [],
+        "cpu_fallbacks": [],
         "compute_dtype": "float64" if reference else None,
     }
     return Manifest(

@@ -85,7 +85,7 @@ def probe(
             try:
                 findings = _probe_all(notebook, device, lengths, quick, tell)
             finally:
-                manifest.settings.nondeterministic_warnings = state.warnings
+                state.note_in(manifest.settings)
                 for order, (site, tensor) in enumerate(notebook.tensors):
                     writer.put(Item(tensor), pass_="free", sample=0, step=0, site=site, order=order)
     if svg is not None:

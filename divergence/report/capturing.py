@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.report.environment import repeat_lines, switch_lines
+from divergence.report.environment import fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, shape_text, size
@@ -49,6 +49,7 @@ def captured_lines(
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += repeat_lines(manifest.repeatability)
     lines += switch_lines(settings.switches)
+    lines += fallback_lines(settings)
     lines += skipped_lines(manifest)
     no_tokens = plan.replayed_pass is not None or manifest.model.task == "operators"
     for number, sample in enumerate(() if no_tokens else manifest.tokens.samples[:8]):

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 from divergence.report.lines import Line, columns, heading, prose
 from divergence.report.numbers import count
-from divergence.run.manifest import Environment, Repeatability, Switch
+from divergence.run.manifest import Environment, Repeatability, Settings, Switch
 
-__all__ = ["environment_lines", "repeat_lines", "switch_lines"]
+__all__ = ["environment_lines", "fallback_lines", "repeat_lines", "switch_lines"]
+
+_NAMED = 8  # operators in a line
 
 
 def environment_lines(environment: Environment) -> list[Line]:
@@ -43,9 +45,14 @@ def switch_lines(switches: Sequence[Switch], *, verbose: bool = False) -> list[L
     """Determinism switches: those that the machine did not take, all of them with ``verbose``."""
     if not switches:
         return []
-    tally = Counter(item.status for item in switches)
-    told = ", ".join(f"{tally[name]} {name}" for name in ("accepted", "refused", "absent"))
-    if all(item.asked == "-" for item in switches):
+    asked = [item for item in switches if item.asked != "-"]
+    tally = Counter(item.status for item in asked)
+    told = ", ".join(
+        f"{tally[name]} {name}"
+        for name in ("accepted", "set", "refused", "absent")
+        if name != "set" or tally[name]
+    )
+    if not asked:
         told = f"{len(switches)} left as found"
     hint = "" if verbose else " (inspect -v lists them)"
     lines = [prose("  switches", told + hint, width=14)]
@@ -55,6 +62,16 @@ def switch_lines(switches: Sequence[Switch], *, verbose: bool = False) -> list[L
         if verbose or item.status == "refused"
     ]
     return lines + columns(rows, indent=4)
+
+
+def fallback_lines(settings: Settings) -> list[Line]:
+    """Operators that the CPU ran in the device's place."""
+    if not settings.cpu_fallbacks:
+        return []
+    named = ", ".join(settings.cpu_fallbacks[:_NAMED])
+    more = len(settings.cpu_fallbacks) - _NAMED
+    text = f"{named}{f' and {more} more' if more > 0 else ''} ran on the CPU: the device has none"
+    return [prose("  fell back", text, width=14, style="yellow")]
 
 
 def repeat_lines(repeat: Repeatability) -> list[Line]:

@@ -15,7 +15,12 @@ from divergence.errors import UsageError
 from divergence.report.arithmetic import arithmetic_lines
 from divergence.report.audit import audit_lines
 from divergence.report.calls import call_lines
-from divergence.report.environment import environment_lines, repeat_lines, switch_lines
+from divergence.report.environment import (
+    environment_lines,
+    fallback_lines,
+    repeat_lines,
+    switch_lines,
+)
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, shape_text, size
 from divergence.run.manifest import Manifest
@@ -89,6 +94,7 @@ def run_lines(
     lines += skipped_lines(manifest)
     for warning in settings.nondeterministic_warnings:
         lines.append(prose("  warned", warning, width=14))
+    lines += fallback_lines(settings)
     lines += [*switch_lines(settings.switches, verbose=verbose), BLANK]
     if manifest.mesh is not None:
         unlike = ", on unlike machines; this is the first's" if manifest.mesh.environments else ""

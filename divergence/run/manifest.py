@@ -158,12 +158,13 @@ class Tokens(_Strict, kw_only=True):
 
 
 class Switch(_Strict, kw_only=True):
-    """One determinism or precision switch: asked for, and what the machine did."""
+    """One determinism or precision switch: asked for, and what the machine did. ``accepted``: read
+    back as asked for; ``set``: cannot be read back (an environment variable)."""
 
     name: str
     asked: str
     found: str
-    status: Literal["accepted", "refused", "absent"]
+    status: Literal["accepted", "set", "refused", "absent"]
     note: str | None = None
 
 
@@ -171,7 +172,8 @@ class Settings(_Strict, kw_only=True):
     """How the run was made.
 
     ``compute_dtype``: what every operator of every pass was computed in, where that is wider
-    than the model's dtype: ``float64`` in a truth.
+    than the model's dtype: ``float64`` in a truth. ``cpu_fallbacks``: operators of which torch said
+    that the device has none and the CPU ran them.
     """
 
     deterministic: bool
@@ -185,6 +187,7 @@ class Settings(_Strict, kw_only=True):
     compute_dtype: str | None = None
     switches: list[Switch] = []
     nondeterministic_warnings: list[str] = []
+    cpu_fallbacks: list[str] = []
 
 
 class Environment(_Strict, kw_only=True):

@@ -187,3 +187,39 @@ def test_long_figures_are_short():
     assert [figure(x) for x in (6.81, 1204.6, 401876146.3, math.inf)] == [
         "6.8", "1204.6", "4.0e+08", "inf",
     ]  # fmt: skip
+
+
+class Decoded(Block):
+    """Forwards of one row, ``together`` or apart; in one of them, one element holds nearly all of
+    the row, and the candidate's rounding of it is 4 times the usual."""
+
+    def __init__(self, seed, *, massive=False, together=False):
+        super().__init__(seed)
+        if massive:
+            self.truth[0, 3, 7] = 300.0
+            for side, size in zip(self.sides, (0.3, 4.0), strict=True):
+                side[0, 3, 7] = 300.0 * (1 + size * FLOOR)
+        if not together:
+            self.truth = self.truth.reshape(ROWS, 1, COLUMNS)
+            self.sides = [side.reshape(ROWS, 1, COLUMNS) for side in self.sides]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_one_massive_activation_is_no_bad_channel(together, swap):
+    """In decode steps each row is a forward, and no outlier among its like."""
+    others = [Decoded(seed, together=together) for seed in range(100, 105)]
+    found = asked(Decoded(1, massive=True, together=together), others, swap=swap)
+
+    channel = next(one for one in found if one.why == "channel")
+    assert channel.share < 0.9
+    assert not [one for one in found if one.share > 1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_bad_channel_is_found_beside_a_massive_activation(together):
+    others = [Decoded(seed, together=together) for seed in range(100, 105)]
+    bad = Decoded(1, massive=True, together=together)
+    bad.sides[1][..., 20] += 12 * FLOOR
+
+    assert blamed(bad, others).why == "channel"

@@ -36,6 +36,7 @@ def test_hand_worked():
     assert found.update_gain_reference.tolist() == pytest.approx([4 / 16])
     assert found.channel_reference.tolist() == [0.0, 1.0]
     assert found.channel_candidate.tolist() == [9.0, 16.0]
+    assert found.channel_norm.tolist() == [9.0, 16.0]
     assert found.spread.tolist() == pytest.approx([1.0])  # the update lies in one column
 
 

@@ -333,6 +333,12 @@ def _model_error(source: str, error: BaseException) -> ModelError:
             "--device-map needs the accelerate package",
             hint="pip install 'divergence-debug[accelerate]', or leave out --device-map",
         )
+    if isinstance(error, ImportError):
+        return ModelError(
+            f"cannot load {source!r}: {_first_line(error)}",
+            where="a package that transformers imports here",
+            hint=f"python -c 'import {error.name or 'transformers'}' shows why it does not import",
+        )
     if expanded(source).exists():
         return ModelError(
             f"cannot load {source!r}: {_first_line(error)}",

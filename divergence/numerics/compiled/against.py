@@ -63,7 +63,7 @@ def _updates(a, b, truth, base, out):
 
 @jit
 def _channels(a, b, truth, rows, out):
-    of_a, of_b, of_ab = out[0], out[1], out[2]
+    of_a, of_b, of_ab, of_r = out[0], out[1], out[2], out[3]
     for i in rows:
         x_row, y_row, r_row = a[i], b[i], truth[i]
         for j in range(len(r_row)):
@@ -71,6 +71,7 @@ def _channels(a, b, truth, rows, out):
             of_a[j] += (x - r) * (x - r)
             of_b[j] += (y - r) * (y - r)
             of_ab[j] += (x - y) * (x - y)
+            of_r[j] += r * r
 
 
 def row_sums(
@@ -88,6 +89,6 @@ def row_sums(
 def add_channels(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Adds Σ(a-R)², Σ(b-R)² and Σ(a-b)² over ``rows`` to ``out`` (3, D)."""
+    """Adds Σ(a-R)², Σ(b-R)², Σ(a-b)² and ΣR² over ``rows`` to ``out`` (4, D)."""
     arrays = (stored(Grid(tensor)) for tensor in (a, b, truth))
     _channels(*arrays, rows.numpy(), out.numpy())

@@ -108,7 +108,7 @@ def capture_suite(
         with RunWriter(out, manifest, force=force) as writer:
             runner = _Runner(writer, chosen, device, repeat, progress)
             runner.run(works)
-            manifest.settings.nondeterministic_warnings = determinism.warnings
+            determinism.note_in(manifest.settings)
     return Run.open(out)
 
 

@@ -1,0 +1,318 @@
+"""selftest(): does the tool work on this device? Every path that touches it, against the CPU.
+
+A small random model is built on the spot, recorded on the CPU and computed there in float64; then
+the device repeats it in every way that the tool knows. A step fails where a healthy repetition is
+judged to be more than rounding, where a planted fault is not found in its block and on its side,
+where what must be equal bit for bit is not, or where the tool breaks. What the device lacks
+(float64, a second device) is left out and said.
+
+One failure stops nothing: the next step is tried, and the file holds them all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from divergence._version import __version__
+from divergence.capture.api import capture, reference
+from divergence.capture.engines.tiny import build
+from divergence.capture.environment import collect_environment, resolve_device
+from divergence.compare.api import compare
+from divergence.compare.result import Report
+from divergence.errors import DivergenceError
+from divergence.experiments.localize import localize
+from divergence.experiments.selftest_result import Selftest, Step
+from divergence.ops.replay import replay
+from divergence.probe.quick import quick_facts
+from divergence.run.location import location_of
+from divergence.run.manifest import Environment
+from divergence.run.reader import Run
+
+__all__ = ["selftest"]
+
+_PROMPTS = (
+    "A bridge is built twice: once on paper.",
+    "In 1687 it was said that every body attracts every other body; 2 + 2 = 4.",
+)
+_DTYPES = ("float32", "bfloat16", "float16")
+_HEALTHY = ("identical", "within_floor")
+_BLOCK = "model.layers.1"
+_FAULT = f"{_BLOCK}.mlp.down_proj:out=scale:1.25"
+_NAMED = 6  # facts of arithmetic in a line
+
+
+class _Failed(Exception):
+    """What was seen is not what must be."""
+
+
+class _Skipped(Exception):
+    """The device has not what this step is about."""
+
+
+def selftest(
+    device: str = "auto",
+    *,
+    quick: bool = False,
+    keep: str | Path | None = None,
+    progress: Callable[[str, int, int | None, str], None] | None = None,
+) -> Selftest:
+    """Try every path of the tool that touches ``device``; what was seen, step by step.
+
+    ``quick``: without the suite of operators. ``keep``: a directory for the runs, which are
+    otherwise removed.
+
+    Raises UsageError for a device that is not there; KeyboardInterrupt carries what was done so
+    far as its argument.
+    """
+    name = resolve_device(device)
+    environment = collect_environment(name)
+    result = Selftest(tool_version=__version__, device=name, environment=environment)
+    folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
+    if keep is not None:
+        folder = location_of(keep)
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        bench = _Bench(name, folder, result)
+        steps = list(_steps(bench, quick))
+        for number, (title, work) in enumerate(steps):
+            if progress is not None:
+                progress("selftest", number, len(steps), title)
+            result.steps.append(_tried(title, work))
+        result.complete = True
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(result) from interrupt
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _tried(title: str, work: Callable[[], str]) -> Step:
+    began = time.perf_counter()
+    try:
+        status, detail = "ok", work()
+    except _Skipped as reason:
+        status, detail = "skipped", str(reason)
+    except (_Failed, DivergenceError) as error:
+        status, detail = "failed", str(error)
+    except Exception as error:  # what a device's runtime raises is its own
+        text = (str(error).splitlines() or [""])[0][:300]
+        status, detail = "failed", f"{type(error).__name__}: {text}"
+    return Step(name=title, status=status, seconds=round(time.perf_counter() - began, 3),
+                detail=detail)  # fmt: skip
+
+
+def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "the CPU's runs and their float64 truth", bench.references
+    for dtype in _DTYPES:
+        yield f"{dtype}: capture, compared with the CPU", lambda d=dtype: bench.healthy(d)
+    yield "three runs have equal bits", bench.repeats
+    for store in ("sketch", "stats", "hash"):
+        yield f"--store {store} agrees with the full bytes", lambda s=store: bench.stored(s)
+    yield "one prompt by itself and in a batch", bench.batch
+    yield "decode steps against one whole forward", bench.whole
+    yield "a planted fault is found, and its side", bench.planted
+    yield "operators are run again to the same bits", bench.operators
+    yield "localize goes down to the planted module", bench.localized
+    yield "--device-map", bench.mapped
+    yield "float64 truth made on the device", bench.truth_there
+    yield "compare --device", bench.measured_there
+    yield "another device of this kind", bench.second
+    yield "arithmetic", bench.arithmetic
+    if not quick:
+        yield "a suite of operators", bench.suite
+
+
+class _Bench:
+    """The runs that steps share, made by the first that needs them."""
+
+    def __init__(self, device: str, folder: Path, result: Selftest) -> None:
+        self._device, self._folder, self._result = device, folder, result
+        self._environment: Environment = result.environment
+        self._kind = device.partition(":")[0]
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name
+
+    def _capture(self, name: str, like: str | Run, *, device: str | None = None,
+                 **values: Any) -> Run:  # fmt: skip
+        source = self._path(like) if isinstance(like, str) else like
+        run = capture(
+            like=source, out=self._path(name), device=device or self._device, force=True,
+            probe=False, **values,
+        )  # fmt: skip
+        settings = run.manifest.settings
+        self._result.switches = self._result.switches or settings.switches
+        for text in settings.cpu_fallbacks:
+            if text not in self._result.fallbacks:
+                self._result.fallbacks.append(text)
+        return run
+
+    def _held(self, name: str, *, like: str = "cpu-float32", truth: bool = True) -> Report:
+        return compare(self._path(like), self._path(name),
+                       truth=self._path(f"{like}-truth") if truth else None)  # fmt: skip
+
+    def references(self) -> str:
+        model = self._path("model")
+        if not (model / "config.json").is_file():
+            build("llama", model, num_blocks=3)
+        for dtype in _DTYPES:
+            run = capture(
+                model, out=self._path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,
+                prompts=_PROMPTS, sites=["modules"], force=True,
+            )  # fmt: skip
+            reference(run, out=self._path(f"cpu-{dtype}-truth"), force=True)
+        return f"{len(_DTYPES)} dtypes, {run.manifest.environment.cpu}"
+
+    def healthy(self, dtype: str) -> str:
+        self._capture(dtype, f"cpu-{dtype}", escalate=dtype != "float32")
+        return _healthy(self._held(dtype, like=f"cpu-{dtype}"))
+
+    def repeats(self) -> str:
+        found = self._capture("repeated", "cpu-bfloat16", repeat=3).manifest.repeatability
+        if found.num_different:
+            raise _Failed(f"{found.num_different} of {found.num_compared} repeated tensors differ, "
+                          f"first at {found.first_difference}")  # fmt: skip
+        return f"{found.num_compared} repeated tensors, all bits equal"
+
+    def stored(self, store: str) -> str:
+        self._capture(store, "cpu-float32", store=store)
+        return _identical(compare(self._path("float32"), self._path(store)))
+
+    def batch(self) -> str:
+        self._capture("batch", "cpu-float32", batch=True)
+        return _healthy(self._held("batch"))
+
+    def whole(self) -> str:
+        run = self._capture("whole", "cpu-float32", whole=True, anchor=False)
+        return _healthy(compare(run))
+
+    def planted(self) -> str:
+        self._capture("planted", "cpu-float32", plants=[_FAULT])
+        return _found(self._held("planted"))
+
+    def operators(self) -> str:
+        self._capture("operators", "cpu-float32", sites=[f"ops@{_BLOCK}"], weights=True)
+        run = replay(self._path("operators"), out=self._path("replayed"), device=self._device,
+                     force=True)  # fmt: skip
+        skipped = sum(run.manifest.plan.skipped_operators.values())
+        report = compare(self._path("operators"), run)
+        told = _identical(report)
+        return f"{told}; {skipped} calls could not be run again" if skipped else told
+
+    def localized(self) -> str:
+        done = localize(
+            self._path("cpu-float32"), self._path("planted"), out=self._path("localized"),
+            truth=self._path("cpu-float32-truth"), here="both", device=self._device, force=True,
+        )  # fmt: skip
+        sites = " ".join(level.site or "" for level in done.levels)
+        if f"{_BLOCK}.mlp.down_proj" not in sites:
+            raise _Failed(f"named {sites.strip() or 'nothing'}; {done.stopped or ''}")
+        if done.side not in (None, "candidate"):
+            raise _Failed(f"blames the {done.side}")
+        return sites.strip()
+
+    def mapped(self) -> str:
+        if self._kind == "cpu":
+            raise _Skipped("the CPU is one device")
+        self._capture("mapped", "cpu-float32", device_map="auto")
+        return _identical(compare(self._path("float32"), self._path("mapped")))
+
+    def truth_there(self) -> str:
+        self._needs_float64()
+        reference(self._path("cpu-float32"), out=self._path("truth-there"), device=self._device,
+                  force=True)  # fmt: skip
+        one, two = Run.open(self._path("cpu-float32-truth")), Run.open(self._path("truth-there"))
+        worst = 0.0
+        for record in one.records:
+            other = two.find((record.pass_, record.sample, record.step, record.site))
+            if other is None or not record.dtype.startswith("float"):
+                continue
+            x, y = one.read(record).double(), two.read(other).double()
+            worst = max(worst, float((x - y).norm() / x.norm().clamp_min(1e-300)))
+        if worst > 1e-9:
+            raise _Failed(f"two float64 truths differ by rel L2 {worst:.1e}")
+        return f"both truths agree to rel L2 {worst:.1e}"
+
+    def measured_there(self) -> str:
+        if self._kind == "cpu":
+            raise _Skipped("compare measures on the CPU anyway")
+        self._needs_float64()
+        here = self._held("float32")
+        there = compare(self._path("cpu-float32"), self._path("float32"),
+                        truth=self._path("cpu-float32-truth"), device=self._device)  # fmt: skip
+        pairs = zip(here.sites, there.sites, strict=True)
+        worst = max((abs(x.rel_l2 - y.rel_l2) / max(x.rel_l2, 1e-30) for x, y in pairs), default=0)
+        if here.verdict.kind != there.verdict.kind or worst > 1e-6:
+            raise _Failed(f"{there.verdict.kind} for {here.verdict.kind}; a figure differs by "
+                          f"{worst:.1e} of itself")  # fmt: skip
+        return f"{len(here.sites)} sites, figures equal to {worst:.0e}"
+
+    def second(self) -> str:
+        if self._environment.num_devices < 2:
+            raise _Skipped("there is one device")
+        index = int(self._device.partition(":")[2] or 0)
+        other = f"{self._kind}:{1 if index == 0 else 0}"
+        self._capture("second", "cpu-float32", device=other)
+        return f"{other}: {_identical(compare(self._path('float32'), self._path('second')))}"
+
+    def arithmetic(self) -> str:
+        """What the device's arithmetic does otherwise than the CPU's: noted, never a failure."""
+        here, there = ({f.name: f.value for f in quick_facts(one)} for one in ("cpu", self._device))
+        odd = [name for name, value in there.items() if name in here and here[name] != value]
+        named = "; ".join(f"{name}: {here[name]} / {there[name]}" for name in odd[:_NAMED])
+        named += f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
+        told = f"{len(there)} facts, {len(odd)} other than the CPU's"
+        return f"{told}: {named}" if odd else told
+
+    def suite(self) -> str:
+        run = capture("suite:llm", out=self._path("suite-cpu"), device="cpu", force=True,
+                      probe=False)  # fmt: skip
+        reference(run, out=self._path("suite-truth"), force=True)
+        self._capture("suite", run)
+        return _healthy(compare(run, self._path("suite"), truth=self._path("suite-truth")),
+                        also=("systematic",))  # fmt: skip
+
+    def _needs_float64(self) -> None:
+        import torch
+
+        try:
+            one = torch.ones(2, 2, dtype=torch.float64, device=self._device)
+            float((one @ one).sum())
+        except Exception as error:
+            text = (str(error).splitlines() or [""])[0][:120]
+            raise _Skipped(f"the device has no float64 matrix product: {text}") from None
+
+
+def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> str:
+    verdict = report.verdict
+    if verdict.kind not in (*_HEALTHY, *also):
+        raise _Failed(f"{verdict.kind}: {verdict.summary}")
+    used = max((site.strain for site in report.sites if site.strain is not None), default=0.0)
+    worst = max((s.rel_l2 for s in report.sites if s.pass_ == "anchored"), default=0.0)
+    told = f"{verdict.kind}, {_num_compared(report)} tensors, "
+    return told + f"rel L2 of blocks up to {worst:.1e}, {used:.2f} of a limit"
+
+
+def _num_compared(report: Report) -> int:
+    calls = 0 if report.operators is None else len(report.operators.results)
+    return report.coverage.num_compared + calls
+
+
+def _identical(report: Report) -> str:
+    if report.verdict.kind != "identical":
+        raise _Failed(f"{report.verdict.kind}: {report.verdict.summary}")
+    return f"identical, {_num_compared(report)} tensors"
+
+
+def _found(report: Report) -> str:
+    verdict = report.verdict
+    block = None if verdict.onset is None else verdict.onset.block
+    if verdict.kind != "localized" or block != _BLOCK or verdict.side not in (None, "candidate"):
+        raise _Failed(f"{verdict.kind}: {verdict.summary}")
+    return verdict.summary

@@ -1,0 +1,46 @@
+"""The Selftest: what each device path of the tool did on one machine, as typed data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from divergence.compare.result import json_safe
+from divergence.run.manifest import Environment, Switch
+
+__all__ = ["SELFTEST_SCHEMA_VERSION", "Selftest", "Step"]
+
+SELFTEST_SCHEMA_VERSION = 1
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One path. ``detail``: what was seen, or why it failed or was left out."""
+
+    name: str
+    status: Literal["ok", "failed", "skipped"]
+    seconds: float
+    detail: str
+
+
+class Selftest(msgspec.Struct, kw_only=True):
+    """The answer of `selftest`. ``fallbacks``: operators that the CPU ran in the device's place;
+    ``complete``: False where it was interrupted."""
+
+    schema_version: int = SELFTEST_SCHEMA_VERSION
+    tool_version: str
+    device: str
+    environment: Environment
+    switches: list[Switch] = []
+    fallbacks: list[str] = []
+    steps: list[Step] = []
+    complete: bool = False
+
+    @property
+    def failed(self) -> list[Step]:
+        return [step for step in self.steps if step.status == "failed"]
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Strict JSON."""
+        text = msgspec.json.encode(json_safe(msgspec.to_builtins(self)))
+        return (msgspec.json.format(text, indent=indent) if indent else text).decode()

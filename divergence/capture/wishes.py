@@ -55,7 +55,7 @@ def plain_wishes(**wishes: Any) -> dict[str, Any]:
 
 
 def _each(name: str, value: Any, *alone: type) -> list[Any]:
-    if isinstance(value, str | Mapping | alone):
+    if isinstance(value, (str, Mapping, *alone)):
         return [value]
     if not isinstance(value, Iterable):
         raise _not(name, value, "a text or a list")

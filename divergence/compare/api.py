@@ -315,8 +315,7 @@ def _shown(
         refuse_own_floor(run, a, b)
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
         run.borrow_from(a)
-        floor = one_or_more(floor)
-    alignment = without_unknowable(align(a, run, name_map=names), a, run)
+        alignment = without_unknowable(align(a, run, name_map=names), a, run)
         if blocking or not alignment.pairs:
             raise UsageError(
                 f"{run.path} shows no floor for {a.path}: "

@@ -24,13 +24,13 @@ import msgspec
 import torch
 
 from divergence.capture.determinism import Determinism, deterministic_settings
-from divergence.capture.wishes import plain_wishes
 from divergence.capture.engines.weights import Weights
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Progress
 from divergence.capture.provenance import provenance
 from divergence.capture.target import check_output
 from divergence.capture.widening import Widening
+from divergence.capture.wishes import plain_wishes
 from divergence.errors import UsageError
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports

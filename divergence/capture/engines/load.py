@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -271,7 +272,9 @@ def _no_bars() -> Iterator[None]:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            with warnings.catch_warnings():  # HF_HUB_DISABLE_PROGRESS_BARS has the last word
+                warnings.simplefilter("ignore")
+                logging.enable_progress_bar()
 
 
 def _model_dtype(name: str) -> torch.dtype:

@@ -117,8 +117,8 @@ def _check_contents(path: Path, *, force: bool) -> None:
             f"{path} exists and is not a directory", hint="choose another directory with -o"
         )
     names = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    if not names:
-        return
+    if not names or (names == {TENSORS} and _is_empty(path / TENSORS)):
+        return  # nothing, or what a capture that was killed at once leaves
     if not force:
         raise RunExistsError(
             f"{path} exists already",
@@ -134,6 +134,10 @@ def _check_contents(path: Path, *, force: bool) -> None:
             f"{path} {what}, so --force does not remove it",
             hint="choose another directory with -o, or remove it yourself",
         )
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
 
 
 def _foreign_tensors(path: Path) -> list[str]:
@@ -165,7 +169,8 @@ def prepare_directory(path: Path, *, force: bool) -> int | None:
     lock = _locked(path)
     try:
         _check_contents(path, force=force)  # another may have been faster
-        for entry in path.iterdir():
+        # the manifest goes last: without it nobody could tell that the rest was a run
+        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == MANIFEST):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:

@@ -165,7 +165,6 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     records: list[Record] = []
     seen: dict[tuple, int] = {}
     for number, line in _lines(store, name):
-        where = f"{store.where(name)}, line {number}"
         try:
             record = decoder.decode(line)
         except _BROKEN_JSON as error:
@@ -173,18 +172,21 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
                 return records, True  # killed while appending: the line never counted
             raise RunFormatError(
                 f"broken record: {error}",
-                where=where,
+                where=f"{store.where(name)}, line {number}",
                 hint=f"copy {name} again; docs/dump-format.md describes every key",
             ) from error
         if renaming:
             record = renaming(record)
         problem = _broken_record(record, first_samples) or _misplaced(record, rank, manifest)
         if problem is not None:
-            raise RunFormatError(f"broken record: {problem}", where=where)
+            raise RunFormatError(
+                f"broken record: {problem}", where=f"{store.where(name)}, line {number}"
+            )
         identity = (*record.coordinates, record.rank)
         if identity in seen:
             raise RunFormatError(
-                f"line {number} repeats line {seen[identity]}: {name_of(record)}", where=where
+                f"line {number} repeats line {seen[identity]}: {name_of(record)}",
+                where=f"{store.where(name)}, line {number}",
             )
         seen[identity] = number
         records.append(record)

@@ -14,10 +14,13 @@
     └── FaultError                  3  a fault of this tool itself
 
 The message is one sentence. ``where`` names the file, record, site or step and
-``hint`` says what to try; both are printed under the message.
+``hint`` says what to try; both are printed under the message. All three may quote a run, so each
+is made printable (divergence.printable): no text of a run can add a line.
 """
 
 from __future__ import annotations
+
+from divergence.printable import printable
 
 __all__ = [
     "ConfigError",
@@ -40,7 +43,14 @@ class DivergenceError(Exception):
 
     exit_code = 3
 
-    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        hint: str | tuple[str, ...] | None = None,
+    ) -> None:
+        message = printable(message)
         super().__init__(message)
         self.message = message
         self.where = where
@@ -49,9 +59,10 @@ class DivergenceError(Exception):
     def __str__(self) -> str:
         text = self.message
         if self.where:
-            text += f"\n  where: {self.where}"
+            text += f"\n  where: {printable(self.where)}"
         if self.hint:
-            text += f"\n  try:   {self.hint}"
+            lines = (self.hint,) if isinstance(self.hint, str) else self.hint
+            text += "\n  try:   " + "\n         ".join(map(printable, lines))
         return text
 
 

@@ -27,6 +27,7 @@ MAX_LINES = 400
 LEVELS = {
     "errors": 0,
     "_version": 0,
+    "printable": 0,
     "numerics": 1,
     "run": 2,
     "config": 2,  # may be imported by all above; itself names sites

@@ -15,6 +15,7 @@ from divergence.capture.engines.load import load_model
 from divergence.capture.environment import resolve_device
 from divergence.capture.execution import Execution, Progress
 from divergence.capture.plant import Plant
+from divergence.capture.prompts import Prompt
 from divergence.capture.ranks import joined
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.substitute import Substitute
@@ -22,6 +23,7 @@ from divergence.capture.suites import capture_suite, opened, reference_suite, wa
 from divergence.capture.taken import taken
 from divergence.capture.target import check_output
 from divergence.capture.widening import check_device
+from divergence.capture.wishes import plain_wishes
 from divergence.errors import ModelError, UsageError
 from divergence.run.buffer import DEFAULT_BUFFER_BYTES
 from divergence.run.layout import expanded
@@ -42,17 +44,17 @@ def capture(
     like: str | Path | Run | None = None,
     task: str = "auto",
     revision: str | None = None,
-    dtype: str | None = None,
-    device: str = "auto",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "auto",
     device_map: str | Mapping[str, str | int] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-    prompts: Sequence[str] = (),
+    prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
     prompts_file: str | Path | None = None,
     chat: bool = False,
     batch: bool | None = None,
     max_new_tokens: int | None = None,
-    sites: Sequence[str] = (),
+    sites: str | Sequence[str] = (),
     steps: str | None = None,
     positions: str | None = None,
     deterministic: bool | None = None,
@@ -81,7 +83,9 @@ def capture(
     ``like``: a run to repeat (its tokens forced, its sites and settings), with
     ``model`` naming another copy if the recorded source is not on this machine.
     None everywhere means "as recorded" with ``like`` and the default without.
-    Parameters are those of the command line; see ``divergence capture --help``.
+    Parameters are those of the command line; see ``divergence capture --help``. A prompt is text or
+    a list of token ids; a prompt or site alone needs no list; ``dtype`` and ``device`` may be
+    torch's own.
     ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
     decode steps. ``weights``: store the weights that recorded operators (``ops@PATH``) use, so that
     ``replay`` needs no model. ``store``: ``full`` keeps every byte, ``sketch`` projections of which
@@ -102,8 +106,7 @@ def capture(
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
     run is left behind.
     """
-    like = opened(like)
-    wishes = {
+    wishes = plain_wishes(**{
         "task": task, "revision": revision, "dtype": dtype, "device": device,
         "device_map": device_map, "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code, "prompts": prompts, "prompts_file": prompts_file,
@@ -113,7 +116,9 @@ def capture(
         "weights": weights, "store": store, "only_changed": only_changed,
         "substitutes": substitutes, "probe": probe, "buffer": buffer,
         "plants": plants, "label": label, "mesh": mesh,
-    }  # fmt: skip
+    })  # fmt: skip
+    plain_wishes(force=force, command=command)
+    like = opened(like)
     if wants_suite(model, like, impl):
         return capture_suite(
             model, like=like, impl=impl, out=out, force=force, command=command, progress=progress,
@@ -133,7 +138,7 @@ def reference(
     device: str = "cpu",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-    sites: Sequence[str] = (),
+    sites: str | Sequence[str] = (),
     max_new_tokens: int | None = None,
     label: str | None = None,
     force: bool = False,
@@ -152,6 +157,12 @@ def reference(
     """
     import torch
 
+    given = plain_wishes(
+        sites=sites, max_new_tokens=max_new_tokens, device=device, label=label, force=force,
+        attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
+        command=command,
+    )  # fmt: skip
+    sites, max_new_tokens, device = (given[n] for n in ("sites", "max_new_tokens", "device"))
     recorded = unsharded(run if isinstance(run, Run) else Run.open(run))
     if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(

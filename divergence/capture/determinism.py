@@ -18,6 +18,7 @@ import contextlib
 import os
 import random
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -135,7 +136,18 @@ def deterministic_settings(
     """Seed, and set every switch that this torch has for ``device_type``.
 
     With ``enabled`` false only the seeds are set, and the switches are recorded as found.
+    Switches, seeds and the filter of warnings are the process's: another thread waits here until
+    this one has put them back.
     """
+    with _ONE_THREAD, _settings(device_type, seed=seed, enabled=enabled) as state:
+        yield state
+
+
+_ONE_THREAD = threading.RLock()
+
+
+@contextlib.contextmanager
+def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determinism]:
     import numpy
     import torch
 

@@ -30,6 +30,7 @@ from divergence.capture.store_modes import check_operators
 from divergence.capture.structure import describe_modules, output_paths
 from divergence.capture.suites import opened, plan_suite, wants_suite
 from divergence.capture.whole import why_not_whole
+from divergence.capture.wishes import plain_wishes
 from divergence.errors import ModelError
 from divergence.numerics.formats import format_named
 from divergence.numerics.sketch import sketch_bytes
@@ -105,6 +106,7 @@ def plan_capture(
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
     buffer_bytes(options.pop("buffer", DEFAULT_BUFFER_BYTES))
+    options = plain_wishes(**options)
     like, impl = opened(like), options.pop("impl", ())
     if wants_suite(model, like, impl):
         return plan_suite(model, like=like, **options)

@@ -94,9 +94,10 @@ def parse_plant(text: str) -> Plant:
     maker = _MAKERS.get(name)
     if maker is None:
         near = near_names(name, FAULTS)
+        first, *faults = _list_of_faults()
         known = f"did you mean {near[0]}? " if near else ""
         raise PlantError(
-            f"unknown fault {name!r}", where=f"--plant {text}", hint=known + _list_of_faults()
+            f"unknown fault {name!r}", where=f"--plant {text}", hint=(known + first, *faults)
         )
     try:
         change = maker(*arguments)
@@ -141,10 +142,8 @@ def check_places(plants: Iterable[Plant], modules: Collection[str], *, num_ranks
             )
 
 
-def _list_of_faults() -> str:
-    return "for example --plant model.layers.6:out=scale:1.05; faults:\n         " + (
-        "\n         ".join(FAULTS.values())
-    )
+def _list_of_faults() -> tuple[str, ...]:
+    return ("for example --plant model.layers.6:out=scale:1.05; faults:", *FAULTS.values())
 
 
 def _rms(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,10 +46,15 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("the prompt is empty")
 
 
-def collect_prompts(prompts: Sequence[str], prompts_file: str | Path | None) -> list[Prompt]:
+def collect_prompts(
+    prompts: Sequence[str | Prompt], prompts_file: str | Path | None
+) -> list[Prompt]:
     """Prompts from the command line and a file, in that order; the default if there are none."""
     found = []
     for number, text in enumerate(prompts, 1):
+        if isinstance(text, Prompt):
+            found.append(text)
+            continue
         if not text:
             raise PromptError(
                 f"--prompt number {number} is empty", hint="leave it out for the default prompt"

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -34,9 +33,12 @@ from divergence.cli import (
     sensitivity,
     unpack,
 )
+from divergence.cli.interruption import INTERRUPTED_CODE, interrupted
 from divergence.cli.options import ARGUMENTS, VERBOSE
-from divergence.cli.ranks import INTERRUPTED_CODE, one_voice, other_rank
+from divergence.cli.ranks import one_voice, other_rank
+from divergence.cli.streams import nowhere, open_streams
 from divergence.errors import DivergenceError
+from divergence.printable import printable, printable_lines
 
 __all__ = ["app", "run"]
 
@@ -85,43 +87,50 @@ class _Group(TyperGroup):
             raise
         except _READER_GONE:
             raise _reader_gone() from None
-        except DivergenceError as error:
-            if ctx.meta.get(VERBOSE):
-                traceback.print_exc(file=sys.stderr)
-            _say(f"error: {error}", fault=error.exit_code == FAULT_CODE)
-            raise typer.Exit(error.exit_code) from None
         except Exception as error:
-            if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-                # typer's own: it prints the usage, and 1 is not its to give
-                error.exit_code = max(error.exit_code, USAGE_CODE)
-                raise
+            if interrupted():  # and a library made an error of it
+                _say("interrupted")
+                raise typer.Exit(INTERRUPTED_CODE) from None
+            raise self._ending(ctx, error) from None
+
+    def _ending(self, ctx: Any, error: Exception) -> Exception:
+        """What to raise for an error of a command: the message is said, the exit code is right."""
+        if isinstance(error, DivergenceError):
             if ctx.meta.get(VERBOSE):
-                traceback.print_exc(file=sys.stderr)
-                hint = "report this with the traceback above"
-            else:
-                hint = "run the command again with -v for the traceback, and report it"
-            text = " ".join(str(error).split("\n"))[:500]
-            text = f"fault in divergence: {type(error).__name__}: {text}\n  try:   {hint}"
-            _say(text, fault=True)
-            raise typer.Exit(FAULT_CODE) from None
+                _say(traceback.format_exc())
+            _say(f"error: {error}", fault=error.exit_code == FAULT_CODE)
+            return typer.Exit(error.exit_code)
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+            # typer's own: it prints the usage, and 1 is not its to give
+            error.exit_code = max(error.exit_code, USAGE_CODE)
+            return error
+        if ctx.meta.get(VERBOSE):
+            _say(traceback.format_exc())
+            hint = "report this with the traceback above"
+        else:
+            hint = "run the command again with -v for the traceback, and report it"
+        text = printable(str(error)[:500])
+        text = f"fault in divergence: {type(error).__name__}: {text}\n  try:   {hint}"
+        _say(text, fault=True)
+        return typer.Exit(FAULT_CODE)
 
 
 def _reader_gone() -> typer.Exit:
     """`| head` has read enough: nothing to say, and nothing more to write. Not 1, which is an
     answer, and not 0, since the answer was not delivered."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    nowhere()
     return typer.Exit(USAGE_CODE)
 
 
 def _say(text: str, *, fault: bool = False) -> None:
     """To stderr; of several ranks the others are silent but for faults, which are theirs alone."""
-    from divergence.report.terminal import harmless, write_text
+    from divergence.report.terminal import write_text
 
     rank = other_rank() if fault else None
     if rank is not None and sys.__stderr__ is not None:
-        write_text(harmless(f"rank {rank}: {text}") + "\n", file=sys.__stderr__)
+        write_text(printable_lines(f"rank {rank}: {text}") + "\n", file=sys.__stderr__)
         return
-    write_text(harmless(text) + "\n", file=sys.stderr)
+    write_text(printable_lines(text) + "\n", file=sys.stderr)
 
 
 app = typer.Typer(
@@ -184,13 +193,13 @@ for _command in (
 
 def run() -> None:
     """The console script."""
+    open_streams()
     try:
         with one_voice():
             app(prog_name="divergence")
     except KeyboardInterrupt:
         _say("interrupted")
         sys.exit(INTERRUPTED_CODE)
-    except OSError as error:  # the text had nowhere to go: a full disk, a closed stream
-        sys.stdout = None  # or the interpreter tries once more at exit
-        _say(f"error: cannot write: {error.strerror}")
-        sys.exit(USAGE_CODE)
+    except DivergenceError as error:  # a help text that had nowhere to go
+        _say(f"error: {error}")
+        sys.exit(error.exit_code)

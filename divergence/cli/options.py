@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from divergence.printable import printable_lines
+
 __all__ = [
     "ARGUMENTS",
     "VERBOSE",
@@ -267,4 +269,4 @@ def show(text: str) -> None:
     """One answer in text form, to stdout."""
     from divergence.report.terminal import write_text
 
-    write_text(text if text.endswith("\n") else text + "\n")
+    write_text(printable_lines(text.removesuffix("\n")) + "\n")

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from divergence.printable import printable
+
 __all__ = ["Progress", "progress_bars"]
 
 Progress = Callable[..., None]
@@ -31,9 +33,9 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
 
         def only_text(event: str, done: int, total: int | None = None, detail: str = "") -> None:
             if event == "note":
-                sys.stderr.write(f"warning: {detail}\n")
+                sys.stderr.write(f"warning: {printable(detail)}\n")
             elif event == "taken" and is_new(detail):
-                sys.stderr.write(f"{detail}\n")
+                sys.stderr.write(f"{printable(detail)}\n")
 
         yield only_text
         return
@@ -63,18 +65,17 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
 
     def report(event: str, done: int, total: int | None = None, detail: str = "") -> None:
         if event == "note":
-            bars.console.print(Text(f"warning: {detail}"), soft_wrap=True)
+            bars.console.print(Text(f"warning: {printable(detail)}"), soft_wrap=True)
             return
         if event == "taken":
             if is_new(detail):
-                bars.console.print(Text(detail), soft_wrap=True)
+                bars.console.print(Text(printable(detail)), soft_wrap=True)
             return
         if event not in tasks:
             tasks[event] = bars.add_task(event, total=total, amount="", detail="")
         amount = f"{done:,}" if total is None else f"{done:,}/{total:,}"
-        bars.update(
-            tasks[event], completed=done, total=total, amount=amount, detail=str(detail)[-40:]
-        )
+        text = printable(str(detail))[-40:]
+        bars.update(tasks[event], completed=done, total=total, amount=amount, detail=text)
 
     with bars:
         yield report

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-__all__ = ["INTERRUPTED_CODE", "one_voice", "other_rank"]
+from divergence.cli.interruption import INTERRUPTED_CODE
 
-INTERRUPTED_CODE = 130
+__all__ = ["one_voice", "other_rank"]
+
 PATIENCE_S = 10.0
 
 

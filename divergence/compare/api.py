@@ -58,6 +58,7 @@ from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.command import command_line
 from divergence.run.reader import Run
+from divergence.run.site import one_or_more
 from divergence.run.unshard import unsharded
 
 __all__ = ["Measured", "compare", "measure_runs", "summary_of"]
@@ -70,7 +71,7 @@ def compare(
     force: bool = False,
     name_map: str | Path | None = None,
     truth: str | Path | Run | None = None,
-    floor: Sequence[str | Path | Run] = (),
+    floor: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
     device: str = "cpu",
     progress: Callable[[str, int, int | None, str], None] | None = None,
@@ -89,6 +90,7 @@ def compare(
     common, and UsageError for a truth or a floor that belongs to other runs, or for a single run
     without a whole pass.
     """
+    floor, device = one_or_more(floor), str(device)
     if device != "cpu":
         with measured_on(device):
             return compare(
@@ -177,11 +179,12 @@ def measure_runs(
     *,
     names: NameMap | None = None,
     truth: str | Path | Run | None = None,
-    floor: Sequence[str | Path | Run] = (),
+    floor: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
     progress: Callable[..., None] | None = None,
 ) -> Measured:
     """Align and measure. Parameters and errors are those of ``compare``; ``lines``: preflight."""
+    floor = one_or_more(floor)
     alignment = without_unknowable(align(a, b, name_map=names), a, b)
     right = None if truth is None else Truth(_opened(truth), a, b)
     rename = names or renaming(a, b, None)[0]

@@ -227,7 +227,7 @@ def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[str]:
     stored = {place.computed for place in places if place.accumulates}
     found: dict[tuple[str, str], list[str]] = {}
     for fact in manifest.arithmetic:
-        *words, dtype = fact.subject.split()
+        *words, dtype = fact.subject.split() or [""]
         if fact.probe == "accumulator" and fact.verified and dtype in stored:
             what = " ".join(itertools.takewhile(lambda word: "=" not in word, words))
             found.setdefault((dtype, fact.value), []).append(what)

@@ -135,6 +135,12 @@ def _refuse_unfit(run: Any, source: Location) -> None:
     if not run.records:
         problems.append("it holds no record")
     problems += run.verify()[:3]
+    if manifest.plan.only_changed is not None and not problems:
+        raise UsageError(
+            f"{source} cannot become a golden: it holds only what differs from run "
+            f"{manifest.plan.only_changed}, which the next --bless would remove",
+            hint="capture it in full, without --only-changed",
+        )
     if problems:
         raise UsageError(
             f"{source} cannot become a golden: {'; '.join(problems)}", hint="capture it again"

@@ -34,6 +34,7 @@ from divergence.run.command import command_line
 from divergence.run.layout import expanded
 from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
+from divergence.run.site import one_or_more
 from divergence.run.unshard import unsharded
 
 __all__ = ["compare_many"]
@@ -70,7 +71,7 @@ def compare_many(
     right = None if truth is None else _opened(truth)
     if right is not None:
         _check_truth(right, a)
-    trusted = [_opened(run) for run in floor]
+    trusted = [_opened(run) for run in one_or_more(floor)]
     folder = None if reports is None else _folder(reports)
     options = {
         "force": force, "name_map": name_map, "floor": trusted, "thresholds": thresholds,

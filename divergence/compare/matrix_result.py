@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.compare.result import Onset, Report, RunSummary, VerdictKind, json_safe
+from divergence.compare.result import Onset, Report, RunSummary, VerdictKind, strict_json
 
 __all__ = ["MATRIX_SCHEMA_VERSION", "Camp", "CrossCheck", "Matrix", "MatrixRow"]
 
@@ -93,7 +93,4 @@ class Matrix(msgspec.Struct, kw_only=True):
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole matrix as strict JSON; nan and inf become strings."""
-        text = msgspec.json.encode(json_safe(msgspec.to_builtins(self)))
-        if indent:
-            text = msgspec.json.format(text, indent=indent)
-        return text.decode()
+        return strict_json(self, indent=indent)

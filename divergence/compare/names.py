@@ -14,6 +14,7 @@ A key maps a module and everything below it; ``{n}`` stands for a number.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -27,6 +28,10 @@ __all__ = ["NameMap", "find_prefix", "load_name_map"]
 
 NameMap = Callable[[str], str]
 """A reference site (or module path) → the candidate's."""
+
+
+_MAX_PREFIXES = 64
+"""A model has some ten modules and lists of modules above its blocks."""
 
 
 class _MapFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,27 +66,47 @@ def load_name_map(path: str | Path) -> NameMap:
 def find_prefix(reference: Iterable[str], candidate: Iterable[str]) -> tuple[str, str] | None:
     """(prefix in the reference, prefix in the candidate) under which most sites agree.
 
-    None where no pair of prefixes matches more sites than the names as they stand.
+    None where no pair of prefixes matches more sites than the names as they stand. Of each run
+    the ``_MAX_PREFIXES`` with the most sites are tried, so that time grows with the sites alone.
     """
     ours, theirs = set(reference), set(candidate)
-    best, most = None, len(ours & theirs)
-    for one in _prefixes(ours):
-        stripped = {site[len(one) :] for site in ours if site.startswith(one)}
-        for two in _prefixes(theirs):
-            if one == two:
-                continue
-            count = len(stripped & {site[len(two) :] for site in theirs if site.startswith(two)})
-            if count > most:
-                best, most = (one, two), count
-    return best
+    rests, others = _by_rest(ours), _by_rest(theirs)
+    counts: Counter[tuple[str, str]] = Counter()
+    for rest in rests.keys() & others.keys():
+        counts.update((one, two) for one in rests[rest] for two in others[rest] if one != two)
+    if not counts:
+        return None
+    best = min(counts, key=lambda pair: (-counts[pair], *map(_simplest, pair)))
+    return best if counts[best] > len(ours & theirs) else None
 
 
-def _prefixes(sites: set[str]) -> list[str]:
-    """Leading path components worth trying: '', 'model.', 'model.language_model.' …"""
-    found = {""}
+def _simplest(prefix: str) -> tuple[int, str]:
+    return (prefix.count("."), prefix)
+
+
+def _by_rest(sites: set[str]) -> dict[str, list[str]]:
+    """What is left of the sites without a prefix, with the prefixes worth trying that they have:
+    '', 'model.', 'model.language_model.' …"""
+    holds: Counter[str] = Counter()
     for site in sites:
-        parts = module_of(site).split(".")
-        for count in range(1, min(3, len(parts) - 1) + 1):
-            if not parts[count - 1].isdigit():
-                found.add(".".join(parts[:count]) + ".")
-    return sorted(found, key=lambda prefix: (prefix.count("."), prefix))
+        holds.update(_prefixes(site))
+    kept = set(sorted(holds, key=lambda one: (-holds[one], *_simplest(one)))[:_MAX_PREFIXES])
+    rests: dict[str, list[str]] = {}
+    for site in sites:
+        for prefix in _prefixes(site):
+            if prefix in kept:
+                rests.setdefault(site[len(prefix) :], []).append(prefix)
+    return rests
+
+
+def _prefixes(site: str) -> list[str]:
+    """Up to three leading components of the path; a number is none to end with."""
+    parts = module_of(site).split(".", 4)
+    return [
+        "",
+        *(
+            ".".join(parts[:count]) + "."
+            for count in range(1, min(3, len(parts) - 1) + 1)
+            if not parts[count - 1].isdigit()
+        ),
+    ]

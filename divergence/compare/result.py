@@ -38,6 +38,7 @@ from divergence.compare.tokens_result import (
     TokensResult,
 )
 from divergence.numerics.pair_metrics import Estimate
+from divergence.printable import printable_json
 
 __all__ = [
     "REPORT_SCHEMA_VERSION",
@@ -81,6 +82,7 @@ __all__ = [
     "Verdict",
     "VerdictKind",
     "json_safe",
+    "strict_json",
 ]
 
 REPORT_SCHEMA_VERSION = 1
@@ -241,10 +243,15 @@ class Report(_Part, kw_only=True):
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole report as strict JSON; nan and inf become strings."""
-        text = msgspec.json.encode(json_safe(msgspec.to_builtins(self)))
-        if indent:
-            text = msgspec.json.format(text, indent=indent)
-        return text.decode()
+        return strict_json(self, indent=indent)
+
+
+def strict_json(value: Any, *, indent: int | None = 2) -> str:
+    """Structs, dicts and lists as JSON text that any parser reads and any terminal may show."""
+    text = msgspec.json.encode(json_safe(msgspec.to_builtins(value)))
+    if indent:
+        text = msgspec.json.format(text, indent=indent)
+    return printable_json(text.decode())
 
 
 def json_safe(value: Any) -> Any:
@@ -259,7 +266,7 @@ def json_safe(value: Any) -> Any:
             return "inf" if value > 0 else "-inf"
         return value
     if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
+        return {json_safe(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
     return value

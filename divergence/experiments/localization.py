@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -12,7 +12,7 @@ from divergence.compare.result import (
     OtherInput,
     Report,
     SiteResult,
-    json_safe,
+    strict_json,
 )
 
 __all__ = ["Level", "Localization", "OwnError", "Repetition"]
@@ -170,6 +170,4 @@ class Localization(msgspec.Struct, kw_only=True):
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Strict JSON; nan and inf become strings. ``report`` holds the last comparison."""
-        built: Any = msgspec.to_builtins(self)
-        text = msgspec.json.encode(json_safe(built))
-        return (msgspec.json.format(text, indent=indent) if indent else text).decode()
+        return strict_json(self, indent=indent)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.compare.result import RunSummary, Verdict, json_safe
+from divergence.compare.result import RunSummary, Verdict, strict_json
 
 __all__ = ["SENSITIVITY_SCHEMA_VERSION", "Confirmation", "FaultSize", "Sensitivity"]
 
@@ -84,7 +84,4 @@ class Sensitivity(msgspec.Struct, kw_only=True):
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole answer as strict JSON; nan and inf become strings."""
-        text = msgspec.json.encode(json_safe(msgspec.to_builtins(self)))
-        if indent:
-            text = msgspec.json.format(text, indent=indent)
-        return text.decode()
+        return strict_json(self, indent=indent)

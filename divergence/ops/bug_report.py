@@ -12,6 +12,7 @@ from typing import Any
 
 from divergence.ops.differences import Difference
 from divergence.ops.script import operand_names
+from divergence.printable import printable
 from divergence.run.arithmetic import is_about
 from divergence.run.call import Call
 from divergence.run.manifest import Environment, Manifest
@@ -215,5 +216,5 @@ def _has_tensor(value: Any) -> bool:
 
 def code_span(text: str) -> str:
     """A run's words in a report: one line that ends no table cell and no span."""
-    plain = "".join(" " if one in "`|" or not one.isprintable() else one for one in text).strip()
+    plain = printable(text).replace("`", " ").replace("|", " ").strip()
     return f"`{plain or '-'}`"

@@ -31,6 +31,7 @@ from divergence.capture.provenance import provenance
 from divergence.capture.taken import taken_from
 from divergence.capture.target import check_output
 from divergence.capture.widening import Widening
+from divergence.capture.wishes import plain_wishes
 from divergence.errors import UsageError
 from divergence.ops.allowed import asked_for
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
@@ -76,6 +77,11 @@ def replay(
     RunFormatError, ModelError (of ``model``), RunExistsError and RunWriteError. Whatever
     interrupts it, a readable run is left behind.
     """
+    given = plain_wishes(
+        sites=sites, device=device, trust_remote_code=trust_remote_code, label=label, force=force,
+        command=command,
+    )  # fmt: skip
+    sites, device = given["sites"], given["device"]
     source = run if isinstance(run, Run) else Run.open(run)
     if source.manifest.settings.compute_dtype is not None:
         raise UsageError(

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from divergence.printable import printable
+
 __all__ = [
     "BLANK",
     "MAX_WIDTH",
@@ -56,8 +58,8 @@ def line(*parts: str | tuple[str, str]) -> Line:
 
 def prose(label: str, text: str, *, style: str = "", width: int = 12) -> Line:
     """``label`` in a column of its own, then a sentence that may be folded."""
-    # a newline in data must not break the layout
-    text = " ".join(text.split("\n"))
+    # here, not only when it is printed: the columns must know how wide a text is
+    label, text = printable(label), printable(text)
     return Line((Span(label.ljust(width), "dim"), Span(text, style)), hang=width)
 
 
@@ -73,7 +75,7 @@ def cut(text: str, width: int) -> str:
 
 def columns(rows: Iterable[tuple[str, ...]], *, indent: int = 2, widest: int = 60) -> list[Line]:
     """Left-aligned columns, each as wide as its widest cell; only the last may be longer."""
-    rows = list(rows)
+    rows = [tuple(map(printable, row)) for row in rows]
     if not rows:
         return []
     widths = [min(max(len(row[i]) for row in rows), widest) for i in range(len(rows[0]) - 1)]

@@ -19,16 +19,11 @@ from divergence.compare.result import (
     Report,
     SiteResult,
     TruthDiff,
-    json_safe,
+    strict_json,
 )
+from divergence.printable import printable
 
 __all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_csv"]
-
-
-def strict_json(value: Any, *, indent: int = 2) -> str:
-    """Structs, dicts and lists as JSON text that any parser reads."""
-    text = msgspec.json.encode(json_safe(msgspec.to_builtins(value)))
-    return msgspec.json.format(text, indent=indent).decode()
 
 
 def check_json(result: Any) -> str:
@@ -88,4 +83,6 @@ def write_csv(report: Report, file: TextIO) -> None:
         for key, value in row.items():
             if isinstance(value, list | tuple):
                 row[key] = ("x" if key == "shape" else " ").join(str(size) for size in value)
+            elif isinstance(value, str):
+                row[key] = printable(value)
         writer.writerow(row)

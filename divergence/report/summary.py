@@ -102,7 +102,7 @@ def verdict_lines(report: Report) -> list[Line]:
 
 
 def _span(text: str) -> tuple:
-    return line(" ".join(text.split("\n"))).spans
+    return line(text).spans
 
 
 def _run_lines(report: Report) -> list[Line]:

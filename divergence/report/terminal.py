@@ -8,16 +8,14 @@ piped is neither folded nor cut, and the same report gives the same bytes.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable
 from typing import TextIO
 
+from divergence.printable import printable
 from divergence.report.lines import MAX_WIDTH, Line, Span, fold
 
-__all__ = ["harmless", "print_lines", "write_text"]
-
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+__all__ = ["print_lines", "write_text"]
 
 _ASCII = str.maketrans(
     {"…": "~", "█": "#", "×": "x", "Δ": "d", "→": "->", "‖": "|", "–": "-", "—": "-"}
@@ -27,7 +25,7 @@ _ASCII = str.maketrans(
 def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
     """Print composed lines to ``file`` (stdout)."""
     file = sys.stdout if file is None else file
-    lines = [item._replace(spans=tuple(map(_harmless, item.spans))) for item in lines]
+    lines = [item._replace(spans=tuple(map(_printable, item.spans))) for item in lines]
     terminal = file.isatty()
     if not terminal and not _forced():
         write_text("".join(f"{item.text}\n" for item in lines), file=file)
@@ -48,14 +46,8 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
     write_text(capture.get(), file=file)
 
 
-def harmless(text: str) -> str:
-    """``text`` with control characters written out: a run may come from anyone, and what it
-    says must not move the cursor or colour the screen."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-
-
-def _harmless(span: Span) -> Span:
-    return span._replace(text=harmless(span.text))
+def _printable(span: Span) -> Span:
+    return span._replace(text=printable(span.text))
 
 
 def _forced() -> bool:

@@ -28,7 +28,7 @@ from divergence.run.layout import MANIFEST
 
 __all__ = ["Member", "archive_kind_of", "members_of"]
 
-MAX_MEMBERS = 1_000_000
+MAX_MEMBERS = 200_000
 MAX_INDEX_READ_BYTES = 256 << 20
 """The most that is read at once of an archive's own structure: a directory of a million members
 takes some 100 MiB."""

@@ -68,7 +68,11 @@ class LocalBlob:
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
         first = self.offset + begin
-        return memoryview(self._map.open())[first : first + min(num_bytes, self.size - begin)]
+        mapped = self._map.open()
+        if mapped.size() < first + min(num_bytes, self.size - begin):
+            # to touch what the file lost since it was mapped would end the process (SIGBUS)
+            raise OSError("the file has become shorter while it was read")
+        return memoryview(mapped)[first : first + min(num_bytes, self.size - begin)]
 
     def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
         # one map for all members of an archive

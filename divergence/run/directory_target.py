@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +31,9 @@ class DirectoryTarget:
     def __init__(self, path: Path, *, force: bool, rank: int = 0) -> None:
         self.place = path
         self._direct = DirectFiles()
+        self._lock: int | None = None
         if rank == 0:
-            prepare_directory(path, force=force)
+            self._lock = prepare_directory(path, force=force)
         else:
             (path / TENSORS).mkdir(parents=True, exist_ok=True)
         lines = path / records_name(rank)
@@ -68,26 +70,63 @@ class DirectoryTarget:
 
     def close(self) -> None:
         self._records.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def check_directory(path: Path, *, force: bool) -> None:
-    """Raise RunExistsError unless ``path`` is free, empty, or (with ``force``) a run.
+    """Raise RunExistsError unless ``path`` is free, empty, or (with ``force``) a run that nobody is
+    writing.
 
     Raises OSError where it cannot be looked at.
     """
+    _check_contents(path, force=force)
+    if path.exists():
+        lock = _locked(path)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that keeps others from writing a run to the directory until it is closed or this
+    process ends; None where the system or its file system has no locks. RunExistsError where
+    another has it."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise RunExistsError(
+            f"another capture is writing to {path}",
+            hint="wait for it, or choose another directory with -o",
+        ) from None
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _check_contents(path: Path, *, force: bool) -> None:
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise RunExistsError(
             f"{path} exists and is not a directory", hint="choose another directory with -o"
         )
     names = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    if not names:
-        return
+    if not names or (names == {TENSORS} and _is_empty(path / TENSORS)):
+        return  # nothing, or what a capture that was killed at once leaves
     if not force:
         raise RunExistsError(
             f"{path} exists already",
             hint="choose another directory with -o, or pass --force to replace it",
         )
     other = sorted(name for name in names if not is_run_name(name))
+    if not other and TENSORS in names:
+        other = _foreign_tensors(path)
     if MANIFEST not in names or other:
         # manifest.json alone proves little: other programs have files of that name
         what = f"holds {other[0]}" if other else "is not a run"
@@ -97,12 +136,51 @@ def check_directory(path: Path, *, force: bool) -> None:
         )
 
 
-def prepare_directory(path: Path, *, force: bool) -> None:
-    """Check, remove the run that is to be replaced, make the directories. May raise OSError."""
-    check_directory(path, force=force)
-    if path.exists():
-        shutil.rmtree(path)
-    (path / TENSORS).mkdir(parents=True)
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
+
+
+def _foreign_tensors(path: Path) -> list[str]:
+    """What lies among the run's shards and is none: neither named as this program names them nor
+    in a record."""
+    folder = path / TENSORS
+    if folder.is_symlink() or not folder.is_dir():
+        return [TENSORS]
+    names = {
+        f"{TENSORS}/{entry.name}"
+        for entry in folder.iterdir()
+        if _SHARD.fullmatch(entry.name) is None or (entry.is_dir() and not entry.is_symlink())
+    }
+    for lines in path.glob("records*.jsonl") if names else ():
+        with open(lines, "rb") as file:
+            for line in file:
+                names -= {name for name in names if f'"{name}"'.encode() in line}
+    return sorted(names)
+
+
+_SHARD = re.compile(r"r[0-9]{5}-[0-9]{6}\.(safetensors|tmp)")
+
+
+def prepare_directory(path: Path, *, force: bool) -> int | None:
+    """Check, remove the run that is to be replaced, make the directories. Returns what keeps others
+    from doing the same meanwhile, to be closed. May raise OSError."""
+    _check_contents(path, force=force)
+    path.mkdir(parents=True, exist_ok=True)
+    lock = _locked(path)
+    try:
+        _check_contents(path, force=force)  # another may have been faster
+        # the manifest goes last: without it nobody could tell that the rest was a run
+        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == MANIFEST):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        (path / TENSORS).mkdir()
+    except BaseException:
+        if lock is not None:
+            os.close(lock)
+        raise
+    return lock
 
 
 @contextlib.contextmanager

@@ -64,11 +64,12 @@ def along(column: dict[int, Joined | Record], word: str, axis: str, size: int) -
         if len(column) > 1:
             raise NotWholeError(f"{len(column)} places of {axis} each say that they alone hold it")
         return next(iter(column.values()))
-    missing = [place for place in range(size) if place not in column]
-    if missing:
+    num_missing = size - len(column)
+    if num_missing:
+        first = next(place for place in range(size) if place not in column)
         raise NotWholeError(
-            f"the part of place {missing[0]} of {axis}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            f"the part of place {first} of {axis}"
+            + (f" and {num_missing - 1} more" if num_missing > 1 else "")
             + " was not recorded"
         )
     parts = tuple(column[place] for place in range(size))

@@ -15,9 +15,11 @@ from divergence.errors import RunFormatError
 
 __all__ = [
     "MANIFEST",
+    "MAX_FORWARD_TOKENS",
     "MAX_LINE_BYTES",
     "MAX_MANIFEST_BYTES",
     "MAX_NUMEL",
+    "MAX_RANKS",
     "RECORDS",
     "RUN_NAMES",
     "SHARD_DTYPES",
@@ -43,6 +45,10 @@ MAX_LINE_BYTES = 1 << 20
 """A record takes some 500 bytes; a line beyond 1 MiB is damage, not data."""
 MAX_MANIFEST_BYTES = 1 << 30
 """Digests take some 100 bytes a parameter tensor; 1 GiB is beyond any model."""
+MAX_RANKS = 100_000
+"""The names of their records have five digits."""
+MAX_FORWARD_TOKENS = 1 << 28
+"""Of all prompts of a batch with their padding: far beyond what any device runs at once."""
 MAX_NUMEL = (1 << 59) - 1
 """Elements of the largest tensor (and of an empty one's other axes): its bytes fit 64 bits."""
 

@@ -15,9 +15,11 @@ from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
 from divergence.run.layout import (
     MANIFEST,
+    MAX_FORWARD_TOKENS,
     MAX_LINE_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_NUMEL,
+    MAX_RANKS,
     records_name,
 )
 from divergence.run.manifest import SCHEMA_VERSION, Manifest
@@ -78,6 +80,8 @@ def read_manifest(store: Store) -> Manifest:
             hint="docs/dump-format.md describes every key",
         ) from error
     problem = _broken_groups(manifest)
+    if problem is None and num_ranks(manifest.mesh) > MAX_RANKS:
+        problem = f"a mesh of more than {MAX_RANKS} ranks - at `$.mesh`"
     if problem is None and manifest.model.dtype not in FORMATS:
         problem = f"no dtype is called {manifest.model.dtype!r} - at `$.model.dtype`"
     if problem is not None:
@@ -99,7 +103,10 @@ def _broken_groups(manifest: Manifest) -> str | None:
         members = [samples[number] for number in group]
         if not members:
             return f"a group is empty{at}"
-        if len({s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in members}) > 1:
+        lengths = {s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in members}
+        if max(lengths) * len(members) > MAX_FORWARD_TOKENS:
+            return f"samples {group[:9]} are padded to {max(lengths)} tokens, beyond any batch{at}"
+        if len(lengths) > 1:
             return f"samples {group} ran together but are not equally long with their padding{at}"
         if len({len(s.generated_ids) for s in members}) > 1:
             return f"samples {group} ran together but have not equally many generated ids{at}"
@@ -158,7 +165,6 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     records: list[Record] = []
     seen: dict[tuple, int] = {}
     for number, line in _lines(store, name):
-        where = f"{store.where(name)}, line {number}"
         try:
             record = decoder.decode(line)
         except _BROKEN_JSON as error:
@@ -166,18 +172,21 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
                 return records, True  # killed while appending: the line never counted
             raise RunFormatError(
                 f"broken record: {error}",
-                where=where,
+                where=f"{store.where(name)}, line {number}",
                 hint=f"copy {name} again; docs/dump-format.md describes every key",
             ) from error
         if renaming:
             record = renaming(record)
         problem = _broken_record(record, first_samples) or _misplaced(record, rank, manifest)
         if problem is not None:
-            raise RunFormatError(f"broken record: {problem}", where=where)
+            raise RunFormatError(
+                f"broken record: {problem}", where=f"{store.where(name)}, line {number}"
+            )
         identity = (*record.coordinates, record.rank)
         if identity in seen:
             raise RunFormatError(
-                f"line {number} repeats line {seen[identity]}: {name_of(record)}", where=where
+                f"line {number} repeats line {seen[identity]}: {name_of(record)}",
+                where=f"{store.where(name)}, line {number}",
             )
         seen[identity] = number
         records.append(record)

@@ -1,7 +1,8 @@
 """Object stores, through fsspec: whatever scheme it has a package for.
 
 One object at a time is listed, read by range, stored and removed; each request that breaks is
-tried again with growing pauses, and then ends in one error that names the URL. Where a store
+tried again with growing pauses, and then ends in one error that names the URL; a web server has
+REQUEST_S for each (run.web), the stores' packages have limits of their own. Where a store
 refuses (no credentials, no permission, no bucket) trying again changes nothing, and is not done.
 
 Settings are those of the store's own package: environment variables (AWS_PROFILE,
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 from divergence.errors import DivergenceError, RunError, UsageError
 from divergence.run.location import WITH_BUCKETS, Url
+from divergence.run.web import web_options
 
 __all__ = ["Object", "Remote"]
 
@@ -196,7 +198,8 @@ def _open(url: Url) -> tuple[Any, str]:
 
     try:
         # Listings are asked for when they are needed: another machine may have written meanwhile.
-        return fsspec.core.url_to_fs(str(url), use_listings_cache=False)
+        options = web_options() if url.scheme in _WEB else {}
+        return fsspec.core.url_to_fs(str(url), use_listings_cache=False, **options)
     except ImportError as error:
         package = PACKAGES.get(url.scheme)
         extra = "pip install 'divergence-debug[remote]'"
@@ -205,7 +208,8 @@ def _open(url: Url) -> tuple[Any, str]:
             where=str(url),
             hint=extra if package in ("s3fs", "gcsfs") else f"pip install {package or 'it'}",
         ) from error
-    except ValueError as error:
+    # a scheme that is unknown, or one that takes more than a URL: each package says it its own way
+    except Exception as error:
         known = ", ".join(f"{scheme}://" for scheme in ("s3", "gs", "hf", "abfs", "https"))
         raise UsageError(
             f"{url} is no place that can be read: {_text(error)}",

@@ -25,10 +25,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
+import os
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from divergence.errors import UsageError
+from divergence.run.linear import fullmatcher
 
 __all__ = [
     "ROOT",
@@ -39,6 +43,7 @@ __all__ = [
     "module_of",
     "natural_key",
     "near_names",
+    "one_or_more",
     "operator_of",
     "operator_path",
     "split_site",
@@ -48,6 +53,11 @@ __all__ = [
 
 ROOT = "."
 """How the root module is written in a site."""
+
+MAX_PATTERNS = 1_000
+"""With wildcards, in one list; names in full are not counted."""
+
+_WILD = re.compile(r"[*?[]")
 
 _SITE = re.compile(r"(?P<path>[^:\s]+):(?P<port>(?:in|out)(?:\.[^:\s]+)?)")
 
@@ -115,13 +125,21 @@ def operator_of(site: str) -> str:
 def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
     """A predicate on sites that is true where any of the patterns matches.
 
-    Raises UsageError for a regular expression that does not compile.
+    The patterns may be a run's: matching takes time in proportion to pattern and site. Raises
+    UsageError for a regular expression that does not compile, and for more patterns with wildcards
+    than MAX_PATTERNS.
     """
-    tests: list[re.Pattern[str]] = []
+    names: set[str] = set()
+    tests: list[Callable[[str], object]] = []
     for pattern in patterns:
+        if len(tests) >= MAX_PATTERNS:
+            raise UsageError(
+                f"more than {MAX_PATTERNS} patterns of sites",
+                hint="name the sites in full, or say more with one pattern",
+            )
         if pattern.startswith("re:"):
             try:
-                tests.append(re.compile(pattern[3:]))
+                tests.append(fullmatcher(pattern[3:]))
             except re.error as error:
                 raise UsageError(
                     f"{pattern!r} is not a regular expression: {error}",
@@ -129,8 +147,19 @@ def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
                 ) from error
             continue
         full = pattern if ":" in pattern else pattern + ":*"
-        tests.append(re.compile(fnmatch.translate(full)))
-    return lambda site: any(test.fullmatch(site) for test in tests)
+        if _WILD.search(full) is None:
+            names.add(full)
+        else:  # each star takes the first match of what follows it, once and for all
+            tests.append(re.compile(fnmatch.translate(full)).fullmatch)
+    known: dict[str, bool] = {}
+
+    def matches(site: str) -> bool:
+        found = known.get(site)
+        if found is None:
+            found = known[site] = site in names or any(test(site) for test in tests)
+        return found
+
+    return matches
 
 
 def natural_key(site: str) -> list[tuple[int, int, str]]:
@@ -145,9 +174,22 @@ def natural_key(site: str) -> list[tuple[int, int, str]]:
     return key
 
 
+_MAX_NEAR, _MAX_NEAR_CHARS = 20_000, 200
+"""Beyond this a suggestion takes longer than the answer; a run's names may be of any length."""
+
+
 def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str]:
     """The ``count`` names most like ``wanted``, best first: for "did you mean"."""
-    return difflib.get_close_matches(wanted, list(names), n=count, cutoff=0.5)
+    if len(wanted) > _MAX_NEAR_CHARS:
+        return []
+    short = itertools.islice((one for one in names if len(one) <= _MAX_NEAR_CHARS), _MAX_NEAR)
+    return difflib.get_close_matches(wanted, short, n=count, cutoff=0.5)
+
+
+def one_or_more(value: Any) -> list[Any]:
+    """A name (or a run) alone as a list of one: ``sites="blocks"`` is no list of letters."""
+    single = isinstance(value, str | os.PathLike) or not isinstance(value, Iterable)
+    return [value] if single else list(value)
 
 
 def starred(path: str) -> str:

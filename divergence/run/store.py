@@ -311,10 +311,15 @@ def _pieces(blob: Blob) -> Iterator[Buffer]:
     blob.close()
 
 
+_MOST_AHEAD_BYTES = 1 << 34
+
+
 def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
     """Manifest, lines, and the beginning of each shard."""
     for name in (MANIFEST, *sorted(filter(is_records_name, sizes))):
         for begin in range(0, sizes.get(name, 0), SPAN_BYTES):
+            if begin > _MOST_AHEAD_BYTES:
+                break  # a hint; the size is what a server says
             yield name, begin, min(begin + SPAN_BYTES, sizes[name])
     for name in sorted(sizes):
         if re.match(SHARD_PATTERN, name):

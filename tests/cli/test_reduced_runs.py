@@ -26,6 +26,17 @@ def folder(tmp_path_factory, tiny_model):
     return folder
 
 
+def test_a_run_in_part_becomes_no_golden(folder, tmp_path, invoke):
+    """What it leaves out would lie in the golden before, which the next one removes."""
+    golden = tmp_path / "golden"
+    assert invoke("check", golden, folder / "full", "--bless")[0] == 0
+    code, out, err = invoke("check", golden, folder / "part-a", "--bless")
+    assert (code, out) == (2, "")
+    assert "only what differs from run" in err and "without --only-changed" in err
+    assert not (tmp_path / "golden.previous").exists()
+    assert invoke("check", golden, folder / "part-a")[0] == 0
+
+
 COMMANDS = {
     "inspect": (("inspect", "A"), 0),
     "inspect a site": (("inspect", "A", "--site", "model.layers.1:out"), 0),

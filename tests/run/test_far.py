@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -507,3 +509,77 @@ def test_an_archive_is_stored_as_one_object_at_the_end(far, manifest, tmp_path, 
         put(writer, torch.ones(3))
     assert far().cat_file(f"{URL}.{kind}") == (tmp_path / f"r.{kind}").read_bytes()
     assert [what for what, *_ in far.requests].count("put") == 1
+
+
+@pytest.fixture
+def lying(monkeypatch):
+    """``lying(answer)`` → the URL of a web server whose every answer is ``answer(handler)``."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr("divergence.run.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("divergence.run.web.SILENCE_S", 0.2)
+    monkeypatch.setattr("divergence.run.web.REQUEST_S", 0.6)
+    monkeypatch.setattr("divergence.run.web.MAX_BODY_BYTES", 1 << 20)
+    over = threading.Event()
+    servers = []
+
+    def start(answer):
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                with contextlib.suppress(OSError):
+                    answer(self, over)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[0].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[0].server_port}/run.tar"
+
+    yield start
+    over.set()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def _silent(handler, over):
+    over.wait(20)
+
+
+def _trickling(handler, over):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "4096")
+    handler.send_header("Accept-Ranges", "bytes")
+    handler.end_headers()
+    while handler.command == "GET" and not over.wait(0.05):
+        handler.wfile.write(b"x")
+
+
+def _endless(handler, over):
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(1 << 50))
+    handler.end_headers()
+    while handler.command == "GET" and not over.is_set():
+        handler.wfile.write(bytes(1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(_silent, "failed 3 times"), (_trickling, "failed 3 times"), (_endless, "know ranges")],
+)
+def test_a_web_server_that_does_not_end_is_given_up(lying, answer, said):
+    """Silence, a byte now and then, and more than was asked for."""
+    start = time.perf_counter()
+    with pytest.raises(RunFormatError, match=said):
+        Run.open(lying(answer))
+    assert time.perf_counter() - start < 6
+
+
+@pytest.mark.parametrize("scheme", ["nosuch", "github", "dbfs", "reference", "generic", "dir"])
+def test_a_scheme_that_cannot_be_opened_says_which_can(scheme):
+    """Unknown ones, and those that need more than a URL: each package fails in its own way."""
+    with pytest.raises(UsageError, match="no place that can be read") as caught:
+        Run.open(f"{scheme}://somewhere/run")
+    assert "s3://" in caught.value.hint and caught.value.exit_code == 2

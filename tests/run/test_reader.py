@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import struct
+import tarfile
 
 import pytest
 import torch
@@ -422,6 +423,22 @@ def test_a_shard_that_shrinks_while_it_is_open_is_an_error(small_run):
     the_shard(small_run).unlink()
     with pytest.raises(RunFormatError):
         run.read(run.records[0])
+
+
+@pytest.mark.parametrize("kind", ["directory", "tar"])
+def test_a_shard_that_shrinks_while_it_is_mapped_is_an_error(small_run, tmp_path, kind):
+    """What is mapped beyond a file's end ends the process (SIGBUS) when it is touched."""
+    if kind == "tar":
+        file = tmp_path / "run.tar"
+        with tarfile.open(file, "w") as tar:
+            tar.add(small_run, ".")
+        run = Run.open(file)
+    else:
+        file, run = the_shard(small_run), Run.open(small_run)
+    run.read(run.records[0])
+    os.truncate(file, file.stat().st_size // 2 if kind == "tar" else 8)
+    with pytest.raises(RunFormatError, match="shorter while it was read"):
+        run.read(run.records[2], verify=False)
 
 
 # --- links, directories, permissions -----------------------------------------------------------

@@ -8,7 +8,10 @@ are reported, not passed over: a missing shard looks exactly like a wrong kernel
 
 from __future__ import annotations
 
+import contextlib
 import os
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,8 +135,6 @@ def load_model(
     Raises ModelError (no such model, no weights, not loadable, does not fit) and
     UsageError (unknown dtype or attention implementation).
     """
-    from transformers.utils.logging import disable_progress_bar
-
     config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     # a config.json may name attention too, also a kernel of the hub, and would come before options
     config._attn_implementation = attn_implementation
@@ -157,9 +158,9 @@ def load_model(
     if at_once:
         options["distributed_config"] = division
     factory = _factory(config, kind)
-    disable_progress_bar()  # progress is the caller's, and none where stderr is no terminal
     try:
-        module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
+        with _no_bars():
+            module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
         if division is not None and not at_once:
             module = divide(module, division, ranks)
     except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
@@ -262,6 +263,23 @@ def _factory(config: PretrainedConfig, task: Task) -> Any:
         if names[0].endswith(suffix):
             return factory
     return hf.AutoModel
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without transformers' progress bars: progress is the caller's, and none where stderr is no
+    terminal. A program that has them has them again afterwards."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            with warnings.catch_warnings():  # HF_HUB_DISABLE_PROGRESS_BARS has the last word
+                warnings.simplefilter("ignore")
+                logging.enable_progress_bar()
 
 
 def _model_dtype(name: str) -> torch.dtype:

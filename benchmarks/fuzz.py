@@ -1,0 +1,549 @@
+"""Damaged and hostile runs, opened by every command that reads one, for as long as is wanted.
+
+    python benchmarks/fuzz.py [--seconds 60] [--seed 0] [--case N] [--keep DIR]
+
+Each case takes one of some small runs (every form of storage, of several ranks, of earlier format
+versions; in a directory, a tar or zip, or behind a web server that may lie), damages it, and runs
+one command on it, alone or beside a sound one. Some of the damage is to bytes; most is to what is
+said: a number, text, shape or list in the manifest, in a record or in a shard's header becomes
+another, a line is lost, repeated or moved. Allowed are an answer and the tool's own error: exit
+codes 0, 1 and 2, within LIMIT_S and LIMIT_BYTES of memory. Anything else (3, a traceback, a signal,
+a hang) is printed with the number of its case, which ``--case`` runs again, and the exit code is 1.
+Cases are numbered from the seed on and depend on nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import functools
+import http.server
+import io
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import struct
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+LIMIT_S = 20
+LIMIT_BYTES = 2 << 30
+"""Beyond what the imports take."""
+_A_BATCH = 200  # cases of one process
+
+_NUMBERS = [0, 1, -1, 2, 3, 7, 64, 255, 2**15, 2**31 - 1, 2**31, 2**40, 2**53, 2**63 - 1, 2**63,
+            -(2**63), 2**70, 0.5, -0.0, 1e308, 1e-320, 10**400]  # fmt: skip
+_TEXTS = ["", "x", "..", "/", "a:b", "a/b#2:out", "\n", "\x1b[2J", "\u202e", "\ud800", "x" * 9999,
+          "nan", "float32", "bfloat16", "float64", "int64", "bool", "complex64", "float8_e4m3fn",
+          "float4_e2m1fn_x2", "free", "anchored", "escalated", "whole", "replayed", "shard:0",
+          "shard:63", "partial:sum", "replicate", "single", "re:(a+)+$", "*", "[", "re:(",
+          "model.layers.0:out", "lm_head:out", "operators", "encoder", "encoder-decoder",
+          "0" * 32, "sketch", "hash", "tensors/r00000-000000.safetensors"]  # fmt: skip
+_OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"x": 1}, "", 0]
+
+
+# -- runs ----------------------------------------------------------------------------------------
+
+
+def build_runs(folder: Path) -> dict[str, Path]:
+    """Small runs of every kind, by name."""
+    from divergence.capture.api import capture, reference
+    from divergence.capture.engines import tiny
+    from divergence.ops.replay import replay
+
+    model = str(tiny.build("llama", folder / "model"))
+    runs: dict[str, Path] = {}
+
+    def make(name: str, **options: Any) -> None:
+        runs[name] = folder / name
+        capture(**{"out": runs[name], "max_new_tokens": 2, **options})
+
+    sites = ["blocks", "lm_head:out", "ops@model.layers.0.mlp"]
+    make("full", model=model, sites=sites, weights=True)
+    make("like", like=runs["full"], sites=sites, plants=["model.layers.1:out=scale:1.1"])
+    make("batch", model=model, prompts=["one two three four", "five"], batch=True, whole=True)
+    for store in ("sketch", "stats", "hash"):
+        make(store, model=model, store=store)
+    runs["truth"] = folder / "truth"
+    reference(runs["full"], out=runs["truth"])
+    runs["replayed"] = folder / "replayed"
+    replay(runs["full"], out=runs["replayed"])
+    runs["ranks"] = _of_two_ranks(runs["full"], folder / "ranks")
+    return runs | stored_runs()
+
+
+def stored_runs() -> dict[str, Path]:
+    """Those of each format version that lie with the tests."""
+    fixtures = Path(__file__).resolve().parents[1] / "tests" / "fixtures"
+    return {path.name: path for path in sorted(fixtures.glob("run-v*"))}
+
+
+def _of_two_ranks(source: Path, target: Path) -> Path:
+    """As if each of two ranks had computed all of it."""
+    shutil.copytree(source, target)
+    manifest = json.loads((target / "manifest.json").read_text())
+    manifest["mesh"] = {"axes": [{"name": "tp", "size": 2}]}
+    manifest["sizes"]["num_records"] *= 2
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    records = [json.loads(line) for line in (source / "records.jsonl").read_text().splitlines()]
+    for rank, name in enumerate(["records.jsonl", "records-r00001.jsonl"]):
+        (target / name).write_text(
+            "".join(
+                json.dumps(one | {"rank": rank, "placement": ["replicate"]}) + "\n"
+                for one in records
+            )
+        )
+    return target
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def damaged_bytes(data: bytes, random_: random.Random) -> bytes:
+    """The bytes with one kind of damage."""
+    kind = random_.choice(["flip", "flip", "cut", "insert", "remove", "swap", "repeat", "zero"])
+    place = random_.randrange(len(data) + 1)
+    if kind == "flip" and data:
+        changed = bytearray(data)
+        for _ in range(random_.choice([1, 1, 4])):
+            changed[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
+        return bytes(changed)
+    if kind == "cut":
+        return data[:place]
+    if kind == "insert":
+        return data[:place] + random_.randbytes(random_.choice([1, 8, 600])) + data[place:]
+    if kind == "remove":
+        return data[:place] + data[place + random_.choice([1, 9, 512]) :]
+    if kind == "repeat":
+        return data[:place] + data[max(0, place - 512) : place] + data[place:]
+    if kind == "zero":
+        return data[:place] + bytes(16) + data[place + 16 :]
+    other = random_.randrange(len(data) + 1)
+    low, high = sorted((place, other))
+    return data[:low] + data[high:] + data[low:high]
+
+
+def damaged_value(value: Any, random_: random.Random) -> Any:
+    """The JSON value with one part changed, somewhere inside."""
+    places = list(_places(value))
+    if not places:
+        return random_.choice(_OTHERS)
+    holder, key = random_.choice(places)
+    one = holder[key]
+    kind = random_.random()
+    if kind < 0.1 and isinstance(holder, dict):
+        del holder[key]
+    elif kind < 0.15 and isinstance(holder, dict):
+        holder[random_.choice(_TEXTS)] = holder.pop(key)
+    elif kind < 0.2:
+        holder[key] = copy.deepcopy(_at(random_.choice(places)))
+    elif kind < 0.3:
+        holder[key] = random_.choice(_OTHERS)
+    elif isinstance(one, bool):
+        holder[key] = not one
+    elif isinstance(one, int | float):
+        near = [one + 1, one - 1, one * 2, -one]
+        holder[key] = random_.choice(near if random_.random() < 0.5 else _NUMBERS)
+    elif isinstance(one, str):
+        holder[key] = random_.choice([*_TEXTS, one + random_.choice(_TEXTS), one[:-1]])
+    elif isinstance(one, list):
+        holder[key] = random_.choice([one[1:], one * 2, one[::-1], [*one, *one[:1]], one * 50])
+    else:
+        holder[key] = random_.choice([*_NUMBERS, *_TEXTS, *_OTHERS])
+    return value
+
+
+def _at(place: tuple[Any, Any]) -> Any:
+    return place[0][place[1]]
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(value, dict | list):
+        return
+    for key in value if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        yield from _places(value[key])
+
+
+def _as_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=True).encode()
+
+
+def damage_manifest(path: Path, random_: random.Random) -> None:
+    value = json.loads(path.read_bytes())
+    for _ in range(random_.choice([1, 1, 1, 2, 5])):
+        # each part alike, however many places it has: digests of weights are most of them
+        part = random_.choice([value, *(v for v in value.values() if isinstance(v, dict | list))])
+        if isinstance(part, dict) and random_.random() < 0.5:
+            key = random_.choice(list(part) or [""])
+            if isinstance(part.get(key), dict | list) and part[key]:
+                part = part[key]
+        damaged_value(part, random_)
+    path.write_bytes(_as_json(value))
+
+
+def damage_records(path: Path, random_: random.Random) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    if not lines:
+        return
+    kind = random_.random()
+    if kind < 0.1:
+        random_.shuffle(lines)
+    elif kind < 0.15:
+        lines.pop(random_.randrange(len(lines)))
+    elif kind < 0.2:
+        lines.append(random_.choice(lines))
+    elif kind < 0.35:  # the same part of every record
+        values = [json.loads(line) for line in lines]
+        key = random_.choice(sorted({key for value in values for key in value}))
+        fresh = random_.choice([*_NUMBERS, *_TEXTS, *_OTHERS, [0], [1, 0], [2**40, 0], [3, 4]])
+        for value in values:
+            value[key] = fresh
+        lines = [_as_json(value) + b"\n" for value in values]
+    else:
+        for _ in range(random_.choice([1, 1, 3, 20])):
+            number = random_.randrange(len(lines))
+            value = damaged_value(json.loads(lines[number]), random_)
+            lines[number] = _as_json(value) + b"\n"
+    path.write_bytes(b"".join(lines))
+
+
+def change_softly(run: Path, random_: random.Random) -> None:
+    """A number or text here and there becomes another of its kind that the types allow: such runs
+    are read, and what they say is what the comparison goes by."""
+    path = random_.choice([run / "manifest.json", *run.glob("records*.jsonl")])
+    data = path.read_bytes()
+    values = list(map(json.loads, data.splitlines() if path.suffix == ".jsonl" else [data]))
+    for _ in range(random_.choice([1, 1, 2, 4])):
+        value = random_.choice(values)
+        places = [
+            (holder, key)
+            for holder, key in _places(value)
+            if isinstance(holder[key], int | float | str)
+            and not (isinstance(key, str) and "digest" in key)
+        ]
+        by_name: dict[Any, list[tuple[Any, Any]]] = {}
+        for holder, key in places:
+            by_name.setdefault(key if isinstance(key, str) else "", []).append((holder, key))
+        if not by_name:
+            continue
+        holder, key = random_.choice(random_.choice(list(by_name.values())))
+        one = holder[key]
+        others = [_at(place) for place in places if type(_at(place)) is type(one)]
+        if isinstance(one, bool):
+            fresh: Any = not one
+        elif isinstance(one, int):
+            fresh = random_.choice([0, 1, one + 1, max(0, one - 1), 2**31, 2**62, *others])
+        elif isinstance(one, float):
+            fresh = random_.choice([0.0, -one, 1e308, 5e-324, *others])
+        else:
+            fresh = random_.choice([*_TEXTS, *others, *others])
+        everywhere = values if random_.random() < 0.3 else [value]
+        for each in everywhere:
+            for place, name in list(_places(each)):
+                if (each is value and place is holder and name == key) or (
+                    len(everywhere) > 1 and name == key and type(place[name]) is type(one)
+                ):
+                    place[name] = fresh
+    path.write_bytes(b"\n".join(map(_as_json, values)) + b"\n")
+
+
+def damage_header(path: Path, random_: random.Random) -> None:
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    for _ in range(random_.choice([1, 1, 3])):
+        damaged_value(header, random_)
+    text = _as_json(header)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def damage(run: Path, random_: random.Random) -> None:
+    """One to three kinds of damage to a run's directory."""
+    if random_.random() < 0.6:
+        with contextlib.suppress(OverflowError):
+            change_softly(run, random_)
+        return
+    for _ in range(random_.choice([1, 1, 1, 2, 3])):
+        files = sorted(path for path in run.rglob("*") if path.is_file())
+        path = random_.choice([run / "manifest.json", *run.glob("records*.jsonl"), *files])
+        kinds: list[Callable[[Path, random.Random], None]] = [_to_bytes]
+        if path.name == "manifest.json":
+            kinds += [damage_manifest] * 3
+        elif path.suffix == ".jsonl":
+            kinds += [damage_records] * 4
+        else:
+            kinds += [damage_header] * 2
+        with contextlib.suppress(ValueError, struct.error, KeyError, TypeError):
+            random_.choice(kinds)(path, random_)  # what is no JSON any more stays as it is
+
+
+def _to_bytes(path: Path, random_: random.Random) -> None:
+    if random_.random() < 0.05:
+        path.unlink()
+    else:
+        path.write_bytes(damaged_bytes(path.read_bytes(), random_))
+
+
+def packed(run: Path, random_: random.Random) -> Path:
+    """The run as a tar or zip, sometimes damaged as such."""
+    target = run.with_suffix(random_.choice([".tar", ".zip"]))
+    prefix = random_.choice(["", "run"])
+    if target.suffix == ".tar":
+        with tarfile.open(target, "w", format=random_.choice([0, 1, 2])) as tar:
+            tar.add(run, prefix or ".")
+    else:
+        method = random_.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+        with zipfile.ZipFile(target, "w", method) as folder:
+            for path in sorted(run.rglob("*")):
+                folder.write(path, Path(prefix) / path.relative_to(run))
+    if random_.random() < 0.7:
+        target.write_bytes(damaged_bytes(target.read_bytes(), random_))
+    return target
+
+
+# -- a web server that may lie -------------------------------------------------------------------
+
+
+class _Server(http.server.SimpleHTTPRequestHandler):
+    """Files with ranges; some answers are cut, long, slow or no answer."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, *, body: bool) -> None:
+        path = Path(self.translate_path(self.path))
+        lie = random.Random(f"{self.path} {self.headers.get('Range')}").random()
+        if not path.is_file() or lie < 0.02:
+            self.send_error(404 if lie > 0.01 else 500)
+            return
+        data, code = path.read_bytes(), 200
+        total = len(data)
+        wanted = self.headers.get("Range", "")
+        if wanted.startswith("bytes=") and lie > 0.05:
+            begin, _, end = wanted[6:].partition("-")
+            data, code = data[int(begin or 0) : int(end or total) + 1], 206
+        if 0.05 < lie < 0.1:
+            data = data[: len(data) // 2]
+        self.send_response(code)
+        self.send_header("Content-Length", str(2**50 if 0.1 < lie < 0.12 else len(data)))
+        self.send_header("Accept-Ranges", "bytes")
+        if code == 206:
+            self.send_header("Content-Range", f"bytes {begin}-{end}/{total}")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(data if body else b"")
+
+
+def serve(folder: Path) -> str:
+    """Serve ``folder`` on this machine; the URL."""
+    handler = functools.partial(_Server, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+# -- cases ---------------------------------------------------------------------------------------
+
+
+def commands(bad: str, random_: random.Random, runs: dict[str, Path], out: Path) -> list[str]:
+    """One command on the damaged run."""
+    sound = str(random_.choice([path for name, path in runs.items()]))
+    pair = random_.choice([[sound, bad], [bad, sound], [str(runs.get("full", sound)), bad]])
+    return random_.choice(
+        [
+            ["inspect", bad], ["inspect", bad, "-v"], ["inspect", bad, "--verify", "--json"],
+            ["inspect", bad, "--site", "*"], ["compare", *pair, "--all", "-v"],
+            ["compare", *pair, "--force"], ["compare", *pair, "--force", "--json"],
+            ["compare", *pair], ["compare", bad], ["compare", bad, bad], ["check", *pair],
+            ["compare", *pair, sound, "--force"], ["compare", sound, sound, "--reference", bad],
+            ["compare", *pair, "--floor", bad, "--force"], ["pack", bad, "-o", f"{out}/p.tar"],
+            ["unpack", bad, "-o", f"{out}/u"], ["compare", *pair, "--force", "--csv", "-"],
+            ["check", *pair, "--bless"], ["replay", bad, "-o", f"{out}/r"],
+            ["compare", *pair, "--reference", str(runs.get("truth", sound))],
+            ["repro", bad, "--site", "model.layers.0.mlp/aten.mul:out", "-o", f"{out}/x"],
+            ["localize", *pair, "-o", f"{out}/l"], ["capture", "--like", bad, "--dry-run"],
+        ]
+    )  # fmt: skip
+
+
+def run_case(
+    number: int, runs: dict[str, Path], folder: Path, url: str | None
+) -> tuple[int, str | None]:
+    """(exit code, what is wrong with it or None) of one case."""
+    random_ = random.Random(number)
+    shutil.rmtree(folder, ignore_errors=True)
+    work = folder / "out"
+    work.mkdir(parents=True)
+    source = runs[random_.choice(list(runs))]
+    place = folder / "bad"
+    shutil.copytree(source, place)
+    damage(place, random_)
+    how = random_.random()
+    if how < 0.2:
+        place = packed(place, random_)
+    bad = str(place)
+    if url is not None and 0.15 < how < 0.3:
+        bad = f"{url}/{place.name}"
+    arguments = commands(bad, random_, runs, work)
+    if "--bless" in arguments:  # it writes to the golden
+        arguments[1:3] = [str(shutil.copytree(source, folder / "golden")), bad]
+    code, text = call(arguments)
+    silent = "-v" in arguments or "Traceback" not in text  # -v shows where an error was raised
+    if code in (0, 1, 2) and silent and _is_harmless(text):
+        return code, None
+    if code == 3 and "-v" not in arguments:
+        text = call([*arguments, "-v"])[1]
+    return code, f"exit code {code}: divergence {' '.join(arguments)}\n{text[-3000:]}"
+
+
+def call(arguments: list[str]) -> tuple[int, str]:
+    """(exit code, all it printed) of one command, in this process."""
+    from divergence.cli.main import app
+
+    streams = sys.stdout, sys.stderr
+    sys.stdout = sys.stderr = text = io.StringIO()
+    try:
+        app(arguments, prog_name="divergence")
+        code: Any = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        code = f"an exception: {traceback.format_exc()[-3000:]}"
+    finally:
+        sys.stdout, sys.stderr = streams
+    return code, text.getvalue()
+
+
+def _is_harmless(text: str) -> bool:
+    return all(line.isprintable() or line.replace("\u3000", "").isprintable()
+               for line in text.split("\n"))  # fmt: skip
+
+
+def run_many(
+    first: int, runs: dict[str, Path], folder: Path, *, until: float, count: int | None = None
+) -> tuple[collections.Counter[int], dict[int, str]]:
+    """Cases from ``first`` on until that moment, or ``count`` of them: (how many by exit code, what
+    was wrong by case). In processes of their own, which a case may end or hold up."""
+    codes: collections.Counter[int] = collections.Counter()
+    wrong: dict[int, str] = {}
+    number = first
+    end = sys.maxsize if count is None else first + count
+    while number < end and time.monotonic() < until:
+        last = min(end, number + _A_BATCH)
+        done, problems = _batch(number, last, runs, folder, until, codes)
+        wrong |= problems
+        number = done
+    return codes, wrong
+
+
+def _batch(
+    number: int,
+    end: int,
+    runs: dict[str, Path],
+    folder: Path,
+    until: float,
+    codes: collections.Counter[int],
+) -> tuple[int, dict[int, str]]:
+    told, tells = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(told)
+        _work(number, end, runs, folder, tells, until)
+    os.close(tells)
+    wrong: dict[int, str] = {}
+    with open(told, "rb", buffering=0) as pipe:
+        rest = b""
+        while True:
+            ready, _, _ = select.select([pipe], [], [], LIMIT_S)
+            if not ready:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return number + 1, wrong | {number: f"no answer within {LIMIT_S} s"}
+            data = pipe.read(1 << 16)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                number, code, problem = json.loads(line)
+                codes[code] += 1
+                if problem is not None:
+                    wrong[number] = problem
+                number += 1
+    _, status = os.waitpid(child, 0)
+    if status:
+        return number + 1, wrong | {number: f"ended with status {status} (signal {status & 127})"}
+    return number, wrong
+
+
+def _work(
+    number: int, end: int, runs: dict[str, Path], folder: Path, tells: int, until: float
+) -> None:
+    """The child: cases one after the other, each told when it is done."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + LIMIT_BYTES, resource.RLIM_INFINITY))
+    url = serve(folder)
+    for one in range(number, end):
+        if time.monotonic() > until:
+            break
+        try:
+            code, problem = run_case(one, runs, folder, url)
+        except BaseException:
+            code, problem = 3, f"the fuzz itself: {traceback.format_exc()}"
+        os.write(tells, json.dumps([one, code, problem]).encode() + b"\n")
+    os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--case", type=int, help="this case alone")
+    parser.add_argument("--keep", type=Path, help="where the last case's files stay")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="divergence-fuzz-") as temporary:
+        runs = build_runs(Path(temporary))
+        first = options.seed if options.case is None else options.case
+        start = time.monotonic()
+        codes, wrong = run_many(
+            first, runs, options.keep or Path(temporary) / "case",
+            until=start + options.seconds, count=None if options.case is None else 1,
+        )  # fmt: skip
+        seconds = time.monotonic() - start
+    for number, problem in wrong.items():
+        print(f"case {number}: {problem}\n")
+    kinds = collections.Counter(problem.strip().rpartition("\n")[2] for problem in wrong.values())
+    ends = ", ".join(f"{count} with {code}" for code, count in sorted(codes.items(), key=str))
+    print(f"{codes.total()} cases from {first} on in {seconds:.0f} s ({ends}), {len(wrong)} wrong")
+    for text, count in kinds.most_common():
+        print(f"{count:6}  {text[:150]}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

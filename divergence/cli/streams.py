@@ -1,0 +1,97 @@
+"""stdout and stderr as a command may find them: closed, full, or with nobody who reads.
+
+The answer is what a command is run for: where it cannot be written the exit code is 2, never 0 or
+1, which are answers, and never 3, which is a fault of the tool. What goes to stderr is for people:
+where that cannot be written, nothing changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from divergence.errors import UsageError
+
+__all__ = ["nowhere", "open_streams"]
+
+
+def open_streams() -> None:
+    """Put streams that end as stated in place of this process's own. The numbers of closed ones are
+    taken first: the next file to be opened would get them, and what a library prints."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    sys.stdout = _Closed() if sys.stdout is None else _rewrapped(sys.stdout, _Answer)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    else:
+        sys.stderr = _rewrapped(sys.stderr, _ForPeople)
+
+
+def nowhere() -> None:
+    """Nothing more can be written to stdout: what is left of it goes nowhere, in silence."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    with contextlib.suppress(OSError):  # what is buffered is written once more at exit
+        os.dup2(sys.stdout.fileno(), 1)
+
+
+def _lost(reason: str) -> UsageError:
+    nowhere()
+    return UsageError(
+        f"cannot write the answer: {reason}", hint="give stdout a place: > FILE, or > /dev/null"
+    )
+
+
+def _rewrapped(stream: Any, kind: Callable[..., Any]) -> Any:
+    if type(stream) is not io.TextIOWrapper:
+        return stream  # a test's, a notebook's
+    return kind(
+        stream.buffer, encoding=stream.encoding, errors=stream.errors,
+        line_buffering=stream.line_buffering, write_through=stream.write_through,
+    )  # fmt: skip
+
+
+class _Answer(io.TextIOWrapper):
+    """stdout."""
+
+    def write(self, text: str) -> int:
+        return self._lost_or(super().write, text)
+
+    def flush(self) -> None:
+        self._lost_or(super().flush)
+
+    def _lost_or(self, action: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return action(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _lost(error.strerror or str(error)) from error
+
+
+class _ForPeople(io.TextIOWrapper):
+    """stderr."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+class _Closed(io.StringIO):
+    """stdout that was closed from the start."""
+
+    def write(self, text: str) -> int:
+        raise _lost(os.strerror(errno.EBADF)) if text else OSError(errno.EBADF)

@@ -1,0 +1,52 @@
+"""A short piece of benchmarks/fuzz.py: damaged runs end in an answer or in the tool's own error."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# benchmarks/ is beside the package, not in it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import fuzz
+
+PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks/fuzz.py"
+
+
+def test_stored_runs_that_were_damaged(tmp_path, monkeypatch):
+    """Of each format version; another choice of runs makes other cases than ``--case``."""
+    monkeypatch.setattr("logging.raiseExceptions", False)
+    runs = fuzz.stored_runs()
+    assert len(runs) >= 4
+    codes = []
+    for number in range(25):
+        code, problem = fuzz.run_case(number, runs, tmp_path / "case", None)
+        assert problem is None, f"case {number}: {problem}"
+        codes.append(code)
+    assert {0, 2} <= set(codes)  # some are still runs, most are none
+
+
+def test_a_case_is_the_same_every_time(tmp_path):
+    """Nothing but its number decides what is damaged."""
+    source = fuzz.stored_runs()["run-v4"]
+    damaged = []
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        subprocess.run(["cp", "-r", source, folder], check=True)
+        fuzz.damage(folder, random.Random(7))
+        damaged.append({path.name: path.read_bytes() for path in folder.rglob("*.*")})
+    assert damaged[0] == damaged[1]
+
+
+@pytest.mark.slow
+def test_every_kind_of_run_for_a_while():
+    """Also behind a web server, in processes of their own that may hang or crash."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "--seconds", "30", "--seed", "1"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

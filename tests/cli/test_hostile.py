@@ -1,0 +1,229 @@
+"""A hostile run: nothing it says forges a line or moves the cursor, nothing it asks for takes long.
+
+Every text of manifest and records is planted with a line that looks like a report's, escape codes
+and marks of direction, whatever the field: found by walking the types, so that a new field is
+planted as well.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+
+from divergence.run.manifest import Manifest
+from divergence.run.record import Record
+
+EVIL = "x\nFORGED: the runs agree\r\x1b[2J\x1b[31m\u202e\u2028\x85\x07|`<b>y"
+
+OPERATOR = "model.layers.0.mlp/aten.mul:out"
+
+MEANT = {
+    ("ModelIdentity", "dtype"), ("ModelIdentity", "task"),
+    ("Settings", "compute_dtype"), ("Plan", "replayed_pass"), ("Plan", "only_changed"),
+    ("Place", "shard"), ("Place", "key"), ("Record", "dtype"), ("Operand", "dtype"),
+    ("Operand", "site"), ("Operand", "origin"), ("Operand", "weight"), ("Call", "operator"),
+    ("Plan", "anchored_to"), ("Plan", "plants"), ("Plan", "steps"), ("Plan", "positions"),
+}  # fmt: skip
+"""Words that make the run another one, or none: planted one by one."""
+
+At = Callable[[tuple[str, str]], bool]
+"""Is a field planted, by (name of the struct, name of the field)?"""
+
+
+def planted(kind: Any, value: Any, *, at: At, owner: tuple[str, str] = ("", "")) -> Any:
+    """``value`` (built-in types) of type ``kind`` with evil in each text, and in one text of each
+    list and each optional field that is empty."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        free = not any(getattr(one, "pattern", None) for one in arguments[1:])
+        return planted(arguments[0], value, at=at, owner=owner) if free else value
+    if origin is Literal:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for one in arguments:
+            if one is not type(None) and (value is None or isinstance(value, _plain(one))):
+                return planted(one, value, at=at, owner=owner)
+        return value
+    if kind is str:
+        return f"{value or ''}{EVIL}" if at(owner) else value
+    if origin in (list, tuple):
+        inner = [planted(arguments[0], one, at=at, owner=owner) for one in value or []]
+        if not inner and arguments[0] is str:
+            inner = [planted(str, None, at=at, owner=owner)]
+        return [one for one in inner if one is not None]
+    if origin is dict:
+        if arguments[1] is Any:
+            return value
+        found = {
+            planted(str, key, at=at, owner=owner): planted(arguments[1], item, at=at, owner=owner)
+            for key, item in (value or {}).items()
+        }
+        if not value and arguments[1] is str and at(owner):
+            found = {f"k{EVIL}": EVIL}
+        return found
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if value is None:
+            return None
+        hints = typing.get_type_hints(kind, include_extras=True)
+        names = {field.name: field.encode_name for field in msgspec.structs.fields(kind)}
+        found = dict(value)
+        for name, encoded in names.items():
+            one = planted(hints[name], value.get(encoded), at=at, owner=(kind.__name__, name))
+            if one is not None and not (one in ([], {}) and encoded not in value):
+                found[encoded] = one
+        return found
+    return value
+
+
+def _plain(kind: Any) -> tuple[type, ...]:
+    """The built-in types that stand for ``kind``."""
+    origin = typing.get_origin(kind) or kind
+    if origin is Annotated:
+        return _plain(typing.get_args(kind)[0])
+    if isinstance(origin, type) and issubclass(origin, msgspec.Struct):
+        return (dict,)
+    return {list: (list,), tuple: (list,), dict: (dict,), Literal: (str,)}.get(origin, (origin,))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, llama) -> Path:
+    """``a``, and ``b`` which has a fault and another machine's texts."""
+    from divergence.capture.api import capture
+
+    folder = tmp_path_factory.mktemp("hostile")
+    sites = ["blocks", "lm_head:out", "ops@model.layers.0.mlp"]
+    capture(llama, out=folder / "a", max_new_tokens=2, sites=sites)
+    capture(
+        llama, out=folder / "b", max_new_tokens=2, sites=sites, label="there",
+        plants=["model.layers.1.mlp:out=scale:1.5"],
+    )  # fmt: skip
+    return folder
+
+
+def rewrite(source: Path, target: Path, change, change_record=None) -> Path:
+    """A copy of a run with another manifest and other records."""
+    shutil.copytree(source, target)
+    manifest = target / "manifest.json"
+    manifest.write_text(json.dumps(change(json.loads(manifest.read_text()))))
+    if change_record is not None:
+        lines = target / "records.jsonl"
+        found = [change_record(json.loads(line)) for line in lines.read_text().splitlines()]
+        lines.write_text("".join(json.dumps(one) + "\n" for one in found))
+    return target
+
+
+def evil_run(source: Path, target: Path, at: At = lambda owner: owner not in MEANT) -> Path:
+    return rewrite(
+        source, target,
+        lambda value: planted(Manifest, value, at=at),
+        lambda value: planted(Record, value, at=at),
+    )  # fmt: skip
+
+
+def assert_harmless(*texts: str) -> None:
+    """One forged line would begin with the word."""
+    for text in texts:
+        assert all(char.isprintable() or char == "\n" for char in text), [
+            line for line in text.split("\n") if not line.isprintable()
+        ][:3]
+        assert not any(line.lstrip().startswith("FORGED") for line in text.split("\n"))
+
+
+def commands(one: Path, two: Path) -> list[tuple[object, ...]]:
+    return [
+        ("inspect", two), ("inspect", two, "-v"), ("inspect", two, "--json"),
+        ("inspect", two, "--site", "*"), ("inspect", two, "--verify"),
+        ("compare", one, two), ("compare", one, two, "-v", "--all"),
+        ("compare", one, two, "--json"), ("compare", two, one, "--force"), ("compare", two),
+        ("compare", one, two, "--force", "--csv", "-"), ("compare", one, two, one, "--force"),
+        ("compare", one, one, "--reference", two), ("compare", one, two, "--floor", two),
+        ("check", one, two), ("check", one, two, "-v"), ("check", one, two, "--json"),
+        ("check", one, two, "--bless"),
+        ("localize", one, two, "-o", "work"), ("capture", "--like", two, "-o", "again"),
+        ("reference", two, "-o", "truth"), ("replay", two, "-o", "replayed"),
+        ("capture", "--like", two, "--dry-run"),
+        ("repro", two, "--site", OPERATOR, "-o", "repro"),
+        ("repro", two, "--against", one, "--site", OPERATOR, "-o", "repro2"),
+        ("pack", two, "-o", "packed.tar"), ("compare", one, two, "-vv"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
+def test_no_text_of_a_run_forges_a_line(runs, invoke, tmp_path, both):
+    """Every field at once, in each command that reads a run."""
+    one = evil_run(runs / "a", tmp_path / "a") if both else runs / "a"
+    two = evil_run(runs / "b", tmp_path / "b")
+    assert EVIL in json.loads((two / "manifest.json").read_text())["environment"]["label"]
+    for command in commands(one, two):
+        code, out, err = invoke(*command)
+        assert code in (0, 1, 2), (command, err)
+        assert_harmless(out, err)
+        if "--json" in command and code != 2:
+            json.loads(out)
+    for file in tmp_path.glob("repro*/report.md"):
+        assert_harmless(file.read_text())
+
+
+def test_words_that_are_meant_are_refused_without_a_forged_line(runs, invoke, tmp_path):
+    """Names of dtypes, shards, passes and tasks, all at once and one by one."""
+    for number, word in enumerate([None, *sorted(MEANT)]):
+        wanted = MEANT if word is None else {word}
+        two = evil_run(runs / "b", tmp_path / f"b{number}", wanted.__contains__)
+        for command in (("inspect", two), ("compare", runs / "a", two)):
+            code, out, err = invoke(*command)
+            assert code in (0, 2), (word, command, err)
+            assert_harmless(out, err)
+
+
+def _with_mesh(value: dict) -> dict:
+    return value | {"mesh": {"axes": [{"name": "tp", "size": 2**31}] * 4}, "complete": False}
+
+
+def _with_pads(value: dict) -> dict:
+    for sample in value["tokens"]["samples"]:
+        sample["num_left_pad"] = 2**40
+    return value
+
+
+def _with_pattern(value: dict) -> dict:
+    value["plan"]["sites"] = ["re:(m|[a-z])*(.|o)*(l|.)*0x", "re:(a+)+$"]
+    return value
+
+
+HUGE = {"mesh": (_with_mesh, "a mesh of more than"), "pads": (_with_pads, "beyond any batch")}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_few_bytes_ask_for_no_endless_work(runs, invoke, tmp_path, name):
+    """Refused as what no run is, in every command, before anything is made of it."""
+    change, said = HUGE[name]
+    run = rewrite(runs / "b", tmp_path / "huge", change)
+    for command in (("inspect", run), ("compare", runs / "a", run), ("capture", "--like", run)):
+        start = time.perf_counter()
+        code, out, err = invoke(*command, *(["-o", "x"] if command[0] == "capture" else []))
+        assert (code, out) == (2, ""), err
+        assert said in err
+        assert time.perf_counter() - start < 2
+
+
+def test_a_pattern_of_a_run_takes_no_longer_than_another(runs, invoke, tmp_path):
+    """Each of 41 characters doubled the time; ``--like`` uses the same matcher."""
+    run = rewrite(runs / "a", tmp_path / "slow", _with_pattern)
+    more = rewrite(
+        runs / "b", tmp_path / "more",
+        lambda value: value | {"plan": value["plan"] | {"modules": value["plan"]["modules"] | {
+            "a" * 200 + ".x": {"kind": "X", "role": "block"}}}},
+    )  # fmt: skip
+    start = time.perf_counter()
+    assert invoke("compare", run, more)[0] == 0
+    assert invoke("capture", "--like", run, "-o", "x")[0] == 2
+    assert time.perf_counter() - start < 10

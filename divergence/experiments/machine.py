@@ -10,10 +10,7 @@ was repeated first. So no machine is taken for another because no field tells th
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,8 @@ from divergence.capture.environment import (
 )
 from divergence.capture.substitute import Substitute
 from divergence.capture.taken import also_taken
-from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.errors import DivergenceError, UsageError
+from divergence.experiments.elsewhere import command_options, made_elsewhere
 from divergence.experiments.folder import Folder
 from divergence.experiments.localization import Repetition
 from divergence.experiments.repetition import check_repetition, check_substituted, why_not_bits
@@ -108,7 +106,7 @@ class Maker:
                 sites=sites, max_new_tokens=tokens, attn_implementation=attention,
                 trust_remote_code=self._trust,
             )  # fmt: skip
-            run = _elsewhere(words, out, variables)
+            run = made_elsewhere(words, out, variables)
         else:
             run = reference(
                 source, out=out, model=self._model_of(side), sites=sites or (), force=True,
@@ -282,9 +280,9 @@ class Maker:
             put = f"{site}={run.path}" + (f"={other}" if other != site else "")
         words = command_words(
             "capture", like=source.path, o=out, force=True, device=self._device_of(side),
-            model=model, trust_remote_code=self._trust, **_options(values), substitute=put,
+            model=model, trust_remote_code=self._trust, **command_options(values), substitute=put,
         )  # fmt: skip
-        return _elsewhere(words, out, variables)
+        return made_elsewhere(words, out, variables)
 
     def _model_of(self, side: str) -> str | None:
         source, own = self._runs["reference"].manifest.model, self._runs[side].manifest
@@ -357,7 +355,7 @@ class Maker:
         return command_line(
             "capture", like=source.path, o=out, model=own.source if elsewhere else None,
             device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
-            **_options(values), note=f"on the {side}'s machine",
+            **command_options(values), note=f"on the {side}'s machine",
         )  # fmt: skip
 
 
@@ -370,35 +368,3 @@ def _free_sites(own: Run) -> list[str]:
 
 def _plan(run: Run) -> list[str]:
     return run.manifest.plan.substitutes
-
-
-def _options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of capture as options of the command."""
-    names = ("sites", "weights", "escalate", "max_new_tokens", "dtype", "attn_implementation",
-             "label", "store", "batch")  # fmt: skip
-    found = {name: values.get(name) for name in names}
-    off = [name for name in ("batch", "deterministic", "anchor", "probe")
-           if values.get(name) is False]  # fmt: skip
-    return found | {f"no_{name}": True for name in off} | {"plant": values.get("plants")}
-
-
-def _elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
-    """The command ``words`` in a process with these variables."""
-    environment = {k: v for k, v in os.environ.items() if k not in variables}
-    environment |= {k: v for k, v in variables.items() if v is not None}
-    home = str(Path(__file__).parents[2])
-    paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from where the command was given
-    done = subprocess.run(
-        [sys.executable, "-m", *words, "--quiet"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise ModelError(
-            f"the {words[1]} with the recorded environment variables failed "
-            f"(exit {done.returncode})",
-            where=str(out),
-            hint=(done.stderr.strip().splitlines() or ["no message"])[-1],
-        )
-    return Run.open(out)

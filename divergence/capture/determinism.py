@@ -31,11 +31,13 @@ __all__ = ["Determinism", "deterministic_settings", "seed_everything"]
 @dataclass(slots=True)
 class Determinism:
     """What was set: filled while the block runs. ``warnings``: operators that torch
-    itself reports as nondeterministic; ``fallbacks``: those that it says the CPU ran."""
+    itself reports as nondeterministic; ``fallbacks``: those that it says the CPU ran, and how often
+    it said so."""
 
     switches: list[Switch] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+    num_fallbacks: int = 0
 
     def note_in(self, settings: Settings) -> None:
         """What was warned of so far."""
@@ -330,6 +332,7 @@ def _collected_warnings(state: Determinism) -> Iterator[None]:
                     name = next(filter(None, match.groups()), "an operator")
                     if name not in found:
                         found.append(name)
+                    state.num_fallbacks += found is state.fallbacks
                     return
             pass_on(message, category, *place, **more)
 

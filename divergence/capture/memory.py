@@ -24,10 +24,12 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that can be taken on ``device`` now; 0 where nobody tells."""
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
-        return 0
+        asked = getattr(getattr(torch, device.type, None), "mem_get_info", None)
+        try:  # of CUDA, torch_npu, XPU; a driver may refuse to tell
+            return 0 if asked is None else int(asked(device)[0])
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return 0
     return min((*_meminfo(), *_groups()), default=0)
 
 

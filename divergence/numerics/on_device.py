@@ -6,9 +6,9 @@ device without it is refused, since a float32 sum over a million elements is not
 (float32 inside small blocks is what numpy's loops do, and takes a host's order of passes).
 Every dtype that torch can widen there is read, complex ones as their components.
 
-A chunk is 4 million elements a side. It goes by way of page-locked memory where the device is CUDA:
-only from there do copies run beside arithmetic. Tensors that fit twice into the budget stay on
-the device between the pass for the sums and the one for the distances.
+A chunk is 4 million elements a side. It goes by way of page-locked memory where the device has
+streams and events: only from there do copies run beside arithmetic. Tensors that fit twice into the
+budget stay on the device between the pass for the sums and the one for the distances.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def open_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         local = os.environ.get("LOCAL_RANK")
-        if device.type == "cuda" and device.index is None and local is not None:
-            device = torch.device("cuda", int(local) % max(1, torch.cuda.device_count()))
+        if device.type != "cpu" and device.index is None and local is not None:
+            count = torch.get_device_module(device).device_count()
+            device = torch.device(device.type, int(local) % max(1, count))
         one = torch.ones(2, dtype=torch.float64, device=device)
         if float((one * (1 + 2.0**-40)).sum()) != 2 + 2.0**-39:
             raise TypeError("it rounds float64")
@@ -57,23 +58,34 @@ def open_device(name: str) -> torch.device:
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` on the device; by way of this thread's page-locked buffers where that pays."""
-    if device.type != "cuda" or tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or not _has_streams(device):
         return tensor.to(device)
     stages = getattr(_STAGES, "by_device", None)
     if stages is None:
         stages = _STAGES.by_device = {}
     if device not in stages:
-        stages[device] = _Stage(device)
-    return stages[device].send(tensor)
+        try:
+            stages[device] = _Stage(device)
+        except RuntimeError:  # no page-locked memory is to be had
+            stages[device] = None
+    stage = stages[device]
+    return tensor.to(device) if stage is None else stage.send(tensor)
+
+
+def _has_streams(device: torch.device) -> bool:
+    """Events tell when a buffer may be filled again: torch.cuda, torch.xpu and torch_npu do."""
+    module = getattr(torch, device.type, None)
+    return device.type != "cpu" and all(hasattr(module, n) for n in ("Event", "current_stream"))
 
 
 class _Stage:
     """Two page-locked buffers in turn: one is filled while the other is on its way."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._sent = [torch.cuda.Event(), torch.cuda.Event()]
+        self._device, self._module = device, torch.get_device_module(device)
+        empty = torch.empty(0, dtype=torch.uint8)
+        self._buffers = [torch.empty(1, dtype=torch.uint8, pin_memory=True), empty]
+        self._sent = [self._module.Event(), self._module.Event()]
         self._turn = 0
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +97,7 @@ class _Stage:
         stage = self._buffers[turn][: len(flat)]
         stage.copy_(flat)
         there = stage.to(self._device, non_blocking=True)
-        self._sent[turn].record(torch.cuda.current_stream(self._device))
+        self._sent[turn].record(self._module.current_stream(self._device))
         return there.view(tensor.dtype).view(tensor.shape)
 
 

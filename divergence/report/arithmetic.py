@@ -68,7 +68,9 @@ def _usual(fact: ArithmeticFact) -> bool:
 
 
 def _answer(fact: ArithmeticFact, *, verbose: bool) -> str:
-    text = fact.value if fact.verified else f"{fact.value} [unverified: {fact.evidence}]"
+    text = fact.value
+    if not fact.verified:
+        text += f" [unverified: {fact.evidence}]" if fact.evidence else " [unverified]"
     return f"{text} [{fact.evidence}]" if verbose and fact.verified and fact.evidence else text
 
 

@@ -122,7 +122,7 @@ def capture_suite(
             _tell(progress, "probe", 0, None, "")
             manifest.arithmetic = quick_facts(device)
         with RunWriter(out, manifest, force=force) as writer:
-            runner = _Runner(writer, chosen, device, repeat, progress)
+            runner = _Runner(writer, chosen, device, repeat, progress, determinism)
             runner.run(works)
             determinism.note_in(manifest.settings)
     return Run.open(out)
@@ -215,7 +215,9 @@ class _Runner:
         device: str,
         repeat: int,
         progress: Progress | None,
+        determinism: Determinism,
     ) -> None:
+        self._determinism = determinism
         self._cases = CaseWriter(writer, "free" if writer.manifest.like is None else "replayed")
         self._chosen, self._device, self._repeat = chosen, device, repeat
         self._progress, self._manifest = progress, writer.manifest
@@ -253,8 +255,11 @@ class _Runner:
             with torch.no_grad(), Checking():
                 work.operator.run(**_copied(arguments, "cpu"))
         arguments = _copied(arguments, self._device)
+        before = self._determinism.num_fallbacks
         with torch.no_grad():
             results = outputs_of(self._chosen[work.operator.full_name].call(**arguments))
+        if self._determinism.num_fallbacks > before:  # nothing that the device computed
+            raise Unavailable(f"the CPU ran it in place of {self._device}")
         return tuple(result.detach().cpu().contiguous() for result in results)
 
     def _record(self, work: Work, arguments: Arguments, outputs: tuple[torch.Tensor, ...]) -> None:

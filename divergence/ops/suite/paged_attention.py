@@ -25,6 +25,7 @@ __all__ = ["OPERATORS"]
 Shape = tuple[int, ...]
 _ARGUMENTS = ("query", "key_cache", "value_cache", "block_tables", "context_lens", "scale")
 _BLOCK = 16
+_FLASH_PAGE = 256
 
 
 def _gathered(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
@@ -92,13 +93,28 @@ def _inputs(source: Source, shape: Shape) -> Arguments:
     }  # fmt: skip
 
 
+def _repaged(cache: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same tokens in pages of 256, the only ones that flash_attn takes, last page first; and
+    the table of those. What fills a page up is large, too."""
+    batch = tables.shape[0]
+    tokens = cache[tables.long()].flatten(1, 2)  # (B, blocks x size, G, H)
+    pages = -(-tokens.shape[1] // _FLASH_PAGE)
+    wide = tokens.new_full((batch, pages * _FLASH_PAGE, *tokens.shape[2:]), 300.0)
+    wide[:, : tokens.shape[1]] = tokens
+    flat = wide.reshape(batch * pages, _FLASH_PAGE, *tokens.shape[2:]).flip(0).contiguous()
+    table = torch.arange(batch * pages - 1, -1, -1, dtype=tables.dtype, device=tables.device)
+    return flat, table.reshape(batch, pages)
+
+
 def _flash_attn():
     from flash_attn import flash_attn_with_kvcache
 
     def call(query, key_cache, value_cache, block_tables, context_lens, scale):
+        keys, table = _repaged(key_cache, block_tables)
+        values, _ = _repaged(value_cache, block_tables)
         attended = flash_attn_with_kvcache(
-            query[:, None], key_cache, value_cache, cache_seqlens=context_lens,
-            block_table=block_tables, softmax_scale=scale,
+            query[:, None], keys, values, cache_seqlens=context_lens, block_table=table,
+            softmax_scale=scale,
         )  # fmt: skip
         return attended[:, 0]
 
@@ -111,13 +127,22 @@ def _npu():
     def call(query, key_cache, value_cache, block_tables, context_lens, scale):
         batch, heads, width = query.shape
         blocks, size, groups, _ = key_cache.shape
-        attended = torch_npu.npu_incre_flash_attention(
+        operands = (
             query.reshape(batch, 1, heads * width),
             key_cache.reshape(blocks, size, groups * width),
             value_cache.reshape(blocks, size, groups * width),
-            actual_seq_lengths=context_lens.tolist(), block_table=block_tables, block_size=size,
-            num_heads=heads, num_key_value_heads=groups, scale_value=scale, input_layout="BSH",
-        )  # fmt: skip
+        )
+        paged = {"block_table": block_tables, "block_size": size, "num_heads": heads,
+                 "num_key_value_heads": groups, "input_layout": "BSH"}  # fmt: skip
+        lengths = context_lens.tolist()
+        if hasattr(torch_npu, "npu_fused_infer_attention_score"):  # the only one on newer devices
+            attended, *_ = torch_npu.npu_fused_infer_attention_score(
+                *operands, actual_seq_lengths_kv=lengths, scale=scale, **paged
+            )
+        else:
+            attended = torch_npu.npu_incre_flash_attention(
+                *operands, actual_seq_lengths=lengths, scale_value=scale, **paged
+            )
         return attended.reshape(batch, heads, width)
 
     return call

@@ -60,6 +60,8 @@ def _truth_dynamic_quant(
 
 
 def _run_w8a8(x, weight, x_scale, weight_scale, out_dtype):
+    if x.device.type == "npu":  # torch's own int8 product runs on the CPU there
+        return _npu_quant_matmul()(x, weight, x_scale, weight_scale, out_dtype)
     product = _int_product(x, weight.T).float()
     return (product * x_scale[:, None] * weight_scale).to(getattr(torch, out_dtype))
 
@@ -221,6 +223,18 @@ def _npu_quantize():
     return call
 
 
+def _npu_quant_matmul():
+    import torch_npu
+
+    def call(x, weight, x_scale, weight_scale, out_dtype):
+        return torch_npu.npu_quant_matmul(
+            x, weight.T, weight_scale, pertoken_scale=x_scale,
+            output_dtype=getattr(torch, out_dtype),
+        )  # fmt: skip
+
+    return call
+
+
 def _npu_dynamic_quant():
     import torch_npu
 
@@ -252,6 +266,7 @@ OPERATORS = (
             },
             plan=[(shape, "normal") for shape in ("decode", "odd", "prefill", "large_k")],
         ),
+        implementations={"torch_npu": _npu_quant_matmul},
     ),
     *_casts(),
 )  # fmt: skip

@@ -140,17 +140,23 @@ def test_what_any_rank_found_is_the_run_s():
         return SimpleNamespace(
             sizes=Sizes(num_records=3, seen_bytes=8),
             repeatability=Repeatability(num_runs=2, num_compared=3, **repeated),
-            settings=SimpleNamespace(nondeterministic_warnings=["a"] + ["b"] * bool(repeated)),
+            settings=SimpleNamespace(
+                nondeterministic_warnings=["a"] + ["b"] * bool(repeated),
+                cpu_fallbacks=["c"] * bool(repeated),
+            ),
         )
 
     manifest, other = found(), found(num_different=1, first_difference="m:out (sample 1, step 0)")
-    theirs = other.sizes, other.repeatability, other.settings.nondeterministic_warnings
+    warned = other.settings
+    theirs = (other.sizes, other.repeatability, warned.nondeterministic_warnings,
+              warned.cpu_fallbacks)  # fmt: skip
     division(gather=lambda mine: [mine, theirs]).count(manifest)
     assert (manifest.sizes.num_records, manifest.sizes.seen_bytes) == (6, 16)
     repeated = manifest.repeatability
     assert (repeated.num_runs, repeated.num_compared, repeated.num_different) == (2, 6, 1)
     assert repeated.first_difference == "m:out (sample 1, step 0) on rank 1"
     assert manifest.settings.nondeterministic_warnings == ["a", "b"]
+    assert manifest.settings.cpu_fallbacks == ["c"]
 
 
 @pytest.mark.parametrize("steps", ["decode", "1-4"])

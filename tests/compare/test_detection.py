@@ -43,7 +43,10 @@ def reference(tmp_path_factory, tiny_model):
 
 def other_machine(run, out, architecture, **options):
     attention = "sdpa" if architecture in OTHER_KERNELS else None
-    return capture(like=run, out=out, attn_implementation=attention, force=True, **options)
+    return capture(
+        like=run, out=out, attn_implementation=attention, force=True,
+        trust_remote_code=architecture == "remote-code", **options,
+    )  # fmt: skip
 
 
 def places(blocks):

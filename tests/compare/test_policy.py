@@ -429,7 +429,9 @@ class FakeRun(SimpleNamespace):
                 stopped_by=tables.get("stopped_by"),
                 settings=SimpleNamespace(compute_dtype=tables.get("compute_dtype")),
                 plan=SimpleNamespace(
-                    plants=tables.get("plants", []), substitutes=tables.get("substitutes", [])
+                    plants=tables.get("plants", []),
+                    substitutes=tables.get("substitutes", []),
+                    only_changed=None,
                 ),
             ),
             records=[

@@ -103,7 +103,7 @@ def fleet(tmp_path_factory, tiny_model):
     }
     for name, options in again.items():
         capture(like=folder / "a", out=folder / name, **options)
-    capture(model, out=folder / "batched", max_new_tokens=3, prompts=prompts, batch=2)
+    capture(model, out=folder / "batched", max_new_tokens=3, prompts=prompts, batch=True)
     divide(Run.open(folder / "faulty"), folder / "parts")
     reference(folder / "a", out=folder / "truth")
     shutil.copytree(folder / "faulty", folder / "damaged")

@@ -101,7 +101,7 @@ def test_a_run_in_another_process_imports_nothing_from_here(run, maker, monkeypa
         started.append(env)
         return SimpleNamespace(returncode=1, stderr="")
 
-    monkeypatch.setattr("divergence.experiments.machine.subprocess.run", start)
+    monkeypatch.setattr("divergence.experiments.elsewhere.subprocess.run", start)
     monkeypatch.delenv("MKL_CBWR", raising=False)
     environment = msgspec.structs.replace(run.manifest.environment, variables={"MKL_CBWR": "AVX2"})
     manifest = msgspec.structs.replace(run.manifest, environment=environment)

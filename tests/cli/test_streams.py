@@ -35,7 +35,8 @@ def shell(runs: Path, command: str, redirected: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize(
     ("command", "redirected"),
-    [("check a b", ">&-"), ("check a b", ">/dev/full"), ("inspect a --json", ">/dev/full"),
+    [pytest.param("check a b", ">&-", marks=pytest.mark.slow), ("check a b", ">/dev/full"),
+     ("inspect a --json", ">/dev/full"),
      ("inspect a", ">&- 2>&-"), ("inspect a", ">/dev/full 2>/dev/full"),
      ("check --help", ">/dev/full")],
 )  # fmt: skip
@@ -49,7 +50,8 @@ def test_an_answer_that_has_nowhere_to_go_is_2(runs, command, redirected):
 
 @pytest.mark.parametrize(
     ("command", "redirected", "code"),
-    [("check a b", "2>&-", 0), ("check a c", "2>/dev/full", 1), ("inspect nothing", "2>&-", 2),
+    [pytest.param("check a b", "2>&-", 0, marks=pytest.mark.slow),
+     ("check a c", "2>/dev/full", 1), ("inspect nothing", "2>&-", 2),
      ("inspect nothing", "2>/dev/full", 2), ("inspect a", "<&-", 0)],
 )  # fmt: skip
 def test_what_is_for_people_changes_no_exit_code(runs, command, redirected, code):

@@ -85,7 +85,7 @@ def in_int8(weight):
     weight.copy_((weight / scale).round() * scale)
 
 
-@pytest.mark.parametrize("num_experts", [8, 32])
+@pytest.mark.parametrize("num_experts", [pytest.param(8, marks=pytest.mark.slow), 32])
 @pytest.mark.parametrize("change", [scaled, zeroed, in_int8])
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
@@ -113,8 +113,22 @@ def test_one_expert_of_many_is_found_and_named(
         assert compare(a, b).verdict.onset.block == BLOCK
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("architecture", ["qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("qwen3-moe", "bfloat16"),
+        ("mixtral", "float16"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("qwen3-moe", "float16"),
+                ("qwen3-moe", "float32"),
+                ("mixtral", "bfloat16"),
+                ("mixtral", "float32"),
+            )
+        ),
+    ],
+)
 def test_tokens_that_rounding_sends_elsewhere_are_left_out_and_counted(
     architecture, dtype, recorded, tmp_path
 ):

@@ -320,10 +320,8 @@ def _copied(arguments: Arguments, device: str) -> Arguments:
     moved = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            there = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=device
-            )
-            value = there.copy_(value)
+            layout = value.shape, value.stride()
+            value = torch.empty_strided(*layout, dtype=value.dtype, device=device).copy_(value)
         moved[name] = value
     return moved
 
@@ -349,15 +347,14 @@ def _manifest(
         return "definition" if mine is None else mine.name
 
     modules = {work.path: ModuleNote(kind=kind(work), role="inner") for work in works}
-    used = sorted({f"{one.name}" for one in chosen.values() if one.name != DEFAULT})
-    model_class = "suite"
+    used = sorted({one.name for one in chosen.values() if one.name != DEFAULT})
     return Manifest(
         **provenance(
             device, command=command, like=recorded,
             label=label if label or chosen else "float64 reference",
         ),
         model=ModelIdentity(
-            source=source, model_class=model_class, task="operators",
+            source=source, model_class="suite", task="operators",
             config_digest="" if recorded is None else recorded.model.config_digest,
             dtype="float32", num_parameters=0,
             digest="" if recorded is None else recorded.model.digest,

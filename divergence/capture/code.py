@@ -66,6 +66,8 @@ _ATTENTION = (
 )
 """Names under which transformers itself has implementations."""
 _MOST_FUNCTIONS = 100
+_PLACEHOLDERS = "transformers.distributed.pipeline_parallel"
+"""What stands for the blocks of another stage computes nothing."""
 
 
 def class_name(module: nn.Module) -> str:
@@ -77,6 +79,8 @@ def code_notes(model: nn.Module) -> dict[str, CodeNote]:
     """A note on each class of module in ``model``."""
     groups: dict[type, dict[str, Any]] = {}
     for path, module in model.named_modules():
+        if type(module).__module__.startswith(_PLACEHOLDERS):
+            continue
         groups.setdefault(_own_class(type(module)), {})[path or ROOT] = module
     names = Counter(kind.__name__ for kind in groups)
     notes: dict[str, CodeNote] = {}

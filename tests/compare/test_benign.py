@@ -48,7 +48,8 @@ from divergence.capture.api import capture
 attention, out, *runs = sys.argv[1:]
 for run in map(Path, runs):
     other = None if run.name.startswith("mamba") else attention or None
-    capture(like=run, out=Path(out) / run.name, attn_implementation=other)
+    capture(like=run, out=Path(out) / run.name, attn_implementation=other,
+            trust_remote_code=run.name.startswith("remote-code"))
 """
 
 TEXT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel. "

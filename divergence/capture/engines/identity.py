@@ -99,7 +99,7 @@ def identify(
         config=config_values(_steady(config.to_dict()) | _experts(config)),
         code=_code(module),
         chat_example=chat_example(tokenizer),
-        **size_facts(module, tokenizer),
+        **size_facts(loaded.structure, tokenizer),
     )
 
 

@@ -216,13 +216,14 @@ def _hold_looks(
             if len(unit.looks) < 2 or (few and unit.results[0].block in routed):
                 continue
             width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
+            lower = least * (2 if few else 1)  # of one row, a few bits are the whole error
             absolute = (thresholds.token if few else thresholds.typical) * width
             look.limit = absolute
             if look.place in control.at:
                 room = max(thresholds.sibling * width, thresholds.forward * control.largest)
-                look.limit = min(absolute, room * max(control.at[look.place], least))
+                look.limit = min(absolute, room * max(control.at[look.place], lower))
             elif anchored and unit.phase in blocks:
-                usual = max(blocks[unit.phase], at_blocks.get(look.place, 0.0), least)
+                usual = max(blocks[unit.phase], at_blocks.get(look.place, 0.0), lower)
                 look.limit = min(absolute, thresholds.lone * width * usual)
             look.limit *= unit.widened
             look.usage = look.typical / look.limit

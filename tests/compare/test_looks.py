@@ -74,6 +74,14 @@ def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
     assert only_in(unit) == " in decode step 17 alone (of 64)"
 
 
+@pytest.mark.parametrize(("ratio", "is_fault"), [(1.3, False), (4.0, True)])
+def test_a_few_bits_of_one_token_are_no_fault(ratio, is_fault):
+    """Of two kernels that mostly agree bit for bit, one step's error is a bit or none."""
+    sites = {at: site(at[0], 0.0, step=at[2], rows=1) for at in drawn(places=STEPS, rows=1)}
+    sites[1, 0, 19].ratio = sites[1, 0, 19].ratio_max = ratio
+    assert bool(flagged(sites.values())) == is_fault
+
+
 def test_steps_from_one_on_are_said_as_such():
     """A cache that goes wrong stays wrong."""
     sites = drawn(places=STEPS, rows=1)

@@ -48,6 +48,7 @@ from divergence.capture.wrapped import (
 from divergence.run.fingerprint import digest_many
 from divergence.run.manifest import CodeNote
 from divergence.run.site import ROOT, starred
+from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,15 +57,6 @@ __all__ = ["FUNCTIONAL", "class_name", "code_notes"]
 
 FUNCTIONAL = "torch.nn.functional"
 """Key of the note on torch's own functions, where any were replaced."""
-_ATTENTION = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-)
-"""Names under which transformers itself has implementations."""
 _MOST_FUNCTIONS = 100
 _PLACEHOLDERS = "transformers.distributed.pipeline_parallel"
 """What stands for the blocks of another stage computes nothing."""
@@ -279,7 +271,7 @@ class _Reader:
                 return  # the default, which is named beside it
             name = f"{name}[{choice}]"
             self._read_named(name, value, force=True)
-            if choice in _ATTENTION and not all(map(is_library, layers(value))):
+            if choice in ATTENTION and not all(map(is_library, layers(value))):
                 self._foreign[name] = self.functions.get(name, "")
                 self.replaced.append(f"{name} was replaced by {put_by(innermost(value))}")
             return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from divergence.numerics.fold import fold_sums
+from divergence.numerics.fold import fold_sums, is_exact_on
 from divergence.numerics.formats import format_of
 from divergence.numerics.sketch import num_projections, sketch_tensor, sum_dtype_name
 from divergence.numerics.summary_device import statistics_on_device
@@ -73,6 +73,8 @@ class ReducedKeeper:
         return item
 
     def _reduce(self, tensor: torch.Tensor, k: int | None) -> Reduced:
+        if not is_exact_on(str(tensor.device)):
+            raise RuntimeError("its 64-bit integer arithmetic is wrong")
         return Reduced(
             sums=fold_sums(tensor),
             statistics=None if self._store == "hash" else statistics_on_device(tensor),

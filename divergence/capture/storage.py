@@ -72,7 +72,7 @@ def _wants_host_digests(request: Request) -> bool:
     """Does the run to be repeated hold nothing but hosts' digests of what is not to be kept?
 
     A device's own could then be held against nothing: its tensors go to the host, and are reduced
-    there. (Sketches are compared as they are.)
+    there. (Hosts that keep sketches note both kinds.)
     """
     return (
         request.like is not None

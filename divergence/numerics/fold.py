@@ -30,22 +30,39 @@ from divergence.numerics.mixing import MASK64, mixed, stream
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHUNK", "SEEDS", "fold_tensor", "folds_of"]
+    from divergence.numerics.kernels import Kernel
+
+__all__ = ["CHUNK", "SEEDS", "fold_tensor", "folds_of", "is_exact_on"]
 
 CHUNK = 1 << 16
 """Words in a chunk."""
 SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 """The first 128 bits of π's fraction: chosen by nobody."""
+_KNOWN = "99961e94dcdbf63f123c589a690b20f8"
+"""The digest of what ``is_exact_on`` hashes, by the definition in plain integers (the tests)."""
 _AT_ONCE = 1 << 6
 """Chunks that a device widens to 64 bits at a time: 32 MiB."""
 
 
-def fold_tensor(tensor: torch.Tensor) -> str:
-    """The digest, 32 hex digits. Waits for the device."""
-    return folds_of([fold_sums(tensor)])[0]
+def fold_tensor(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> str:
+    """The digest, 32 hex digits. Waits for the device. ``kernel``: of a host's tensors."""
+    return folds_of([fold_sums(tensor, kernel=kernel)])[0]
 
 
-def fold_sums(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+@functools.cache
+def is_exact_on(device: str) -> bool:
+    """Does ``device`` give the digest that is known of certain bytes? Asked once a process.
+
+    They fill three chunks of words of either sign, the last in part: every operation is in it, and
+    a device that rounds or saturates 64-bit products, or adds them up in a float, gives another.
+    """
+    import torch
+
+    words = stream(SEEDS[0], CHUNK + 77).view("int64")
+    return fold_tensor(torch.from_numpy(words).to(device)) == _KNOWN
+
+
+def fold_sums(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> tuple[torch.Tensor, int]:
     """(both sums as int64 on the tensor's device, number of bytes): nothing is waited for."""
     import torch
 
@@ -56,7 +73,7 @@ def fold_sums(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     num_bytes = tensor.numel() * tensor.element_size()
     words = _words(tensor)
     while True:
-        words = _chunks(words)  # (chunks, 2 sums)
+        words = _chunks(words, kernel)  # (chunks, 2 sums)
         if len(words) <= 1:
             break
         # of each sum the chunks' results in turn: two inputs, one for each hash
@@ -95,7 +112,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int32)
 
 
-def _chunks(words: torch.Tensor) -> torch.Tensor:
+def _chunks(words: torch.Tensor, kernel: Kernel) -> torch.Tensor:
     """Both sums of each chunk, (chunks, 2). ``words``: of the bytes, or (2, words) where each
     hash has an input of its own."""
     import torch
@@ -104,6 +121,10 @@ def _chunks(words: torch.Tensor) -> torch.Tensor:
     words = words if each else words[None]
     count = words.shape[-1]
     multipliers = _multipliers(str(words.device))  # (2, CHUNK)
+    if kernel == "compiled" and not each and words.device.type == "cpu":
+        from divergence.numerics.compiled.fold import chunk_sums
+
+        return torch.from_numpy(chunk_sums(words[0].numpy(), multipliers.numpy()))
     results = []
     whole = count // CHUNK
     step = 1 if words.device.type == "cpu" else _AT_ONCE  # there, what stays in cache

@@ -12,8 +12,10 @@ from divergence.errors import UsageError
 from divergence.numerics.fold import fold_tensor
 from divergence.numerics.formats import format_named
 from divergence.numerics.sketch import sketch_bytes, sketch_tensor
+from divergence.run.fingerprint import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.reduction import Reducer
+from divergence.run.record import Place
+from divergence.run.reduction import Reducer, reducer_for
 
 PROMPT = ["A bridge is built twice: once on paper, where every beam is exact, and once in steel."]
 MODES = ("full", "sketch", "stats", "hash")
@@ -223,8 +225,6 @@ def test_as_on_an_accelerator(runs, mode):
     stored = {}
 
     def store(digest, piece):
-        from divergence.run.record import Place
-
         stored[digest.hex()] = piece.holder
         return Place(shard="tensors/r00000-000000.safetensors", key=digest.hex())
 
@@ -273,3 +273,23 @@ def test_a_device_that_cannot_reduce(mode, monkeypatch):
     monkeypatch.setattr(keep_reduced, "fold_sums", full)
     with pytest.raises(torch.OutOfMemoryError):
         ReducedKeeper(mode, CopyKeeper(), hosts=True).keep(tensor)
+
+
+@pytest.mark.parametrize("mode", ["sketch", "stats", "hash"])
+def test_a_device_whose_digests_are_wrong(mode, monkeypatch):
+    """It does not give the digest that is known: its tensors are digested on the host."""
+    said = []
+    monkeypatch.setattr(keep_reduced, "is_exact_on", lambda device: False)
+    keeper = ReducedKeeper(mode, CopyKeeper(), hosts=True, note=said.append)
+    item = keeper.keep(torch.randn(4, 256))
+    assert item.reduced is None and item.tensor is not None
+    assert "its 64-bit integer arithmetic is wrong" in said[0]
+
+
+def test_a_host_that_sketches_notes_the_device_digest():
+    """Two sketches of equal tensors differ where they were added up in another order."""
+    item = CopyKeeper().keep(torch.randn(3, 300))
+    tensor = item.tensor
+    reducer = reducer_for("sketch", like=None, only_changed=False)
+    reducer.take([item], lambda digest, piece: Place(shard="s", key="k"))
+    assert item.fold == fold_tensor(tensor) and item.digest == digest_tensor(tensor)

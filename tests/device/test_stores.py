@@ -31,10 +31,11 @@ def test_digests_of_a_host_and_a_device(said, mode, order):
 
 @pytest.mark.parametrize("name", ["sketch", "sketch, device first", "no float64 products"])
 def test_sketches_of_a_host_and_a_device(said, name):
-    """They estimate no difference; a device without float64 matrix products has the same ones."""
+    """Equal bits come out as equal, though sketches are sums in another order; a device without
+    float64 matrix products has sketches as good."""
     code, out, err = said[name]
     assert code == 0, err
-    assert out.startswith(("IDENTICAL", "WITHIN_FLOOR")), out
+    assert out.startswith("IDENTICAL: all "), out
 
 
 def test_no_copy_is_waited_for(said):

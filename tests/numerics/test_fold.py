@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from divergence.numerics.fold import CHUNK, SEEDS, fold_sums, fold_tensor, folds_of
+from divergence.numerics import fold
+from divergence.numerics.fold import (
+    CHUNK,
+    SEEDS,
+    fold_sums,
+    fold_tensor,
+    folds_of,
+    is_exact_on,
+)  # fmt: skip
+from divergence.numerics.kernels import has_compiled
 from divergence.numerics.mixing import MASK64, mixed, stream
 
 DTYPES = [
@@ -110,3 +119,28 @@ def test_a_known_value():
     """The example of docs/dump-format.md: the bytes 0 to 7."""
     assert stream(SEEDS[0], 1)[0] == mixed(SEEDS[0] + GAMMA)
     assert fold_tensor(torch.arange(8, dtype=torch.uint8)) == by_definition(bytes(range(8)))
+
+
+@pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
+@pytest.mark.parametrize("num_bytes", [0, 1, 3, 40, CHUNK * 4, CHUNK * 4 + 9, CHUNK * 11])
+def test_compiled(num_bytes):
+    """Compiled loops give the same digest, whether they fill chunks or not."""
+    torch.manual_seed(num_bytes)
+    tensor = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    assert fold_tensor(tensor, kernel="compiled") == fold_tensor(tensor)
+
+
+def test_a_known_answer(monkeypatch):
+    """A device is believed if it gives the digest that plain integers give."""
+    words = stream(SEEDS[0], CHUNK + 77)
+    assert by_definition(words.tobytes()) == fold._KNOWN
+    assert is_exact_on("cpu")
+    is_exact_on.cache_clear()
+    exact = fold._sums
+
+    def in_floats(words, multipliers, *, each):
+        return exact(words, multipliers, each=each).double().long()
+
+    monkeypatch.setattr(fold, "_sums", in_floats)
+    assert not is_exact_on("cpu")
+    is_exact_on.cache_clear()

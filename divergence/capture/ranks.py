@@ -34,6 +34,7 @@ from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.run.command import quoted
 from divergence.run.manifest import Mesh, MeshAxis
 from divergence.run.mesh import describe_mesh, places_of
+from divergence.run.own_thread import set_device
 
 __all__ = ["AXES", "Ranks", "joined", "parse_mesh", "start_ranks"]
 
@@ -127,12 +128,14 @@ class Ranks:
     """This process among its peers. ``places``: its index by axis; ``device``: its own."""
 
     def __init__(self, mesh: Mesh, device: str) -> None:
+        import torch
         import torch.distributed as dist
 
         if not dist.is_available():
             raise UsageError("this torch was built without torch.distributed", hint="leave --mesh")
         self.mesh = mesh
         self.device = _own_device(device)
+        set_device(torch.device(self.device))  # before anything else makes a context elsewhere
         if not dist.is_initialized():
             # for good: a second one would meet the addresses of the first in torchrun's store
             dist.init_process_group(_backend(self.device), timeout=TIMEOUT)

@@ -31,21 +31,28 @@ def simulated_build() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def on_device(simulated_build: ModuleType, llama: Path, tmp_path_factory) -> Callable[..., Any]:
-    """``on_device("stores")`` → what ``answers`` of programs/stores.py returned, in a process that
-    has npu:0 and npu:1. Skips, with the reason, where no device can be built."""
+def device_environment(simulated_build: ModuleType) -> dict[str, str]:
+    """Variables of a process that has npu:0 and npu:1. Skips, with the reason, where no device can
+    be built."""
     reason = simulated_build.why_not()
     if reason is not None:
         pytest.skip(reason)
     simulated_build.library()
+    paths = [str(ROOT), str(FOLDER / "fake"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "160"}
+
+
+@pytest.fixture(scope="session")
+def on_device(
+    device_environment: dict[str, str], llama: Path, tmp_path_factory
+) -> Callable[..., Any]:
+    """``on_device("stores")`` → what ``answers`` of programs/stores.py returned, on the device."""
 
     def run(program: str, **environment: str) -> Any:
         work = tmp_path_factory.mktemp(f"device-{program}-")
-        paths = [str(ROOT), str(FOLDER / "fake"), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
             [sys.executable, FOLDER / "programs" / "commands.py", program, work, llama],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "160"}
-            | environment,
+            env=device_environment | environment,
             cwd=work, capture_output=True, text=True, timeout=500, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{program}: {done.stderr[-3000:]}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.capture.engines.distributed import as_loaded, distribution, divide, why_not
 from divergence.capture.engines.offloaded import DeviceMap, device_map_of, input_device
-from divergence.errors import ModelError, UsageError
+from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.layout import expanded
 from divergence.run.manifest import Task
@@ -320,7 +320,9 @@ def _about_attention(error: BaseException, implementation: str) -> bool:
     return implementation != "eager" and "attention" in text
 
 
-def _model_error(source: str, error: BaseException, revision: str | None) -> ModelError:
+def _model_error(source: str, error: BaseException, revision: str | None) -> DivergenceError:
+    if isinstance(error, DivergenceError):
+        return error  # says what it is: a rank that was told to stop meanwhile
     text = str(error)
     if "trust_remote_code" in text:
         at = "" if revision is None else f" at {revision}"

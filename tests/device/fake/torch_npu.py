@@ -28,6 +28,7 @@ from collections import namedtuple
 
 import simulated_build
 import torch
+import torch.distributed as dist
 
 __version__ = "2.0.0+simulated"
 SCHEDULES = ("none", "copies", "kernels", "both")
@@ -156,6 +157,11 @@ def npu_fusion_attention(*args, **kwargs):
     raise NotImplementedError("the simulated device has no fused attention")
 
 
+def _collectives(store, rank: int, size: int, timeout):
+    """What HCCL is here: the host's own; nothing of the device's goes through it."""
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
 def _module() -> types.ModuleType:
     """torch.npu, as far as torch, transformers and divergence ask for it."""
     made = types.ModuleType("torch.npu")
@@ -184,6 +190,7 @@ torch._register_device_module("npu", npu)
 _library.sim_start()
 torch.utils.generate_methods_for_privateuse1_backend()
 sys.modules["torch.npu"] = npu
+dist.Backend.register_backend("hccl", _collectives, devices=["npu"])
 configure(
     **dict(part.split("=", 1) for part in os.environ.get("SIMULATED_NPU", "").split(",") if part)
 )

@@ -27,26 +27,34 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
     An operator is known by its call and not by the ``/`` in its site alone.
     """
     calls = {r.site.rpartition(":")[0] for r in run.records if r.call is not None}
+    digests: dict[str, str | None] = {}
+    """By site: of the weight that is named like it."""
 
     def kind(record: Record) -> Kind:
-        if is_operator_site(record.site) and record.site.rpartition(":")[0] in calls:
+        site = record.site
+        if "/" in site and is_operator_site(site) and site.rpartition(":")[0] in calls:
             return "operator"
-        if _is_weight(record, run.manifest):
+        if site not in digests:
+            digests[site] = _digest_of_weight(site, run.manifest)
+        digest = digests[site]
+        if digest is not None and _is_weight(record, digest, run.manifest):
             return "weight"
         return "whole" if record.pass_ == "whole" else "tensor"
 
     return kind
 
 
-def _is_weight(record: Record, manifest: Manifest) -> bool:
-    """Named like a weight and with its bytes: an argument of a module may be named so too."""
-    path, _, port = record.site.partition(":")
+def _digest_of_weight(site: str, manifest: Manifest) -> str | None:
+    path, _, port = site.partition(":")
     if not port.startswith("in."):
-        return False
+        return None
     name = f"{unescape_path(path)}.{port.removeprefix('in.')}".removeprefix(".")
-    digest = manifest.model.digests.get(name)
-    if digest is None:
-        return False
+    return manifest.model.digests.get(name)
+
+
+def _is_weight(record: Record, digest: str, manifest: Manifest) -> bool:
+    """Has it the bytes of the weight that it is named like? An argument of a module may be named
+    so too."""
     # a rank's part, an offloaded weight and an accelerator's digest cannot be told by it
     told = manifest.mesh is None and record.xxh3 is not None and _DIGEST.fullmatch(digest)
     return not told or record.xxh3 == digest

@@ -95,6 +95,7 @@ class Measurer:
             (path for path, note in self._notes.items() if note.role == "block"),
             key=len, reverse=True,
         )  # fmt: skip
+        self._block_by_path: dict[str, str | None] = {}
         self._cache: dict[tuple, Found] = {}
         self._lock = threading.Lock()
         self._entering: dict[tuple[int, int, str], RowMetrics] = {}
@@ -308,10 +309,10 @@ class Measurer:
 
     def block_of(self, path: str) -> str | None:
         """The block that ``path`` is or lies in."""
-        for block in self._blocks:
-            if path == block or path.startswith(block + "."):
-                return block
-        return None
+        if path not in self._block_by_path:
+            within = (b for b in self._blocks if path == b or path.startswith(b + "."))
+            self._block_by_path[path] = next(within, None)
+        return self._block_by_path[path]
 
     def _find(self, pair: Pair, is_block: bool, threads: int) -> Found:
         one, two = pair.reference.record, pair.candidate.record
@@ -326,6 +327,7 @@ class Measurer:
         )  # fmt: skip
         known = self._cache.get(key) if whole else None
         if known is not None:
+            self.reading.check(pair)  # the same contents may lie at several places
             return known
         a, b = (
             self._pieces.tensor(self._reference, pair.reference),

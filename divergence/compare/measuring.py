@@ -16,10 +16,12 @@ cache, was no faster, and costs a copy.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.compare.align import Pair
@@ -42,6 +44,8 @@ _FETCHED_BYTES = 512 << 20
 """Pairs are fetched into the system's cache until so much lies ahead of those that are started."""
 _FETCHED_ALONE_BYTES = 1 << 20
 """What is smaller comes with its neighbours, when one of them is read."""
+_MOST_PAIRS = 32
+"""In a batch: few enough that every thread has some of a short comparison."""
 _READERS = 1
 """A disk serves two better than one; on two cores more get into one another's way."""
 _LARGE_BYTES = 64 << 20
@@ -105,6 +109,7 @@ def measure_pairs(
     import torch
 
     measurer.reading.announce(pairs)
+    batches = list(_batches(pairs))
     measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
     fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
     reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
@@ -113,52 +118,86 @@ def measure_pairs(
         initializer=set_device, initargs=(measurer.device,),
     )  # fmt: skip
 
-    def look(pair: Pair, read: Future[None]) -> Found | None:
-        read.result()
+    def look(batch: _Batch, read: Future[None] | None) -> list[Found | None]:
+        if read is not None:
+            read.result()
         # whole pairs side by side; the threads of one that is large share it
-        threads = measuring if _num_bytes(pair) >= _LARGE_BYTES else 1
-        try:
-            return measurer.look(pair, threads=threads)
-        finally:
-            for run, record in measurer.reading.reads(pair):
-                run.release(record)
+        threads = measuring if batch.num_bytes >= _LARGE_BYTES else 1
+        found = []
+        for pair in batch.pairs:
+            try:
+                found.append(measurer.look(pair, threads=threads))
+            finally:
+                for run, record in measurer.reading.reads(pair):
+                    run.release(record)
+        return found
 
-    ahead: deque[tuple[Future[Found | None], int]] = deque()
+    ahead: deque[Future[list[Found | None]]] = deque()
     started = under_way_bytes = 0
     fetched = fetched_bytes = 0
+    number = 0
     try:
-        for number, pair in enumerate(pairs):
-            while fetched < len(pairs) and fetched_bytes < _FETCHED_BYTES:
-                num_bytes = _num_bytes(pairs[fetched])
-                if num_bytes >= _FETCHED_ALONE_BYTES:
-                    fetcher.submit(measurer.reading.fetch, pairs[fetched])
-                fetched_bytes += num_bytes
+        for batch in batches:
+            while fetched < len(batches) and fetched_bytes < _FETCHED_BYTES:
+                coming = batches[fetched]
+                if coming.is_large:
+                    fetcher.submit(measurer.reading.fetch, coming.pairs[0])
+                fetched_bytes += coming.num_bytes
                 fetched += 1
-            while started < len(pairs) and (
+            while started < len(batches) and (
                 not ahead
                 or (len(ahead) < 2 * measuring + 2 and under_way_bytes < measuring * _AHEAD_BYTES)
             ):
-                coming = pairs[started]
-                read = reader.submit(measurer.reading.read_ahead, coming)
-                num_bytes = _num_bytes(coming)
-                ahead.append((pool.submit(look, coming, read), num_bytes))
-                under_way_bytes += num_bytes
-                fetched_bytes -= num_bytes
+                coming = batches[started]
+                read = None
+                if coming.is_large:
+                    read = reader.submit(measurer.reading.read_ahead, coming.pairs[0])
+                ahead.append(pool.submit(look, coming, read))
+                under_way_bytes += coming.num_bytes
+                fetched_bytes -= coming.num_bytes
                 started += 1
             if progress is not None:
-                progress("compare", number, len(pairs), pair.reference.record.site)
-            future, num_bytes = ahead.popleft()
-            found = future.result()
-            under_way_bytes -= num_bytes
-            yield found
+                progress("compare", number, len(pairs), batch.pairs[0].reference.record.site)
+            yield from ahead.popleft().result()
+            under_way_bytes -= batch.num_bytes
+            number += len(batch.pairs)
     finally:
         for one in (fetcher, reader, pool):
             one.shutdown(wait=True, cancel_futures=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Pairs that one thread looks at in one go: one that is large, or small neighbours."""
+
+    pairs: list[Pair]
+    num_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        return self.num_bytes >= _FETCHED_ALONE_BYTES
+
+
+def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
+    """Handing a pair from thread to thread takes as long as looking at a small one."""
+    batch, total = [], 0
+    for pair in pairs:
+        num_bytes = _num_bytes(pair)
+        if batch and (total + num_bytes >= _FETCHED_ALONE_BYTES or len(batch) == _MOST_PAIRS):
+            yield _Batch(batch, total)
+            batch, total = [], 0
+        batch.append(pair)
+        total += num_bytes
+    if batch:
+        yield _Batch(batch, total)
+
+
 def _num_bytes(pair: Pair) -> int:
     """Of both sides."""
-    return sum(
-        piece.record.numel * format_named(piece.record.dtype).itemsize
-        for piece in (pair.reference, pair.candidate)
-    )
+    one, two = pair.reference.record, pair.candidate.record
+    return one.numel * _itemsize(one.dtype) + two.numel * _itemsize(two.dtype)
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    return format_named(dtype).itemsize

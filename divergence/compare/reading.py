@@ -66,10 +66,7 @@ class Reading:
         for run, record in sides:
             if run.far and equal_by_record(pair):
                 continue
-            if run.has_bytes(record):
-                run.read(record)
-            elif record.sketch is not None:
-                run.read_sketch(record)
+            run.check(record)
 
     def has_both(self, pair: Pair) -> bool:
         """Are the bytes of both sides at hand?"""

@@ -14,6 +14,7 @@ What it refuses: sub-byte and quantised dtypes, which hold no number per element
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -169,6 +170,7 @@ _ALIASES = {
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def format_named(name: str) -> Format:
     """The format called ``name``: torch's, safetensors' or a usual short name, any case,
     with or without ``torch.``. Raises UsageError with near names."""

@@ -9,9 +9,12 @@ first time it is read.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
@@ -28,7 +31,6 @@ from divergence.run.contents import (
     verify_run,
     why_no_bytes,
 )
-from divergence.run.fingerprint import digest_tensor
 from divergence.run.layout import (
     MANIFEST,
     checked_shard_name,
@@ -201,25 +203,45 @@ class Run:
         """The record's sketch, float32 (rows, num_projections + 2). Errors: as ``read``."""
         return self._view(record, parts_of(record)[-1], verify=verify)
 
+    def check(self, record: Record) -> None:
+        """Hold what is kept of the record, its bytes or else its sketch, to its checksum: as
+        reading it does, without a tensor. Raises RunFormatError."""
+        lent = self._lent(record) if record.place is None else None
+        if lent is not None:
+            self._lender.check(lent)
+            return
+        for part in parts_of(record)[:1]:
+            self._hold(self._touch(record, part), record, part)
+
     def _view(self, record: Record, part: Part, *, verify: bool) -> torch.Tensor:
-        place, form = part.place, format_named(part.dtype)
-        shard = self._touched[place.shard] = self._shard(record, place.shard)
-        tensor = shard.view(place.key, dtype=form.torch_dtype, shape=part.shape)
+        shard = self._touch(record, part)
         if verify:
-            found = self._digests.get((place.shard, place.key))
-            if found is None:
-                found = digest_tensor(tensor)
-                self._digests[place.shard, place.key] = found
-            if found != part.xxh3:
-                changed = self.far and self._store.has_changed(place.shard)
-                raise RunFormatError(
-                    f"wrong checksum: recorded {part.xxh3}, the bytes give {found}",
-                    where=f"{shard.name}, {name_of(record)}",
-                    hint="it was replaced while it was read; run the command again"
-                    if changed
-                    else "the file was changed or damaged; copy it again, or capture again",
-                )
-        return tensor
+            self._hold(shard, record, part)
+        form = format_named(part.dtype)
+        return shard.view(part.place.key, dtype=form.torch_dtype, shape=part.shape)
+
+    def _touch(self, record: Record, part: Part) -> Shard:
+        shard = self._touched[part.place.shard] = self._shard(record, part.place.shard)
+        return shard
+
+    def _hold(self, shard: Shard, record: Record, part: Part) -> None:
+        """The part's bytes have its checksum, else RunFormatError; each are looked at once."""
+        place = part.place
+        found = self._digests.get((place.shard, place.key))
+        if found is None:
+            num_bytes = math.prod(part.shape) * format_named(part.dtype).itemsize
+            found = xxhash.xxh3_128_hexdigest(shard.stretch(place.key, num_bytes))
+            self._digests[place.shard, place.key] = found
+        if found == part.xxh3:
+            return
+        changed = self.far and self._store.has_changed(place.shard)
+        raise RunFormatError(
+            f"wrong checksum: recorded {part.xxh3}, the bytes give {found}",
+            where=f"{shard.name}, {name_of(record)}",
+            hint="it was replaced while it was read; run the command again"
+            if changed
+            else "the file was changed or damaged; copy it again, or capture again",
+        )
 
     def will_read(self, record: Record) -> None:
         """A record's bytes will be read soon: the system fetches them meanwhile. A hint: what is

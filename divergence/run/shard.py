@@ -23,7 +23,7 @@ import msgspec
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
-from divergence.run.blob import Blob
+from divergence.run.blob import Blob, Buffer
 from divergence.run.direct import DIRECT_BYTES, DirectFiles
 from divergence.run.piece import Piece
 
@@ -68,25 +68,32 @@ class Shard:
         """The tensor at ``key`` as a view (never write to it). Raises RunFormatError."""
         import torch
 
-        entry = self.entries[key]
         wanted = math.prod(shape) * dtype.itemsize
+        buffer = self.stretch(key, wanted)
+        if wanted == 0:
+            return torch.empty(shape, dtype=dtype)
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
+        return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
+
+    def stretch(self, key: str, wanted: int) -> Buffer:
+        """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
+        entry = self.entries[key]
         if entry.num_bytes != wanted:
             raise RunFormatError(
                 f"tensor {key} holds {entry.num_bytes} bytes, its record needs {wanted}",
                 where=self.name,
             )
         if wanted == 0:
-            return torch.empty(shape, dtype=dtype)
+            return b""
         try:
             buffer = self._blob.view(entry.begin, wanted)
         except OSError as error:  # removed or emptied since it was opened
             raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
         if len(buffer) < wanted:
             raise RunFormatError("shard was cut off while it was read", where=self.name)
-        raw = torch.frombuffer(buffer, dtype=torch.uint8)
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
-        return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
+        return buffer
 
     def will_need(self, key: str) -> None:
         """The tensor at ``key`` will be viewed soon. Raises OSError."""

@@ -141,6 +141,10 @@ class UnshardedRun(Run):
             return self.run.read(record, verify=verify)
         return self._read(whole, verify)
 
+    def check(self, record: Record) -> None:
+        for leaf in self._leaves(record):
+            self.run.check(leaf)
+
     def shares(self, record: Record) -> list[Share]:
         """The parts of a tensor that ranks hold pieces of; empty where each rank holds all."""
         whole = self._whole.get(record.coordinates, record)

@@ -25,7 +25,8 @@ from divergence.run.reader import Run
 DTYPES = ("float32", "bfloat16", "float16")
 FEW = ("gpt2", "llama", "mamba", "qwen3-moe")
 NO_SDPA = ("mamba",)  # prefix: mamba and mamba2
-MARGIN = 0.6
+MARGIN = 0.65
+"""The nearest pair seen, on any CPU so far: 0.61 (the experts' gate of mixtral, float32, free)."""
 
 MACHINES = {
     "aten-default": {"ATEN_CPU_CAPABILITY": "default"},

@@ -16,6 +16,11 @@ ALL = ("native", "aten-default", "aten-avx2", "onednn-sse41", "onednn-avx2", "on
        "mkl-compatible", "mkl-avx2", "threads-2", "old")  # fmt: skip
 
 
+UNPROVEN = ("sdpa", "linear M=1 ")
+"""Weights of attention need not be exactly 1; the products of one row are added up in no order that
+rounding alone shows, by MKL on some CPUs (Sapphire Rapids): the probe says so there."""
+
+
 def check(machines: tuple[str, ...], terms: list[int], folder: Path, form: str) -> dict:
     runs = {name: folder / name for name in machines}
     for name, out in runs.items():
@@ -25,7 +30,7 @@ def check(machines: tuple[str, ...], terms: list[int], folder: Path, form: str) 
         assert row["machines"] == len(machines), subject
         # equal trees and equal arithmetic of a node: equal outputs; else other outputs
         assert row["wrong"] == 0, (subject, row)
-        if not subject.startswith("sdpa"):  # its weights need not be exactly 1
+        if not subject.startswith(UNPROVEN):
             assert row["verified"] == len(machines), (subject, row)
     return table
 

@@ -56,6 +56,7 @@ from divergence.compare.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.run.collector import rarely_collecting
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.site import one_or_more
@@ -64,6 +65,7 @@ from divergence.run.unshard import unsharded
 __all__ = ["Measured", "compare", "measure_runs", "summary_of"]
 
 
+@rarely_collecting()
 def compare(
     reference: str | Path | Run,
     candidate: str | Path | Run | None = None,

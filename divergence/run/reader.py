@@ -19,6 +19,7 @@ import xxhash
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.blob import Buffer
+from divergence.run.collector import rarely_collecting
 from divergence.run.command import command_line
 from divergence.run.contents import (
     Content,
@@ -82,6 +83,7 @@ class Run:
         return f"<Run {self.path} {state}, {len(self.records)} records>"
 
     @classmethod
+    @rarely_collecting()
     def open(cls, path: str | os.PathLike[str] | Url) -> Run:
         """Open the run at ``path``: a directory, a tar or zip of one, or the URL of either.
 

@@ -112,7 +112,7 @@ def members_of(archive: Blob, kind: str) -> dict[str, Member]:
         if name in named:
             raise _damaged(archive, f"it holds {name!r} twice")
         if len(named) >= MAX_MEMBERS:
-            raise _damaged(archive, f"it holds more than {MAX_MEMBERS} files")
+            raise _too_many(archive)
         named[name] = member
     if MANIFEST not in named:
         folders = [n.partition("/")[0] for n in named if n.count("/") == 1
@@ -124,6 +124,13 @@ def members_of(archive: Blob, kind: str) -> dict[str, Member]:
                 if name.startswith(prefix)
             }  # fmt: skip
     return named
+
+
+def _too_many(archive: Blob) -> RunFormatError:
+    return RunFormatError(
+        f"the archive holds more than {MAX_MEMBERS:,} files", where=archive.name,
+        hint="it is no run: a run's tensors lie many to a file (`divergence pack RUN` makes one)",
+    )  # fmt: skip
 
 
 def _checked_name(archive: Blob, raw: str) -> str:
@@ -139,9 +146,13 @@ def _checked_name(archive: Blob, raw: str) -> str:
 def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:
     try:
         with tarfile.TarFile(fileobj=_Guarded(archive), mode="r") as tar:
+            num_folders = 0
             while (entry := tar.next()) is not None:
                 tar.members.clear()  # kept by tarfile for look-ups that nobody makes here
                 if entry.isdir():
+                    num_folders += 1
+                    if num_folders > MAX_MEMBERS:
+                        raise _too_many(archive)
                     continue
                 if entry.issym() or entry.islnk():
                     raise _link(archive, entry.name)

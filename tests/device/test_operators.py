@@ -40,3 +40,16 @@ def test_the_suite(said):
     code, out, _ = said["wrong suite"]
     assert code == 0
     assert "silu" in out.partition("\n")[0], out
+
+
+def test_the_suite_by_the_vendors_operators(said):
+    """In place of torch's; what it lacks is left out with the reason, and a wrong one is named."""
+    assert "impl: torch_npu instead of torch" in said["vendor's"][1]
+    assert "rope: module 'torch_npu' has no attribute 'npu_rotary_mul'" in said["vendor's"][1]
+    code, out, err = said["vendor's suite"]
+    assert code == 0, err
+    assert out.startswith("WITHIN_FLOOR"), out
+    code, out, err = said["wrong vendor's suite"]
+    assert code == 0, err
+    assert out.partition("\n")[0].endswith("rms_norm, add_rms_norm"), out
+    assert "the candidate is wrong" in out

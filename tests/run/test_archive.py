@@ -301,10 +301,14 @@ def test_an_archive_of_very_many_files_is_refused_in_time(tmp_path):
     from divergence.run.archive import MAX_MEMBERS
 
     assert MAX_MEMBERS <= 200_000  # some 25 microseconds each
-    path = tmp_path / "many.tar"
-    blocks = b"".join(tarfile.TarInfo(f"f{number}").tobuf() for number in range(300))
-    path.write_bytes(blocks + bytes(10240))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("divergence.run.archive.MAX_MEMBERS", 200)
-        with pytest.raises(RunFormatError, match="more than 200 files"):
-            Run.open(path)
+    for kind in (tarfile.REGTYPE, tarfile.DIRTYPE):
+        path, blocks = tmp_path / "many.tar", b""
+        for number in range(300):
+            member = tarfile.TarInfo(f"f{number}")
+            member.type = kind
+            blocks += member.tobuf()
+        path.write_bytes(blocks + bytes(10240))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("divergence.run.archive.MAX_MEMBERS", 200)
+            with pytest.raises(RunFormatError, match="more than 200 files"):
+                Run.open(path)

@@ -157,6 +157,24 @@ def npu_fusion_attention(*args, **kwargs):
     raise NotImplementedError("the simulated device has no fused attention")
 
 
+def npu_rms_norm(self, gamma, epsilon=1e-6):
+    """The vendor's own, by its schema: (y, rstd), added up in float32."""
+    wide = self.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * rstd * gamma.float()).to(self.dtype), rstd
+
+
+def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+    total = x1 + x2
+    normed, rstd = npu_rms_norm(total, gamma, epsilon)
+    return normed, rstd, total
+
+
+def npu_swiglu(self, dim=-1):
+    gate, up = self.chunk(2, dim)
+    return (torch.nn.functional.silu(gate.float()) * up.float()).to(self.dtype)
+
+
 def _collectives(store, rank: int, size: int, timeout):
     """What HCCL is here: the host's own; nothing of the device's goes through it."""
     return dist.ProcessGroupGloo(store, rank, size, timeout)

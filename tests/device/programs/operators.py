@@ -28,4 +28,11 @@ def answers(work, model) -> dict:
     found["wrong suite"] = divergence(
         "compare", "suite-host", "suite-wrong", "--reference", "suite-truth"
     )
+    # the vendor's own kernels in place of torch's
+    vendors = ("--like", "suite-host", "--device", "npu", "--impl", "torch_npu")
+    found["vendor's"] = made("capture", *vendors, "-o", "suite-vendor")
+    compared = ("compare", "suite-host", "--reference", "suite-truth")
+    found["vendor's suite"] = divergence(*compared, "suite-vendor")
+    made("capture", *vendors, "-o", "suite-vendor-wrong", wrong="rsqrt")
+    found["wrong vendor's suite"] = divergence(*compared, "suite-vendor-wrong")
     return found

@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -94,9 +95,17 @@ class Trained:
     side_said: str | None
     onset: str | None
     exact: bool
-    unit_right: bool | None
     usage: float
     seconds: float
+
+    @property
+    def unit_right(self) -> bool | None:
+        """Was it the prompt, or the decode step, that alone has the fault? None where all have, or
+        nothing was named."""
+        alone = re.search(r"@(sample|step)=(\d+)", FAULTS[self.fault][1] if self.fault else "")
+        if alone is None or self.onset is None:
+            return None
+        return f" {alone[1]} {alone[2]} " in f"{self.onset} "
 
 
 class Runs:
@@ -173,7 +182,7 @@ def health(runs: Runs, key: str, dtype: str, pair: tuple[str, str, str, str]) ->
     began = time.perf_counter()
     a = runs.reference(dtype, shape, first)
     report = compare(a, runs.healthy(a, other, kind), truth=runs.truth(a))
-    return _trial(report, key, dtype, shape, "", -1, "", 0.0, None, began)
+    return _trial(report, key, dtype, shape, "", -1, "", 0.0, began)
 
 
 def fault(runs: Runs, key: str, dtype: str, shape: str, what: tuple[str, int, str]) -> Trained:
@@ -193,19 +202,18 @@ def fault(runs: Runs, key: str, dtype: str, shape: str, what: tuple[str, int, st
     out = runs.work / "planted"
     bad = runs.like(a, machine, attention, out, **values)
     healthy = runs.healthy(a, "old", "sdpa")
-    size, unit = size_at(Run.open(bad), Run.open(a), Run.open(truth), f"model.layers.{block}:out")
+    size = size_at(Run.open(bad), Run.open(a), Run.open(truth), f"model.layers.{block}:out")
     pair = (a, bad) if side == "candidate" else (bad, healthy)
     report = compare(*pair, truth=truth)
-    only = unit if "@" in plan else None
-    trial = _trial(report, key, dtype, shape, name, block, side, size, only, began)
+    trial = _trial(report, key, dtype, shape, name, block, side, size, began)
     shutil.rmtree(out, ignore_errors=True)
     return trial
 
 
-def size_at(bad: Run, a: Run, truth: Run, site: str) -> tuple[float, tuple[int, int]]:
-    """The planted change in floors at the block's output, and the (sample, step) where it is
-    largest. The floor: the reference's own distance from the truth there."""
-    best, unit = 0.0, (0, 0)
+def size_at(bad: Run, a: Run, truth: Run, site: str) -> float:
+    """The planted change in floors at the block's output, in the forward where it is largest. The
+    floor: the reference's own distance from the truth there."""
+    best = 0.0
     for record in truth.at_site(site):
         if record.pass_ != "anchored":
             continue
@@ -218,13 +226,12 @@ def size_at(bad: Run, a: Run, truth: Run, site: str) -> tuple[float, tuple[int, 
             for run, pass_ in ((bad, "anchored"), (a, "free"))
         )  # fmt: skip
         size = math.sqrt(max(0.0, seen - floor) / max(floor, 1e-300))
-        if size > best:
-            best, unit = size, (record.sample, record.step)
-    return best, unit
+        best = max(best, size)
+    return best
 
 
 def _trial(report: Any, key: str, dtype: str, shape: str, name: str, block: int, side: str,
-           size: float, unit: tuple[int, int] | None, began: float) -> Trained:  # fmt: skip
+           size: float, began: float) -> Trained:  # fmt: skip
     verdict, onset = report.verdict, report.verdict.onset
     return Trained(
         key=key, dtype=dtype, shape=shape, fault=name, block=block, side=side, size=size,
@@ -232,7 +239,6 @@ def _trial(report: Any, key: str, dtype: str, shape: str, name: str, block: int,
         onset=None if onset is None else f"{onset.site} sample {onset.sample} step {onset.step}",
         exact=onset is not None and onset.block == f"model.layers.{block}"
         and verdict.kind in ("localized", "nonfinite"),
-        unit_right=None if unit is None or onset is None else (onset.sample, onset.step) == unit,
         usage=max((s.strain for s in report.sites if s.strain is not None), default=0.0),
         seconds=time.perf_counter() - began,
     )  # fmt: skip

@@ -11,14 +11,17 @@ step is a command line:
     nothing is left to do; with --twice the same `localize` on both machines again.
 
 Every answer on the way is judged, not only the last. *wrong*: a side that is not the faulty one, a
-module that is not the faulty one, "nothing found" where there is a fault, or "proven yes" of any of
-these. *right*: module and side. *refused*: no side, or no operator, with the reason.
+module that is not the faulty one, "nothing found" where there is a fault, or "proven yes" of any
+of these. *right*: module and side. *refused*: no side, or no operator, with the reason. *below*:
+nothing found of a fault that moves no block's output by 3 floors (a floor: the healthy side's error
+there), as kernels of some bits less do where the model itself is in 16 bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -39,6 +42,7 @@ __all__ = ["Play", "Step", "main", "play"]
 
 PROMPT = "A bridge is built twice: once on paper."
 ROUNDS = 5
+BELOW = 3.0
 SITE = Path(__file__).parent / "_machine_site"
 
 
@@ -125,6 +129,8 @@ class Play:
     side: str
     dtype: str
     compared: str = ""
+    size: float = math.inf
+    """Floors by which the fault moves a block's output, at the block where that is most."""
     steps: list[Step] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -149,7 +155,8 @@ class Play:
             if answer["refused"] or answer["commands"]:
                 return "refused", reason
             if kind in ("within_floor", "identical"):
-                return "wrong", f"{kind}: {reason}"
+                text = f"{kind}, {self.size:.1f} floors: {reason}"
+                return ("below" if self.size < BELOW else "wrong"), text
             named = answer["levels"][-1]["site"] or answer["levels"][0]["site"] or ""
             text = f"{named} {reason}"
             return ("refused" if self._is_there(text) else "wrong"), reason
@@ -207,9 +214,8 @@ def play(
              "--dtype", dtype, *attention, "-q")  # fmt: skip
         must(c, "capture", "--like", "a", "-o", "b", "-q")
         must(a, "reference", "a", "-o", "truth", "-q")
-        done.compared = json.loads(must(a, "compare", "a", "b", "--reference", "truth", "--json"))[
-            "verdict"
-        ]["summary"]
+        report = json.loads(must(a, "compare", "a", "b", "--reference", "truth", "--json"))
+        done.compared, done.size = report["verdict"]["summary"], _size(report, side)
         words = ["localize", "a", "b", "--reference", "truth", "-o", "ab"]
         turn = ["reference"]
         for _ in range(ROUNDS):
@@ -235,6 +241,18 @@ def play(
             machine.close()
     done.seconds = time.perf_counter() - start
     return done
+
+
+def _size(report: dict, side: str) -> float:
+    """Of a fault on ``side``: its part of that side's error at the blocks' outputs, in quadrature,
+    over the other side's error."""
+    other = "candidate" if side == "reference" else "reference"
+    sizes = [0.0]
+    for site in report["sites"]:
+        if site["role"] == "block" and site["site"].endswith(":out") and site["truth"] is not None:
+            bad, good = (site["truth"][f"{one}_error"] for one in (side, other))
+            sizes.append(math.sqrt(max(0.0, bad**2 - good**2)) / max(good, 1e-300))
+    return max(sizes)
 
 
 def _localize(done: Play, machine: Machine, words: list[str], say: bool) -> dict:

@@ -13,7 +13,7 @@ step is a command line:
 Every answer on the way is judged, not only the last. *wrong*: a side that is not the faulty one, a
 module that is not the faulty one, "nothing found" where there is a fault, or "proven yes" of any
 of these. *right*: module and side. *refused*: no side, or no operator, with the reason. *below*:
-nothing found of a fault that moves no block's output by 3 floors (a floor: the healthy side's error
+nothing found of a fault that moves no block's output by 3 floors (a floor: the better side's error
 there), as kernels of some bits less do where the model itself is in 16 bits.
 """
 
@@ -215,7 +215,7 @@ def play(
         must(c, "capture", "--like", "a", "-o", "b", "-q")
         must(a, "reference", "a", "-o", "truth", "-q")
         report = json.loads(must(a, "compare", "a", "b", "--reference", "truth", "--json"))
-        done.compared, done.size = report["verdict"]["summary"], _size(report, side)
+        done.compared, done.size = report["verdict"]["summary"], _size(report)
         words = ["localize", "a", "b", "--reference", "truth", "-o", "ab"]
         turn = ["reference"]
         for _ in range(ROUNDS):
@@ -243,16 +243,19 @@ def play(
     return done
 
 
-def _size(report: dict, side: str) -> float:
-    """Of a fault on ``side``: its part of that side's error at the blocks' outputs, in quadrature,
-    over the other side's error."""
-    other = "candidate" if side == "reference" else "reference"
-    sizes = [0.0]
+def _size(report: dict) -> float:
+    """Of the fault: by how much more one side is off than the other at a block's output, in
+    quadrature, over the smaller error. rms over the forwards of a phase; the block and phase where
+    it is most. (Which side that is, is not asked: a fault of the reference's code is in its truth
+    as well, and then the other side looks wrong.)"""
+    errors: dict[tuple[str, bool], list[float]] = {}
     for site in report["sites"]:
         if site["role"] == "block" and site["site"].endswith(":out") and site["truth"] is not None:
-            bad, good = (site["truth"][f"{one}_error"] for one in (side, other))
-            sizes.append(math.sqrt(max(0.0, bad**2 - good**2)) / max(good, 1e-300))
-    return max(sizes)
+            sums = errors.setdefault((site["site"], site["step"] > 0), [0.0, 0.0])
+            for number, side in enumerate(("reference", "candidate")):
+                sums[number] += site["truth"][f"{side}_error"] ** 2
+    sizes = [math.sqrt((max(two) - min(two)) / max(min(two), 1e-300)) for two in errors.values()]
+    return max(sizes, default=0.0)
 
 
 def _localize(done: Play, machine: Machine, words: list[str], say: bool) -> dict:

@@ -26,7 +26,7 @@ from divergence.compare.nonfinite import find_nonfinite
 from divergence.compare.result import Evidence, Verdict
 from divergence.compare.rounding import within_floor
 from divergence.compare.settings import with_settings
-from divergence.compare.standouts import find_standouts
+from divergence.compare.standouts import evidence_of, find_standouts
 from divergence.compare.suspects import find_suspects
 from divergence.compare.units import Unit, build_units, order_of
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -96,6 +96,7 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
     if escalation.flagged:
         return _hidden(case, escalation)
     two_dtypes = any(line.check == "dtype" and line.status != "same" for line in case.preflight)
+    standouts = find_standouts(units, excused, thresholds)
     drift = find_drift(
         case.sites,
         thresholds,
@@ -109,10 +110,9 @@ def _judge(case: Case, thresholds: Thresholds) -> Verdict:
             summary=drift.summary,
             confidence="low",
             side=drift.side,
-            evidence=[drift.evidence, *case.context()],
+            evidence=[drift.evidence, *evidence_of(standouts), *case.context()],
             next=case.next_commands(None, escalated=bool(escalation.judged)),
         )
-    standouts = find_standouts(units, excused, thresholds)
     return within_floor(case, units, excused, unanchored, escalation, standouts)
 
 

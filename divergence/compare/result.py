@@ -120,10 +120,12 @@ class Onset(_Part, frozen=True, kw_only=True):
 
 
 class Evidence(_Part, frozen=True, kw_only=True):
-    """One fact the verdict rests on: a sentence, and its numbers by name."""
+    """One fact the verdict rests on: a sentence, and its numbers by name. ``block``: one that it
+    points at, to look into, though nothing is beyond a limit there."""
 
     text: str
     values: dict[str, float] = {}
+    block: str | None = None
 
 
 class Check(_Part, frozen=True, kw_only=True):

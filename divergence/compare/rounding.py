@@ -7,7 +7,7 @@ from divergence.compare.confidence import check, confidence_of
 from divergence.compare.escalation import Escalation
 from divergence.compare.evidence import unanchored_evidence
 from divergence.compare.result import Evidence, Verdict
-from divergence.compare.standouts import StandOut
+from divergence.compare.standouts import StandOut, evidence_of
 from divergence.compare.units import Unit, order_of
 from divergence.compare.unmeasured import is_unmeasured
 
@@ -49,8 +49,8 @@ def within_floor(
         closest = max(against_truth, key=lambda unit: unit.strain)
         evidence.append(
             Evidence(
-                text=f"against the truth: {len(against_truth)} sites judged, neither side stands "
-                f"out; the nearest to a limit is {closest.site} ({closest.phase}), at "
+                text=f"against the truth: {len(against_truth)} sites judged, none beyond a "
+                f"limit; the nearest to one is {closest.site} ({closest.phase}), at "
                 f"{100 * closest.strain:.0f}% of it",
                 values={"strain": closest.strain, "num_judged": len(against_truth)},
             )
@@ -78,7 +78,7 @@ def within_floor(
                 "escalated pass, which takes a candidate that one process runs"
             )
         )
-    evidence += [Evidence(text=one.text, values={"times": one.times}) for one in standouts[:3]]
+    evidence += evidence_of(standouts)
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in judged for result in unit.results)
     told = sure and bool(against_truth) and not case.partial and not estimated
@@ -89,7 +89,7 @@ def within_floor(
         ),
         check("truth", told, _no_truth(case, bool(against_truth), estimated),
               made=bool(against_truth)),
-        check("no_standout", not standouts, "a block differs more than its siblings"),
+        check("no_standout", not standouts, _what_stands_out(standouts)),
         check("floor_trusted", not case.widened_beyond, "a --floor run is beyond the limits "
               "itself"),
     ]  # fmt: skip
@@ -108,7 +108,7 @@ def within_floor(
         ),
         confidence=confidence_of(checks),
         checks=checks,
-        side="neither" if told else None,
+        side="neither" if told and not any(one.side for one in standouts) else None,
         evidence=[*evidence, *unanchored_evidence(unanchored), *case.context()],
         next=_next(case, standouts, escalation),
     )
@@ -124,6 +124,13 @@ def _next(case: Case, standouts: list[StandOut], escalation: Escalation) -> list
     if case.anchored and case.tallies is None and not commands:
         commands += case.advice.truth()
     return commands
+
+
+def _what_stands_out(standouts: list[StandOut]) -> str:
+    sides = [one.side for one in standouts if one.side is not None]
+    if sides:
+        return f"the {sides[0]} is farther from the truth in all blocks"
+    return "a block differs more than its siblings"
 
 
 def _no_truth(case: Case, judged: bool, estimated: bool) -> str:

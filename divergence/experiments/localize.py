@@ -237,6 +237,11 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
         if verdict.onset.block is not None:
             return verdict.onset.block, None
         return module_of(verdict.onset.site), None
+    standouts = [one.block for one in verdict.evidence if one.block is not None]
+    if (
+        verdict.kind in ("within_floor", "drift") and standouts
+    ):  # below every limit, and yet worth a look
+        return standouts[0], None
     return None, {
         "identical": "the runs are equal bit for bit: there is nothing to find",
         "within_floor": "no block makes an error beyond rounding: there is nothing to go into "

@@ -75,8 +75,10 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     site's W over the median W of its siblings (or the inverse, which blames the reference):
     both sides' difficulties with this block and both sides' kernels cancel in it.
     ``truth_lone``: the same over the block outputs' median, for a site without siblings.
-    ``truth_systematic``: the median W itself. ``truth_confirm``: W over its siblings' where
-    the two sides' difference is beyond ``sibling`` as well. ``truth_forward``:
+    ``truth_systematic``: the median W itself; ``truth_standout``: the same, within that limit,
+    from which on it is pointed at: the largest W that is taken as healthy. ``truth_confirm``: W
+    over its siblings' where the two sides' difference is beyond ``sibling`` as well.
+    ``truth_forward``:
     one forward's W over its siblings' there, over the largest that a sibling shows among as many
     forwards. ``truth_token``, ``truth_channel``: one token's, one channel's error over the other
     side's there. ``truth_gain``: a scale error in standard deviations. ``truth_least``: in a
@@ -114,6 +116,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     truth_sibling: float = 2.5
     truth_lone: float = 4.0
     truth_systematic: float = 4.0
+    truth_standout: float = 2.2
     truth_confirm: float = 1.5
     truth_forward: float = 2.0
     truth_token: float = 8.0

@@ -8,10 +8,12 @@ import pytest
 
 from divergence.capture import storage
 from divergence.capture.api import capture
+from divergence.capture.api import reference as make_truth
 from divergence.capture.engines.tiny import build
 from divergence.capture.keep_reduced import ReducedKeeper
 from divergence.compare.api import compare
 from divergence.errors import UsageError
+from divergence.experiments.localize import _choose
 from divergence.report.summary import report_lines
 
 PROMPTS = ["The quick brown fox jumps over the lazy dog."]
@@ -104,3 +106,23 @@ def test_what_a_trusted_run_widened_is_said_with_numbers(pair):
     assert " to " in note
     quiet = compare(a, b, floor=[capture(like=a, out=root / "quiet", device="cpu")])
     assert any("none was widened" in note for note in quiet.notes)
+
+
+def test_all_blocks_farther_from_the_truth_stand_out_together(pair):
+    """A kernel that is wrong everywhere has no healthy siblings: no side is called right."""
+    root, a, b = pair
+    plants = [f"model.layers.{n}:out=noise:0.0024" for n in range(6)]
+    bad = capture(like=a, out=root / "everywhere", device="cpu", plants=plants)
+    truth = make_truth(a, out=root / "truth")
+    report = compare(a, bad, truth=truth)
+    verdict = report.verdict
+    assert verdict.kind in ("within_floor", "drift"), verdict  # what the blocks add up to shows too
+    assert verdict.side != "neither"
+    told = next(one for one in verdict.evidence if one.block is not None)
+    assert "in all blocks" in told.text and "the candidate is" in told.text
+    assert 2.2 < told.values["times"] < 4
+    assert verdict.confidence != "high"
+    assert _choose(report, None) == ("model.layers.0", None)
+    back = compare(bad, a, truth=truth).verdict
+    assert "the reference is" in next(e.text for e in back.evidence if e.block is not None)
+    assert [e for e in compare(a, b, truth=truth).verdict.evidence if e.block is not None] == []

@@ -107,7 +107,7 @@ def _capture(
     """The reference on ``first``, its truth, and the candidates like it."""
     a = where / first
     machines[first].run("capture", model=model, out=a, **shape)
-    machines[first].ask("reference", run=a, out=where / f"{first}-truth")
+    machines[first].ask("truth", run=a, out=where / f"{first}-truth")
     asked = []
     for name, kind in others:
         special = {} if kind == "eager" else {"attn_implementation": kind}

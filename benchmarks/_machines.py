@@ -58,7 +58,7 @@ class Machine:
         is_code: bool = False,
         **values: Any,
     ) -> None:
-        """``what``: ``capture`` or ``reference``, with its parameters. ``fault``: one of
+        """``what``: ``capture`` or ``truth``, with its parameters. ``fault``: one of
         benchmarks._faults as (name, block, strength); ``operator_fault``: one of
         benchmarks._operator_faults as (name, site, strength); ``is_code``: the run's code is
         recorded as it is with the fault, else as the model's own."""
@@ -117,7 +117,8 @@ def _serve() -> None:
     import torch
 
     from benchmarks import _faults, _operator_faults
-    from divergence.capture.api import capture, reference
+    from divergence.capture.api import capture
+    from divergence.capture.api import truth as make_truth
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -126,8 +127,8 @@ def _serve() -> None:
         error = None
         try:
             values, fault = request["values"], request["fault"]
-            if request["what"] == "reference":
-                run = reference(values.pop("run"), force=True, **values)
+            if request["what"] == "truth":
+                run = make_truth(values.pop("run"), force=True, **values)
             else:
                 plant = _faults.plant
                 if request["operator_fault"] is not None:

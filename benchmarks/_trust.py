@@ -152,7 +152,7 @@ class Bench:
         if key not in self._made:
             out = self.folder("truth")
             with machine.patched():
-                divergence.reference(run, out=out).close()
+                divergence.truth(run, out=out).close()
             self._made[key] = out
         return self._made[key]
 

@@ -65,7 +65,8 @@ _OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"x": 1}, "", 0]
 
 def build_runs(folder: Path) -> dict[str, Path]:
     """Small runs of every kind, by name."""
-    from divergence.capture.api import capture, reference
+    from divergence.capture.api import capture
+    from divergence.capture.api import truth as make_truth
     from divergence.capture.engines import tiny
     from divergence.ops.replay import replay
 
@@ -83,7 +84,7 @@ def build_runs(folder: Path) -> dict[str, Path]:
     for store in ("sketch", "stats", "hash"):
         make(store, model=model, store=store)
     runs["truth"] = folder / "truth"
-    reference(runs["full"], out=runs["truth"])
+    make_truth(runs["full"], out=runs["truth"])
     runs["replayed"] = folder / "replayed"
     replay(runs["full"], out=runs["replayed"])
     runs["ranks"] = _of_two_ranks(runs["full"], folder / "ranks")
@@ -380,11 +381,11 @@ def commands(bad: str, random_: random.Random, runs: dict[str, Path], out: Path)
             ["inspect", bad, "--site", "*"], ["compare", *pair, "--all", "-v"],
             ["compare", *pair, "--force"], ["compare", *pair, "--force", "--json"],
             ["compare", *pair], ["compare", bad], ["compare", bad, bad], ["check", *pair],
-            ["compare", *pair, sound, "--force"], ["compare", sound, sound, "--reference", bad],
+            ["compare", *pair, sound, "--force"], ["compare", sound, sound, "--truth", bad],
             ["compare", *pair, "--floor", bad, "--force"], ["pack", bad, "-o", f"{out}/p.tar"],
             ["unpack", bad, "-o", f"{out}/u"], ["compare", *pair, "--force", "--csv", "-"],
             ["check", *pair, "--bless"], ["replay", bad, "-o", f"{out}/r"],
-            ["compare", *pair, "--reference", str(runs.get("truth", sound))],
+            ["compare", *pair, "--truth", str(runs.get("truth", sound))],
             ["repro", bad, "--site", "model.layers.0.mlp/aten.mul:out", "-o", f"{out}/x"],
             ["localize", *pair, "-o", f"{out}/l"], ["capture", "--like", bad, "--dry-run"],
         ]

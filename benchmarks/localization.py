@@ -84,7 +84,7 @@ class Bench:
             other.ask("capture", like=anchor, out=where / jobs[other], escalate=True,
                       **(self.other if other is self.b else {}))  # fmt: skip
             other.wait()
-            other.run("reference", run=anchor, out=where / "truth")
+            other.run("truth", run=anchor, out=where / "truth")
         mine.wait()
         return where
 

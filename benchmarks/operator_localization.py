@@ -115,7 +115,7 @@ class Bench:
         self.block = f"{stem}.{block}"
         self._capture_a(root / "a")
         self._capture_b(root / "a", root / "b")
-        self.b.run("reference", run=root / "a", out=root / "truth")
+        self.b.run("truth", run=root / "a", out=root / "truth")
 
     def _capture_a(self, out: Path, fault: tuple | None = None) -> None:
         self.a.run("capture", model=self.model, out=out, prompts=PROMPTS,
@@ -145,7 +145,7 @@ class Bench:
         else:
             self._capture_a(where / "a", (fault, planted, strength))
             self._capture_b(where / "a", where / "b")
-            self.b.run("reference", run=where / "a", out=where / "truth")
+            self.b.run("truth", run=where / "a", out=where / "truth")
         spec = {
             "architecture": self.architecture, "dtype": self.dtype, "pair": "-".join(self.pair),
             "fault": fault, "kind": FAULTS[fault].kind, "role": role, "side": side,
@@ -409,7 +409,7 @@ def health(root: Path, architectures: list[str], dtypes: list[str], count: int, 
                                    max_new_tokens=NEW_TOKENS, attn_implementation=first[1],
                                    sites=["blocks", f"ops@{stem}.*"])  # fmt: skip
             machines[second[0]].run("capture", like=a, out=b, attn_implementation=second[1])
-            machines[second[0]].run("reference", run=a, out=truth)
+            machines[second[0]].run("truth", run=a, out=truth)
             label = f"{architecture} {dtype} {'-'.join(first)} {'-'.join(second)}"
             got["pairs"] += 1
             for with_truth in (True, False):

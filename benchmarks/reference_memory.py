@@ -1,4 +1,4 @@
-"""What the truth of a run costs in memory and time: `divergence reference` in a child process.
+"""What the truth of a run costs in memory and time: `divergence truth` in a child process.
 
     python benchmarks/reference_memory.py [--hidden 1536] [--blocks 8 16] [--vocab 32000]
                                           [--prompt 32] [--keep]
@@ -127,7 +127,7 @@ def measure(work: Path, *, prompt: int, kept: bool) -> dict:
 
     torch.set_num_threads(1)
     from divergence.capture import execution
-    from divergence.capture.api import reference
+    from divergence.capture.api import truth as make_truth
 
     if not kept:
         execution.free_bytes = lambda device: 0
@@ -144,7 +144,7 @@ def measure(work: Path, *, prompt: int, kept: bool) -> dict:
 
     peaks.found["before"] = resident()
     with peaks:
-        reference(work / "run", out=work / "truth", progress=progress, force=True)
+        make_truth(work / "run", out=work / "truth", progress=progress, force=True)
     forward_s = times["anchored"][0] - times["free"][0]
     return {"peaks": peaks.found, "forward_s": forward_s, "prompt": prompt}
 

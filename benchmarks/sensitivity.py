@@ -19,7 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.engines.tiny import build
 from divergence.experiments.sensitivity import sensitivity
 
@@ -55,7 +56,7 @@ def main() -> None:
             a = capture(model, out=root / "a", prompts=PROMPTS, max_new_tokens=4, device="cpu")
             b = capture(like=a, out=root / "b", attn_implementation="sdpa", device="cpu",
                         escalate=dtype != "float32")  # fmt: skip
-            truth = reference(a, out=root / "truth")
+            truth = make_truth(a, out=root / "truth")
             alone = sensitivity(a, candidate=b, faults=FAULTS)
             known = sensitivity(a, candidate=b, truth=truth, faults=FAULTS)
             rows = {"no truth": (alone, False), "truth": (known, False)}

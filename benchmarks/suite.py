@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _machines import SWITCHES, Machine
 from _wrong_operators import FAULTS
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.run.reader import Run
 
@@ -105,7 +106,7 @@ def main() -> None:
         print("| what | s | CPU s | MiB | records |\n|---|---|---|---|---|")
         a = timed("capture", lambda: capture(f"suite:{options.suite}", out=folder / "a"))
         timed("capture --like", lambda: capture(like=a, out=folder / "again"))
-        truth = timed("reference", lambda: reference(a, out=folder / "truth"))
+        truth = timed("truth", lambda: make_truth(a, out=folder / "truth"))
         timed("compare", lambda: compare(a, folder / "again", truth=truth), run=False)
         healthy(folder, a, truth, [name for name in options.machines if name != "native"])
         if options.faults:

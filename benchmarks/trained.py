@@ -137,7 +137,7 @@ class Runs:
     def truth(self, a: Path) -> Path:
         out = a.with_name(a.name + "-truth")
         if not _complete(out):
-            self.machine("native").run("reference", run=a, out=out)
+            self.machine("native").run("truth", run=a, out=out)
         return out
 
     def like(self, a: Path, machine: str, attention: str, out: Path, **values: Any) -> Path:

@@ -213,10 +213,10 @@ def play(
         must(a, "capture", model, "-o", "a", "--prompt", PROMPT, "--max-new-tokens", "2",
              "--dtype", dtype, *attention, "-q")  # fmt: skip
         must(c, "capture", "--like", "a", "-o", "b", "-q")
-        must(a, "reference", "a", "-o", "truth", "-q")
-        report = json.loads(must(a, "compare", "a", "b", "--reference", "truth", "--json"))
+        must(a, "truth", "a", "-o", "truth", "-q")
+        report = json.loads(must(a, "compare", "a", "b", "--truth", "truth", "--json"))
         done.compared, done.size = report["verdict"]["summary"], _size(report)
-        words = ["localize", "a", "b", "--reference", "truth", "-o", "ab"]
+        words = ["localize", "a", "b", "--truth", "truth", "-o", "ab"]
         turn = ["reference"]
         for _ in range(ROUNDS):
             asked: dict[str, list[list[str]]] = {}

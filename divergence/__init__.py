@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from divergence._version import __version__
-    from divergence.capture.api import capture, reference
+    from divergence.capture.api import capture, truth
     from divergence.compare.api import compare
     from divergence.compare.check import check
     from divergence.compare.many import compare_many
@@ -51,11 +51,11 @@ __all__ = [
     "localize",
     "pack",
     "probe",
-    "reference",
     "replay",
     "repro",
     "selftest",
     "sensitivity",
+    "truth",
     "unpack",
 ]
 
@@ -68,11 +68,11 @@ _HOMES = {
     "compare_many": "divergence.compare.many",
     "localize": "divergence.experiments.localize",
     "pack": "divergence.run.packing",
-    "reference": "divergence.capture.api",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.repro",
     "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity",
+    "truth": "divergence.capture.api",
     "unpack": "divergence.run.packing",
 }
 _VERBS = ("capture", "compare", "probe")

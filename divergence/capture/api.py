@@ -1,5 +1,5 @@
 """capture(): makes a run from a model on this machine, or repeats one made elsewhere.
-reference(): repeats one in float64, which tells what is right."""
+truth(): repeats one in float64, which tells what is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from divergence.capture.prompts import Prompt
 from divergence.capture.ranks import joined
 from divergence.capture.request import Request, resolve_request
 from divergence.capture.substitute import Substitute
-from divergence.capture.suites import capture_suite, opened, reference_suite, wants_suite
+from divergence.capture.suites import capture_suite, opened, truth_of_suite, wants_suite
 from divergence.capture.taken import taken
 from divergence.capture.target import check_output
 from divergence.capture.widening import check_device
@@ -34,7 +34,7 @@ from divergence.run.unshard import unsharded
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DryRun", "Progress", "capture", "plan_capture", "reference"]
+__all__ = ["DryRun", "Progress", "capture", "plan_capture", "truth"]
 
 
 def capture(
@@ -130,7 +130,7 @@ def capture(
     )
 
 
-def reference(
+def truth(
     run: str | Path | Run,
     *,
     out: str | Path,
@@ -171,7 +171,7 @@ def reference(
             hint="give the run that was captured in the model's own dtype",
         )
     if wants_suite(None, recorded):
-        return reference_suite(
+        return truth_of_suite(
             recorded, out=out, model=model, device=device, sites=sites,
             attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
             label=label, force=force, command=command, progress=progress,
@@ -186,7 +186,7 @@ def reference(
         trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
         batch=None, max_new_tokens=max_new_tokens, sites=sites, steps=None, positions=None,
         deterministic=None, seed=None, repeat=1, anchor=True, plants=(),
-        label=label or "float64 reference", store="full",
+        label=label or "float64 truth", store="full",
     )  # fmt: skip
     return _execute(
         request,

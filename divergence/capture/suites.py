@@ -1,4 +1,4 @@
-"""`capture` and `reference` of an operator suite: what they take, and who does it.
+"""`capture` and `truth` of an operator suite: what they take, and who does it.
 
 A suite is run like a model, ``divergence capture suite:llm -o RUN``, and repeated like one. It has
 no tokens, no weights and no modules, so the options about those are refused.
@@ -18,7 +18,7 @@ from divergence.run.reader import Run
 if TYPE_CHECKING:
     from divergence.capture.dry_run import DryRun
 
-__all__ = ["SOURCE", "capture_suite", "opened", "plan_suite", "reference_suite", "wants_suite"]
+__all__ = ["SOURCE", "capture_suite", "opened", "plan_suite", "truth_of_suite", "wants_suite"]
 
 SOURCE = "suite:"
 
@@ -68,7 +68,7 @@ def capture_suite(
     return capturing.capture_suite(suite, like=like, impl=impl, out=out, **kept)
 
 
-def reference_suite(run: Run, *, out: str | Path, device: str, **options: Any) -> Run:
+def truth_of_suite(run: Run, *, out: str | Path, device: str, **options: Any) -> Run:
     """The truth of a suite's run."""
     from divergence.ops.suite import capturing
 
@@ -81,7 +81,7 @@ def reference_suite(run: Run, *, out: str | Path, device: str, **options: Any) -
         )
     check_output(location_of(out), force=options["force"], like=run)
     kept = {name: value for name, value in options.items() if name not in _MEANT_FOR_MODELS}
-    return capturing.reference_suite(run, out=out, **kept)
+    return capturing.truth_of_suite(run, out=out, **kept)
 
 
 def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun:

@@ -35,7 +35,7 @@ Examples:
 
   divergence compare a b --all | less
 
-  divergence compare a b --reference truth        # divergence reference a -o truth
+  divergence compare a b --truth truth            # divergence truth a -o truth
 
   divergence compare a b --explain-token          # the model runs here: why a token flipped
 

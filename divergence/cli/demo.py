@@ -70,7 +70,7 @@ def command(
          "2. the same on other kernels, standing in for another machine")  # fmt: skip
     _run([*replay, "-o", str(c), "--label", "other kernels, faulty", "--plant", FAULT],
          OTHER_KERNELS, "3. there again, with a fault planted in block 6")  # fmt: skip
-    _run(["reference", str(a), "-o", str(truth), "--force"], {},
+    _run(["truth", str(a), "-o", str(truth), "--force"], {},
          "4. the first run in float64: what is right, and how wide rounding is")  # fmt: skip
     healthy = _compare(a, b, truth, "5. two healthy machines: this must not alarm", quiet=quiet)
     faulty = _compare(a, c, truth, "6. a faulty one: this must name block 6 and the side",
@@ -82,8 +82,8 @@ def command(
     _say("\nNow with a model of your own, on two machines:\n"
          "  divergence capture MODEL -o a\n"
          "  divergence capture --like a -o b\n"
-         "  divergence reference a -o truth\n"
-         "  divergence compare a b --reference truth")  # fmt: skip
+         "  divergence truth a -o truth\n"
+         "  divergence compare a b --truth truth")  # fmt: skip
 
 
 def _folder(workdir: Path | None) -> Path:
@@ -135,7 +135,7 @@ def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool):
     from divergence.cli.compare import show_report
     from divergence.compare.api import compare
 
-    words = ["divergence", "compare", str(a), str(b), "--reference", str(truth)]
+    words = ["divergence", "compare", str(a), str(b), "--truth", str(truth)]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
     report = compare(a, b, truth=truth)
     show_report(report, quiet=quiet, verbose=False)
@@ -147,7 +147,7 @@ def _localize(a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bo
     from divergence.report.localization import localization_lines
     from divergence.report.terminal import print_lines
 
-    words = ["divergence", "localize", str(a), str(b), "--reference", str(truth), "-o", str(out),
+    words = ["divergence", "localize", str(a), str(b), "--truth", str(truth), "-o", str(out),
              "--force"]  # fmt: skip
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
     result = localize(a, b, truth=truth, out=out, device="cpu", force=True)

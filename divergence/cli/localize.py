@@ -25,7 +25,7 @@ __all__ = ["EPILOG", "command"]
 EPILOG = """
 Examples:
 
-  divergence localize a b --reference truth -o a-b    # on a machine that has the model
+  divergence localize a b --truth truth -o a-b        # on a machine that has the model
 
   divergence localize a b -o a-b --model /data/llama  # makes the truth too
 
@@ -59,9 +59,9 @@ def command(
     truth: Annotated[
         str | None,
         typer.Option(
-            "--reference",
+            "--truth",
             metavar="TRUTH",
-            help="The float64 run of `divergence reference`, made on A's machine. Default: made in "
+            help="The float64 run of `divergence truth`, made on A's machine. Default: made in "
             "DIR, there.",
         ),
     ] = None,

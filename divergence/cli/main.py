@@ -26,11 +26,11 @@ from divergence.cli import (
     localize,
     pack,
     probe,
-    reference,
     replay,
     repro,
     selftest,
     sensitivity,
+    truth,
     unpack,
 )
 from divergence.cli.interruption import INTERRUPTED_CODE, interrupted
@@ -54,11 +54,11 @@ Examples:
 
   divergence capture --like a -o b                 # machine B: same tokens, same sites
 
-  divergence reference a -o truth                  # machine A: what is right
+  divergence truth a -o truth                      # machine A: what is right
 
-  divergence compare a b --reference truth         # anywhere: where it starts, which side is wrong
+  divergence compare a b --truth truth             # anywhere: where it starts, which side is wrong
 
-  divergence localize a b --reference truth -o ab  # with the model: down to the operator
+  divergence localize a b --truth truth -o ab      # with the model: down to the operator
 
 Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code);
 2 wrong usage or incomparable runs; 3 a fault of divergence itself; 130 interrupted.
@@ -169,7 +169,7 @@ def divergence(
 
 for _command in (
     capture,
-    reference,
+    truth,
     replay,
     compare,
     check,

@@ -241,9 +241,9 @@ Operators = Annotated[
 Truth = Annotated[
     str | None,
     typer.Option(
-        "--reference",
+        "--truth",
         metavar="TRUTH",
-        help="The float64 run of `divergence reference`: tells which side is wrong.",
+        help="The float64 run of `divergence truth`: tells which side is wrong.",
     ),
 ]
 FloorRuns = Annotated[

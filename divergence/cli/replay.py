@@ -28,9 +28,9 @@ Examples:
 
   divergence replay a -o a2                       # on the other machine; the model is not needed
 
-  divergence replay a -o truth --reference        # each operator in float64: what is right
+  divergence replay a -o truth --truth            # each operator in float64: what is right
 
-  divergence compare a a2 --reference truth       # which operator is wrong here
+  divergence compare a a2 --truth truth           # which operator is wrong here
 
   divergence replay a -o a3 --site 'model.layers.3.mlp/*' --device cuda
 
@@ -59,12 +59,12 @@ def command(
         typer.Option(
             "--device",
             metavar="DEVICE",
-            help="auto, cpu, cuda:0, npu:0, xpu, mps. auto is cpu with --reference.",
+            help="auto, cpu, cuda:0, npu:0, xpu, mps. auto is cpu with --truth.",
         ),
     ] = "auto",
-    reference: Annotated[
+    truth: Annotated[
         bool,
-        typer.Option("--reference", metavar="", help="Compute in float64: makes a truth."),
+        typer.Option("--truth", metavar="", help="Compute in float64: makes a truth."),
     ] = False,
     model: ModelOfWeights = None,
     replayed_pass: Annotated[
@@ -100,7 +100,7 @@ def command(
         raise UsageError("there is no directory to write to", hint="-o RUN2")
     arguments = ctx.meta.get(ARGUMENTS)
     values: dict[str, Any] = {"out": out, "sites": site or (), "device": device, "model": model,
-                              "reference": reference, "replayed_pass": replayed_pass,
+                              "truth": truth, "replayed_pass": replayed_pass,
                               "trust_remote_code": trust_remote_code, "operators": operators or (),
                               "label": label,
                               "force": force}  # fmt: skip

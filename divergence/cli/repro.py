@@ -56,7 +56,7 @@ def command(
     truth: Annotated[
         str | None,
         typer.Option(
-            "--reference",
+            "--truth",
             metavar="TRUTH",
             help="A float64 replay of RUN. Default: computed here.",
         ),

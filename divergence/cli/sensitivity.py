@@ -28,7 +28,7 @@ Examples:
 
   divergence sensitivity a                        # makes the candidate here, for the while
 
-  divergence sensitivity a --candidate b --reference truth --blocks all
+  divergence sensitivity a --candidate b --truth truth --blocks all
 
   divergence sensitivity a --faults scale,noise --blocks 0,5,11 --json > sensitivity.json
 

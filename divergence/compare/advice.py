@@ -103,7 +103,7 @@ class Advice:
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
         alike = self._reference.tokens.groups == self._candidate.tokens.groups
         down = command_line(
-            "localize", self._a, self._b, o=_folder(self._b, "-localized"), reference=self._truth,
+            "localize", self._a, self._b, o=_folder(self._b, "-localized"), truth=self._truth,
             note="on a machine with the model; or by hand:",
         )  # fmt: skip
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
@@ -116,8 +116,8 @@ class Advice:
                 o=one, sites=["blocks", *inside], store=None if whole else "full"
             ),
             self._candidate_again(like=one, o=two, escalate=hidden),
-            *([command_line("reference", one, o=right, note=_ON_REFERENCE)] if right else []),
-            command_line("compare", one, two, reference=right),
+            *([command_line("truth", one, o=right, note=_ON_REFERENCE)] if right else []),
+            command_line("compare", one, two, truth=right),
         ]
 
     def inside(self, block: str) -> list[str]:
@@ -141,8 +141,8 @@ class Advice:
             b = beside(b, "-full")
         truth = beside(a, "-truth")
         return [
-            command_line("reference", a, o=truth, note=_ON_REFERENCE),
-            command_line("compare", a, b, reference=truth),
+            command_line("truth", a, o=truth, note=_ON_REFERENCE),
+            command_line("compare", a, b, truth=truth),
         ]
 
     def escalate(self) -> list[str]:
@@ -161,8 +161,8 @@ class Advice:
             self._candidate_again(like=first, o=deep, escalate=True),
         ]
         if not known:
-            commands.append(command_line("reference", first, o=truth, note=_ON_REFERENCE))
-        return [*commands, command_line("compare", first, deep, reference=truth)]
+            commands.append(command_line("truth", first, o=truth, note=_ON_REFERENCE))
+        return [*commands, command_line("compare", first, deep, truth=truth)]
 
     def operator(self, site: str, candidate_site: str, side: str | None) -> list[str]:
         """The operator by itself, as a script for whoever made it."""

@@ -82,7 +82,7 @@ def compare(
 
     ``force`` measures although preflight found a blocking difference (other weights,
     other tokens). ``name_map``: a TOML file of module names, see compare.names. ``truth``: the
-    float64 run that `reference` made of the run that anchored the comparison; it tells which
+    float64 run that `truth` made of the run that anchored the comparison; it tells which
     side is wrong. ``floor``: runs of trusted machines like ``reference``; what they differ by
     widens the limits. ``thresholds``: multiples of the floor, see numerics.floor.
     ``device``: where tensors are measured; not the CPU only where float64 is to be had.

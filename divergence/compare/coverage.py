@@ -329,7 +329,7 @@ def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:
 def _why_not_escalated(b: Manifest) -> str:
     if "escalated" not in b.plan.passes:
         return "the candidate has no escalated pass"
-    return "the two escalated passes had other inputs; a truth (--reference) judges each by itself"
+    return "the two escalated passes had other inputs; a truth (--truth) judges each by itself"
 
 
 def _caller(record: Record) -> str:

@@ -33,7 +33,7 @@ def refuse_unfit(report: Report) -> None:
     if new.compute_dtype is not None:
         raise UsageError(
             f"{new.path} is a truth, computed in {new.compute_dtype}, and not a run to check",
-            hint=command_line("check", "GOLDEN", "RUN", reference=new.path),
+            hint=command_line("check", "GOLDEN", "RUN", truth=new.path),
         )
 
 

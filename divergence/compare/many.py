@@ -192,7 +192,7 @@ class _Fleet:
         return [
             command_line(
                 "compare", one.path, two.path,
-                reference=truth if self._truth_of(one, two) else None,
+                truth=truth if self._truth_of(one, two) else None,
             )
             for one, two in pairs[:1]
         ]  # fmt: skip
@@ -297,7 +297,7 @@ def _repeatable(manifest: Manifest) -> set[str | None]:
 
 
 def _make_truth(first: Run) -> str:
-    return command_line("reference", first.path, o="TRUTH")
+    return command_line("truth", first.path, o="TRUTH")
 
 
 def _opened(run: str | Path | Run) -> Run:

@@ -72,7 +72,7 @@ def measure_operators(
     """None where not both sides hold operators in these passes.
 
     ``passes``: the reference's and the candidate's. Where the reference was computed in float64
-    (a replay with ``--reference``), it is the truth. Raises RunFormatError on bad bytes.
+    (a replay with ``--truth``), it is the truth. Raises RunFormatError on bad bytes.
     """
     if passes[0] not in operator_passes(a) or passes[1] not in operator_passes(b):
         return None

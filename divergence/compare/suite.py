@@ -82,7 +82,7 @@ def report_on_suites(
     if floor:
         raise UsageError(
             "--floor means nothing to suites: what rounding explains is in their truth",
-            hint=command_line("reference", a.path, o="TRUTH"),
+            hint=command_line("truth", a.path, o="TRUTH"),
         )
     result, coverage = compare_suites(a, b, truth=truth, progress=progress)
     arithmetic = explain_arithmetic(a.manifest, b.manifest)
@@ -202,19 +202,19 @@ def _check_truth(truth: Run, a: Run, b: Run) -> None:
     if manifest.settings.compute_dtype is None:
         raise UsageError(
             f"{truth.path} is no truth: it was not computed in float64",
-            hint=command_line("reference", a.path, o="TRUTH"),
+            hint=command_line("truth", a.path, o="TRUTH"),
         )
     if not any(record.site.endswith(".floor") for record in truth.records):
         raise UsageError(
             f"{truth.path} does not hold what a suite is judged by",
-            hint=command_line("reference", a.path, o="TRUTH") + " makes one that does",
+            hint=command_line("truth", a.path, o="TRUTH") + " makes one that does",
         )
     known = {a.manifest.id, b.manifest.id, a.manifest.plan.anchored_to, b.manifest.plan.anchored_to}
     digests = {a.manifest.model.digest, b.manifest.model.digest}
     if manifest.plan.anchored_to not in known and manifest.model.digest not in digests:
         raise UsageError(
             f"{truth.path} is the truth of other inputs",
-            hint=command_line("reference", a.path, o="TRUTH"),
+            hint=command_line("truth", a.path, o="TRUTH"),
         )
 
 

@@ -40,8 +40,8 @@ def judge_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Ver
                 confidence="low",
                 evidence=evidence,
                 next=[
-                    command_line("reference", a.path, o="truth"),
-                    command_line("compare", a.path, b.path, reference="truth"),
+                    command_line("truth", a.path, o="truth"),
+                    command_line("compare", a.path, b.path, truth="truth"),
                 ],
             )
         return Verdict(
@@ -72,7 +72,7 @@ def judge_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Ver
         confidence="high",
         side=side,
         evidence=evidence,
-        next=[command_line("compare", a.path, b.path, reference="TRUTH", all=True)],
+        next=[command_line("compare", a.path, b.path, truth="TRUTH", all=True)],
     )  # fmt: skip
 
 

@@ -38,11 +38,11 @@ class Truth:
         self.run = run
         manifest, a, b = run.manifest, reference.manifest, candidate.manifest
         replayed = replayed_from(a, b)
-        make = command_line("reference", reference.path, o="TRUTH")
+        make = command_line("truth", reference.path, o="TRUTH")
         if replayed is not None:
             source = next((one.path for one in (reference, candidate)
                            if one.manifest.id == replayed[0]), "RUN")  # fmt: skip
-            make = command_line("replay", source, o="TRUTH", reference=True)
+            make = command_line("replay", source, o="TRUTH", truth=True)
         if manifest.settings.compute_dtype != "float64":
             raise UsageError(
                 f"{run.path} is no truth: it was computed in "
@@ -52,7 +52,7 @@ class Truth:
         if manifest.id in (a.id, b.id):
             raise UsageError(
                 f"{run.path} is one of the two runs that are compared: it cannot judge itself",
-                hint="divergence compare A B --reference TRUTH, with two other runs",
+                hint="divergence compare A B --truth TRUTH, with two other runs",
             )
         if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
             raise UsageError(
@@ -67,7 +67,7 @@ class Truth:
                 "the truth was computed with other weights than the run it repeats",
                 where=f"{run.path} ({manifest.model.digest[:12]}, "
                 f"there {repeated.model.digest[:12]})",
-                hint="divergence reference RUN -o TRUTH --model PATH, with the run's own weights",
+                hint="divergence truth RUN -o TRUTH --model PATH, with the run's own weights",
             )
         made_otherwise = other_code(repeated, manifest)
         if made_otherwise:
@@ -75,7 +75,7 @@ class Truth:
                 "the truth was made by other code than the run it repeats: "
                 + ", ".join(made_otherwise[:5]),
                 where=str(run.path),
-                hint=f"on the machine that made {repeated.id}: divergence reference RUN -o TRUTH",
+                hint=f"on the machine that made {repeated.id}: divergence truth RUN -o TRUTH",
             )
         self._named_by_candidate = manifest.like == b.id
         self.anchored_pass = "anchored"

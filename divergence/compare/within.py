@@ -75,7 +75,7 @@ def align_within(run: Run) -> Alignment:
 
 def check_alone(*, truth: object, floor: object, name_map: object) -> None:
     """Raise UsageError for what only a comparison of two runs can use."""
-    given = {"--reference": truth, "--floor": floor, "--map": name_map}
+    given = {"--truth": truth, "--floor": floor, "--map": name_map}
     named = [name for name, value in given.items() if value]
     if named:
         raise UsageError(

@@ -27,7 +27,7 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     if commands:
         also = "and an escalated pass, which is then made too" if narrow and made_here else ""
         commands.append(
-            command_line("sensitivity", here, candidate=candidate, reference=truth, note=also)
+            command_line("sensitivity", here, candidate=candidate, truth=truth, note=also)
         )
     num_tokens = sum(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
     if spread(num_tokens) > 1:

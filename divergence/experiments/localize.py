@@ -65,7 +65,7 @@ def localize(
 ) -> Localization:
     """Descend from the block where ``reference`` and ``candidate`` part to the operator.
 
-    ``truth``: the float64 run of ``reference``; made in ``out`` where there is none. ``block``: go
+    ``truth``: the float64 run of ``divergence.truth``; made in ``out`` where there is none. ``block``: go
     into this one, whatever the comparison says. ``here``: which side's machine this is
     (``reference``, ``candidate``, ``both``, ``none``); ``auto`` asks the recorded environments.
     ``operators``: as in ``replay``. ``prepare_*``: what ``capture`` was given to make that side's
@@ -282,7 +282,7 @@ def _again(
     """The command that goes on from here."""
     return command_line(
         "localize", a.path, b.path,
-        reference=None if truth is None else _path(truth), o=folder, block=block, model=model,
+        truth=None if truth is None else _path(truth), o=folder, block=block, model=model,
         device=None if device == "auto" else device, trust_remote_code=trust_remote_code,
         operators=operators,
     )  # fmt: skip

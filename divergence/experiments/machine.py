@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.engines.checkpoint import check_data_alone
 from divergence.capture.environment import (
     DEVICE_TYPES,
@@ -102,13 +103,13 @@ class Maker:
         variables = variables_to_set(self._runs[side].manifest.environment)
         if variables:
             words = command_words(
-                "reference", source.path, o=out, force=True, model=self._model_of(side),
+                "truth", source.path, o=out, force=True, model=self._model_of(side),
                 sites=sites, max_new_tokens=tokens, attn_implementation=attention,
                 trust_remote_code=self._trust,
             )  # fmt: skip
             run = made_elsewhere(words, out, variables)
         else:
-            run = reference(
+            run = make_truth(
                 source, out=out, model=self._model_of(side), sites=sites or (), force=True,
                 attn_implementation=attention, trust_remote_code=self._trust,
                 progress=self._tell, max_new_tokens=tokens,

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from divergence._version import __version__
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.engines.tiny import build
 from divergence.capture.environment import collect_environment, resolve_device
 from divergence.compare.api import compare
@@ -166,7 +167,7 @@ class _Bench:
                 model, out=self._path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,
                 prompts=_PROMPTS, sites=["modules"], force=True,
             )  # fmt: skip
-            reference(run, out=self._path(f"cpu-{dtype}-truth"), force=True)
+            make_truth(run, out=self._path(f"cpu-{dtype}-truth"), force=True)
         return f"{len(_DTYPES)} dtypes, {run.manifest.environment.cpu}"
 
     def healthy(self, dtype: str) -> str:
@@ -225,7 +226,7 @@ class _Bench:
 
     def truth_there(self) -> str:
         self._needs_float64()
-        reference(self._path("cpu-float32"), out=self._path("truth-there"), device=self._device,
+        make_truth(self._path("cpu-float32"), out=self._path("truth-there"), device=self._device,
                   force=True)  # fmt: skip
         one, two = Run.open(self._path("cpu-float32-truth")), Run.open(self._path("truth-there"))
         worst = 0.0
@@ -273,7 +274,7 @@ class _Bench:
     def suite(self) -> str:
         run = capture("suite:llm", out=self._path("suite-cpu"), device="cpu", force=True,
                       probe=False)  # fmt: skip
-        reference(run, out=self._path("suite-truth"), force=True)
+        make_truth(run, out=self._path("suite-truth"), force=True)
         self._capture("suite", run)
         return _healthy(compare(run, self._path("suite"), truth=self._path("suite-truth")),
                         also=("systematic",))  # fmt: skip

@@ -218,7 +218,7 @@ def _healthy(
     verdict = judge(measured.case, thresholds=thresholds)
     if verdict.kind not in _HEALTHY:
         again = command_line(
-            "compare", a.path, b.path, reference=measured.truth and measured.truth.run.path,
+            "compare", a.path, b.path, truth=measured.truth and measured.truth.run.path,
             floor=[run.path if isinstance(run, Run) else run for run in floor],
         )  # fmt: skip
         raise UsageError(

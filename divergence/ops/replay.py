@@ -1,7 +1,7 @@
 """replay(): each recorded operator of a run, run again alone on its recorded inputs.
 
 No model is needed, and no error is inherited: whatever a replay's result differs by was made by
-that operator on this machine. With ``reference`` the same in float64: what is right, of each
+that operator on this machine. With ``truth`` the same in float64: what is right, of each
 operator by itself. The result is a run of the pass ``replayed``, at the same sites, compared like
 any other; the inputs are not repeated in it.
 
@@ -56,7 +56,7 @@ def replay(
     sites: Sequence[str] = (),
     device: str = "auto",
     model: str | Path | None = None,
-    reference: bool = False,
+    truth: bool = False,
     replayed_pass: str | None = None,
     trust_remote_code: bool = False,
     operators: Sequence[str] = (),
@@ -68,7 +68,7 @@ def replay(
     """Run the recorded operators of ``run`` again and record them in the directory ``out``.
 
     ``sites``: patterns of operator sites; all without. ``model``: where this machine has the
-    model, for weights that were recorded by digest alone. ``reference``: in float64, on the CPU
+    model, for weights that were recorded by digest alone. ``truth``: in float64, on the CPU
     unless a device is named. ``replayed_pass``: the pass whose operators are run; the anchored one
     where it holds any, else the free one. ``operators``: namespaces of operators that may be run
     beside torch's, transformers' and the device's own.
@@ -90,7 +90,7 @@ def replay(
         )
     pass_ = replayable_pass(source, replayed_pass)
     calls = recorded_calls(source, pass_, sites)
-    device = resolve_device("cpu" if reference and device == "auto" else device)
+    device = resolve_device("cpu" if truth and device == "auto" else device)
     out = location_of(out)
     check_output(out, force=force, like=source)
     weights = None
@@ -106,7 +106,7 @@ def replay(
     ) as determinism:
         manifest = _manifest(
             source, pass_, sites, device, determinism,
-            reference=reference, label=label, command=command,
+            truth=truth, label=label, command=command,
         )  # fmt: skip
         with RunWriter(out, manifest, force=force) as writer:
             skipped = _Skipped(manifest)
@@ -115,7 +115,7 @@ def replay(
                 try:
                     _run_one(
                         source, one, weights, writer, device, asked_for(operators, device),
-                        reference=reference,
+                        truth=truth,
                     )  # fmt: skip
                 except Refusal as refusal:
                     skipped.add(refusal)
@@ -167,18 +167,18 @@ def _run_one(
     device: str,
     namespaces: frozenset[str],
     *,
-    reference: bool,
+    truth: bool,
 ) -> None:
     """One operator: its results go to the writer, and nothing of it is kept."""
     if one.first.rank:
         raise Refusal("it was recorded by another process of a distributed run")
-    wide = one.first.pass_ == "escalated" and not reference  # as that pass ran it
+    wide = one.first.pass_ == "escalated" and not truth  # as that pass ran it
     with Widening(torch.float32) if wide else contextlib.nullcontext():
         found = execute_ports(
             one.call,
             operand_values(source, one, weights),
             device=device,
-            compute_dtype=torch.float64 if reference else None,
+            compute_dtype=torch.float64 if truth else None,
             aligned=source.manifest.environment.device_type != device.partition(":")[0],
             namespaces=namespaces,
         )
@@ -205,7 +205,7 @@ def _manifest(
     device: str,
     determinism: Determinism,
     *,
-    reference: bool,
+    truth: bool,
     label: str | None,
     command: str | None,
 ) -> Manifest:
@@ -217,17 +217,17 @@ def _manifest(
         "switches": determinism.switches,
         "nondeterministic_warnings": [],
         "cpu_fallbacks": [],
-        "compute_dtype": "float64" if reference else None,
+        "compute_dtype": "float64" if truth else None,
     }
     return Manifest(
         **provenance(
             device, command=command, like=theirs,
-            label=label or ("float64 reference" if reference else None),
+            label=label or ("float64 truth" if truth else None),
         ),
         model=theirs.model,
         tokens=theirs.tokens,
         settings=msgspec.structs.replace(theirs.settings, **settings),
-        arithmetic=[] if reference else quick_facts(device),
+        arithmetic=[] if truth else quick_facts(device),
         plan=Plan(
             passes=["replayed"],
             sites=list(sites) or theirs.plan.sites,

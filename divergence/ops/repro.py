@@ -201,7 +201,7 @@ def _check_truth(truth: Run, source: Run, pass_: str) -> None:
     if truth.manifest.settings.compute_dtype != "float64" or not belongs:
         raise UsageError(
             f"{truth.path} is no float64 replay of {source.path}",
-            hint=command_line("replay", source.path, o="TRUTH", reference=True)
+            hint=command_line("replay", source.path, o="TRUTH", truth=True)
             + "; or leave it out, and it is computed here",
         )
 

@@ -56,7 +56,7 @@ def captured_lines(
         lines.append(prose(f"sample {number}", _continuation(manifest, sample)))
     lines += [BLANK, heading("next")]
     if settings.compute_dtype is not None and like is not None:
-        following = [command_line("compare", os.fspath(like), "OTHER", reference=path)]
+        following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
     elif like is None:
         following = [command_line("capture", like=path, o="OTHER", note="on the other machine")]
     else:

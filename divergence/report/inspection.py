@@ -121,7 +121,7 @@ def _next(run: str, manifest: Manifest) -> list[str]:
     if (manifest.model.task, manifest.model.source) == ("operators", "probe"):
         return [command_line("compare", run, "OTHER", note="a probe of another machine")]
     if manifest.settings.compute_dtype:
-        return [command_line("compare", "A", "B", reference=run, note="A: the run that it repeats")]
+        return [command_line("compare", "A", "B", truth=run, note="A: the run that it repeats")]
     if manifest.plan.replayed_pass is not None:
         return [command_line("compare", "A", run, note="A: the run whose operators it ran again")]
     return [

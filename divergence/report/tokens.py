@@ -91,7 +91,7 @@ _JUDGEMENTS = {
 def _judgement_lines(first: TokenDifference) -> list[Line]:
     """What a truth says of the flip; without one, that there is none to say it."""
     if first.z_of == "difference":
-        text = "not judged: σ is that of the diff itself, which a fault widens; give --reference"
+        text = "not judged: σ is that of the diff itself, which a fault widens; give --truth"
         return [prose("    ", text, width=4)]
     if first.z_of is None or first.z is None:
         return []
@@ -99,7 +99,7 @@ def _judgement_lines(first: TokenDifference) -> list[Line]:
         says = (
             "a tie: rounding may flip it"
             if first.judgement == "tie"
-            else ("not judged: more than the rounding model makes of it; --reference tells")
+            else ("not judged: more than the rounding model makes of it; --truth tells")
         )
         text = f"{says} ({first.z:.1f} σ of what all blocks together may make by rounding)"
         return [prose("    ", text, style="green" if first.judgement else "yellow", width=4)]

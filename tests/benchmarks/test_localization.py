@@ -16,7 +16,8 @@ from benchmarks._health import usage_of
 from benchmarks._machines import planting
 from benchmarks._rivals import RULES, block_rows, first_bad
 from benchmarks._trials import upper
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.run.reader import Run
 
@@ -27,8 +28,8 @@ class Here:
     def ask(self, what, *, fault=None, **values):
         if "model" in values:
             values["model"] = str(values["model"])
-        if what == "reference":
-            reference(values.pop("run"), force=True, **values)
+        if what == "truth":
+            make_truth(values.pop("run"), force=True, **values)
             return
         if fault is not None:
             name, block, strength = fault

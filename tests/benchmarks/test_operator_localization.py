@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import operator_localization
 from benchmarks._machines import planting
 from benchmarks._operator_faults import FAULTS, ROLES, plant, site_of
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 
 
@@ -22,7 +23,7 @@ class Here:
 
     def run(self, what, *, operator_fault=None, **values):
         if what == "reference":
-            reference(values.pop("run"), force=True, **values)
+            make_truth(values.pop("run"), force=True, **values)
             return
         if operator_fault is not None:
             name, site, strength = operator_fault

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.errors import UsageError
 from divergence.run.reader import Run
 
@@ -39,7 +40,7 @@ def escalated(run, tmp_path_factory) -> Callable[..., Run]:
 def distances(run, escalated, tmp_path_factory) -> Callable[..., tuple[float, float, float]]:
     """``distances(prepare)`` → of the block's output: ‖b-a‖ over the bfloat16 floor ‖a-R‖, and
     the escalated pass's ‖b-R‖ over that floor and over the healthy model's own ‖b-R‖."""
-    truth = reference(run, out=tmp_path_factory.mktemp("truth-") / "truth")
+    truth = make_truth(run, out=tmp_path_factory.mktemp("truth-") / "truth")
 
     def read(one: Run, pass_: str) -> torch.Tensor:
         return one.read(one.find((pass_, 0, 0, f"{BLOCK}:out"))).double()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.capture.api import capture, plan_capture, reference
+from divergence.capture.api import capture, plan_capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.keep import CopyKeeper
 from divergence.capture.operators import OperatorRecorder
 from divergence.errors import UsageError
@@ -183,7 +184,7 @@ def recorded(llama, tmp_path_factory) -> tuple[Run, Run, Run]:
     a = capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2,
                 dtype="bfloat16")  # fmt: skip
     ops = capture(like=a, out=folder / "ops", sites=[f"ops@{BLOCK}"], weights=True)
-    return a, ops, reference(a, out=folder / "truth", sites=[f"ops@{BLOCK}"])
+    return a, ops, make_truth(a, out=folder / "truth", sites=[f"ops@{BLOCK}"])
 
 
 def test_operators_are_recorded_in_the_anchored_pass_of_one_block(recorded):

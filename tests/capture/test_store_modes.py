@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from divergence.capture import keep_reduced
-from divergence.capture.api import capture, plan_capture, reference
+from divergence.capture.api import capture, plan_capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.keep import CopyKeeper
 from divergence.capture.keep_reduced import ReducedKeeper
 from divergence.errors import UsageError
@@ -197,7 +198,7 @@ def test_only_changed_keeps_bytes(runs, tmp_path):
 
 def test_a_truth_is_kept_in_full(runs, tmp_path):
     """The float64 run of a sketched one holds every byte."""
-    truth = reference(runs["sketch"].path, out=tmp_path / "truth")
+    truth = make_truth(runs["sketch"].path, out=tmp_path / "truth")
     assert truth.manifest.plan.store == "full"
     assert all(record.place is not None for record in truth.records)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.capture.api import capture, plan_capture, reference
+from divergence.capture.api import capture, plan_capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.determinism import deterministic_settings
 from divergence.compare.api import compare
 from divergence.errors import UsageError
@@ -76,7 +77,7 @@ def test_a_wrong_argument_is_named_before_anything_is_loaded(wish, tmp_path):
 def test_the_other_functions_name_their_arguments_too(run, tmp_path):
     """Whatever makes a run, and a dry run."""
     for call in (
-        lambda: reference(run, out=tmp_path / "x", label=3),
+        lambda: make_truth(run, out=tmp_path / "x", label=3),
         lambda: replay(run, out=tmp_path / "x", label=3),
         lambda: plan_capture("nothing", label=3),
     ):

@@ -256,7 +256,7 @@ def test_many_runs_reach_the_api(invoke, matching):
     """The first is the reference; the options are those of two runs, and reports are only kept
     where they are printed."""
     calls = matching("identical")
-    invoke("compare", "a", "b", "c", "--reference", "t", "--force", "--reports", "r")
+    invoke("compare", "a", "b", "c", "--truth", "t", "--force", "--reports", "r")
     (args, options) = calls[0]
     assert (str(args[0]), list(map(str, args[1]))) == ("a", ["b", "c"])
     assert (str(options["truth"]), options["force"], str(options["reports"])) == ("t", True, "r")

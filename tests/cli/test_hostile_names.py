@@ -126,7 +126,7 @@ def test_no_page_prints_a_command_of_the_run_s(evil, tmp_path, invoke):
     texts = []
     for words in (
         ("compare", a, b), ("compare", a), ("compare", a, b, c), ("compare", a, a),
-        ("compare", a, b, "--reference", c), ("compare", a, b, "--floor", b), ("check", a, b),
+        ("compare", a, b, "--truth", c), ("compare", a, b, "--floor", b), ("check", a, b),
         ("check", a, a), ("inspect", a), ("inspect", a, "--site", "nowhere:out"),
         ("localize", a, b, "-o", "out"), ("sensitivity", a, "--candidate", b),
         ("replay", a, "-o", "r"), ("repro", a, "-o", "r", "--site", f"{evil}:out"),

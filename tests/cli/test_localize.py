@@ -42,11 +42,11 @@ def test_a_machine_that_does_not_repeat_the_candidate_ends_in_2(invoke, tiny_mod
     healthy = modeling.LlamaMLP.forward
     model = tiny_model("llama")
     assert invoke("capture", model, "-o", "a", "--max-new-tokens", 1, "--dtype", "float32")[0] == 0
-    assert invoke("reference", "a", "-o", "truth", "--max-new-tokens", 1)[0] == 0
+    assert invoke("truth", "a", "-o", "truth", "--max-new-tokens", 1)[0] == 0
     with monkeypatch.context() as patch:
         patch.setattr(modeling.LlamaMLP, "forward", lambda self, x: healthy(self, x) * 1.1)
         assert invoke("capture", "--like", "a", "-o", "b", "--label", "cluster C")[0] == 0
-    code, out, _ = invoke("localize", "a", "b", "--reference", "truth", "-o", "work", "-q")
+    code, out, _ = invoke("localize", "a", "b", "--truth", "truth", "-o", "work", "-q")
     assert code == 2
     assert out.startswith(
         "STOPPED: this is not the candidate's machine (cluster C): its blocks do "

@@ -28,10 +28,10 @@ def test_the_whole_way_through_a_bucket(invoke, archive, s3):
     code, out, err = invoke(*like, "-o", url)
     assert code == 0, err
     assert f"captured {url}" in out and f"divergence compare a.tar {url}" in out
-    code, out, err = invoke("reference", url, "-o", f"{s3}/truth.zip", "-q")
+    code, out, err = invoke("truth", url, "-o", f"{s3}/truth.zip", "-q")
     assert code == 0, err
     assert out == f"{s3}/truth.zip\n"
-    code, out, err = invoke("compare", "a.tar", url, "--reference", f"{s3}/truth.zip")
+    code, out, err = invoke("compare", "a.tar", url, "--truth", f"{s3}/truth.zip")
     assert code == 0, err
     assert "model.layers.1" in out
     code, out, _ = invoke("check", "a.tar", url, "--json")

@@ -10,7 +10,8 @@ MODES = ("sketch", "stats", "hash")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_model):
     """For each mode ``a``, and ``b`` with a fault; a truth of the sketched one; one in part."""
-    from divergence.capture.api import capture, reference
+    from divergence.capture.api import capture
+    from divergence.capture.api import truth as make_truth
 
     folder = tmp_path_factory.mktemp("reduced")
     model = str(tiny_model("llama", hidden=256))
@@ -18,7 +19,7 @@ def folder(tmp_path_factory, tiny_model):
     for mode in MODES:
         capture(model, out=folder / f"{mode}-a", store=mode, max_new_tokens=3, probe=False)
         capture(like=folder / f"{mode}-a", out=folder / f"{mode}-b", plants=plant, probe=False)
-    reference(folder / "sketch-a", out=folder / "truth")
+    make_truth(folder / "sketch-a", out=folder / "truth")
     capture(model, out=folder / "full", max_new_tokens=3, probe=False)
     capture(like=folder / "full", out=folder / "part-b", plants=plant, only_changed=True,
             probe=False)  # fmt: skip
@@ -44,11 +45,11 @@ COMMANDS = {
     "verify": (("inspect", "B", "--verify"), 0),
     "compare": (("compare", "A", "B", "-v"), 0),
     "compare --json": (("compare", "A", "B", "--json"), 0),
-    "compare with a truth": (("compare", "A", "B", "--reference", "truth"), None),
+    "compare with a truth": (("compare", "A", "B", "--truth", "truth"), None),
     "compare three": (("compare", "A", "B", "A"), 0),
     "compare one": (("compare", "A"), 2),
     "check": (("check", "A", "B"), 1),
-    "reference": (("reference", "A", "-o", "new"), 0),
+    "truth": (("truth", "A", "-o", "new"), 0),
     "escalate": (("capture", "--like", "A", "-o", "new", "--escalate", "--no-probe"), 0),
     "whole": (("capture", "--like", "A", "-o", "new", "--whole", "--no-probe"), 0),
     "replay": (("replay", "A", "-o", "new"), 2),

@@ -31,9 +31,9 @@ def test_replay_compare_and_inspect(invoke, runs):
     assert err.startswith(f"from {runs / 'a'}: ") and err.count("\n") == 1
     assert out.startswith("replayed a2:")
     assert f"divergence compare {runs / 'a'} a2" in out
-    code, out, _ = invoke("replay", runs / "a", "-o", "truth", "--reference", "-q")
+    code, out, _ = invoke("replay", runs / "a", "-o", "truth", "--truth", "-q")
     assert (code, out) == (0, "truth\n")
-    code, out, _ = invoke("compare", runs / "a", "a2", "--reference", "truth")
+    code, out, _ = invoke("compare", runs / "a", "a2", "--truth", "truth")
     assert code == 0
     assert "identical" in out.splitlines()[0].lower()
     code, out, _ = invoke("inspect", "a2")

@@ -25,7 +25,7 @@ def test_answers(invoke, pair):
     code, long, _ = invoke(*ask)
     assert code == 0
     assert long.startswith(out)
-    assert "\n  divergence sensitivity a --candidate b --reference a-truth\n" in long
+    assert "\n  divergence sensitivity a --candidate b --truth a-truth\n" in long
     code, text, _ = invoke(*ask, "--json")
     answer = json.loads(text)
     assert (code, answer["schema_version"]) == (0, 1)

@@ -28,10 +28,10 @@ def test_the_journey(invoke, tmp_path):
     code, out, _ = invoke("capture", "--like", "a", "-o", "b", "--impl", "rms_norm=mine:rms_norm")
     assert code == 0
     assert "impl: mine:rms_norm instead of torch" in out
-    code, out, _ = invoke("reference", "a", "-o", "truth")
+    code, out, _ = invoke("truth", "a", "-o", "truth")
     assert code == 0
     assert "computed in float64" in out
-    code, out, err = invoke("compare", "a", "b", "--reference", "truth")
+    code, out, err = invoke("compare", "a", "b", "--truth", "truth")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("LOCALIZED: the candidate computed 1 of 3 operators worse")
@@ -40,9 +40,9 @@ def test_the_journey(invoke, tmp_path):
     assert table[2].split()[:4] == ["rms_norm", "(mine:rms_norm)", "candidate", "6/6"]
     assert any("bit-identical: " in line and "quantize" in line for line in table)
     assert max(map(len, table[:3])) <= 120
-    code, out, _ = invoke("compare", "a", "b", "--reference", "truth", "--all")
+    code, out, _ = invoke("compare", "a", "b", "--truth", "truth", "--all")
     assert "rms_norm  wrong: candidate" in " ".join(out.split("\n")).replace("   ", "  ")
-    assert invoke("compare", "a", "b", "--reference", "truth", "--exit-code")[0] == 1
+    assert invoke("compare", "a", "b", "--truth", "truth", "--exit-code")[0] == 1
     assert invoke("compare", "a", "b", "--exit-code")[0] == 2  # nobody can tell
     code, out, _ = invoke("compare", "a", "a", "--exit-code")
     assert code == 2 and "proves nothing" in out
@@ -55,10 +55,10 @@ def test_the_journey(invoke, tmp_path):
 def test_json(invoke):
     """The JSON of a comparison holds every case with its figures."""
     invoke("capture", "suite:quick", "-o", "a", *SOME, "-q")
-    code, out, err = invoke("reference", "a", "-o", "truth", "--json")
+    code, out, err = invoke("truth", "a", "-o", "truth", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["manifest"]["settings"]["compute_dtype"] == "float64"
-    code, out, _ = invoke("compare", "a", "a", "--reference", "truth", "--json")
+    code, out, _ = invoke("compare", "a", "a", "--truth", "truth", "--json")
     report = json.loads(out)
     assert (report["verdict"]["kind"], report["verdict"]["confidence"]) == ("identical", "low")
     cases = report["suite"]["cases"]
@@ -86,7 +86,7 @@ def test_what_is_refused(invoke):
         (("capture", "--like", "a", "-o", "a", "--force"), "is the run to be repeated"),
         (("capture", "--like", "a", "-o", "b", "--no-anchor"), "--no-anchor means nothing"),
         (("capture", "--like", "a", "--model", "x", "-o", "b"), "needs no model"),
-        (("reference", "a", "-o", "b", "--device", "mps"), "computed on the CPU"),
+        (("truth", "a", "-o", "b", "--device", "mps"), "computed on the CPU"),
         (("compare", "a", "a", "--floor", "a"), "--floor means nothing"),
     ):
         code, out, err = invoke(*words)

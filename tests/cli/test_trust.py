@@ -120,7 +120,7 @@ def test_code_that_came_with_the_run(
         file.write_text(file.read_text().replace("import torch\n", f"import torch\n{evil}", 1))
     said = ("carries its own modelling code", "read that code, then pass --trust-remote-code")
     refused(*LIKE, said=said)
-    refused("reference", "run", "-o", "x", said=said)
+    refused("truth", "run", "-o", "x", said=said)
     refused("capture", "--like", "run", "-o", "x", "--dry-run", said=said)
     invoke(*LIKE, "--trust-remote-code")
     assert (tmp_path / "evil").exists()  # so the code above is what would have run
@@ -183,7 +183,7 @@ def test_pickled_weights_are_the_users_choice(refused, invoke, hostile, model_in
     weights = pickled(model)
     said = ("has pickled weights (pytorch_model.bin)", "name it yourself: --model")
     refused(*LIKE, said=said)
-    refused("reference", "run", "-o", "x", said=said)
+    refused("truth", "run", "-o", "x", said=said)
     assert invoke(*LIKE, "--model", "run/model")[:2] == (0, "x\n")
     shutil.rmtree(tmp_path / "x")
     weights.write_bytes(pickle.dumps({"lm_head.weight": Evil(tmp_path / "evil")}))
@@ -274,7 +274,7 @@ def test_names_that_lead_elsewhere(refused, hostile, not_loaded, changes, said):
     """URLs, files and escape codes are no models, revisions or sites."""
     hostile(**changes)
     refused(*LIKE, said=(said,))
-    refused("reference", "run", "-o", "x", said=(said,))
+    refused("truth", "run", "-o", "x", said=(said,))
     assert not_loaded == []
 
 
@@ -299,7 +299,7 @@ def test_what_is_taken_from_the_run_is_said(invoke, honest, llama):
     words = ("--model", llama, "--dtype", "float32", "--attn-implementation", "sdpa", "--force")
     _, _, err = invoke("capture", "--like", honest, "-o", "x", "--sites", "blocks", *words)
     assert err == f"from {honest}: {rest}\n"
-    _, _, err = invoke("reference", honest, "-o", "truth", "--sites", "blocks")
+    _, _, err = invoke("truth", honest, "-o", "truth", "--sites", "blocks")
     assert err == f"from {honest}: {model}, bfloat16, eager attention, {rest}\n"
     _, _, err = invoke("replay", honest, "-o", "y", "--model", llama, "--site", f"{BLOCK}/*mm*")
     assert err == f"from {honest}: 4 operators with their recorded inputs, seed 0\n"

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.cli.main import app
 from divergence.compare.advice import Advice, WithinAdvice, beside
 from divergence.compare.api import compare
@@ -44,7 +45,7 @@ def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
     plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.004"]
     b = capture(like=a, out=tmp_path / "b", escalate=True, plants=plants)
-    report = compare(a, b, truth=reference(a, out=tmp_path / "truth"))
+    report = compare(a, b, truth=make_truth(a, out=tmp_path / "truth"))
     assert report.verdict.onset.pass_ == "escalated"
     said = follow(report, capsys)
     assert said.startswith(f"LOCALIZED: the error is made at {BLOCK}.mlp.down_proj:out")
@@ -93,7 +94,7 @@ def test_a_truth_of_the_other_run_is_replaced(llama, tmp_path, capsys):
     """It has no pass on these inputs, and would judge no escalated one."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)
     b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
-    report = compare(a, b, truth=reference(b, out=tmp_path / "of-b"))
+    report = compare(a, b, truth=make_truth(b, out=tmp_path / "of-b"))
     assert "confidence  high" in follow(report, capsys)
 
 
@@ -101,7 +102,7 @@ def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
     """The first run is not anchored: the operators of an anchored one would have no partner."""
     a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
     b = capture(like=a, out=tmp_path / "b", plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.5"])
-    by_hand = compare(a, b, truth=reference(a, out=tmp_path / "truth")).verdict.next[1:]
+    by_hand = compare(a, b, truth=make_truth(a, out=tmp_path / "truth")).verdict.next[1:]
     report = compare(a, b)
     report.verdict.next[:] = by_hand
     said = follow(report, capsys)
@@ -130,7 +131,7 @@ def test_a_sketch_is_held_against_a_truth_in_full(llama, tmp_path):
     plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.5"]
     b = capture(like=a, out=tmp_path / "b", store="sketch", plants=plants, probe=False)
     last = compare(a, b).verdict.next[-1]
-    assert last == f"divergence compare {a.path} {b.path}-full --reference {a.path}-truth"
+    assert last == f"divergence compare {a.path} {b.path}-full --truth {a.path}-truth"
 
 
 def of_ranks(run, **axes):

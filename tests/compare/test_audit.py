@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.compare.audit import audit_runs
 from divergence.run.arithmetic import ArithmeticFact
@@ -264,7 +265,7 @@ def test_the_audit_explains_the_onset(run_of, tmp_path, architecture):
     """compare's first reason is the dtype, where the onset is the part that ran in another."""
     source = run_of(architecture)
     other = capture(like=source, out=tmp_path / "b", device="cpu", prepare=narrow_norms)
-    report = compare(source, other, truth=reference(source, out=tmp_path / "t"))
+    report = compare(source, other, truth=make_truth(source, out=tmp_path / "t"))
     verdict = report.verdict
     assert verdict.onset is not None and "norm/" in verdict.onset.site
     assert verdict.side == "candidate"
@@ -280,7 +281,7 @@ def test_a_finding_stands_also_where_no_number_is_wrong(run_of, tmp_path, monkey
     with monkeypatch.context() as patch:
         without_upcast(patch, 4)
         other = capture(like=source, out=tmp_path / "b", device="cpu")
-    report = compare(source, other, truth=reference(source, out=tmp_path / "t"))
+    report = compare(source, other, truth=make_truth(source, out=tmp_path / "t"))
     texts = [item.text for item in report.verdict.evidence]
     assert texts[-1].startswith("the candidate computes softmax in bfloat16")
 
@@ -288,7 +289,7 @@ def test_a_finding_stands_also_where_no_number_is_wrong(run_of, tmp_path, monkey
 def test_a_truth_is_not_audited(run_of, tmp_path):
     """Everything there is float64 by intent."""
     source = run_of("llama")
-    truth = reference(source, out=tmp_path / "t")
+    truth = make_truth(source, out=tmp_path / "t")
     assert audit_runs(truth) is None
     assert audit_runs(truth, source).reference is None
 

@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.cli.main import app
 from divergence.compare.api import compare
 from divergence.errors import UsageError
@@ -40,7 +41,7 @@ def single(prompts, tiny_model, tmp_path_factory):
             folder = tmp_path_factory.mktemp("single")
             model = str(tiny_model(architecture, dtype=dtype))
             a = capture(model, out=folder / "a", prompts_file=prompts, max_new_tokens=3)
-            made[key] = a, reference(a, out=folder / "truth")
+            made[key] = a, make_truth(a, out=folder / "truth")
         return made[key]
 
     return make
@@ -87,7 +88,7 @@ def test_a_batch_is_repeated_one_by_one(single, prompts, tiny_model, tmp_path):
     """The other way round: what ran in a batch runs singly, each prompt with its rows of it."""
     model = str(tiny_model("llama", dtype="bfloat16"))
     a = capture(model, out=tmp_path / "a", prompts_file=prompts, max_new_tokens=3, batch=True)
-    truth = reference(a, out=tmp_path / "truth")
+    truth = make_truth(a, out=tmp_path / "truth")
 
     def broken(model):
         model.model.layers[1].mlp.register_forward_hook(

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.compare.check import check
 from divergence.compare.coverage import UNACCOUNTED
@@ -82,7 +83,7 @@ def zoo(run, tmp_path_factory):
         if name == "truth":
             if not truths:
                 out = tmp_path_factory.mktemp("truth") / "run"
-                truths.append(reference(make("plain"), out=out))
+                truths.append(make_truth(make("plain"), out=out))
             return truths[0]
         options = dict(KINDS[name])
         if "like" in options:
@@ -266,7 +267,7 @@ def test_a_run_is_not_checked_against_itself(run, tmp_path):
 def test_what_is_no_golden_is_refused(run, tmp_path):
     """A truth and a planted run are not what another run's results are asked to be."""
     golden = run()
-    truth = reference(golden, out=tmp_path / "truth")
+    truth = make_truth(golden, out=tmp_path / "truth")
     planted = run(plants=["model.layers.1:out=scale:1.5"])
     for one in (truth, planted):
         with pytest.raises(UsageError, match="is no golden"):

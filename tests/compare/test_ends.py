@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import divergence.capture.api as capture_api
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare import sampling
 from divergence.compare.api import compare
 from divergence.compare.check import check
@@ -265,7 +266,7 @@ def test_a_truth_tells_who_changes_it(run, changed, tmp_path):
     """The truth hands the stream on as the reference does, or as the candidate does."""
     good = run()
     bad = changed(good, before("model.norm", lambda x: noise(x, 0.1)))
-    truth = reference(good, out=tmp_path / "truth")
+    truth = make_truth(good, out=tmp_path / "truth")
     assert compare(good, bad, truth=truth).verdict.side == "candidate"
     assert compare(bad, good, truth=truth).verdict.side == "reference"
 
@@ -345,7 +346,7 @@ def test_a_mask_of_all_true(run, changed, tmp_path):
     verdict = compare(good, bad).verdict
     assert verdict.kind == "localized"
     assert verdict.onset.site == "model.layers.1:in.attention_mask"
-    truth = reference(good, out=tmp_path / "truth")
+    truth = make_truth(good, out=tmp_path / "truth")
     assert compare(good, bad, truth=truth).verdict.side == "candidate"
 
 

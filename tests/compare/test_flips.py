@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare import deciding
 from divergence.compare.api import compare
 from divergence.compare.check import evaluate, is_tie
@@ -245,7 +246,7 @@ def runs(tmp_path_factory, llama):
     folder = tmp_path_factory.mktemp("flips")
     a = capture(str(llama), out=folder / "a", prompts=[PROMPT], max_new_tokens=7)
     b = capture(like=a, out=folder / "b", attn_implementation="sdpa")
-    return a, b, reference(a, out=folder / "truth")
+    return a, b, make_truth(a, out=folder / "truth")
 
 
 def test_flips_of_healthy_kernels_are_ties(runs):

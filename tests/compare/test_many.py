@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import divergence
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.compare.many import compare_many
 from divergence.errors import RunFormatError, UsageError
@@ -41,7 +42,7 @@ def fleet(tmp_path_factory, tiny_model):
     capture(like=folder / "d", out=folder / "r", only_changed=True)
     torch.backends.mkldnn.enabled = True
     for name, of in (("truth", "a"), ("truth-d", "d")):
-        reference(folder / of, out=folder / name)
+        make_truth(folder / of, out=folder / name)
     capture(str(tiny_model("llama", seed=1)), out=folder / "weights", max_new_tokens=3)
     return folder
 
@@ -95,7 +96,7 @@ def test_the_first_run_may_be_the_odd_one(fleet):
     assert {row.side for row in matrix.rows} == {"reference"}
     assert "2 of 3 runs agree bit for bit" in matrix.agreement
     assert matrix.cross_checks == []
-    assert matrix.next[0].endswith(f"--reference {fleet / 'truth-d'}")
+    assert matrix.next[0].endswith(f"--truth {fleet / 'truth-d'}")
 
 
 def test_candidates_are_compared_with_one_another_only_where_it_matters(fleet):
@@ -148,7 +149,7 @@ def test_what_is_wrong_with_the_first_run_is_an_error(fleet, tmp_path):
         compare_many(fleet / "a", both, floor=[tmp_path / "none"])
     with pytest.raises(UsageError, match="is no truth: it was computed in") as caught:
         compare_many(fleet / "a", both, truth=fleet / "d")
-    assert caught.value.hint.startswith("divergence reference ")
+    assert caught.value.hint.startswith("divergence truth ")
     with pytest.raises(UsageError, match="is the truth of none of these runs"):
         compare_many(fleet / "a", both, truth=fleet / "truth-d")
     with pytest.raises(UsageError, match="no run to compare"):

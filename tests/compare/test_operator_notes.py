@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 
 BLOCK = "model.layers.1"
@@ -23,7 +24,7 @@ def run(llama, tmp_path_factory):
 def test_two_dtypes_are_shown_but_not_judged(run, tmp_path, dtype, with_truth):
     """The coarser side is farther from the truth by right; no operator is blamed for it."""
     other = capture(like=run, out=tmp_path / "b", dtype=dtype)
-    truth = reference(run, out=tmp_path / "t") if with_truth else None
+    truth = make_truth(run, out=tmp_path / "t") if with_truth else None
     report = compare(run, other, truth=truth)
     assert report.verdict.kind == "within_floor"
     assert report.operators.onset is None

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.compare.contradiction import contradicts
 from divergence.compare.operator_verdict import with_operators
@@ -46,12 +47,12 @@ def runs(llama, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("owner")
     a = capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2)
-    reference(a, out=folder / "truth")
-    reference(a, out=folder / "sdpa", attn_implementation="sdpa")
+    make_truth(a, out=folder / "truth")
+    make_truth(a, out=folder / "sdpa", attn_implementation="sdpa")
     healthy = modeling.LlamaMLP.forward
     modeling.LlamaMLP.forward = lambda self, x: healthy(self, x) * (1 + 1e-9)
     try:
-        reference(a, out=folder / "other")
+        make_truth(a, out=folder / "other")
         capture(like=a, out=folder / "b")
     finally:
         modeling.LlamaMLP.forward = healthy
@@ -75,8 +76,8 @@ def test_what_stands_at_pads_is_no_result(llama, tmp_path):
     """Fused attention gives rows that see no key other values: pads are left out."""
     a = capture(llama, out=tmp_path / "a", prompts=["one two three four", "five"], batch=True,
                 max_new_tokens=2)  # fmt: skip
-    one = reference(a, out=tmp_path / "one")
-    two = reference(a, out=tmp_path / "two", attn_implementation="sdpa")
+    one = make_truth(a, out=tmp_path / "one")
+    two = make_truth(a, out=tmp_path / "two", attn_implementation="sdpa")
     found = disagreement(one, two)
     assert found.first is None
     assert found.num_compared > 8

@@ -19,7 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare import ranks
 from divergence.compare.align import Pair, Piece, align
 from divergence.compare.floors import ModelFloor
@@ -105,7 +106,7 @@ def fleet(tmp_path_factory, tiny_model):
         capture(like=folder / "a", out=folder / name, **options)
     capture(model, out=folder / "batched", max_new_tokens=3, prompts=prompts, batch=True)
     divide(Run.open(folder / "faulty"), folder / "parts")
-    reference(folder / "a", out=folder / "truth")
+    make_truth(folder / "a", out=folder / "truth")
     shutil.copytree(folder / "faulty", folder / "damaged")
     shard = next((folder / "damaged" / "tensors").iterdir())
     data = bytearray(shard.read_bytes())
@@ -176,9 +177,9 @@ def test_two_processes_give_the_report_of_one(fleet):
     that another run holds, sketches, a run of two ranks, and the error that damage gives. Rank 0
     prints, once."""
     names = ["a", *CANDIDATES]
-    done = launch("-m", "divergence", "compare", *names, "--reference", "truth", "--json",
+    done = launch("-m", "divergence", "compare", *names, "--truth", "truth", "--json",
                   cwd=fleet)  # fmt: skip
-    alone = launch(*names, "--reference", "truth", "--json", cwd=fleet,
+    alone = launch(*names, "--truth", "truth", "--json", cwd=fleet,
                    launcher=("-m", "divergence", "compare"))  # fmt: skip
     assert alone.returncode == 2  # one run is damaged
     assert done.stdout == alone.stdout

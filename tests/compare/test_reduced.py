@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.compare.check import check
 from divergence.compare.result import json_safe
@@ -307,7 +308,7 @@ def test_a_truth_clears_nobody_by_sketches(tiny_model, tmp_path):
     a = capture(str(tiny_model("llama", dtype="bfloat16", hidden=128)), out=tmp_path / "a",
                 prompts=[PROMPT], max_new_tokens=3, probe=False)  # fmt: skip
     b = repeated(a, tmp_path / "b", store="sketch")
-    verdict = compare(a, b, truth=reference(a.path, out=tmp_path / "truth")).verdict
+    verdict = compare(a, b, truth=make_truth(a.path, out=tmp_path / "truth")).verdict
     assert any("against the truth" in fact.text for fact in verdict.evidence)
     assert (verdict.kind, verdict.side, verdict.confidence) == ("within_floor", None, "medium")
 

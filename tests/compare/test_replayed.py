@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.align import align
 from divergence.compare.api import compare
 from divergence.errors import IncomparableError, UsageError
@@ -95,8 +96,8 @@ def test_the_truth_names_the_operator_and_the_side(runs, tmp_path):
 
 def test_a_truth_of_the_model_does_not_judge_replays(runs, tmp_path):
     """Its operators inherit what those before them made; the error gives the right command."""
-    right = reference(runs["source"], out=tmp_path / "right")
-    with pytest.raises(UsageError, match=r"divergence replay .* --reference"):
+    right = make_truth(runs["source"], out=tmp_path / "right")
+    with pytest.raises(UsageError, match=r"divergence replay .* --truth"):
         compare(runs["source"], runs["replay"], truth=right)
 
 

@@ -9,7 +9,8 @@ import json
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.engines import _tiny_weights, tiny
 from divergence.compare import routing
 from divergence.compare.api import compare
@@ -42,7 +43,7 @@ def recorded(tmp_path_factory):
             prompts = folder / "p.jsonl"
             prompts.write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
             a = capture(str(model), out=folder / "a", prompts_file=prompts, max_new_tokens=3)
-            made[key] = a, reference(a, out=folder / "truth")
+            made[key] = a, make_truth(a, out=folder / "truth")
         return made[key]
 
     return make

@@ -8,7 +8,7 @@ import pytest
 
 from divergence.capture import storage
 from divergence.capture.api import capture
-from divergence.capture.api import reference as make_truth
+from divergence.capture.api import truth as make_truth
 from divergence.capture.engines.tiny import build
 from divergence.capture.keep_reduced import ReducedKeeper
 from divergence.compare.api import compare
@@ -64,7 +64,7 @@ def test_within_the_floor_says_what_would_raise_its_confidence(pair):
     text = "\n".join(line.text for line in report_lines(report))
     assert "confidence  medium: no float64 truth judged the blocks; no escalated pass" in text
     assert any("--escalate" in command for command in report.verdict.next)
-    assert any("divergence reference" in command for command in report.verdict.next)
+    assert any("divergence truth" in command for command in report.verdict.next)
 
 
 def test_other_settings_are_said_first(pair):

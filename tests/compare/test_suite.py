@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import Run, capture, compare, reference
+from divergence import Run, capture, compare
+from divergence import truth as make_truth
 from divergence.compare.suite_measure import Truths, between, excess, look
 from divergence.errors import IncomparableError, UsageError
 
@@ -32,7 +33,7 @@ def planted_suite(tmp_path_factory) -> tuple[Run, Run]:
     sites = [site.replace(".*", f".{place}*") for site in sites for place in ("odd", "grouped")]
     sites += ["sum.bfloat16.long.*", "rms_norm.bfloat16.prefill.normal"]
     run = capture("suite:llm", out=folder / "a", sites=sites)
-    return run, reference(run, out=folder / "truth")
+    return run, make_truth(run, out=folder / "truth")
 
 
 @pytest.mark.parametrize(("name", "fault"), PLANTED, ids=[fault.__name__ for _, fault in PLANTED])
@@ -88,7 +89,7 @@ def test_tie_orders_are_shown_and_no_fault(tmp_path):
     sites = ["topk.float32.*"]
     first = capture("suite:llm", out=tmp_path / "a", sites=sites, impl={"topk": faulty.topk_first})
     last = capture(like=first, out=tmp_path / "b", impl={"topk": faulty.topk_last})
-    truth = reference(first, out=tmp_path / "t")
+    truth = make_truth(first, out=tmp_path / "t")
     report = compare(first, last, truth=truth)
     assert report.verdict.kind == "within_floor"
     (operator,) = report.suite.operators
@@ -105,7 +106,7 @@ def test_without_a_truth_it_abstains(planted_suite, tmp_path):
     )
     report = compare(run, wrong)
     assert (report.verdict.kind, report.verdict.side) == ("undetermined", None)
-    assert any("divergence reference" in command for command in report.verdict.next)
+    assert any("divergence truth" in command for command in report.verdict.next)
     assert not report.suite.judged
     assert report.suite.operators[0].worst.ulp_max > 1000
 
@@ -161,7 +162,7 @@ def test_healthy_machines_are_not_blamed(settings, quick_llm, tmp_path):
 def quick_llm(tmp_path_factory) -> tuple[Run, Run]:
     folder = tmp_path_factory.mktemp("llm")
     run = capture("suite:llm", out=folder / "a")
-    return run, reference(run, out=folder / "truth")
+    return run, make_truth(run, out=folder / "truth")
 
 
 def truths(value, floor=None, gain=None, scores=None) -> Truths:

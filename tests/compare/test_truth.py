@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.errors import IncomparableError, UsageError
 
@@ -29,7 +30,7 @@ class Case:
         self.root, self.model = root, str(model)
         options = {"prompts": [PROMPT], "max_new_tokens": 3} | options
         self.a = capture(self.model, out=root / "a", device="cpu", **options)
-        self.truth = reference(self.a, out=root / "truth")
+        self.truth = make_truth(self.a, out=root / "truth")
         self._number = 0
 
     def like(self, run=None, *, fault=None, **options):
@@ -87,7 +88,7 @@ def test_a_faulty_reference_is_named(case, dtype, tmp_path):
         one.model, out=tmp_path / "bad", prompts=[PROMPT], max_new_tokens=3, device="cpu",
         prepare=lambda model: plant(model, "gate-up", 1),
     )  # fmt: skip
-    truth = reference(bad, out=tmp_path / "truth")
+    truth = make_truth(bad, out=tmp_path / "truth")
     verdict = compare(bad, one.like(bad), truth=truth).verdict
     assert (verdict.kind, verdict.onset.block, verdict.side) == ("localized", BLOCK, "reference")
 
@@ -252,10 +253,10 @@ def test_no_truth_another_truth_and_other_weights_are_refused(case, tmp_path, ti
     with pytest.raises(UsageError, match="cannot judge itself"):
         compare(one.a, one.truth, truth=one.truth)
     other = capture(one.model, out=tmp_path / "o", prompts=["Hello"], max_new_tokens=2)
-    truth = reference(other, out=tmp_path / "ot")
+    truth = make_truth(other, out=tmp_path / "ot")
     with pytest.raises(UsageError, match="truth of another run"):
         compare(one.a, b, truth=truth)
-    wrong = reference(
+    wrong = make_truth(
         one.a, out=tmp_path / "w", model=str(tiny_model("llama", dtype="bfloat16", seed=5))
     )
     with pytest.raises(IncomparableError, match="other weights"):
@@ -312,5 +313,5 @@ def test_a_module_that_hands_its_input_on_is_not_far_from_the_truth(tiny_model, 
     a = capture(tiny_model("bert"), out=tmp_path / "a", prompts=["one two three four five six"],
                 sites=["blocks", "modules"], dtype="float32")  # fmt: skip
     b = capture(like=a, out=tmp_path / "b")
-    report = compare(a, b, truth=reference(a, out=tmp_path / "t"))
+    report = compare(a, b, truth=make_truth(a, out=tmp_path / "t"))
     assert (report.verdict.kind, report.verdict.side) == ("identical", "neither")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.capture.plant import FORWARDS
 from divergence.compare.api import compare
 from divergence.errors import IncomparableError, ModelError, PlantError, UsageError
@@ -99,7 +100,7 @@ def test_a_faulty_reference_disturbs_the_candidates_model(llama, tmp_path):
     a = capture(str(llama), out=tmp_path / "a", prompts=PROMPTS[:1], max_new_tokens=3,
                 plants=[FAULT])  # fmt: skip
     b = capture(like=a, out=tmp_path / "b")
-    truth = reference(a, out=tmp_path / "truth")
+    truth = make_truth(a, out=tmp_path / "truth")
     report = compare(a, b, truth=truth)
     assert report.verdict.side == "reference"
     found = explain_token(report, a, b).tokens.explanation

@@ -9,7 +9,8 @@ import shlex
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.errors import RunExistsError, UsageError
 from divergence.experiments.localize import localize
 from divergence.report.localization import localization_lines
@@ -39,7 +40,7 @@ def runs(llama, tmp_path_factory):
     capture(like=a, out=folder / "healthy")
     capture(like=a, out=folder / "planted", plants=[f"{BLOCK}.mlp.act_fn:out=scale:1.02"])
     capture(like=a, out=folder / "kernel", prepare=truncated_down_proj)
-    reference(a, out=folder / "truth")
+    make_truth(a, out=folder / "truth")
     return folder
 
 
@@ -218,7 +219,7 @@ def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
 def test_what_was_made_for_fewer_tokens_or_of_other_weights_is_made_anew(runs, tmp_path, llama):
     """A run in the directory is taken only where it is what would be made."""
     a, work = Run.open(runs / "a"), tmp_path / "work"
-    reference(a, out=work / "truth", max_new_tokens=1)
+    make_truth(a, out=work / "truth", max_new_tokens=1)
     localize(a, runs / "planted", out=work, here="reference")
     assert Run.open(work / "truth").manifest.settings.max_new_tokens == 2
     made = (work / "truth/manifest.json").stat().st_mtime_ns

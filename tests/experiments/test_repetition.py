@@ -9,7 +9,8 @@ import shutil
 import msgspec
 import pytest
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare
 from divergence.errors import UsageError
 from divergence.experiments.explain import explain_token
@@ -49,7 +50,7 @@ def runs(llama, tmp_path_factory):
     a = capture(llama, out=folder / "a", prompts=[PROMPT], dtype="float32", max_new_tokens=2)
     capture(like=a, out=folder / "again")
     capture(like=a, out=folder / "b", prepare=faulty_mlp)
-    reference(a, out=folder / "truth")
+    make_truth(a, out=folder / "truth")
     return folder
 
 

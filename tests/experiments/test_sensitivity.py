@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.compare.api import compare, measure_runs
 from divergence.compare.preflight import preflight
 from divergence.errors import IncomparableError, UsageError
@@ -38,7 +39,7 @@ def runs(tmp_path_factory, tiny_model):
             b = capture(
                 like=a, out=folder / "b", attn_implementation="sdpa", escalate=dtype != "float32"
             )
-            made[dtype] = a, b, reference(a, out=folder / "truth")
+            made[dtype] = a, b, make_truth(a, out=folder / "truth")
         return made[dtype]
 
     return make
@@ -145,7 +146,7 @@ def test_without_a_candidate_one_is_made_and_removed(runs, monkeypatch, tmp_path
     ]
     assert list(tmp_path.iterdir()) == []
     assert {"anchored", "plant"} <= set(seen)
-    assert result.next[1] == f"divergence sensitivity {a.path} --reference {a.path}-truth"
+    assert result.next[1] == f"divergence sensitivity {a.path} --truth {a.path}-truth"
 
 
 def test_an_interrupted_capture_leaves_nothing_behind(runs, monkeypatch, tmp_path):
@@ -179,7 +180,7 @@ def test_what_would_see_more_is_a_command(runs, found):
     assert f"capture --like {a.path} -o {b.path}-escalated --escalate" in escalate
     assert f"reference {a.path} -o {a.path}-truth" in truth
     assert again == (
-        f"divergence sensitivity {a.path} --candidate {b.path}-escalated --reference {a.path}-truth"
+        f"divergence sensitivity {a.path} --candidate {b.path}-escalated --truth {a.path}-truth"
     )
     assert not any("--escalate" in line for line in found("bfloat16", True).next)
 

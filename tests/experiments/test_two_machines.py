@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import transformers.models.llama.modeling_llama as modeling
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.errors import IncomparableError
 from divergence.experiments.localize import localize
 from divergence.report.localization import localization_lines
@@ -55,7 +56,7 @@ def made(folder, llama, first, second):
     with first():
         a = capture(llama, out=folder / "a", prompts=["one two three four five"], dtype="float32",
                     max_new_tokens=1)  # fmt: skip
-        reference(a, out=folder / "truth")
+        make_truth(a, out=folder / "truth")
     with second():
         capture(like=a, out=folder / "b")
     return {"reference": folder / "a", "candidate": folder / "b", "out": folder / "ab"}
@@ -136,8 +137,8 @@ def test_two_truths_that_disagree_are_refused(llama, tmp_path):
     """One was made by the candidate's code; where it is known which, it is said."""
     options = made(tmp_path, llama, healthy, other_code)
     with other_code():
-        reference(tmp_path / "a", out=tmp_path / "theirs")
-        reference(tmp_path / "a", out=options["out"] / "truth-operators", sites=SITES)
+        make_truth(tmp_path / "a", out=tmp_path / "theirs")
+        make_truth(tmp_path / "a", out=options["out"] / "truth-operators", sites=SITES)
     found = localize(**options, truth=tmp_path / "truth")
     assert (found.operator, found.side, found.refused) == (None, None, True)
     assert f"{BLOCK}:out (sample 0, step 0) differs by" in found.stopped

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.errors import UsageError
 from divergence.ops.replay import replay
 from divergence.run.reader import Run
@@ -145,6 +146,6 @@ def test_the_escalated_pass_gives_the_recorded_bits(tiny_model, tmp_path):
     assert caught.value.hint.endswith("--pass escalated")
     again = replay(run, out=tmp_path / "again", device="cpu", replayed_pass="escalated")
     same_bits(run, again)
-    truth = reference(a, out=tmp_path / "truth", sites=[f"ops@{BLOCK}"])
+    truth = make_truth(a, out=tmp_path / "truth", sites=[f"ops@{BLOCK}"])
     with pytest.raises(UsageError, match="was computed in float64 itself"):
         replay(truth, out=tmp_path / "none")

@@ -10,7 +10,8 @@ import numpy
 import pytest
 import torch
 
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.probe import quick
 from divergence.probe.quick import quick_facts
 
@@ -145,5 +146,5 @@ def test_a_replay_notes_it_and_its_truth_does_not(llama, tmp_path):
 def test_a_truth_is_not_probed(llama, tmp_path):
     """It computes in float64, whatever the machine does."""
     run = capture(str(llama), out=tmp_path / "run", prompts=["a"], max_new_tokens=1)
-    truth = reference(run, out=tmp_path / "truth")
+    truth = make_truth(run, out=tmp_path / "truth")
     assert truth.manifest.arithmetic == []

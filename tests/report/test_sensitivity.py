@@ -63,7 +63,7 @@ def make_sensitivity(reports, **changes) -> Sensitivity:
             *make_sizes("update-scale", (0.02, None, 0.031), (3e-6, 3e-6, None)),
         ],
         "notes": ["a note"],
-        "next": ["divergence reference a -o a-truth", "divergence sensitivity a"],
+        "next": ["divergence truth a -o a-truth", "divergence sensitivity a"],
     }
     return Sensitivity(**(values | changes))
 

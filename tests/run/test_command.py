@@ -56,9 +56,9 @@ def test_a_shell_reads_one_word(name, shell, tmp_path):
 def test_plain_words_and_placeholders_stay_readable():
     """Quotes stand only where a shell needs them."""
     assert (
-        command_line("compare", "a", "b.zip", reference="TRUTH", site=["x:out", "m.*"], all=True,
+        command_line("compare", "a", "b.zip", truth="TRUTH", site=["x:out", "m.*"], all=True,
                      force=False, model=None, note="on A")
-        == "divergence compare a b.zip --reference TRUTH --site x:out --site 'm.*' --all   # on A"
+        == "divergence compare a b.zip --truth TRUTH --site x:out --site 'm.*' --all       # on A"
     )  # fmt: skip
     assert (
         command_line("capture", ranks=2, like="a", o="b", max_new_tokens=0)

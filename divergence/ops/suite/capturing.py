@@ -46,7 +46,7 @@ from divergence.run.site import compile_patterns, join_site, module_of, operator
 from divergence.run.trust import recorded_seed
 from divergence.run.writer import RunWriter
 
-__all__ = ["capture_suite", "plan_cases", "reference_suite"]
+__all__ = ["capture_suite", "plan_cases", "truth_of_suite"]
 
 Progress = Callable[[str, int, int | None, str], None]
 _REFUSED = (
@@ -128,7 +128,7 @@ def capture_suite(
     return Run.open(out)
 
 
-def reference_suite(
+def truth_of_suite(
     run: Run,
     *,
     out: str | Path,
@@ -351,7 +351,7 @@ def _manifest(
     return Manifest(
         **provenance(
             device, command=command, like=recorded,
-            label=label if label or chosen else "float64 reference",
+            label=label if label or chosen else "float64 truth",
         ),
         model=ModelIdentity(
             source=source, model_class="suite", task="operators",

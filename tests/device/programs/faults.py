@@ -13,10 +13,10 @@ def answers(work, model) -> dict:
     given = os.environ["SIMULATED_NPU"]
     switches = dict([given.split("=")])
     made("capture", model, "-o", "a", "--device", "cpu", "--max-new-tokens", 2)
-    made("reference", "a", "-o", "t")
+    made("truth", "a", "-o", "t")
     made("capture", "--like", "a", "-o", "b", "--device", "npu", "--escalate", **switches)
-    found = {"compare": divergence("compare", "a", "b", "--reference", "t")}
-    asked = ("localize", "a", "b", "-o", "ab", "--reference", "t")
+    found = {"compare": divergence("compare", "a", "b", "--truth", "t")}
+    asked = ("localize", "a", "b", "-o", "ab", "--truth", "t")
     for device, side in (("npu", "candidate"), ("cpu", "reference"), ("npu", "candidate")):
         said = divergence(*asked, "--device", device, "--here", side, **switches)
     found["localize"] = said

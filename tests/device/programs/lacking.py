@@ -39,7 +39,7 @@ def answers(work, model) -> dict:
         found[f"{name}, sketch"] = _attempt(model, "--store", "sketch", **switches)
     for name in ("no_float64", "no_float64_products"):
         found[f"truth, {name}"] = divergence(
-            "reference", "c", "-o", "t", "--device", "npu", "--force", **{name: 1}
+            "truth", "c", "-o", "t", "--device", "npu", "--force", **{name: 1}
         )
         found[f"measured, {name}"] = divergence(
             "compare", "c", "n4", "--device", "npu", **{name: 1}
@@ -54,7 +54,7 @@ def answers(work, model) -> dict:
     gc.collect()
     most = torch.npu.max_memory_allocated() - 1
     found["memory for the forward"] = _attempt(model, max_bytes=most)
-    made("reference", "c", "-o", "t", "--device", "npu", "--force")
-    made("reference", "c", "-o", "t-host", "--force")
+    made("truth", "c", "-o", "t", "--device", "npu", "--force")
+    made("truth", "c", "-o", "t-host", "--force")
     found["truth"] = divergence("compare", "t-host", "t")
     return found

@@ -22,16 +22,16 @@ def answers(work, model) -> dict:
     found["short products"] = divergence("compare", "facts-host", "facts-short")
     made("capture", "suite:llm", "-o", "suite-host", "--device", "cpu")
     made("capture", "suite:llm", "-o", "suite", "--device", "npu")
-    made("reference", "suite-host", "-o", "suite-truth")
-    found["suite"] = divergence("compare", "suite-host", "suite", "--reference", "suite-truth")
+    made("truth", "suite-host", "-o", "suite-truth")
+    found["suite"] = divergence("compare", "suite-host", "suite", "--truth", "suite-truth")
     made("capture", "suite:llm", "-o", "suite-wrong", "--device", "npu", wrong="silu")
     found["wrong suite"] = divergence(
-        "compare", "suite-host", "suite-wrong", "--reference", "suite-truth"
+        "compare", "suite-host", "suite-wrong", "--truth", "suite-truth"
     )
     # the vendor's own kernels in place of torch's
     vendors = ("--like", "suite-host", "--device", "npu", "--impl", "torch_npu")
     found["vendor's"] = made("capture", *vendors, "-o", "suite-vendor")
-    compared = ("compare", "suite-host", "--reference", "suite-truth")
+    compared = ("compare", "suite-host", "--truth", "suite-truth")
     found["vendor's suite"] = divergence(*compared, "suite-vendor")
     made("capture", *vendors, "-o", "suite-vendor-wrong", wrong="rsqrt")
     found["wrong vendor's suite"] = divergence(*compared, "suite-vendor-wrong")

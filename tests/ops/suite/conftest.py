@@ -24,8 +24,9 @@ def faulty() -> ModuleType:
 @pytest.fixture(scope="session")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     """(suite:quick, its truth), made once."""
-    from divergence import capture, reference
+    from divergence import capture
+    from divergence import truth as make_truth
 
     folder = tmp_path_factory.mktemp("suite")
     run = capture("suite:quick", out=folder / "a", label="machine A")
-    return run, reference(run, out=folder / "truth")
+    return run, make_truth(run, out=folder / "truth")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence import Run, capture, compare, reference
+from divergence import Run, capture, compare
+from divergence import truth as make_truth
 from divergence.capture.dry_run import plan_capture
 from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.definition import Unavailable
@@ -238,9 +239,9 @@ def test_unknown_suites_and_models(quick, llama, tmp_path):
     with pytest.raises(UsageError, match="needs no model"):
         capture(llama, like=run, out=tmp_path / "a")
     with pytest.raises(UsageError, match="is a truth itself"):
-        reference(truth, out=tmp_path / "a")
+        make_truth(truth, out=tmp_path / "a")
     with pytest.raises(UsageError, match="--model means nothing"):
-        reference(run, out=tmp_path / "a", model="x")
+        make_truth(run, out=tmp_path / "a", model="x")
 
 
 def test_an_existing_run_is_kept(quick, tmp_path):
@@ -253,7 +254,7 @@ def test_an_existing_run_is_kept(quick, tmp_path):
     with pytest.raises(RunExistsError, match="is the run to be repeated"):
         capture(like=run, out=run.path, force=True)
     with pytest.raises(RunExistsError, match="is the run to be repeated"):
-        reference(run, out=run.path, force=True)
+        make_truth(run, out=run.path, force=True)
 
 
 def _no_operand(line):
@@ -329,7 +330,7 @@ def test_replays_of_a_suite(tmp_path):
 
     run = capture("suite:llm", out=tmp_path / "a", sites=FEW)
     again = replay(run, out=tmp_path / "r")
-    report = compare(run, again, truth=reference(run, out=tmp_path / "truth"))
+    report = compare(run, again, truth=make_truth(run, out=tmp_path / "truth"))
     assert report.verdict.kind == "identical"
     assert not report.coverage.unmatched
     bare = replay(run, out=tmp_path / "bare", reference=True)
@@ -382,7 +383,7 @@ def test_inputs_that_a_run_chose_lead_nowhere(quick, tmp_path, port, value, left
     if value == -1:  # what a definition in Python takes for the last row
         return
     with pytest.raises(RunFormatError, match="is no case of"):
-        reference(bad, out=tmp_path / "t")
+        make_truth(bad, out=tmp_path / "t")
 
 
 def test_arguments_that_an_operator_does_not_have(quick, tmp_path):
@@ -394,7 +395,7 @@ def test_arguments_that_an_operator_does_not_have(quick, tmp_path):
             call["arguments"]["x; import os"] = call["arguments"].pop("x")
 
     bad = edit_records(quick[0], tmp_path / "bad", rename)
-    for make in (capture, reference):
+    for make in (capture, make_truth):
         given = {"like": bad, "sites": ["rms_norm.*"]} if make is capture else {"run": bad}
         with pytest.raises(RunFormatError, match="no argument 'x; import os'"):
             make(**given, out=tmp_path / make.__name__)

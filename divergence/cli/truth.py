@@ -1,4 +1,4 @@
-"""`divergence reference`: the truth of a run."""
+"""`divergence truth`: the truth of a run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["EPILOG", "command"]
 EPILOG = """
 Examples:
 
-  divergence reference a -o truth
+  divergence truth a -o truth
 
-  divergence compare a b --reference truth            # which side is wrong, and by how much
+  divergence compare a b --truth truth                # which side is wrong, and by how much
 
-  divergence reference a -o truth --model /data/llama # where this machine has the model
+  divergence truth a -o truth --model /data/llama # where this machine has the model
 
 Every operator is computed in float64, the float32 casts inside models included. Weights
 are rounded to the run's dtype first. Memory beside the model: about one operator's weights.
@@ -68,7 +68,7 @@ def command(
         typer.Option(
             "--label",
             metavar="TEXT",
-            help="What to call it. Default: float64 reference.",
+            help="What to call it. Default: float64 truth.",
             rich_help_panel="Output",
         ),
     ] = None,
@@ -79,7 +79,7 @@ def command(
 ) -> None:
     """Repeat a run in float64: what is right, and how wide rounding is.
 
-    Makes a run of its own, the truth, for compare --reference. No accelerator is needed.
+    Makes a run of its own, the truth, for compare --truth. No accelerator is needed.
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o TRUTH")
@@ -91,7 +91,7 @@ def command(
     if arguments:
         values["command"] = quoted_words(["divergence", *arguments])
 
-    from divergence.capture.api import reference as call
+    from divergence.capture.api import truth as call
 
     with progress_bars(quiet=quiet or json) as progress:
         result = call(run, progress=progress, **values)

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from divergence.capture import execution
-from divergence.capture.api import capture, reference
+from divergence.capture.api import capture
+from divergence.capture.api import truth as make_truth
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.run.reader import Run
 from divergence.run.site import module_of
@@ -27,7 +28,7 @@ def truth_of(tmp_path_factory):
     def make(run: Run) -> Run:
         if run.manifest.id not in truths:
             out = tmp_path_factory.mktemp("truth-") / "truth"
-            truths[run.manifest.id] = reference(
+            truths[run.manifest.id] = make_truth(
                 run, out=out, trust_remote_code=run.manifest.model.trust_remote_code
             )
         return truths[run.manifest.id]
@@ -163,7 +164,7 @@ def test_kept_weights_make_no_difference(captured, truth_of, tmp_path, monkeypat
     """With and without room to keep widened weights the truth is the same, bit for bit."""
     run = captured("qwen3-moe", dtype="bfloat16")
     monkeypatch.setattr(execution, "free_bytes", lambda device: 0)
-    without = reference(run, out=tmp_path / "truth")
+    without = make_truth(run, out=tmp_path / "truth")
     assert [r.xxh3 for r in without.records] == [r.xxh3 for r in truth_of(run).records]
 
 
@@ -181,7 +182,7 @@ def test_progress_goes_by_blocks(architecture, num_forwards, captured, tmp_path)
             told[event].append((done, total, detail))
 
     run = captured(architecture)
-    reference(run, out=tmp_path / "truth", progress=progress)
+    make_truth(run, out=tmp_path / "truth", progress=progress)
     passed = [f"step {step}" for step in range(4)]
     if architecture != "t5":
         passed = num_forwards * blocks_of(run)
@@ -202,7 +203,7 @@ def test_a_stopped_truth_leaves_a_readable_run(captured, truth_of, tmp_path):
 
     run = captured("llama")
     with pytest.raises(KeyboardInterrupt):
-        reference(run, out=tmp_path / "part", progress=stop)
+        make_truth(run, out=tmp_path / "part", progress=stop)
     assert torch.get_default_dtype() == torch.float32
     part = Run.open(tmp_path / "part")
     assert not part.manifest.complete
@@ -222,7 +223,7 @@ def test_a_stopped_truth_leaves_a_readable_run(captured, truth_of, tmp_path):
 def test_a_truth_has_no_truth(captured, truth_of, tmp_path):
     """It is refused before a model is loaded, with the run that was meant."""
     with pytest.raises(UsageError, match="is a truth itself") as caught:
-        reference(truth_of(captured("llama")), out=tmp_path / "again")
+        make_truth(truth_of(captured("llama")), out=tmp_path / "again")
     assert "the model's own dtype" in caught.value.hint
     assert not (tmp_path / "again").exists()
 
@@ -235,7 +236,7 @@ def test_a_fused_kernel_is_repeated_by_eager(captured, tmp_path):
     manifest["model"]["attn_implementation"] = "flash_attention_2"
     manifest["settings"]["attn_implementation"] = "flash_attention_2"
     (path / "manifest.json").write_text(json.dumps(manifest))
-    truth = reference(path, out=tmp_path / "truth")
+    truth = make_truth(path, out=tmp_path / "truth")
     assert truth.manifest.model.attn_implementation == "eager"
     assert [(o.name, o.reference, o.used) for o in truth.manifest.overrides] == [
         ("attn_implementation", "flash_attention_2", "eager")
@@ -257,11 +258,11 @@ def test_a_model_that_is_not_here_is_asked_for(tiny_model, tmp_path):
     run = capture(str(folder), out=tmp_path / "run", prompts=PROMPTS[1:], max_new_tokens=1)
     shutil.rmtree(folder)
     with pytest.raises(DivergenceError) as caught:
-        reference(run, out=tmp_path / "truth")
+        make_truth(run, out=tmp_path / "truth")
     assert isinstance(caught.value, ModelError)
     assert "--model" in f"{caught.value.message} {caught.value.hint}"
     assert not (tmp_path / "truth").exists()
-    truth = reference(run, out=tmp_path / "truth", model=str(tiny_model("llama")))
+    truth = make_truth(run, out=tmp_path / "truth", model=str(tiny_model("llama")))
     assert truth.manifest.complete
 
 
@@ -269,4 +270,4 @@ def test_the_run_itself_is_not_overwritten(captured):
     """A truth goes to a directory of its own, even with force."""
     run = captured("llama")
     with pytest.raises(DivergenceError, match="to be repeated"):
-        reference(run, out=run.path, force=True)
+        make_truth(run, out=run.path, force=True)

@@ -167,20 +167,41 @@ def prepare_directory(path: Path, *, force: bool) -> int | None:
     _check_contents(path, force=force)
     path.mkdir(parents=True, exist_ok=True)
     lock = _locked(path)
+    place = Path(os.path.abspath(path))
+    aside = place.with_name(f".{place.name}.replaced-{os.getpid()}")
     try:
         _check_contents(path, force=force)  # another may have been faster
+        if any(path.iterdir()):
+            lock = _set_aside(place, aside, lock)
+        (path / TENSORS).mkdir(exist_ok=True)
+    except BaseException:
+        if lock is not None:
+            os.close(lock)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+    return lock
+
+
+def _set_aside(path: Path, aside: Path, lock: int | None) -> int | None:
+    """Leave an empty directory at ``path``, in one step for whoever reads meanwhile: the old run is
+    whole under its name or not there. Returns the new directory's lock."""
+    try:
+        if Path.cwd().is_relative_to(path):
+            raise OSError("this process stands in it")
+        path.rename(aside)
+    except OSError:  # or a mount point, or a folder above that is not ours: file by file then
         # the manifest goes last: without it nobody could tell that the rest was a run
         for entry in sorted(path.iterdir(), key=lambda entry: entry.name == MANIFEST):
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-        (path / TENSORS).mkdir()
-    except BaseException:
-        if lock is not None:
-            os.close(lock)
-        raise
-    return lock
+        return lock
+    path.mkdir(mode=aside.stat().st_mode & 0o777)
+    new = _locked(path)
+    if lock is not None:
+        os.close(lock)
+    return new
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,28 @@ def test_links_are_removed_and_not_followed(small_run, manifest, tmp_path):
         pass
     assert mine.read_text() == "mine"
     assert os.listdir(small_run / "tensors") == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_reader_meets_the_old_run_or_the_new_one(
+    small_run, manifest, monkeypatch, tmp_path, inside
+):
+    """The old one leaves its name in one step; from within it file by file, the manifest last."""
+    seen, remove = [], shutil.rmtree
+
+    def look(folder, **options):
+        seen.append((Path(folder).name, (small_run / "manifest.json").exists()))
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", look)
+    if inside:
+        monkeypatch.chdir(small_run)
+    with RunWriter(small_run, manifest(), force=True):
+        pass
+    assert (seen[0] == ("tensors", True)) if inside else seen[0][0].startswith(".")
+    assert inside or seen[0][1] is False
+    assert [entry.name for entry in tmp_path.iterdir() if "replaced" in entry.name] == []
+    assert Run.open(small_run).records == []
 
 
 def _put(writer: RunWriter) -> None:

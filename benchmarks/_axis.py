@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from divergence.capture.api import capture
-from divergence.capture.engines.tiny import build
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+from divergence.recording.engines.tiny import build
 
 __all__ = ["axis"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from divergence.capture.api import capture
-from divergence.capture.engines.tiny import build
+from divergence.recording.api import capture
+from divergence.recording.engines.tiny import build
 from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
 from divergence.run.writer import Item, RunWriter

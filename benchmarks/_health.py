@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks._machines import Machine
 from benchmarks._rivals import RULES, block_rows, first_bad
 from benchmarks._trials import upper
-from divergence.capture.engines.tiny import build
-from divergence.compare.api import compare
-from divergence.compare.result import Report
+from divergence.comparison.api import compare
+from divergence.comparison.result import Report
+from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 
 __all__ = ["PROMPTS", "SHAPES", "health", "usage_of"]

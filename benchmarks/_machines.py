@@ -92,7 +92,7 @@ def planting(
 ) -> Callable[[Any], None]:
     """What ``capture(prepare=...)`` plants a fault with. A fault of kernels stands for what no
     source tells: the code that is recorded is the model's own, unless it ``is_code``."""
-    from divergence.capture.engines import identity
+    from divergence.recording.engines import identity
 
     def prepare(model: Any) -> None:
         own = identity.code_notes
@@ -117,8 +117,8 @@ def _serve() -> None:
     import torch
 
     from benchmarks import _faults, _operator_faults
-    from divergence.capture.api import capture
-    from divergence.capture.api import truth as make_truth
+    from divergence.recording.api import capture
+    from divergence.recording.api import truth as make_truth
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

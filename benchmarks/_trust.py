@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import divergence
-from divergence.capture.engines.tiny import build
 from divergence.errors import DivergenceError
+from divergence.recording.engines.tiny import build
 
 __all__ = [
     "PROMPTS", "Bench", "Case", "Machine", "Ran", "Told", "abstained", "checks", "fails", "finds",

@@ -24,7 +24,7 @@ from benchmarks._trust import (
     wrong,
 )
 from divergence import compare
-from divergence.capture.plant import Plant
+from divergence.recording.plant import Plant
 
 __all__ = ["CASES"]
 

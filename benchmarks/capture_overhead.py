@@ -63,7 +63,7 @@ def build(args: argparse.Namespace) -> Any:
 def loaded_model(model: Any) -> Any:
     import torch
 
-    from divergence.capture.engines.load import LoadedModel
+    from divergence.recording.engines.load import LoadedModel
 
     model.config.architectures = ["LlamaForCausalLM"]
     return LoadedModel(
@@ -76,9 +76,9 @@ class Captured:
     """divergence's own free pass over a model that is loaded already. ``way``: SITES[:STORE]."""
 
     def __init__(self, model: Any, ids: Any, new: int, way: str, *, buffer: str = "512MiB") -> None:
-        from divergence.capture.determinism import Determinism
-        from divergence.capture.execution import Execution, Pass
-        from divergence.capture.request import resolve_request
+        from divergence.recording.determinism import Determinism
+        from divergence.recording.execution import Execution, Pass
+        from divergence.recording.request import resolve_request
 
         sites, _, store = way.partition(":")
         with tempfile.TemporaryDirectory() as folder:
@@ -96,10 +96,10 @@ class Captured:
         self._execution, self.manifest = execution, execution._manifest(plan, None)
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
-        from divergence.capture.execution import Pass
-        from divergence.capture.passes import run_pass
-        from divergence.capture.storage import storage
-        from divergence.capture.volume import about_bytes
+        from divergence.recording.execution import Pass
+        from divergence.recording.passes import run_pass
+        from divergence.recording.storage import storage
+        from divergence.recording.volume import about_bytes
 
         execution = self._execution
         self.manifest.sizes = type(self.manifest.sizes)()

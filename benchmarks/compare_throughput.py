@@ -59,8 +59,8 @@ if way == "read":
                         pass
 elif way in ("compiled", "numpy"):
     import torch
-    import divergence.compare.measuring as measuring
-    from divergence.compare.api import compare
+    import divergence.comparison.measuring as measuring
+    from divergence.comparison.api import compare
     measuring.kernel_for = lambda num_bytes: way
     if way == "compiled":
         import numba

@@ -24,10 +24,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._axis import axis
-from divergence.capture.api import capture
-from divergence.capture.engines.tiny import build
-from divergence.compare.api import compare
-from divergence.compare.units import build_units
+from divergence.comparison.api import compare
+from divergence.comparison.units import build_units
+from divergence.recording.api import capture
+from divergence.recording.engines.tiny import build
 
 PLACES = {
     "llama": "model.layers.{}.mlp.down_proj:out",

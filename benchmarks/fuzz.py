@@ -65,10 +65,10 @@ _OTHERS: list[Any] = [None, True, False, [], {}, [[]], [None], {"x": 1}, "", 0]
 
 def build_runs(folder: Path) -> dict[str, Path]:
     """Small runs of every kind, by name."""
-    from divergence.capture.api import capture
-    from divergence.capture.api import truth as make_truth
-    from divergence.capture.engines import tiny
     from divergence.ops.replay import replay
+    from divergence.recording.api import capture
+    from divergence.recording.api import truth as make_truth
+    from divergence.recording.engines import tiny
 
     model = str(tiny.build("llama", folder / "model"))
     runs: dict[str, Path] = {}

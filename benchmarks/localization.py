@@ -45,9 +45,9 @@ from benchmarks._health import PROMPTS, SHAPES, health
 from benchmarks._machines import SWITCHES, Machine
 from benchmarks._rivals import RULES, block_rows, first_bad
 from benchmarks._trials import Trial, tables
-from divergence.capture.engines.load import load_model
-from divergence.capture.engines.tiny import build
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
+from divergence.recording.engines.load import load_model
+from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 
 NUM_BLOCKS = 6

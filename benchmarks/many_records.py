@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from divergence.capture.api import capture
-from divergence.capture.engines.tiny import build
+from divergence.recording.api import capture
+from divergence.recording.engines.tiny import build
 from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
 from divergence.run.writer import Item, RunWriter

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from divergence.capture.api import capture
-from divergence.capture.engines.tiny import build
-from divergence.capture.keep import CopyKeeper
-from divergence.capture.operators import OperatorRecorder
+from divergence.recording.api import capture
+from divergence.recording.engines.tiny import build
+from divergence.recording.keep import CopyKeeper
+from divergence.recording.operators import OperatorRecorder
 from divergence.run.call import Call
 from divergence.run.manifest import Manifest, Sizes
 from divergence.run.writer import Item, RunWriter

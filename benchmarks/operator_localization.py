@@ -46,12 +46,12 @@ from safetensors.torch import load_file, save_file
 from benchmarks._machines import SWITCHES, Machine
 from benchmarks._operator_faults import FAULTS, site_of
 from benchmarks._trials import upper
-from divergence.capture.engines.tiny import build
-from divergence.compare.api import compare
-from divergence.compare.graph import forwards_of
-from divergence.compare.operators import num_terms
-from divergence.compare.result import Report
+from divergence.comparison.api import compare
+from divergence.comparison.graph import forwards_of
+from divergence.comparison.operators import num_terms
+from divergence.comparison.result import Report
 from divergence.numerics.operator import measure_operator
+from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 
 NUM_BLOCKS = 3

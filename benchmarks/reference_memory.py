@@ -126,8 +126,8 @@ def measure(work: Path, *, prompt: int, kept: bool) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    from divergence.capture import execution
-    from divergence.capture.api import truth as make_truth
+    from divergence.recording import execution
+    from divergence.recording.api import truth as make_truth
 
     if not kept:
         execution.free_bytes = lambda device: 0
@@ -150,7 +150,7 @@ def measure(work: Path, *, prompt: int, kept: bool) -> dict:
 
 
 def capture_run(work: Path, *, prompt: int) -> None:
-    from divergence.capture.api import capture
+    from divergence.recording.api import capture
 
     prompts = work / "prompts.jsonl"
     prompts.write_text(json.dumps({"input_ids": [(7 * i) % 1000 + 3 for i in range(prompt)]}))
@@ -243,7 +243,7 @@ def show(blocks: int, numel: dict, found: dict) -> None:
 
 
 def widest(operator: int, head: int) -> int:
-    from divergence.capture.widening import SLICE_NUMEL
+    from divergence.recording.widening import SLICE_NUMEL
 
     return max(min(operator, SLICE_NUMEL), min(head, SLICE_NUMEL))
 

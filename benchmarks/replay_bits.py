@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from divergence.capture.api import capture
-from divergence.capture.engines import tiny
 from divergence.errors import UsageError
 from divergence.ops.replay import replay
+from divergence.recording.api import capture
+from divergence.recording.engines import tiny
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact."
 

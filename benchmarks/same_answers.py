@@ -82,7 +82,7 @@ def serve() -> None:
         words, out, code = json.loads(line), io.StringIO(), 0
         with contextlib.redirect_stdout(out):
             if words[0] == "build":
-                from divergence.capture.engines.tiny import build
+                from divergence.recording.engines.tiny import build
 
                 build(words[1], Path(words[2]), dtype=words[3])
             else:

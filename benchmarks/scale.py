@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.capture.api import capture
-from divergence.capture.dry_run import DryRun, plan_capture
-from divergence.capture.engines import tiny
 from divergence.numerics.pair import measure_pair
+from divergence.recording.api import capture
+from divergence.recording.dry_run import DryRun, plan_capture
+from divergence.recording.engines import tiny
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.reader import Run
 

@@ -19,10 +19,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.capture.engines.tiny import build
 from divergence.experiments.sensitivity import sensitivity
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.recording.engines.tiny import build
 
 FAULTS = ("scale", "update-scale", "noise", "bias", "channel")
 PROMPTS = (

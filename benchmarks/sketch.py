@@ -28,9 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._machines import Machine
-from divergence.capture.api import capture
-from divergence.capture.engines.tiny import build
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 
 ARCHITECTURES = {

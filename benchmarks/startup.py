@@ -25,8 +25,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    from divergence.capture.api import capture
-    from divergence.capture.engines.tiny import build
+    from divergence.recording.api import capture
+    from divergence.recording.engines.tiny import build
 
     with tempfile.TemporaryDirectory() as folder:
         model = build("llama", Path(folder) / "model")

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _machines import SWITCHES, Machine
 from _wrong_operators import FAULTS
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
 
 

@@ -46,7 +46,7 @@ import torch
 from benchmarks._machines import SWITCHES, Machine
 from benchmarks._trained import CHAT_PROMPTS, checkpoint
 from benchmarks._trials import upper
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
 from divergence.run.reader import Run
 
 BLOCKS = (1, 10, 19, 28)

@@ -85,10 +85,10 @@ def serve() -> None:
     """One command line a line; each runs in a fork, so that none leaves anything behind."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import divergence.capture.api
-    import divergence.capture.engines.generate
     import divergence.cli.main
     import divergence.experiments.localize
+    import divergence.recording.api
+    import divergence.recording.engines.generate
 
     answers = os.dup(1)
     for line in sys.stdin:
@@ -273,7 +273,7 @@ def _localize(done: Play, machine: Machine, words: list[str], say: bool) -> dict
 
 
 def main() -> None:
-    from divergence.capture.engines.tiny import build
+    from divergence.recording.engines.tiny import build
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="names of faults")

@@ -51,12 +51,12 @@ def _no_network() -> Iterator[None]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``tiny_model("llama", num_blocks=2)`` → its folder; the same arguments, the same folder.
 
-    Takes what divergence.capture.engines.tiny.build takes, less the folder. Do not write into it.
+    Takes what divergence.recording.engines.tiny.build takes, less the folder. Do not write into it.
     """
     built: dict[tuple[Any, ...], Path] = {}
 
     def build(architecture: str, **options: Any) -> Path:
-        from divergence.capture.engines import tiny
+        from divergence.recording.engines import tiny
 
         key = (architecture, *sorted(options.items()))
         if key not in built:

@@ -160,7 +160,7 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
 
 def test_the_verdicts_are_all_explained():
     """One row for each kind, in the page on verdicts and in the glossary."""
-    from divergence.compare.result import VerdictKind
+    from divergence.comparison.result import VerdictKind
 
     assert list(table("docs/verdicts.md", "Kinds")) == list(get_args(VerdictKind))
     said = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
@@ -170,7 +170,7 @@ def test_the_verdicts_are_all_explained():
 
 def test_sides_and_confidences_are_all_explained():
     """Each value that a verdict may carry has its place."""
-    from divergence.compare.result import Verdict
+    from divergence.comparison.result import Verdict
 
     hints = get_type_hints(Verdict)
     sides = {value for part in get_args(hints["side"]) for value in get_args(part)}
@@ -208,7 +208,7 @@ def test_the_floor_in_the_documents_is_the_code():
 
 def test_switches_and_variables_of_devices_are_the_code():
     """docs/devices.md names every switch that is set and every variable that is recorded."""
-    from divergence.capture import determinism, environment
+    from divergence.recording import determinism, environment
 
     text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
     for group in determinism._ATTRIBUTES.values():
@@ -227,7 +227,7 @@ def test_switches_and_variables_of_devices_are_the_code():
 
 def test_the_faults_of_the_tutorial_are_the_code():
     """Each fault that can be planted is in the table, with its syntax."""
-    from divergence.capture.plant import FAULTS
+    from divergence.recording.plant import FAULTS
 
     text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     section = text.split("## 5. ")[1].split("\n## ")[0]

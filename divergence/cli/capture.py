@@ -385,9 +385,9 @@ def command(
         values["command"] = quoted_words(["divergence", *arguments])
 
     if dry_run:
-        from divergence.capture.api import plan_capture as call
+        from divergence.recording.api import plan_capture as call
     else:
-        from divergence.capture.api import capture as call
+        from divergence.recording.api import capture as call
 
     with progress_bars(quiet=quiet or json) as progress:
         result = call(model if like is None else model_copy, progress=progress, **values)

@@ -58,7 +58,7 @@ def command(
     root = _folder(workdir)
     model = root / "model"
     if not (model / "config.json").is_file():
-        from divergence.capture.engines.tiny import build
+        from divergence.recording.engines.tiny import build
 
         build("llama", model, size="demo")
     _say(f"model: 12 Llama blocks, bfloat16, random weights, in {model}\n")
@@ -133,7 +133,7 @@ def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
 
 def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool):
     from divergence.cli.compare import show_report
-    from divergence.compare.api import compare
+    from divergence.comparison.api import compare
 
     words = ["divergence", "compare", str(a), str(b), "--truth", str(truth)]
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")

@@ -90,7 +90,7 @@ def command(
 
     import msgspec
 
-    from divergence.probe.api import probe as call
+    from divergence.arithmetic.api import probe as call
     from divergence.report.arithmetic import probed_lines
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines

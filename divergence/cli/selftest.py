@@ -54,8 +54,8 @@ def command(
     Needs no model and no network. The file holds what `divergence env` shows, the switches, and
     what each step saw: no host name, no user, no path.
     """
-    from divergence.capture.environment import resolve_device
     from divergence.experiments.selftest import selftest
+    from divergence.recording.environment import resolve_device
     from divergence.report.selftest import answer_lines, selftest_lines
     from divergence.report.terminal import print_lines
 

@@ -91,7 +91,7 @@ def command(
     if arguments:
         values["command"] = quoted_words(["divergence", *arguments])
 
-    from divergence.capture.api import truth as call
+    from divergence.recording.api import truth as call
 
     with progress_bars(quiet=quiet or json) as progress:
         result = call(run, progress=progress, **values)

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.compare.owner import Disagreement, disagreement, replaced_in, without_pads
-from divergence.compare.result import Report
+from divergence.comparison.owner import Disagreement, disagreement, replaced_in, without_pads
+from divergence.comparison.result import Report
 from divergence.experiments.localization import Localization, OwnError
 from divergence.experiments.machine import Maker
 from divergence.run.reader import Run

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from divergence.capture.api import capture
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.experiments.faults import FAULTS
 from divergence.experiments.repetition import check_substituted, why_not_bits
 from divergence.experiments.sensitivity_result import Confirmation, FaultSize
 from divergence.experiments.trials import Trials, sees
 from divergence.numerics.floor import Thresholds
+from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from divergence.compare.advice import Advice, beside
-from divergence.compare.api import Measured
+from divergence.comparison.advice import Advice, beside
+from divergence.comparison.api import Measured
 from divergence.numerics.chance import spread
 from divergence.run.command import command_line
 

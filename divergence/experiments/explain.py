@@ -28,17 +28,17 @@ from typing import Literal
 import msgspec
 import torch
 
-from divergence.capture.api import capture
-from divergence.capture.passes import can_anchor
-from divergence.capture.plant import Plant, parse_plant
-from divergence.compare.align import align
-from divergence.compare.deciding import Place, logits_row
-from divergence.compare.names import load_name_map
-from divergence.compare.result import Explanation, Report, SiteResult, TokenChoice
-from divergence.compare.tokens import comparable_places
+from divergence.comparison.align import align
+from divergence.comparison.deciding import Place, logits_row
+from divergence.comparison.names import load_name_map
+from divergence.comparison.result import Explanation, Report, SiteResult, TokenChoice
+from divergence.comparison.tokens import comparable_places
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of
 from divergence.numerics.logits import top_choices
+from divergence.recording.api import capture
+from divergence.recording.passes import can_anchor
+from divergence.recording.plant import Plant, parse_plant
 from divergence.run.command import command_line
 from divergence.run.manifest import Tokens
 from divergence.run.reader import Run

@@ -7,9 +7,9 @@ or where it comes from. Nothing is said of what was not recorded.
 
 from __future__ import annotations
 
-from divergence.compare.graph import Node, forwards_of
-from divergence.compare.operands import given_inputs
-from divergence.compare.result import OperatorResult, OtherInput
+from divergence.comparison.graph import Node, forwards_of
+from divergence.comparison.operands import given_inputs
+from divergence.comparison.result import OperatorResult, OtherInput
 from divergence.run.reader import Run
 
 __all__ = ["given_to", "stands_alone"]

@@ -13,9 +13,9 @@ from typing import Literal
 
 import torch
 
-from divergence.capture.plant import FORWARDS, Plant
-from divergence.compare.align import Pair
+from divergence.comparison.align import Pair
 from divergence.errors import PlantError
+from divergence.recording.plant import FORWARDS, Plant
 from divergence.run.reader import Run
 from divergence.run.site import split_site
 

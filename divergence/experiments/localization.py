@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.compare.result import (
+from divergence.comparison.result import (
     CausalCheck,
     OperatorResult,
     OtherInput,

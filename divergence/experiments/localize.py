@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from divergence.compare.api import compare
-from divergence.compare.operator_verdict import onset_result
-from divergence.compare.owner import Disagreement, disagreement
-from divergence.compare.result import Onset, Report
+from divergence.comparison.api import compare
+from divergence.comparison.operator_verdict import onset_result
+from divergence.comparison.owner import Disagreement, disagreement
+from divergence.comparison.result import Onset, Report
 from divergence.errors import UsageError
 from divergence.experiments.blamed import NEAR, name_side
 from divergence.experiments.given import given_to, stands_alone
@@ -65,8 +65,8 @@ def localize(
 ) -> Localization:
     """Descend from the block where ``reference`` and ``candidate`` part to the operator.
 
-    ``truth``: the float64 run of ``divergence.truth``; made in ``out`` where there is none. ``block``: go
-    into this one, whatever the comparison says. ``here``: which side's machine this is
+    ``truth``: the float64 run of ``divergence.truth``; made in ``out`` where there is none.
+    ``block``: go into this one, whatever the comparison says. ``here``: which side's machine this is
     (``reference``, ``candidate``, ``both``, ``none``); ``auto`` asks the recorded environments.
     ``operators``: as in ``replay``. ``prepare_*``: what ``capture`` was given to make that side's
     run, called here too. ``out`` holds the runs that are made, and is gone on with where it holds

@@ -15,22 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.capture.engines.checkpoint import check_data_alone
-from divergence.capture.environment import (
-    DEVICE_TYPES,
-    collect_environment,
-    resolve_device,
-    variables_to_set,
-)
-from divergence.capture.substitute import Substitute
-from divergence.capture.taken import also_taken
 from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.elsewhere import command_options, made_elsewhere
 from divergence.experiments.folder import Folder
 from divergence.experiments.localization import Repetition
 from divergence.experiments.repetition import check_repetition, check_substituted, why_not_bits
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.recording.engines.checkpoint import check_data_alone
+from divergence.recording.environment import (
+    DEVICE_TYPES,
+    collect_environment,
+    resolve_device,
+    variables_to_set,
+)
+from divergence.recording.substitute import Substitute
+from divergence.recording.taken import also_taken
 from divergence.run.command import command_line, command_words
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention, recorded_sites, recorded_source

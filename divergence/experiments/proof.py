@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from divergence.compare.api import compare
-from divergence.compare.operator_verdict import onset_result
-from divergence.compare.operators_result import CausalCheck
-from divergence.compare.result import Report, SiteResult
+from divergence.comparison.api import compare
+from divergence.comparison.operator_verdict import onset_result
+from divergence.comparison.operators_result import CausalCheck
+from divergence.comparison.result import Report, SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.given import stands_alone
 from divergence.experiments.localization import OwnError

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from divergence._version import __version__
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.capture.engines.tiny import build
-from divergence.capture.environment import collect_environment, resolve_device
-from divergence.compare.api import compare
-from divergence.compare.result import Report
+from divergence.arithmetic.quick import quick_facts
+from divergence.comparison.api import compare
+from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
 from divergence.experiments.localize import localize
 from divergence.experiments.selftest_result import Selftest, Step
 from divergence.ops.replay import replay
-from divergence.probe.quick import quick_facts
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.recording.engines.tiny import build
+from divergence.recording.environment import collect_environment, resolve_device
 from divergence.run.location import location_of
 from divergence.run.manifest import Environment
 from divergence.run.reader import Run

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.compare.result import json_safe
+from divergence.comparison.result import json_safe
 from divergence.run.manifest import Environment, Switch
 
 __all__ = ["SELFTEST_SCHEMA_VERSION", "Selftest", "Step"]

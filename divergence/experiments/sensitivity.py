@@ -18,12 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from divergence._version import __version__
-from divergence.capture.api import capture
-from divergence.capture.passes import can_anchor
-from divergence.compare.api import measure_runs, summary_of
-from divergence.compare.judge import judge
-from divergence.compare.preflight import preflight
-from divergence.compare.result import Verdict
+from divergence.comparison.api import measure_runs, summary_of
+from divergence.comparison.judge import judge
+from divergence.comparison.preflight import preflight
+from divergence.comparison.result import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.confirm import confirm_sizes
 from divergence.experiments.deeper import deeper
@@ -33,6 +31,8 @@ from divergence.experiments.sensitivity_result import FaultSize, Sensitivity
 from divergence.experiments.trials import Trials, sees
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.recording.api import capture
+from divergence.recording.passes import can_anchor
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.site import near_names

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.compare.result import RunSummary, Verdict, strict_json
+from divergence.comparison.result import RunSummary, Verdict, strict_json
 
 __all__ = ["SENSITIVITY_SCHEMA_VERSION", "Confirmation", "FaultSize", "Sensitivity"]
 

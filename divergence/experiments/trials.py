@@ -16,18 +16,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from divergence.capture.plant import FORWARDS
-from divergence.compare.align import Pair
-from divergence.compare.api import Measured
-from divergence.compare.escalated import compare_escalated
-from divergence.compare.floors import ModelFloor
-from divergence.compare.judge import judge
-from divergence.compare.measure import Measurer
-from divergence.compare.result import SiteResult, Verdict
-from divergence.compare.truth import inputs_of
+from divergence.comparison.align import Pair
+from divergence.comparison.api import Measured
+from divergence.comparison.escalated import compare_escalated
+from divergence.comparison.floors import ModelFloor
+from divergence.comparison.judge import judge
+from divergence.comparison.measure import Measurer
+from divergence.comparison.result import SiteResult, Verdict
+from divergence.comparison.truth import inputs_of
 from divergence.experiments.faults import Fault
 from divergence.experiments.overlay import Overlay
 from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.recording.plant import FORWARDS
 from divergence.run.record import Record
 from divergence.run.site import module_of
 

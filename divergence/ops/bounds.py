@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from divergence.capture.memory import free_bytes
 from divergence.ops.refusal import Unsafe
+from divergence.recording.memory import free_bytes
 
 __all__ = ["Checking", "check_bounds", "check_size"]
 

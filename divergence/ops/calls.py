@@ -19,7 +19,7 @@ from divergence.run.site import compile_patterns, near_names
 if TYPE_CHECKING:
     import torch
 
-    from divergence.capture.engines.weights import Weights
+    from divergence.recording.engines.weights import Weights
 
 __all__ = ["RecordedCall", "operand_value", "operand_values", "recorded_calls", "replayable_pass"]
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from divergence.capture.dataflow import tensors_in
-from divergence.capture.widening import Widening
 from divergence.ops import registry, wide
 from divergence.ops.allowed import check_namespace, check_operator
 from divergence.ops.arguments import check_names, decoded, fitted
@@ -31,6 +29,8 @@ from divergence.ops.lookup import (
 )
 from divergence.ops.refusal import Refusal
 from divergence.ops.strided import laid_out
+from divergence.recording.dataflow import tensors_in
+from divergence.recording.widening import Widening
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import plain_tensor
 

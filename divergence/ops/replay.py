@@ -23,21 +23,21 @@ from typing import Any
 import msgspec
 import torch
 
-from divergence.capture.determinism import Determinism, deterministic_settings
-from divergence.capture.engines.weights import Weights
-from divergence.capture.environment import resolve_device
-from divergence.capture.execution import Progress
-from divergence.capture.provenance import provenance
-from divergence.capture.taken import taken_from
-from divergence.capture.target import check_output
-from divergence.capture.widening import Widening
-from divergence.capture.wishes import plain_wishes
+from divergence.arithmetic.quick import quick_facts
 from divergence.errors import UsageError
 from divergence.ops.allowed import asked_for
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
-from divergence.probe.quick import quick_facts
+from divergence.recording.determinism import Determinism, deterministic_settings
+from divergence.recording.engines.weights import Weights
+from divergence.recording.environment import resolve_device
+from divergence.recording.execution import Progress
+from divergence.recording.provenance import provenance
+from divergence.recording.taken import taken_from
+from divergence.recording.target import check_output
+from divergence.recording.widening import Widening
+from divergence.recording.wishes import plain_wishes
 from divergence.run.location import location_of
 from divergence.run.manifest import Manifest, Plan
 from divergence.run.reader import Run

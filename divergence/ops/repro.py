@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from divergence.capture.engines.weights import Weights
-from divergence.capture.environment import resolve_device
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.allowed import asked_for
 from divergence.ops.bug_report import Side, code_span, report_text, title_of
@@ -30,6 +28,8 @@ from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.given import what_differs
 from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
+from divergence.recording.engines.weights import Weights
+from divergence.recording.environment import resolve_device
 from divergence.run.command import command_line
 from divergence.run.location import folder_of
 from divergence.run.reader import Run
@@ -37,7 +37,7 @@ from divergence.run.record import Record
 from divergence.run.site import is_operator_site, module_of, natural_key, near_names
 
 if TYPE_CHECKING:
-    from divergence.capture.execution import Progress
+    from divergence.recording.execution import Progress
 
 __all__ = ["FILES", "Reproducer", "repro"]
 

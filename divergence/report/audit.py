@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.compare.result import AuditedPlace, AuditResult, AuditRow
+from divergence.comparison.result import AuditedPlace, AuditResult, AuditRow
 from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
 from divergence.report.numbers import count
 

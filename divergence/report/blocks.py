@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from divergence.compare.result import Report, SiteResult
+from divergence.comparison.result import Report, SiteResult
 
 __all__ = [
     "Elision",

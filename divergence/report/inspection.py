@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from divergence.compare.result import AuditResult
+from divergence.comparison.result import AuditResult
 from divergence.errors import UsageError
 from divergence.report.arithmetic import arithmetic_lines
 from divergence.report.audit import audit_lines

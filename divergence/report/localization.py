@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.compare.result import CausalCheck
+from divergence.comparison.result import CausalCheck
 from divergence.experiments.localization import Level, Localization
 from divergence.report.lines import BLANK, Line, heading, line, prose
 from divergence.report.numbers import times

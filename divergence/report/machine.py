@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from divergence.compare.result import (
+from divergence.comparison.result import (
     REPORT_SCHEMA_VERSION,
     Estimate,
     LogitsDiff,
@@ -27,7 +27,7 @@ __all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_c
 
 
 def check_json(result: Any) -> str:
-    """The answer of `check`, a CheckResult of divergence.compare.check.
+    """The answer of `check`, a CheckResult of divergence.comparison.check.
 
     Its report is the one that `compare --json` gives.
     """
@@ -47,7 +47,7 @@ def check_json(result: Any) -> str:
 
 
 def blessing_json(blessing: Any) -> str:
-    """The answer of `check --bless`, a Blessing of divergence.compare.golden."""
+    """The answer of `check --bless`, a Blessing of divergence.comparison.golden."""
     return strict_json(
         {"schema_version": REPORT_SCHEMA_VERSION, "blessed": msgspec.to_builtins(blessing)}
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.compare.result import OperatorResult, OperatorsResult, Report
+from divergence.comparison.result import OperatorResult, OperatorsResult, Report
 from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
 from divergence.report.numbers import count, decimal, share, times
 

@@ -5,7 +5,7 @@ So that "prompt 2 alone is off" is on the first screen. Nothing for a single pro
 
 from __future__ import annotations
 
-from divergence.compare.result import Report, SiteResult
+from divergence.comparison.result import Report, SiteResult
 from divergence.report.blocks import main_pass
 from divergence.report.lines import BLANK, Line, columns, heading, line
 from divergence.report.numbers import count

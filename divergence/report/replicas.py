@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.compare.result import ReplicaCheck, ReplicaDiff
+from divergence.comparison.result import ReplicaCheck, ReplicaDiff
 from divergence.report.lines import BLANK, Line, heading, prose
 
 __all__ = ["replica_lines"]

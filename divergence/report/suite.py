@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.compare.result import Report, SuiteCase, SuiteOperator, SuiteSide
+from divergence.comparison.result import Report, SuiteCase, SuiteOperator, SuiteSide
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count, decimal, share, times
 

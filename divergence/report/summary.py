@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from divergence.compare.result import (
+from divergence.comparison.result import (
     PassCoverage,
     PreflightLine,
     Report,

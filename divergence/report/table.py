@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from divergence.compare.result import Report, SiteResult
+from divergence.comparison.result import Report, SiteResult
 from divergence.report.blocks import (
     Elision,
     Row,

@@ -5,7 +5,7 @@ A decoded token is quoted, since it may hold a newline or begin with a space.
 
 from __future__ import annotations
 
-from divergence.compare.result import (
+from divergence.comparison.result import (
     Explanation,
     SiteResult,
     TokenChoice,

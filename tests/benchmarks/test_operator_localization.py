@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import operator_localization
 from benchmarks._machines import planting
 from benchmarks._operator_faults import FAULTS, ROLES, plant, site_of
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
 
 
 class Here:

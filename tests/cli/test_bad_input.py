@@ -40,7 +40,7 @@ def refused(invoke, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tiny_model):
     """Runs by name: one, the same again with nan, and others that cannot be compared with it."""
-    from divergence.capture.api import capture
+    from divergence.recording.api import capture
 
     folder = tmp_path_factory.mktemp("runs")
     llama, other = str(tiny_model("llama")), str(tiny_model("llama", seed=1))
@@ -179,8 +179,8 @@ def test_code_that_comes_with_a_model(refused, tiny_model, tmp_path):
 @pytest.mark.parametrize("source", ["org/evil", "run/evil", "../evil"])
 def test_a_run_gives_no_leave_to_run_code(refused, runs, tmp_path, monkeypatch, source):
     """A run from elsewhere may say that its model's code was trusted; that was there, not here."""
-    from divergence.capture import api
     from divergence.errors import ModelError
+    from divergence.recording import api
 
     asked = []
 

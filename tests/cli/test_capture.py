@@ -186,7 +186,7 @@ def test_the_api_has_the_parameters_that_the_command_passes(invoke, capturing):
     """The command line and capture() do not drift apart."""
     import inspect
 
-    api = pytest.importorskip("divergence.capture.request")
+    api = pytest.importorskip("divergence.recording.request")
     parameters = set(inspect.signature(api.resolve_request).parameters)
     invoke("capture", "m", "-o", "a", "--no-deterministic", "--seed", "1", "--label", "x")
     assert set(given(capturing)) - {"out"} <= parameters
@@ -346,7 +346,7 @@ def test_inspect_of_no_run_is_wrong_usage(invoke, tmp_path):
 
 def test_env(invoke, monkeypatch):
     """The machine, as text and as JSON."""
-    from divergence.capture import environment
+    from divergence.recording import environment
 
     monkeypatch.setattr(
         environment, "collect_environment", lambda device="auto": make_manifest().environment

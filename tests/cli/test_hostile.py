@@ -97,7 +97,7 @@ def _plain(kind: Any) -> tuple[type, ...]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, llama) -> Path:
     """``a``, and ``b`` which has a fault and another machine's texts."""
-    from divergence.capture.api import capture
+    from divergence.recording.api import capture
 
     folder = tmp_path_factory.mktemp("hostile")
     sites = ["blocks", "lm_head:out", "ops@model.layers.0.mlp"]

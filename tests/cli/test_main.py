@@ -68,7 +68,7 @@ def test_importing_the_package_imports_nothing():
         "assert divergence.__all__ == sorted(divergence.__all__)\n"
         "assert set(divergence.__all__) <= set(dir(divergence))\n"
         "assert divergence.__version__\n"
-        "import divergence.compare.result as result\n"
+        "import divergence.comparison.result as result\n"
         "assert divergence.Report is result.Report\n"
         "assert callable(divergence.compare) and callable(divergence.capture)\n"
         "try: divergence.nothing\n"
@@ -81,11 +81,11 @@ def test_importing_the_package_imports_nothing():
 def test_packages_can_be_called_in_any_order_of_import():
     """A sub-package imported first is as callable as one that comes with its name."""
     code = (
-        "import divergence.compare.result\n"
-        "import divergence.compare\n"
+        "import divergence.comparison.result\n"
+        "import divergence.comparison\n"
         "assert callable(divergence.compare)\n"
         "from divergence import compare\n"
-        "import divergence.compare.policy as policy\n"
+        "import divergence.comparison.policy as policy\n"
         "assert compare.policy is policy\n"
     )
     result = python("-c", code)

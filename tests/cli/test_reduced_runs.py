@@ -10,8 +10,8 @@ MODES = ("sketch", "stats", "hash")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_model):
     """For each mode ``a``, and ``b`` with a fault; a truth of the sketched one; one in part."""
-    from divergence.capture.api import capture
-    from divergence.capture.api import truth as make_truth
+    from divergence.recording.api import capture
+    from divergence.recording.api import truth as make_truth
 
     folder = tmp_path_factory.mktemp("reduced")
     model = str(tiny_model("llama", hidden=256))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import divergence
-from divergence.capture.api import capture
+from divergence.recording.api import capture
 
 BLOCK = "model.layers.1"
 SITE = f"{BLOCK}.mlp.down_proj/aten.mm:out"

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from divergence.capture import api
-from divergence.capture.api import capture
-from divergence.capture.engines.checkpoint import check_data_alone
 from divergence.errors import ModelError
+from divergence.recording import api
+from divergence.recording.api import capture
+from divergence.recording.engines.checkpoint import check_data_alone
 
 KERNEL = "attacker/kernel@main:f"
 BLOCK = "model.layers.0.self_attn"

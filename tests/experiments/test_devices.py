@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from divergence.capture.api import capture
-from divergence.compare.advice import Advice
+from divergence.comparison.advice import Advice
 from divergence.experiments.machine import Maker
+from divergence.recording.api import capture
 from divergence.run.reader import Run
 
 WHAT = {"sites": ["blocks"], "escalate": False, "step": None}

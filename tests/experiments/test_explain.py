@@ -9,13 +9,13 @@ import pytest
 import torch
 from msgspec import structs
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.capture.plant import FORWARDS
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, ModelError, PlantError, UsageError
 from divergence.experiments.explain import explain_token
 from divergence.experiments.injection import Injection
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.recording.plant import FORWARDS
 
 PROMPTS = ["Why do machines disagree?", "Snow fell"]
 FAULT = "model.layers.1.mlp.down_proj:out=scale:1.6"

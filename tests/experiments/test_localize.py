@@ -9,10 +9,10 @@ import shlex
 import pytest
 import torch
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
 from divergence.errors import RunExistsError, UsageError
 from divergence.experiments.localize import localize
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
 

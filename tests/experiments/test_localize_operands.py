@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from divergence.capture.api import capture
 from divergence.experiments.localize import localize
+from divergence.recording.api import capture
 from divergence.report.localization import localization_lines
 
 BLOCK = "model.layers.1"

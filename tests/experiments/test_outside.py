@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.compare.result import Onset
+from divergence.comparison.result import Onset
 from divergence.experiments.localize import _is_outside
 
 

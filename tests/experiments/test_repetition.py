@@ -9,15 +9,15 @@ import shutil
 import msgspec
 import pytest
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.compare.api import compare
+from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.experiments.explain import explain_token
 from divergence.experiments.localize import localize
 from divergence.experiments.repetition import check_repetition, check_substituted
 from divergence.experiments.sensitivity import sensitivity
 from divergence.numerics.fold import fold_tensor
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
 

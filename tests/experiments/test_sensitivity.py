@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
-from divergence.compare.api import compare, measure_runs
-from divergence.compare.preflight import preflight
+from divergence.comparison.api import compare, measure_runs
+from divergence.comparison.preflight import preflight
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.faults import FAULTS, faults_named
 from divergence.experiments.overlay import Overlay
 from divergence.experiments.search import smallest_seen
 from divergence.experiments.sensitivity import sensitivity
 from divergence.experiments.trials import Trials, sees
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 MIDDLE = "model.layers.2"

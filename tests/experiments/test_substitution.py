@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.capture.api import capture
-from divergence.compare.api import compare
-from divergence.compare.golden import bless
+from divergence.comparison.api import compare
+from divergence.comparison.golden import bless
 from divergence.errors import RunExistsError, UsageError
+from divergence.recording.api import capture
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
 from divergence.report.summary import report_lines

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import transformers.models.llama.modeling_llama as modeling
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
 from divergence.errors import IncomparableError
 from divergence.experiments.localize import localize
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
 

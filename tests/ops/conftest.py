@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from divergence.capture.dataflow import tensors_in
+from divergence.recording.dataflow import tensors_in
 from divergence.run.call import Call, Operand
 from divergence.run.fingerprint import digest_tensor
 from divergence.run.manifest import (

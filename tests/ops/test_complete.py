@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
-from divergence.capture.api import capture
-from divergence.capture.api import truth as make_truth
 from divergence.errors import UsageError
 from divergence.ops.replay import replay
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"

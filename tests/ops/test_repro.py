@@ -390,7 +390,7 @@ def test_an_operator_of_a_suite_brings_its_source(tmp_path, monkeypatch):
 
 def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
     """A run of one call on two small vectors."""
-    from divergence.capture.environment import collect_environment
+    from divergence.recording.environment import collect_environment
     from divergence.run.manifest import Manifest
 
     environment = collect_environment("cpu", label=label)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.compare.result import (
+from divergence.comparison.result import (
     Coverage,
     Evidence,
     Explanation,

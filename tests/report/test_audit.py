@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.compare.result import AuditedPlace, AuditFinding, AuditResult, AuditRow
+from divergence.comparison.result import AuditedPlace, AuditFinding, AuditResult, AuditRow
 from divergence.report.audit import audit_lines
 
 PLACE = AuditedPlace(

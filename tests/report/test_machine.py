@@ -8,9 +8,9 @@ import json
 
 import msgspec
 
-from divergence.compare.check import evaluate
-from divergence.compare.policy import Policy
-from divergence.compare.result import Estimate, TruthDiff
+from divergence.comparison.check import evaluate
+from divergence.comparison.policy import Policy
+from divergence.comparison.result import Estimate, TruthDiff
 from divergence.report.machine import check_json, csv_columns, strict_json, write_csv
 
 

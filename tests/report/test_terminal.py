@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.compare.check import evaluate
-from divergence.compare.policy import Policy
-from divergence.compare.result import Coverage, Evidence, Skipped
+from divergence.comparison.check import evaluate
+from divergence.comparison.policy import Policy
+from divergence.comparison.result import Coverage, Evidence, Skipped
 from divergence.report.lines import MAX_WIDTH, fold, line, prose
 from divergence.report.outcome import check_lines
 from divergence.report.summary import report_lines, verdict_lines

@@ -63,7 +63,7 @@ def test_every_dtype_is_documented():
 
 def test_the_documented_example_writes_a_valid_run(tmp_path):
     """Without divergence: and the run opens, verifies and is identical to itself."""
-    from divergence.compare.api import compare
+    from divergence.comparison.api import compare
 
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert "divergence" not in code
@@ -89,7 +89,7 @@ def test_the_documented_version_is_the_current_one():
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
 def test_a_stored_run_of_every_version_opens(version):
     """It opens, every byte has its checksum, and it compares with itself."""
-    from divergence.compare.api import compare
+    from divergence.comparison.api import compare
 
     path = FIXTURES / f"run-v{version}"
     assert json.loads((path / "manifest.json").read_text())["schema_version"] == version

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 
-from divergence.capture.determinism import Determinism, deterministic_settings
-from divergence.capture.environment import resolve_device
-from divergence.capture.provenance import provenance
-from divergence.capture.suites import SOURCE
-from divergence.capture.taken import taken_from
+from divergence.arithmetic.quick import quick_facts
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_of
 from divergence.ops.bounds import Checking
@@ -28,7 +24,11 @@ from divergence.ops.suite.definition import Arguments, Operator, Unavailable, ou
 from divergence.ops.suite.implementations import DEFAULT, Chosen, Wishes, choose
 from divergence.ops.suite.judging import truth_of, widened
 from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
-from divergence.probe.quick import quick_facts
+from divergence.recording.determinism import Determinism, deterministic_settings
+from divergence.recording.environment import resolve_device
+from divergence.recording.provenance import provenance
+from divergence.recording.suites import SOURCE
+from divergence.recording.taken import taken_from
 from divergence.run.fingerprint import digest_many, digest_tensor
 from divergence.run.manifest import (
     Manifest,

@@ -11,10 +11,10 @@ import torch
 
 from divergence import Run, capture, compare
 from divergence import truth as make_truth
-from divergence.capture.dry_run import plan_capture
 from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.definition import Unavailable
 from divergence.ops.suite.recording import arguments_of
+from divergence.recording.dry_run import plan_capture
 from divergence.run.writer import Item, RunWriter
 
 FEW = ["rms_norm.float32.*", "topk.bfloat16.odd*"]

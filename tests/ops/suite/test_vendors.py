@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from divergence.capture.api import capture
 from divergence.ops.suite.paged_attention import OPERATORS as PAGED
 from divergence.ops.suite.quantization import OPERATORS as QUANTIZATION
+from divergence.recording.api import capture
 
 (PAGED_ATTENTION,) = PAGED
 W8A8 = next(one for one in QUANTIZATION if one.name == "w8a8_linear")

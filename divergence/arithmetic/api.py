@@ -1,0 +1,148 @@
+"""probe(): what this machine's arithmetic does, seen from outside, as a run."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import xxhash
+
+from divergence.arithmetic.drawing import write_drawings
+from divergence.arithmetic.notebook import Notebook
+from divergence.arithmetic.order import Finding
+from divergence.arithmetic.orders import FULL, QUICK, operators, probe_orders
+from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, scalar_probes
+from divergence.errors import RunExistsError, UsageError
+from divergence.recording.determinism import deterministic_settings
+from divergence.recording.environment import resolve_device
+from divergence.recording.provenance import provenance
+from divergence.recording.target import check_output
+from divergence.run.location import location_of
+from divergence.run.manifest import (
+    Manifest,
+    ModelIdentity,
+    Plan,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+from divergence.run.reader import Run
+from divergence.run.writer import Item, RunWriter
+
+__all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]
+
+FULL_TERMS = (64, 1024, 4096)
+"""Terms of the sums whose order is looked for: a head, a small model's width, a large one's."""
+MAX_TERMS = 4096
+MIN_TERMS = 8
+
+
+def probe(
+    *,
+    out: str | Path,
+    device: str = "auto",
+    quick: bool = False,
+    terms: tuple[int, ...] | list[int] = (),
+    deterministic: bool = True,
+    svg: str | Path | None = None,
+    label: str | None = None,
+    force: bool = False,
+    command: str | None = None,
+    progress: Callable[[str, int, int | None, str], None] | None = None,
+) -> Run:
+    """Probe ``device`` and record facts, inputs and outputs in the directory ``out``.
+
+    ``quick``: what a capture does by itself. ``terms``: lengths of the sums whose order is looked
+    for, powers of two up to 4096; default 64, 1024 and 4096 (512 with ``quick``).
+    ``deterministic``: set the switches that a capture sets; else the machine is probed as it
+    stands. ``svg``: a directory for drawings of the trees.
+
+    Raises UsageError for other lengths or a device that is not there, RunExistsError and
+    RunWriteError.
+    """
+    lengths = tuple(terms) or ((QUICK_TERMS,) if quick else FULL_TERMS)
+    for length in lengths:
+        if not MIN_TERMS <= length <= MAX_TERMS or length & (length - 1):
+            raise UsageError(
+                f"{length} is no length that can be probed",
+                hint=f"a power of two from {MIN_TERMS} to {MAX_TERMS}",
+            )
+    out = location_of(out)
+    check_output(out, force=force, like=None)
+    if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
+        raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")
+    device = resolve_device(device)
+    tell = progress or (lambda event, done, total, detail: None)
+    with deterministic_settings(device.partition(":")[0], seed=0, enabled=deterministic) as state:
+        manifest = _manifest(device, lengths, quick, deterministic, label, command)
+        manifest.settings.switches = state.switches
+        with RunWriter(out, manifest, force=force) as writer:
+            notebook = Notebook()
+            manifest.arithmetic = notebook.facts  # as far as it comes, if it is interrupted
+            try:
+                findings = _probe_all(notebook, device, lengths, quick, tell)
+            finally:
+                state.note_in(manifest.settings)
+                for order, (site, tensor) in enumerate(notebook.tensors):
+                    writer.put(Item(tensor), pass_="free", sample=0, step=0, site=site, order=order)
+    if svg is not None:
+        write_drawings(Path(svg), findings)
+    return Run.open(out)
+
+
+def _probe_all(
+    notebook: Notebook,
+    device: str,
+    lengths: tuple[int, ...],
+    quick: bool,
+    tell: Callable[[str, int, int | None, str], None],
+) -> list[Finding]:
+    names = QUICK if quick else FULL
+    wanted = [
+        operator
+        for length in lengths
+        for dtype in DTYPES
+        for operator in operators(names, length, dtype, device)
+    ]
+    tell("probe", 0, len(wanted) + 1, "elementary functions")
+    findings: list[Finding] = []
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        count = 2048 if quick else 65536
+        for dtype in DTYPES:
+            for _, work in scalar_probes(
+                notebook, device, dtype, count=count, lengths=lengths, few=quick
+            ):
+                work()
+        for number, operator in enumerate(wanted):
+            tell("probe", number + 1, len(wanted) + 1, operator.title)
+            findings += probe_orders(notebook, [operator])
+    return findings
+
+
+def _manifest(
+    device: str,
+    lengths: tuple[int, ...],
+    quick: bool,
+    deterministic: bool,
+    label: str | None,
+    command: str | None,
+) -> Manifest:
+    plan = f"probe 1, {'quick' if quick else 'full'}, terms {lengths}"
+    return Manifest(
+        **provenance(device, label=label, command=command),
+        model=ModelIdentity(
+            source="probe", model_class="probe", task="operators",
+            config_digest=xxhash.xxh3_128_hexdigest(plan.encode()), dtype="float32",
+            num_parameters=0, digest="",
+        ),
+        tokens=Tokens(samples=[SampleTokens(text=None, prompt_ids=[])], groups=[[0]]),
+        settings=Settings(
+            deterministic=deterministic, seed=0, device=device, max_new_tokens=0, batch=False
+        ),
+        plan=Plan(passes=["free"], sites=["probe.*"]),
+    )  # fmt: skip

@@ -1,0 +1,103 @@
+"""The quick form: what every capture notes about the arithmetic that it ran on.
+
+Scalar probes and the orders of the commonest sums at one length: always the same ones, however long
+the machine takes, so that two captures of one machine hold the same facts. About 0.6 s of one core
+(benchmarks/probe.py); a machine whose cores are taken, with threads that wait for each other, takes
+some seconds. ``divergence probe`` looks at more. It draws no random numbers, sets no switch, shows
+no warning and fails no capture: a machine that refuses the probes has one fact that says why. What
+was found is kept for the process, by device, threads and precision switches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from divergence.arithmetic.elementary import probe_elementary
+from divergence.arithmetic.notebook import Notebook, first_line
+from divergence.arithmetic.orders import QUICK, operators, probe_orders
+from divergence.arithmetic.rounding import probe_fused, probe_rounding, probe_subnormals
+from divergence.arithmetic.rows import probe_rows
+from divergence.run.arithmetic import ArithmeticFact
+
+__all__ = ["DTYPES", "QUICK_TERMS", "quick_facts", "scalar_probes"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUICK_TERMS = 512
+"""Long enough to pass the first block of most kernels (192 and 384 were seen), and a model's head
+size or a tiny model's width; short enough for a second."""
+
+_cache: dict[tuple, list[ArithmeticFact]] = {}
+
+
+def quick_facts(device: str) -> list[ArithmeticFact]:
+    """The facts of ``device`` under the switches as they stand. Never raises an Exception."""
+    key = (device, *_switches())
+    if key not in _cache:
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                _cache[key] = _probe(device)
+        except Exception as error:  # any: a capture does not depend on it
+            fact = ArithmeticFact(
+                name="probe: quick form", value="failed", verified=False,
+                evidence=first_line(error),
+            )  # fmt: skip
+            return [fact]
+    return list(_cache[key])
+
+
+def scalar_probes(
+    notebook: Notebook,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    count: int,
+    lengths: tuple[int, ...],
+    few: bool = False,
+) -> list[tuple[str, Callable[[], None]]]:
+    """Everything but orders, in one dtype, as (probe, work to do). ``count``: inputs of elementary
+    functions; ``lengths``: of rows; ``few``: fewer rows."""
+    one = (dtype,)
+    return [
+        ("rounding", lambda: probe_rounding(notebook, device, one)),
+        ("subnormals", lambda: probe_subnormals(notebook, device, one)),
+        *([("fma", lambda: probe_fused(notebook, device))] if dtype == torch.float32 else []),
+        ("ulp", lambda: probe_elementary(notebook, device, one, count=count)),
+        ("rows", lambda: probe_rows(notebook, device, one, lengths, few=few)),
+    ]
+
+
+def _probe(device: str) -> list[ArithmeticFact]:
+    notebook = Notebook(keep_tensors=False)
+    for dtype in DTYPES:
+        probe_orders(notebook, operators(QUICK, QUICK_TERMS, dtype, device))
+        scalars = scalar_probes(
+            notebook, device, dtype, count=2048, lengths=(QUICK_TERMS,), few=True
+        )
+        for _, work in scalars:
+            work()
+    return notebook.facts
+
+
+def _switches() -> tuple:
+    """What changes arithmetic within a process."""
+    found: list[object] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
+    for name in ("backends.fp32_precision", "backends.mkldnn.matmul.fp32_precision",
+                 "backends.cuda.matmul.fp32_precision", "backends.cuda.matmul.allow_tf32",
+                 "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+                 "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+                 "backends.cuda.matmul.allow_fp16_accumulation",
+                 "npu.matmul.allow_hf32"):  # fmt: skip
+        try:
+            value: object = torch
+            for part in name.split("."):
+                value = getattr(value, part)
+            found.append(value)
+        except (AttributeError, RuntimeError, AssertionError, ImportError):
+            found.append(None)  # this torch has it not, or refuses to mix two generations of it
+    # a tiny product of subnormal numbers: torch.set_flush_denormal has no getter
+    small = torch.full((1,), 2.0**-140, dtype=torch.float32)
+    return (*found, bool(small * 1.0 == 0))

@@ -1,0 +1,74 @@
+"""The fields of a SiteResult: of a measured pair, and of one that is equal bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from divergence.comparison.result import NonfiniteCount, SiteResult
+from divergence.numerics.formats import format_named
+from divergence.numerics.pair import measure_pair
+from divergence.numerics.pair_metrics import PairMetrics
+from divergence.run.record import Record, Summary
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["identical_site", "nonfinite_in", "nonfinite_of", "shared_fields"]
+
+
+def identical_site(record: Record, place: dict) -> SiteResult:
+    """Bit for bit the same: every difference is 0, and nothing is measured."""
+    summary = record.summary or Summary(min=None, max=None, mean=None, rms=None, absmax=None)
+    norm = None if summary.rms is None else summary.rms * math.sqrt(record.numel)
+    if record.summary is not None:
+        norm = norm or 0.0
+    bad = NonfiniteCount(
+        reference_nan=summary.num_nan,
+        reference_inf=summary.num_posinf + summary.num_neginf,
+        candidate_nan=summary.num_nan,
+        candidate_inf=summary.num_posinf + summary.num_neginf,
+        reference_neginf=summary.num_neginf,
+        candidate_neginf=summary.num_neginf,
+    )
+    is_float = format_named(record.dtype).kind == "float"
+    return SiteResult(
+        **place, shape=record.shape, identical=True, numel=record.numel, rel_l2=0.0, cosine=1.0,
+        one_minus_cosine=0.0, sqnr_db=math.inf, max_abs=0.0, reference_norm=norm,
+        candidate_norm=norm, gain=0.0, gain_se=0.0,
+        ulp_format=record.dtype if is_float else None,
+        ulp_share_over_1=0.0 if is_float else None, ulp_p99=0.0 if is_float else None,
+        ulp_max=0.0 if is_float else None, token_rel_l2_median=0.0, token_rel_l2_p99=0.0,
+        token_rel_l2_max=0.0, channel_rel_l2_max=0.0, nonfinite=bad if bad.total else None,
+    )  # fmt: skip
+
+
+_SHARED = frozenset(SiteResult.__struct_fields__) & frozenset(PairMetrics.__struct_fields__)
+
+
+def shared_fields(metrics: PairMetrics) -> dict:
+    """The fields that SiteResult takes over as they are."""
+    return {name: getattr(metrics, name) for name in _SHARED - {"nonfinite", "identical"}}
+
+
+def nonfinite_in(tensor: torch.Tensor, row_mask: torch.Tensor) -> NonfiniteCount | None:
+    """Counts of a tensor that is equal on both sides, in the rows of the mask."""
+    metrics, _ = measure_pair(tensor, tensor, row_mask=row_mask)
+    return nonfinite_of(metrics)
+
+
+def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
+    """Counts of both sides, where there is anything to count."""
+    found = NonfiniteCount(
+        reference_nan=metrics.reference_nan,
+        reference_inf=metrics.reference_inf,
+        candidate_nan=metrics.candidate_nan,
+        candidate_inf=metrics.candidate_inf,
+        reference_neginf=metrics.reference_neginf,
+        candidate_neginf=metrics.candidate_neginf,
+        differ=metrics.nonfinite_differ,
+        reference_alone=metrics.reference_alone,
+        candidate_alone=metrics.candidate_alone,
+        mask_alike=metrics.mask_alike,
+    )
+    return found if found.total else None

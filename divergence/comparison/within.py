@@ -1,0 +1,164 @@
+"""A run against itself: its decode steps with the cache against its whole pass.
+
+A decode step must compute what one forward over the whole sequence computes for that token.
+The whole pass made that forward, each block getting the inputs that the free pass recorded,
+so its row of a token is the reference and the free pass's decode step of that token the
+candidate, judged like an anchored pair: what differs at a block's output was made in it, by
+the cache or state, or by the kernel of the other shape. Which of the two is right it does not
+tell; where a cache is meant to be exact, the step is wrong.
+
+Only tensors whose rows are tokens (axis 1) have a row to compare. Others are skipped by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from divergence.comparison.advice import WithinAdvice
+from divergence.comparison.align import Alignment, Pair, Piece
+from divergence.comparison.result import Skipped, Verdict
+from divergence.errors import UsageError
+from divergence.run.command import command_line
+from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.site import module_of
+
+__all__ = ["align_within", "check_alone", "explain_within"]
+
+WHAT = "decode steps with the cache against one forward over the whole sequence"
+
+
+def align_within(run: Run) -> Alignment:
+    """Pair each decode step's rows with the whole pass's rows of the same tokens.
+
+    Raises UsageError where the run has no whole pass.
+    """
+    whole = {(r.sample, r.site): r for r in run.records if r.pass_ == "whole"}
+    if not whole:
+        raise _nothing_whole(run)
+    members = {group[0]: group for group in run.manifest.tokens.groups}
+    pairs: list[Pair] = []
+    skipped: list[Skipped] = []
+    used: set[tuple[int, str]] = set()
+    for record in run.records:
+        if record.pass_ != "free" or record.step == 0:
+            continue
+        key = (record.sample, record.site)
+        other = whole.get(key)
+        if other is None and _replaced(run, record.site):
+            continue  # an input that the whole pass took from this very record
+        used.add(key)
+        reason = "not in the whole pass" if other is None else _no_row(run, other, record)
+        if other is None or reason is not None:
+            skipped.append(_skip("free", record, reason or "", "candidate"))
+            continue
+        pairs += _pairs(run, other, record, members[record.sample])
+    return Alignment(
+        pairs=sorted(pairs, key=_order),
+        only_reference=[
+            _skip("whole", record, "not in any decode step", "reference")
+            for key, record in whole.items()
+            if key not in used
+        ],
+        only_candidate=[],
+        skipped=skipped,
+        prefix=None,
+        anchored=True,
+        notes=[
+            f"{WHAT}: the reference is the whole pass of {run.path}, the candidate its free pass, "
+            "whose inputs each block got in both"
+        ],
+    )
+
+
+def check_alone(*, truth: object, floor: object, name_map: object) -> None:
+    """Raise UsageError for what only a comparison of two runs can use."""
+    given = {"--truth": truth, "--floor": floor, "--map": name_map}
+    named = [name for name, value in given.items() if value]
+    if named:
+        raise UsageError(
+            f"{' and '.join(named)} belongs to a comparison of two runs, and there is one",
+            hint="divergence compare A B, or leave it out",
+        )
+
+
+def explain_within(verdict: Verdict) -> Verdict:
+    """The verdict's sentence with what was compared in front of it; one run is made again in
+    float32 where two would be escalated."""
+    summary = verdict.summary.replace("the runs differ", "they differ")
+    evidence = [
+        msgspec.structs.replace(
+            fact, text=fact.text.replace("without an escalated pass", "unless made in float32")
+        )
+        for fact in verdict.evidence
+    ]
+    return msgspec.structs.replace(verdict, summary=f"{WHAT}: {summary}", evidence=evidence)
+
+
+def _nothing_whole(run: Run) -> UsageError:
+    ranks = command_line("compare", run.path, run.path)
+    return UsageError(
+        f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
+        hint=f"give a second run, or make the pass: {', then '.join(WithinAdvice(run).whole())}"
+        + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
+    )
+
+
+def _replaced(run: Run, site: str) -> bool:
+    note = run.manifest.plan.modules.get(module_of(site))
+    port = site.rpartition(":")[2]
+    return port.startswith("in") and note is not None and note.role in ("block", "trunk")
+
+
+def _pairs(run: Run, whole: Record, record: Record, group: list[int]) -> Iterator[Pair]:
+    """One pair for each sample of the batch, or one for what all of them share."""
+    tokens = run.manifest.tokens.samples
+    token = _token(run, record)
+    row = token if whole.positions is None else whole.positions.index(token)
+    for index, number in enumerate(group[: record.shape[0]]):
+        pads = tokens[number].num_left_pad
+        yield Pair(
+            reference=Piece(whole, number, index, row, row + 1, pads),
+            candidate=Piece(record, number, index, 0, 1, pads),
+            pass_="anchored",
+            match="exact",
+        )
+
+
+def _no_row(run: Run, whole: Record, record: Record) -> str | None:
+    """Why a decode step's tensor is no row of the whole pass's, or None."""
+    sample = run.manifest.tokens.samples[record.sample]
+    length = sample.num_left_pad + len(sample.prompt_ids) + len(sample.generated_ids) - 1
+    group = next(g for g in run.manifest.tokens.groups if g[0] == record.sample)
+    one, two = whole.shape, record.shape
+    if (
+        min(len(one), len(two)) < 2
+        or (one[0], one[2:]) != (two[0], two[2:])
+        or two[1] != 1
+        or one[0] not in (1, len(group))
+        or (whole.positions is None and one[1] != length)
+    ):
+        return f"its rows are not tokens on axis 1: {list(one)} whole, {list(two)} in the step"
+    if whole.positions is not None and _token(run, record) not in whole.positions:
+        return "its token is not in the whole pass"
+    return None
+
+
+def _token(run: Run, record: Record) -> int:
+    """Index in the padded sequence of the token that a decode step was fed."""
+    sample = run.manifest.tokens.samples[record.sample]
+    return sample.num_left_pad + len(sample.prompt_ids) + record.step - 1
+
+
+def _order(pair: Pair) -> tuple[int, int, int, int]:
+    record = pair.candidate.record
+    return (record.sample, record.step, pair.reference.record.order, pair.candidate.sample)
+
+
+def _skip(pass_: str, record: Record, reason: str, side) -> Skipped:
+    return Skipped(
+        pass_=pass_, sample=record.sample, step=record.step, site=record.site, reason=reason,
+        side=side,
+    )  # fmt: skip

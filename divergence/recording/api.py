@@ -1,0 +1,264 @@
+"""capture(): makes a run from a model on this machine, or repeats one made elsewhere.
+truth(): repeats one in float64, which tells what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from divergence.errors import ModelError, UsageError
+from divergence.recording.compiled import settled
+from divergence.recording.determinism import deterministic_settings
+from divergence.recording.dry_run import DryRun, plan_capture
+from divergence.recording.engines.checkpoint import check_data_alone
+from divergence.recording.engines.load import load_model
+from divergence.recording.environment import resolve_device
+from divergence.recording.execution import Execution, Progress
+from divergence.recording.plant import Plant
+from divergence.recording.prompts import Prompt
+from divergence.recording.ranks import joined
+from divergence.recording.request import Request, resolve_request
+from divergence.recording.substitute import Substitute
+from divergence.recording.suites import capture_suite, opened, truth_of_suite, wants_suite
+from divergence.recording.taken import taken
+from divergence.recording.target import check_output
+from divergence.recording.widening import check_device
+from divergence.recording.wishes import plain_wishes
+from divergence.run.buffer import DEFAULT_BUFFER_BYTES
+from divergence.run.layout import expanded
+from divergence.run.location import location_of
+from divergence.run.reader import Run
+from divergence.run.unshard import unsharded
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DryRun", "Progress", "capture", "plan_capture", "truth"]
+
+
+def capture(
+    model: str | Path | None = None,
+    *,
+    out: str | Path,
+    like: str | Path | Run | None = None,
+    task: str = "auto",
+    revision: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "auto",
+    device_map: str | Mapping[str, str | int] | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
+    prompts_file: str | Path | None = None,
+    chat: bool = False,
+    batch: bool | None = None,
+    max_new_tokens: int | None = None,
+    sites: str | Sequence[str] = (),
+    steps: str | None = None,
+    positions: str | None = None,
+    deterministic: bool | None = None,
+    seed: int | None = None,
+    repeat: int = 1,
+    anchor: bool = True,
+    escalate: bool = False,
+    whole: bool = False,
+    weights: bool = False,
+    store: str | None = None,
+    only_changed: bool = False,
+    substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
+    probe: bool = True,
+    buffer: int | str = DEFAULT_BUFFER_BYTES,
+    plants: Sequence[str | Plant] = (),
+    impl: Sequence[str] | Mapping[str, Callable] = (),
+    mesh: str | None = None,
+    label: str | None = None,
+    force: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+    prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
+) -> Run:
+    """Run ``model`` here and record it in the directory ``out``; returns the opened run.
+
+    ``like``: a run to repeat (its tokens forced, its sites and settings), with
+    ``model`` naming another copy if the recorded source is not on this machine.
+    None everywhere means "as recorded" with ``like`` and the default without.
+    Parameters are those of the command line; see ``divergence capture --help``. A prompt is text or
+    a list of token ids; a prompt or site alone needs no list; ``dtype`` and ``device`` may be
+    torch's own.
+    ``whole``: one more pass, of all tokens in one forward, with which ``compare(run)`` holds the
+    decode steps. ``weights``: store the weights that recorded operators (``ops@PATH``) use, so that
+    ``replay`` needs no model. ``store``: ``full`` keeps every byte, ``sketch`` projections of which
+    differences are estimated, ``stats`` statistics, ``hash`` digests alone. ``only_changed``: no
+    bytes of tensors that ``like`` holds bit for bit. ``substitutes``: by operator site, the run
+    whose recorded result is put in its place: what then is fine was made wrong there. ``probe``:
+    note what this machine's arithmetic does (divergence.arithmetic.quick), under the run's own
+    settings, before the first pass. ``mesh``: how the processes that torchrun started divide the work, ``tp``
+    or ``dp=2,tp=4`` (see divergence.recording.ranks); each calls this function and writes its part
+    of the one run.
+    ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
+    ``prepare`` is called with the loaded model before anything is run or digested, to put another
+    kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
+    in its place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
+    what runs there: see divergence.ops.suite.implementations.
+
+    Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
+    ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
+    run is left behind.
+    """
+    wishes = plain_wishes(**{
+        "task": task, "revision": revision, "dtype": dtype, "device": device,
+        "device_map": device_map, "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code, "prompts": prompts, "prompts_file": prompts_file,
+        "chat": chat, "batch": batch, "max_new_tokens": max_new_tokens, "sites": sites,
+        "steps": steps, "positions": positions, "deterministic": deterministic, "seed": seed,
+        "repeat": repeat, "anchor": anchor, "escalate": escalate, "whole": whole,
+        "weights": weights, "store": store, "only_changed": only_changed,
+        "substitutes": substitutes, "probe": probe, "buffer": buffer,
+        "plants": plants, "label": label, "mesh": mesh,
+    })  # fmt: skip
+    plain_wishes(force=force, command=command)
+    like = opened(like)
+    if wants_suite(model, like, impl):
+        return capture_suite(
+            model, like=like, impl=impl, out=out, force=force, command=command, progress=progress,
+            prepare=prepare, **wishes,
+        )  # fmt: skip
+    request = resolve_request(None if model is None else str(model), like=like, **wishes)
+    return _execute(
+        request, out=out, force=force, command=command, progress=progress, prepare=prepare
+    )
+
+
+def truth(
+    run: str | Path | Run,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    device: str = "cpu",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    sites: str | Sequence[str] = (),
+    max_new_tokens: int | None = None,
+    label: str | None = None,
+    force: bool = False,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Repeat ``run`` in float64 and record the truth in the directory ``out``.
+
+    Its tokens are forced, its sites (or ``sites``) recorded, free and anchored to it. Weights are
+    loaded in the run's dtype (so rounded as there) and every operator, the float32 casts inside
+    models included, is computed in float64: see ``divergence.recording.widening``. Memory
+    beside the model as loaded is about one operator's float64 weights plus activations.
+    ``device``: any that has float64. Fused attention kernels have none: ``eager`` then.
+
+    Raises what ``capture`` raises, and UsageError for a run that is a truth itself.
+    """
+    import torch
+
+    given = plain_wishes(
+        sites=sites, max_new_tokens=max_new_tokens, device=device, label=label, force=force,
+        attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
+        command=command,
+    )  # fmt: skip
+    sites, max_new_tokens, device = (given[n] for n in ("sites", "max_new_tokens", "device"))
+    recorded = unsharded(run if isinstance(run, Run) else Run.open(run))
+    if recorded.manifest.settings.compute_dtype is not None:
+        raise UsageError(
+            f"{recorded.path} is a truth itself (computed in "
+            f"{recorded.manifest.settings.compute_dtype})",
+            hint="give the run that was captured in the model's own dtype",
+        )
+    if wants_suite(None, recorded):
+        return truth_of_suite(
+            recorded, out=out, model=model, device=device, sites=sites,
+            attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
+            label=label, force=force, command=command, progress=progress,
+        )  # fmt: skip
+    attention = recorded.manifest.model.attn_implementation
+    if attn_implementation is None and attention not in (None, "eager", "sdpa"):
+        attn_implementation = "eager"
+    request = resolve_request(
+        None if model is None else str(model), like=recorded, task="auto", revision=None,
+        dtype=None, device=device,
+        device_map=None, attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
+        batch=None, max_new_tokens=max_new_tokens, sites=sites, steps=None, positions=None,
+        deterministic=None, seed=None, repeat=1, anchor=True, plants=(),
+        label=label or "float64 truth", store="full",
+    )  # fmt: skip
+    return _execute(
+        request,
+        out=out,
+        force=force,
+        command=command,
+        progress=progress,
+        compute_dtype=torch.float64,
+    )
+
+
+def _execute(
+    request: Request,
+    *,
+    out: str | Path,
+    force: bool,
+    command: str | None,
+    progress: Progress | None,
+    prepare: Callable[[torch.nn.Module], torch.nn.Module | None] | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Run:
+    """Load the model and run what was asked for."""
+    out = location_of(out)
+    tell: Progress = progress or (lambda event, done, total, detail: None)
+    device = resolve_device(request.device)
+    if compute_dtype is not None:
+        check_device(device, compute_dtype)
+    with (
+        joined(request.mesh, device) as ranks,
+        deterministic_settings(
+            device.partition(":")[0], seed=request.seed, enabled=request.deterministic
+        ) as determinism,
+    ):
+        if ranks is None or ranks.is_first:
+            others = [substitute.run for substitute in request.substitutes.values()]
+            check_output(out, force=force, like=request.like, substitutes=others)
+        else:  # the first rank speaks for all
+            tell = lambda event, done, total, detail: None  # noqa: E731
+        if ranks is not None:
+            device = ranks.device
+        if request.like is not None:
+            tell("taken", 0, None, taken(request))
+        tell("load", 0, None, request.model)
+        try:
+            if not (request.named or request.trust_remote_code):
+                check_data_alone(request.model, revision=request.revision)
+            loaded = load_model(
+                request.model,
+                task=request.task,
+                revision=request.revision,
+                dtype=request.dtype,
+                device=device,
+                device_map=request.device_map,
+                attn_implementation=request.attn_implementation,
+                trust_remote_code=request.trust_remote_code,
+                ranks=ranks,
+            )
+        except ModelError as error:
+            if request.like is not None and not expanded(request.model).exists():
+                error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
+            raise
+        if loaded.missing:
+            tell(
+                "note",
+                0,
+                None,
+                f"the checkpoint lacks {len(loaded.missing)} parameters, which "
+                f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}",
+            )
+        if prepare is not None:
+            loaded.module = settled(loaded.module, prepare(loaded.module))
+        execution = Execution(
+            request, loaded, device, determinism, tell, compute_dtype=compute_dtype
+        )
+        return execution.run(out, force=force, command=command)

@@ -1,0 +1,120 @@
+"""A model divided among ranks, by transformers' own means: ``DistributedConfig``.
+
+transformers (5.23) divides by plans that each model brings: tensor parallel (``tp_plan``), FSDP2
+(``fully_shard``), pipeline stages; every rank then reads only its own part of the weights. That
+needs accelerate. Without it, or for ranks on the CPU of a machine with an accelerator, each rank
+loads the whole model into the host's memory, divides it, and keeps its part: the same result,
+at the price of that memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import TYPE_CHECKING, Any
+
+from divergence.errors import ModelError, UsageError
+from divergence.run.site import escape_path
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.recording.ranks import Ranks
+
+__all__ = ["as_loaded", "distribution", "divide", "tensor_plan", "whole_tensor", "why_not"]
+
+_NAMES = {"tp": "tp_size", "fsdp": "fsdp_size", "pp": "pp_size", "dp": "dp_replicate_size"}
+
+
+def distribution(ranks: Ranks) -> Any | None:
+    """What ``from_pretrained`` is told; None where every rank has the whole model."""
+    if set(ranks.sizes) <= {"dp"}:
+        return None
+    try:
+        from transformers.distributed import DistributedConfig
+
+        return DistributedConfig(**{_NAMES[name]: size for name, size in ranks.sizes.items()})
+    except (ImportError, TypeError) as error:
+        import transformers
+
+        raise UsageError(
+            f"transformers {transformers.__version__} cannot divide a model by "
+            f"{' and '.join(ranks.sizes)}",
+            hint="pip install -U transformers (5.23 can), or --mesh dp",
+        ) from error
+    except ValueError as error:  # combinations that it does not have
+        raise UsageError(f"--mesh cannot be carried out: {error}", hint="fewer axes") from error
+
+
+def as_loaded(ranks: Ranks) -> bool:
+    """Can the model be divided while it is read?"""
+    import torch
+
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    kind = "cpu" if accelerator is None else accelerator.type
+    return (
+        importlib.util.find_spec("accelerate") is not None
+        and ranks.device.partition(":")[0] == kind
+    )
+
+
+def divide(module: Any, config: Any, ranks: Ranks) -> Any:
+    """Divide a model that this rank holds whole, and let go of what is not its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    kind = ranks.device.partition(":")[0]
+    shape = tuple(ranks.sizes.get(name, 1) for name in ("pp", "dp", "fsdp", "tp"))
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+    tied = "tp" in ranks.sizes and _part(module)
+    module = type(module).maybe_distribute_model(module, config, TransformersDeviceMesh(mesh, mesh))
+    if tied:
+        module.tie_weights()
+    return module.to(ranks.device)
+
+
+def _part(module: Any) -> bool:
+    """Give the output matrix a name of its own where it is the embedding: the plan looks for both,
+    since it expects a model that is still to be filled. Was it the embedding?"""
+    import torch
+
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is None or getattr(head, "weight", None) is not getattr(embedding, "weight", head):
+        return False
+    head.weight = torch.nn.Parameter(embedding.weight.detach(), requires_grad=False)
+    return True
+
+
+def why_not(module_class: str, error: BaseException, ranks: Ranks | None) -> ModelError | None:
+    """The clear word for a model that cannot be divided so; None for another error."""
+    found = re.search(r"has no `(\w+)_plan`", str(error))
+    # stages are cut from a list called ``layers``, without looking whether there is one
+    stages = ranks is not None and "pp" in ranks.sizes and isinstance(error, AttributeError)
+    if found is None and not stages:
+        return None
+    axis = "pp" if found is None else found[1]
+    return ModelError(
+        f"{module_class or 'this model'} has no plan for --mesh {axis}",
+        hint="--mesh dp (each rank the whole model)"
+        + ("" if axis == "fsdp" else ", perhaps --mesh fsdp")
+        + ", or a model whose transformers class has a plan",
+    )
+
+
+def tensor_plan(module: Any) -> dict[str, str]:
+    """Module path → style, of modules that tensor parallelism touches."""
+    plan: dict[str, str] = getattr(module, "tp_plan", None) or {}
+    found = {}
+    for path, _ in module.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+        if style is not None:
+            found[escape_path(path)] = style
+    return found
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A weight as one process would hold it. All ranks of its mesh must ask, in the same order."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()

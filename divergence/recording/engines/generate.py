@@ -1,0 +1,263 @@
+"""Running one group of prompts: greedy decoding with the KV cache, or one forward.
+
+Decoding goes through transformers' own ``generate``, because it knows each
+architecture's caches and inputs; the choice of token is made here, by a logits
+processor that either takes the argmax or forces a recorded token. The model's
+generation config (sampling, penalties, stop words) is left out on purpose: it
+belongs to the deployment, and it would hide what the forward pass computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from divergence.errors import ModelError
+from divergence.recording.engines.load import LoadedModel
+
+if TYPE_CHECKING:
+    from divergence.recording.ranks import Ranks
+    from divergence.run.manifest import SampleTokens
+
+__all__ = ["GroupResult", "check_ids", "pad_id", "run_group"]
+
+_TOP = 5
+_KEEP = "logits_to_keep"
+
+
+@dataclass(slots=True)
+class GroupResult:
+    """Per sample of the group: ids fed forward or chosen last, greedy choices, decoder prompt.
+
+    ``seen_ids``: every id that a report may want to show as text (choices and top-5).
+    """
+
+    generated: list[list[int]]
+    chosen: list[list[int]]
+    decoder_prompt: list[list[int]]
+    seen_ids: set[int] = field(default_factory=set)
+
+
+def run_group(
+    loaded: LoadedModel,
+    samples: list[SampleTokens],
+    *,
+    max_new_tokens: int,
+    forced: list[list[int]] | None = None,
+    num_logits: int | None = None,
+) -> GroupResult:
+    """One forward for each generated token over a group of equally long (padded) prompts.
+
+    ``forced``: the tokens to feed instead of the own choice, equally many for each sample.
+    ``num_logits``: of how many last positions the prefill computes logits; None leaves it to the
+    model, and so does a model that cannot be asked.
+    Raises ModelError when the forward itself fails.
+    """
+    ids, mask = _inputs(loaded, samples)
+    count = max_new_tokens if forced is None else len(forced[0])
+    model: Any = loaded.module
+    empty = [[] for _ in samples]
+    if loaded.ranks is not None:
+        loaded.ranks.begin()
+    try:
+        with torch.no_grad():
+            if loaded.task == "encoder" or count == 0 or not _can_generate(model):
+                kwargs = {}
+                if loaded.task == "encoder-decoder":
+                    start = _decoder_start(model)
+                    kwargs["decoder_input_ids"] = torch.full(
+                        (len(samples), 1), start, device=ids.device
+                    )
+                    empty_prompt = [[start] for _ in samples]
+                else:
+                    empty_prompt = [[] for _ in samples]
+                model(input_ids=ids, attention_mask=mask, **kwargs)
+                return GroupResult(empty, [list(row) for row in empty], empty_prompt)
+            return _decode(loaded, ids, mask, count, forced, num_logits)
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"out of memory on {loaded.device} during the forward pass",
+            hint="shorter prompts, --device-map auto, or a smaller --dtype",
+        ) from error
+    except (IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError):
+            raise _lacking_operator(loaded, error) from error
+        length = max(len(sample.prompt_ids) for sample in samples)
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        hint = None
+        if limit is not None and length + count > limit:
+            hint = (
+                f"the prompt has {length} tokens and {count} are to follow; "
+                f"the model has {limit} positions"
+            )
+        raise ModelError(
+            f"the forward pass failed: {(str(error).splitlines() or ['?'])[0][:300]}", hint=hint
+        ) from error
+
+
+def _lacking_operator(loaded: LoadedModel, error: NotImplementedError) -> ModelError:
+    return ModelError(
+        f"the forward pass needs an operator that {loaded.device} lacks: "
+        f"{(str(error).splitlines() or ['?'])[0][:200]}",
+        hint="use --device cpu, or a newer torch for this device",
+    )
+
+
+def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
+    """Raise ModelError for a token id, of a prompt or forced, that the model does not have."""
+    vocab = getattr(loaded.module.config.get_text_config(), "vocab_size", None)
+    for number, sample in enumerate(samples):
+        top = max((*sample.prompt_ids, *sample.generated_ids), default=0)
+        if vocab is not None and top >= vocab:
+            raise ModelError(
+                f"prompt {number}: token id {top} is outside the model's vocabulary of {vocab}",
+                hint="the prompt ids or the tokenizer belong to another model",
+            )
+
+
+def _decode(
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    count: int,
+    forced: list[list[int]] | None,
+    num_logits: int | None,
+) -> GroupResult:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    model: Any = loaded.module
+    own = model.generation_config
+    eos = own.eos_token_id if forced is None else None
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    control = _control(forced, count, ends, loaded.ranks)
+    pad = pad_id(loaded)
+    plain = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=count,
+        use_cache=True,
+        eos_token_id=eos,
+        pad_token_id=pad,
+        bos_token_id=own.bos_token_id,
+        decoder_start_token_id=own.decoder_start_token_id,
+    )
+    model.generation_config = plain  # generate() fills gaps from here; keep it equally plain
+    try:
+        output = model.generate(
+            inputs=ids,
+            attention_mask=mask,
+            generation_config=plain,
+            logits_processor=LogitsProcessorList([control]),
+            **_logits_wanted(model, num_logits),
+        )
+    finally:
+        model.generation_config = own
+    num_steps = len(control.chosen)
+    generated = output[:, -num_steps:].tolist() if num_steps else [[] for _ in range(len(ids))]
+    before = output.shape[1] - num_steps
+    decoder = (
+        output[:, :before].tolist()
+        if loaded.task == "encoder-decoder"
+        else ([[] for _ in range(len(ids))])
+    )
+    chosen = [list(row) for row in zip(*control.chosen, strict=True)]
+    for row, fed in zip(chosen, generated, strict=True):
+        # A sample that has ended is fed padding while its batch goes on: no choice any more.
+        last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
+        del row[last + 1 :]
+    return GroupResult(generated, chosen, decoder, control.seen)
+
+
+def _logits_wanted(model: Any, num_logits: int | None) -> dict[str, int]:
+    """The option of ``generate`` for that many logits, of a model that has it."""
+    known = inspect.signature(model.forward).parameters
+    return {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
+
+
+def _control(
+    forced: list[list[int]] | None, count: int, ends: set[int], ranks: Ranks | None
+) -> Any:
+    """A logits processor: notes the greedy choice, and forces the recorded one if there is one.
+
+    Of ``ranks`` with the same prompts one chooses. After ``count`` steps, or when each row has met
+    one of ``ends``, this rank is done, and runs on only for the others.
+    """
+    from transformers import LogitsProcessor
+
+    class Control(LogitsProcessor):
+        def __init__(self) -> None:
+            self.chosen: list[list[int]] = []
+            self.seen: set[int] = set()
+            self._open: set[int] | None = None
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            step = len(self.chosen)
+            # On ties the lowest id: argmax does not promise it on every device.
+            best = scores.amax(dim=-1, keepdim=True)
+            index = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+            choice = torch.where(scores == best, index, scores.shape[-1]).amin(dim=-1)
+            choice = choice.clamp_max(scores.shape[-1] - 1)  # a row of nan has no best
+            if ranks is not None:
+                choice = torch.tensor(ranks.agree(choice.tolist()), device=scores.device)
+            self.chosen.append(choice.tolist())
+            self.seen.update(scores.topk(min(_TOP, scores.shape[-1])).indices.flatten().tolist())
+            if forced is not None:
+                choice = torch.tensor([row[step] for row in forced], device=scores.device)
+            self.seen.update(choice.tolist())
+            if ranks is not None:
+                rows = self._open if self._open is not None else set(range(len(scores)))
+                self._open = {row for row in rows if int(choice[row]) not in ends}
+                if not self._open or len(self.chosen) == count:
+                    ranks.finish()
+            out = torch.full_like(scores, float("-inf"))
+            return out.scatter_(1, choice[:, None], 0.0)
+
+    return Control()
+
+
+def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, mask), both (B, T), padded as the samples say."""
+    pad = pad_id(loaded)
+    ids = [
+        [pad] * sample.num_left_pad + sample.prompt_ids + [pad] * sample.num_right_pad
+        for sample in samples
+    ]
+    mask = [
+        [0] * sample.num_left_pad + [1] * len(sample.prompt_ids) + [0] * sample.num_right_pad
+        for sample in samples
+    ]
+    device = loaded.device
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def pad_id(loaded: LoadedModel) -> int:
+    """Padding, or any stand-in: padded positions are masked."""
+    own = getattr(loaded.module, "generation_config", None)
+    candidates = [
+        getattr(own, "pad_token_id", None),
+        getattr(loaded.tokenizer, "pad_token_id", None),
+        getattr(own, "eos_token_id", None),
+    ]
+    for value in candidates:
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if value is not None:
+            return int(value)
+    return 0
+
+
+def _can_generate(model: Any) -> bool:
+    check: Callable[[], bool] | None = getattr(model, "can_generate", None)
+    return bool(check and check() and getattr(model, "generation_config", None) is not None)
+
+
+def _decoder_start(model: Any) -> int:
+    for owner in (getattr(model, "generation_config", None), model.config):
+        value = getattr(owner, "decoder_start_token_id", None)
+        if value is not None:
+            return int(value)
+    return 0

@@ -1,0 +1,197 @@
+"""Who a model is: digests of its weights, config, tokenizer and chat template.
+
+Digests are of values, not of files: the same weights give the same digest from
+any checkpoint layout and on any device. Only what a checkpoint stores counts
+(parameters and persistent buffers); tables computed at start-up are not identity,
+they are results, and are seen at their sites.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divergence.numerics.formats import format_of
+from divergence.recording.code import code_notes
+from divergence.recording.engines.config import chat_example, config_values, size_facts
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.offloaded import weights_of
+from divergence.run.fingerprint import digest_json, digest_many, digest_tensor, digest_text
+from divergence.run.manifest import CodeNote, ModelIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+__all__ = ["identify", "portable_source", "without_home"]
+
+_VOLATILE = {
+    # What does not change the numbers that the weights stand for, or is recorded elsewhere.
+    "transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation",
+    "attn_implementation", "_attn_implementation_autoset", "experts_implementation",
+    "_experts_implementation", "architectures", "use_cache", "output_attentions",
+    "output_hidden_states", "return_dict", "distributed_config",
+}  # fmt: skip
+_NARROWER = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
+
+
+def identify(
+    loaded: LoadedModel, *, on_parameter: Callable[[int, int, str], None] | None = None
+) -> ModelIdentity:
+    """Digest everything. ``on_parameter(done, total, name)`` reports progress.
+
+    Weights that lie in pieces on several ranks are put together one at a time, those on disk
+    brought in one module at a time, and those that only some ranks have are asked of them: the
+    identity is that of the whole model. All ranks must ask.
+    """
+    module = loaded.module
+    state = module.state_dict()
+    digests: dict[str, str] = {}
+    narrowed: dict[str, dict[str, str]] = {}
+    sizes = _elements(state)
+    numels = {name: weight.numel() for name, weight in module.named_parameters()}
+    pipeline = loaded.ranks is not None and "pp" in loaded.ranks.sizes
+    if pipeline:
+        sizes = {key: size for part in loaded.ranks.gather(sizes) for key, size in part.items()}
+    dtype = _main_dtype(sizes)
+    silent = loaded.ranks is not None and not (pipeline or loaded.ranks.is_first)
+    for number, (name, tensor) in enumerate(weights_of(module)):
+        if on_parameter is not None:
+            on_parameter(number, len(state), name)
+        if silent:
+            continue  # it took part in putting the weight together; the first rank's word counts
+        digests[name] = digest_tensor(tensor)
+        for target in _NARROWER.get(dtype, ()):
+            narrowed.setdefault(target, {})[name] = (
+                digests[name]
+                if _stays_wide(module, name, target)
+                else _narrow_digest(tensor, target, digests[name])
+            )
+    if pipeline:
+        for theirs, wide, counts in loaded.ranks.gather((digests, narrowed, numels)):
+            digests = theirs | digests
+            numels = counts | numels
+            for target, values in wide.items():
+                narrowed[target] = values | narrowed.get(target, {})
+    config = module.config
+    tokenizer = loaded.tokenizer
+    template = getattr(tokenizer, "chat_template", None)
+    return ModelIdentity(
+        source=portable_source(loaded.source),
+        revision=loaded.revision,
+        model_class=type(loaded.structure).__name__,
+        task=loaded.task,
+        config_digest=digest_json(_steady(config.to_dict())),
+        dtype=dtype,
+        num_parameters=sum(numels.values()),
+        digest=digest_many(digests),
+        digests=digests,
+        rounded_digests={name: digest_many(values) for name, values in narrowed.items()},
+        quantization=_quantization(config),
+        attn_implementation=getattr(config, "_attn_implementation", None),
+        tokenizer_digest=_tokenizer_digest(tokenizer),
+        chat_template_digest=None if template is None else digest_json(template),
+        trust_remote_code=loaded.trust_remote_code,
+        missing=loaded.missing,
+        config=config_values(_steady(config.to_dict()) | _experts(config)),
+        code=_code(module),
+        chat_example=chat_example(tokenizer),
+        **size_facts(loaded.structure, tokenizer),
+    )
+
+
+def portable_source(source: str) -> str:
+    """The model's id or path; a path below the home directory is written with ``~``."""
+    path = Path(source).expanduser()
+    if not path.exists():
+        return source
+    path = path.resolve()
+    home = Path.home()
+    if home != Path("/") and path.is_relative_to(home):
+        return str(Path("~") / path.relative_to(home))
+    return str(path)
+
+
+def without_home(text: str) -> str:
+    """``text`` with the user's home directory written as ``~``: a run names no user."""
+    home = str(Path.home())
+    return text if home == "/" else text.replace(home + "/", "~/")
+
+
+def _stays_wide(module: Any, name: str, target: str) -> bool:
+    """Does transformers keep this parameter in float32 when it loads the model in ``target``?"""
+    kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    if target == "float16":
+        kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    return any(re.search(rf"(?:^|\.){re.escape(part)}(?:\.|$)", name) for part in kept)
+
+
+def _narrow_digest(tensor: torch.Tensor, target: str, own: str) -> str:
+    from divergence.numerics.formats import format_named
+
+    if not tensor.is_floating_point():
+        return own
+    return digest_tensor(tensor.to(format_named(target).torch_dtype))
+
+
+def _elements(state: dict[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
+    """Name → dtype and number of elements, of the floating-point weights."""
+    return {
+        name: (format_of(tensor.dtype).name, tensor.numel())
+        for name, tensor in state.items()
+        if tensor.is_floating_point()
+    }
+
+
+def _main_dtype(sizes: dict[str, tuple[str, int]]) -> str:
+    """The dtype that holds most of the floating-point weights."""
+    counts: dict[str, int] = {}
+    for name, count in sizes.values():
+        counts[name] = counts.get(name, 0) + count
+    return max(counts, key=counts.__getitem__) if counts else "float32"
+
+
+def _steady(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _steady(v) for k, v in value.items() if k not in _VOLATILE}
+    if isinstance(value, list | tuple):
+        return [_steady(item) for item in value]
+    return value
+
+
+def _experts(config: Any) -> dict[str, str]:
+    """Which implementation of experts was chosen: a setting, so no part of the digest."""
+    name = getattr(config, "_experts_implementation", None)
+    return {"experts_implementation": name} if isinstance(name, str) else {}
+
+
+def _code(module: torch.nn.Module) -> dict[str, CodeNote]:
+    try:
+        return code_notes(module)
+    except Exception:  # modules are anybody's code; then it is not recorded, which comparisons say
+        return {}
+
+
+def _quantization(config: Any) -> str | None:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    values = found if isinstance(found, dict) else found.to_dict()
+    method = values.get("quant_method", "unknown")
+    bits = values.get("bits") or values.get("weight_bits")
+    return f"{getattr(method, 'value', method)}{f' {bits}-bit' if bits else ''}"
+
+
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        values = json.loads(backend.to_str())
+        values.pop("truncation", None)  # set by the last call, not by the tokenizer's files
+        values.pop("padding", None)
+        return digest_json(values)
+    return digest_text(json.dumps(tokenizer.get_vocab(), sort_keys=True))

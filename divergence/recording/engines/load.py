@@ -1,0 +1,370 @@
+"""Loading a Hugging Face model by hub id or local path, without surprises.
+
+The task is read off the config's architectures; attention is ``eager`` unless
+asked otherwise, because it is the one implementation that every backend shares.
+Parameters that the checkpoint lacks (transformers fills them with random numbers)
+are reported, not passed over: a missing shard looks exactly like a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.numerics.formats import format_named
+from divergence.recording.engines.distributed import as_loaded, distribution, divide, why_not
+from divergence.recording.engines.offloaded import DeviceMap, device_map_of, input_device
+from divergence.run.layout import expanded
+from divergence.run.manifest import Task
+from divergence.run.trust import ATTENTION
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from divergence.recording.ranks import Ranks
+
+__all__ = [
+    "LoadedModel",
+    "empty_model",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "resolve_task",
+]
+
+TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in eval mode on its device, with what is needed to feed it.
+
+    ``ranks``: the processes that it runs on, where they are several. ``twin``: then the structure
+    of the whole model without weights, of which ``module`` may hold a part under other names.
+    """
+
+    source: str
+    revision: str | None
+    task: Task
+    module: torch.nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+    device: torch.device
+    trust_remote_code: bool
+    missing: list[str] = field(default_factory=list)
+    ranks: Ranks | None = None
+    twin: torch.nn.Module | None = None
+
+    @property
+    def structure(self) -> torch.nn.Module:
+        """What the model is made of, on however many ranks it runs."""
+        return self.module if self.twin is None else self.twin
+
+
+def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
+    """The model's config alone. Raises ModelError for no such model and for damaged configs."""
+    from transformers import AutoConfig
+
+    _check_source(source)
+    try:
+        return AutoConfig.from_pretrained(
+            os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
+        )
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a config and its code may do anything
+        raise _model_error(source, error, revision) from error
+
+
+def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
+    """``auto`` → from ``is_encoder_decoder`` and the architectures' names."""
+    if task not in TASKS:
+        raise UsageError(f"unknown task {task!r}", hint=f"one of {', '.join(TASKS)}")
+    if task != "auto":
+        return task
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    names = config.architectures or []
+    if any(
+        "CausalLM" in name or "LMHead" in name or name.endswith("ForConditionalGeneration")
+        for name in names
+    ):
+        return "causal-lm"
+    if names:
+        return "encoder"
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return "causal-lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else "encoder"
+
+
+def load_tokenizer(
+    source: str, *, revision: str | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or None where the model has none (token ids are then needed)."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
+        )
+    except Exception:  # any tokenizer library's own error; reported when text needs it
+        return None
+
+
+def load_model(
+    source: str,
+    *,
+    task: str = "auto",
+    revision: str | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    device_map: DeviceMap | None = None,
+    attn_implementation: str = "eager",
+    trust_remote_code: bool = False,
+    ranks: Ranks | None = None,
+) -> LoadedModel:
+    """Load model and tokenizer. ``dtype`` None keeps the checkpoint's. ``ranks``: divide it among
+    them; all must ask.
+
+    Raises ModelError (no such model, no weights, not loadable, does not fit) and
+    UsageError (unknown dtype or attention implementation).
+    """
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    # a config.json may name attention too, also a kernel of the hub, and would come before options
+    config._attn_implementation = attn_implementation
+    kind = resolve_task(config, task)
+    torch_dtype: Any = "auto"
+    if dtype is not None:
+        torch_dtype = _model_dtype(dtype)
+    options: dict[str, Any] = {
+        "config": config,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "weights_only": True,  # of pickled weights: tensors and plain containers, no calls
+        "dtype": torch_dtype,
+        "attn_implementation": attn_implementation,
+        "output_loading_info": True,
+    }
+    if device_map is not None:
+        options["device_map"] = device_map_of(device_map)
+    division = None if ranks is None else distribution(ranks)
+    at_once = division is not None and as_loaded(ranks)
+    if at_once:
+        options["distributed_config"] = division
+    factory = _factory(config, kind)
+    try:
+        with _no_bars():
+            module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
+        if division is not None and not at_once:
+            module = divide(module, division, ranks)
+    except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
+        if _about_attention(error, attn_implementation):
+            raise UsageError(
+                f"attention implementation {attn_implementation!r} cannot be used: "
+                f"{_first_line(error)}",
+                hint=f"one of {', '.join(ATTENTION)}; eager is always there",
+            ) from error
+        name = (config.architectures or [""])[0]
+        raise why_not(name, error, ranks) or _model_error(source, error, revision) from error
+    module.eval()
+    if device_map is None and division is None:
+        try:
+            module.to(device)
+        except RuntimeError as error:  # out of memory is a RuntimeError on every backend
+            raise ModelError(
+                f"the model does not fit on {device}: {_first_line(error)}",
+                hint="use --device-map auto, a smaller --dtype, or --device cpu",
+            ) from error
+    missing = sorted(str(name) for name in loading.get("missing_keys", ()))
+    twin = None
+    if ranks is not None:
+        twin = empty_model(
+            source, task=kind, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code,
+            attn_implementation=attn_implementation,
+        ).module  # fmt: skip
+    return LoadedModel(
+        source=source,
+        revision=revision,
+        task=kind,
+        module=module,
+        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
+        device=input_device(module),
+        trust_remote_code=trust_remote_code,
+        missing=missing,
+        ranks=ranks,
+        twin=twin,
+    )
+
+
+def empty_model(
+    source: str,
+    *,
+    task: str = "auto",
+    revision: str | None = None,
+    dtype: str | None = None,
+    attn_implementation: str = "eager",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """The model's structure on torch's meta device: shapes without weights."""
+    import torch
+
+    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    config._attn_implementation = attn_implementation  # as in load_model
+    kind = resolve_task(config, task)
+    factory = _factory(config, kind)
+    wanted = _model_dtype(dtype) if dtype is not None else _config_dtype(config)
+    try:
+        with torch.device("meta"):
+            module = factory.from_config(
+                config,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                **({} if wanted is None else {"dtype": wanted}),
+            )
+    except (Exception, SystemExit) as error:  # as in load_model
+        if _about_attention(error, attn_implementation):
+            raise UsageError(
+                f"attention implementation {attn_implementation!r} cannot be used: "
+                f"{_first_line(error)}",
+                hint=f"one of {', '.join(ATTENTION)}; eager is always there",
+            ) from error
+        raise _model_error(source, error, revision) from error
+    return LoadedModel(
+        source=source,
+        revision=revision,
+        task=kind,
+        module=module.eval(),
+        tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
+        device=torch.device("meta"),
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _factory(config: PretrainedConfig, task: Task) -> Any:
+    import transformers as hf
+
+    if task == "causal-lm":
+        return hf.AutoModelForCausalLM
+    names = config.architectures or [""]
+    if task == "encoder-decoder":
+        return hf.AutoModelForSeq2SeqLM
+    for suffix, factory in (
+        ("ForMaskedLM", hf.AutoModelForMaskedLM),
+        ("ForSequenceClassification", hf.AutoModelForSequenceClassification),
+        ("ForTokenClassification", hf.AutoModelForTokenClassification),
+        ("ForQuestionAnswering", hf.AutoModelForQuestionAnswering),
+    ):
+        if names[0].endswith(suffix):
+            return factory
+    return hf.AutoModel
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without transformers' progress bars: progress is the caller's, and none where stderr is no
+    terminal. A program that has them has them again afterwards."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            with warnings.catch_warnings():  # HF_HUB_DISABLE_PROGRESS_BARS has the last word
+                warnings.simplefilter("ignore")
+                logging.enable_progress_bar()
+
+
+def _model_dtype(name: str) -> torch.dtype:
+    form = format_named(name)
+    if form.kind != "float" or form.name.startswith("float8"):
+        raise UsageError(
+            f"a model cannot be run in dtype {form.name}",
+            hint="one of float32, bfloat16, float16, float64",
+        )
+    return form.torch_dtype
+
+
+def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
+    value = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return format_named(str(value)).torch_dtype if value is not None else None
+
+
+def _check_source(source: str) -> None:
+    path = expanded(source)
+    looks_local = source.startswith((".", "/", "~")) or path.exists()
+    if not looks_local:
+        return
+    if not path.exists():
+        raise ModelError(f"no such model: {path} does not exist", hint="check the path")
+    if not path.is_dir():
+        raise ModelError(f"{path} is a file", hint="give the model's directory")
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"no model in {path}: it has no config.json",
+            hint="give the directory that save_pretrained or `hf download` wrote",
+        )
+
+
+def _about_attention(error: BaseException, implementation: str) -> bool:
+    text = str(error).lower()
+    if "attn_implementation" in text or "attention implementation" in text:
+        return True
+    return implementation != "eager" and "attention" in text
+
+
+def _model_error(source: str, error: BaseException, revision: str | None) -> DivergenceError:
+    if isinstance(error, DivergenceError):
+        return error  # says what it is: a rank that was told to stop meanwhile
+    text = str(error)
+    if "trust_remote_code" in text:
+        at = "" if revision is None else f" at {revision}"
+        return ModelError(
+            f"{source}{at} carries its own modelling code",
+            hint="read that code, then pass --trust-remote-code",
+        )
+    lower = text.lower()
+    if "no file named" in lower or (
+        "safetensors" in lower and ("not found" in lower or "no such file" in lower)
+    ):
+        return ModelError(
+            f"no weights in {source}",
+            where=_first_line(error),
+            hint="download the model.safetensors files (all shards) beside config.json",
+        )
+    if "accelerate" in text:
+        return ModelError(
+            "--device-map needs the accelerate package",
+            hint="pip install 'divergence-debug[accelerate]', or leave out --device-map",
+        )
+    if isinstance(error, ImportError):
+        return ModelError(
+            f"cannot load {source!r}: {_first_line(error)}",
+            where="a package that transformers imports here",
+            hint=f"importing {error.name or 'transformers'} by itself shows why it fails",
+        )
+    if expanded(source).exists():
+        return ModelError(
+            f"cannot load {source!r}: {_first_line(error)}",
+            where=type(error).__name__,
+            hint="its files are damaged, or for another version of transformers; download it again",
+        )
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    return ModelError(
+        f"cannot load {source!r}: {_first_line(error)}",
+        hint="HF_HUB_OFFLINE is set: only local paths and cached models can be used"
+        if offline
+        else "check the hub id or path, --revision, and that this machine reaches the hub "
+        "(offline: give a local directory)",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

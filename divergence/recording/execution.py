@@ -1,0 +1,397 @@
+"""One capture under way: tokens, plan, manifest, and the passes one after another.
+
+A pass has a name, may be anchored (every block gets the recorded input of the run that
+is repeated) and may compute every operator in a wider dtype than the model's own. A
+capture makes the free pass, with ``--like`` the anchored one, with ``--escalate`` the
+escalated one (anchored, float32), with ``--whole`` the whole one (all tokens in one forward,
+anchored to this run's own free pass). A truth makes the first two, both in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from divergence.errors import UsageError
+from divergence.recording.compiled import CompiledWatch
+from divergence.recording.determinism import Determinism
+from divergence.recording.divided import Division, closed, on_all, own_part
+from divergence.recording.engines.generate import GroupResult, check_ids
+from divergence.recording.engines.identity import identify
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.offloaded import map_text
+from divergence.recording.engines.tokenizing import group_samples, token_texts, tokenize
+from divergence.recording.hooks import Anchor, Recorder, inside
+from divergence.recording.keep import Keeper
+from divergence.recording.memory import free_bytes
+from divergence.recording.passes import (
+    Pass,
+    RememberingSink,
+    RepeatSink,
+    can_anchor,
+    recorded_inputs,
+    run_pass,
+)
+from divergence.recording.plant import check_places
+from divergence.recording.provenance import probed, provenance
+from divergence.recording.request import Request
+from divergence.recording.rows import end_choices, repeated_tokens
+from divergence.recording.sites import SiteSelection
+from divergence.recording.storage import storage
+from divergence.recording.store_modes import check_operators
+from divergence.recording.structure import describe_modules, output_paths
+from divergence.recording.substitute import substitute_from
+from divergence.recording.volume import about_bytes
+from divergence.recording.whole import own_inputs, own_plants, run_whole, why_not_whole
+from divergence.recording.widening import Widening
+from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
+from divergence.run.nonfinite import first_nonfinite, nonfinite_text
+from divergence.run.reader import Run
+from divergence.run.site import ROOT
+from divergence.run.writer import RunWriter
+
+__all__ = ["Execution", "Progress"]
+
+
+class Progress(Protocol):
+    """Called as work goes on. ``event``: ``load``, ``digest``, ``probe``, ``free``, ``repeat``,
+    ``anchored``, ``escalated``, ``whole``, or ``note`` for a warning in ``detail``."""
+
+    def __call__(self, event: str, done: int, total: int | None, detail: str) -> None: ...
+
+
+class Execution:
+    """One capture under way: the pieces that the passes share."""
+
+    def __init__(
+        self,
+        request: Request,
+        loaded: LoadedModel,
+        device: str,
+        determinism: Determinism,
+        tell: Progress,
+        *,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.request, self.loaded, self.tell = request, loaded, tell
+        self.compute_dtype = compute_dtype
+        self.device, self.determinism = device, determinism
+        self.notes = describe_modules(loaded.structure)
+        self.selection = SiteSelection(request.sites, self.notes)
+        check_operators(request, self.selection)
+        self.keeper: Keeper | None = None
+        self.plants = request.plants
+        ranks = self.ranks = loaded.ranks
+        check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
+        self.samples, self.groups, self.forced = self._tokens()
+        check_ids(
+            loaded, self.samples if request.like is None else request.like.manifest.tokens.samples
+        )
+        self.division: Division | None = None
+        self.own_groups = self.groups
+        if ranks is not None:
+            self.division = Division(
+                ranks, loaded, request, self.selection, self.notes, self.samples, self.groups
+            )
+            self.own_groups = self.division.groups
+            self.plants = self.division.plants(request.plants)
+
+    def run(self, out: Path, *, force: bool, command: str | None) -> Run:
+        """Write the run to ``out``, and open it."""
+        request = self.request
+        passes = self._made = self._passes()
+        manifest = self._manifest(self._plan(passes), command)
+        watch = CompiledWatch(self.loaded.module)
+        for note in watch.beforehand(self.selection.operators, self.selection.hooked):
+            self._note(note)
+        rank = 0 if self.ranks is None else self.ranks.rank
+        seen = about_bytes(
+            self.loaded.structure, self.selection.hooked, self.samples, request.max_new_tokens
+        )
+        with storage(
+            request, out, manifest, device=self.loaded.device, num_bytes=seen * len(passes),
+            ranks=self.ranks, force=force, note=self._note,
+        ) as (writer, self.keeper), watch.watching():  # fmt: skip
+            first = RememberingSink(writer) if request.repeat > 1 else writer
+            num_substituted = 0
+            for one in passes:
+                free = one.name == "free"
+                anchor = self._anchor_inputs() if one.anchored else None
+                if one.whole:
+                    own = own_part(Run.open(writer.flush()), rank)
+                    own.borrow_from(request.like)
+                    anchor = own_inputs(own)
+                recorder = self._recorder(first if free else writer, one, anchor)
+                self._run_pass(recorder, one, writer if free else None)
+                self._check_pass(recorder, one, manifest)
+                if recorder.operators is not None:
+                    num_substituted += recorder.operators.num_substituted
+                    for reason, count in recorder.operators.skipped.items():
+                        skipped = manifest.plan.skipped_operators
+                        skipped[reason] = skipped.get(reason, 0) + count
+            if request.substitutes and not num_substituted:
+                self._note("no operator was met whose result was to be replaced")
+            self.determinism.note_in(manifest.settings)
+            manifest.plan.compiled = watch.notes()
+            for note in watch.afterwards():
+                self._note(note)
+            if request.repeat > 1:
+                writer.drain()
+                manifest.repeatability = self._repeat(first.items)
+            if self.division is not None:
+                writer.flush()
+                self.division.count(manifest)
+        run = Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
+        bad = first_nonfinite(run)
+        if bad is not None:
+            self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
+        return run
+
+    def _anchor_inputs(self) -> Anchor:
+        assert self.request.like is not None
+        return recorded_inputs(self.request.like, self.samples, self.groups)
+
+    def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
+        num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
+        if one.whole and num_emitted == 0:
+            manifest.plan.passes.remove(one.name)
+            self._note("no whole pass: no decode step was made, so there is nothing to hold to it")
+            return
+        if (one.anchored or one.whole) and num_anchored == 0:
+            self._note(
+                f"the {one.name} pass replaced no input: the recorded inputs fit none of "
+                "this model's"
+            )
+        if one.name != "free":
+            return
+        recorder.check_plants()
+        if num_emitted == 0:
+            raise UsageError(
+                "nothing was recorded: no tensor passed the chosen sites, steps and positions",
+                where=f"--sites {' '.join(manifest.plan.sites)}",
+                hint="`divergence capture MODEL --sites modules --dry-run` lists every site",
+            )
+
+    def _note(self, text: str) -> None:
+        self.tell("note", 0, None, text)
+
+    def _tokens(self) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
+        """(samples, groups, forced tokens), tokenised here or taken from the recorded run."""
+        request, like = self.request, self.request.like
+        if like is not None:
+            return repeated_tokens(request, self.loaded)
+        samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
+        pad_left = self.loaded.task == "causal-lm"
+        groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
+        return samples, groups, None
+
+    def _passes(self) -> list[Pass]:
+        """What this capture makes; what it cannot make is said."""
+        request = self.request
+        passes = [Pass("free", compute_dtype=self.compute_dtype), *self._anchored_passes()]
+        if request.whole:
+            reason = why_not_whole(request, self.loaded.task, self.selection, self.notes)
+            if reason is None:
+                passes.append(Pass("whole", whole=True))
+            else:
+                self._note(f"no whole pass: {reason}")
+        return passes
+
+    def _anchored_passes(self) -> list[Pass]:
+        request, passes = self.request, list[Pass]()
+        if request.like is None or not (request.anchor or request.escalate):
+            return passes
+        reason = can_anchor(request.like, self.notes)
+        if reason is not None:
+            missed = "anchored or escalated" if request.escalate else "anchored"
+            self._note(f"no {missed} pass: {request.like.path} cannot anchor one, {reason}")
+            return passes
+        if request.anchor:
+            passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
+        if request.escalate:
+            narrow = [p.dtype for p in self.loaded.module.parameters() if p.dtype.itemsize < 4]
+            if narrow:
+                passes.append(Pass("escalated", anchored=True, compute_dtype=torch.float32))
+            else:
+                self._note(
+                    "no escalated pass: the model is in float32 already, so the anchored pass "
+                    "sees what it would"
+                )
+        return passes
+
+    def _plan(self, passes: list[Pass]) -> Plan:
+        request = self.request
+        anchored = any(one.anchored for one in passes)
+        return Plan(
+            passes=[one.name for one in passes],
+            sites=self.selection.sites,
+            steps=request.steps,
+            positions=request.positions,
+            store=request.store,
+            only_changed=request.like.manifest.id if request.only_changed else None,
+            anchored_to=request.like.manifest.id if anchored else None,
+            plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
+            substitutes=[str(one) for one in request.substitutes.values()],
+            logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
+            modules={
+                path: note
+                for path, note in self.notes.items()
+                if path in self.selection.hooked or inside(path, self.selection.operators)
+            },
+        )
+
+    def _manifest(self, plan: Plan, command: str | None) -> Manifest:
+        request = self.request
+        identity = identify(
+            self.loaded,
+            on_parameter=lambda done, total, name: self.tell("digest", done, total, name),
+        )
+        recorded = None if request.like is None else request.like.manifest.model
+        same_dtype = recorded is not None and recorded.dtype == identity.dtype
+        if same_dtype and recorded.digest != identity.digest:
+            self._note(
+                f"these are not the weights of the recorded run ({identity.digest[:12]}, "
+                f"there {recorded.digest[:12]}): compare will say which differ"
+            )
+        manifest = Manifest(
+            **provenance(
+                self.device, label=request.label, command=command,
+                like=None if request.like is None else request.like.manifest,
+            ),
+            model=identity,
+            tokens=Tokens(
+                samples=self.samples,
+                groups=self.groups,
+                forced_by=None if request.like is None else request.like.manifest.id,
+            ),
+            settings=Settings(
+                deterministic=request.deterministic,
+                seed=request.seed,
+                device=self.device,
+                device_map=map_text(request.device_map),
+                dtype=request.dtype,
+                attn_implementation=request.attn_implementation,
+                max_new_tokens=request.max_new_tokens,
+                batch=request.batch,
+                switches=self.determinism.switches,
+                compute_dtype=None
+                if self.compute_dtype is None
+                else str(self.compute_dtype).removeprefix("torch."),
+            ),
+            arithmetic=probed(self.device, self.tell) if request.probe else [],
+            plan=plan,
+            overrides=request.overrides,
+        )  # fmt: skip
+        if self.division is not None:
+            self.division.note_environments(manifest)
+        return manifest
+
+    def _recorder(self, sink: Any, one: Pass, anchor: Anchor | None = None) -> Recorder:
+        request, task = self.request, self.loaded.task
+        steps = 1 if one.whole or task == "encoder" else request.max_new_tokens
+        forwards = steps * len(self.groups) or len(self.groups)
+        num_blocks = sum(note.role == "block" for note in self.notes.values())
+        # in a wide pass one forward may take minutes: progress goes by blocks
+        # (of an encoder-decoder not each forward passes every block)
+        wide = one.compute_dtype is not None
+        by_block = wide and num_blocks > 0 and task != "encoder-decoder"
+        total, done = forwards * (num_blocks if by_block else 1), 0
+
+        def advance(what: str) -> None:
+            nonlocal done
+            done += 1
+            self.tell(one.name, done, total, what)
+
+        return Recorder(
+            self.loaded.module,
+            self.notes,
+            wanted=self.selection.wanted,
+            hooked=self.selection.hooked,
+            flat=self.selection.is_routing,
+            sink=sink if self.division is None else self.division.sink(sink),
+            pass_=one.name,
+            steps=request.steps,
+            positions=request.positions,
+            logit_paths=frozenset(output_paths(self.loaded.structure))
+            if task == "causal-lm"
+            else frozenset(),
+            plants=own_plants(self.plants, self.notes) if one.whole else self.plants,
+            anchor=anchor,
+            keeper=self.keeper,
+            operators=self.selection.operators if self._with_operators(one) else None,
+            weights=request.weights,
+            substitute=substitute_from(request.substitutes) if request.substitutes else None,
+            on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
+            on_block=advance if by_block else None,
+        )
+
+    def _with_operators(self, one: Pass) -> bool:
+        """In the anchored passes, where there are any: there an error is where it is made."""
+        if one.whole or not self.selection.operators:
+            return False
+        return one.anchored or not any(other.anchored for other in self._made)
+
+    def _widened(self, one: Pass) -> contextlib.AbstractContextManager:
+        """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
+        if one.compute_dtype is None:
+            return contextlib.nullcontext()
+        weights = list(self.loaded.module.parameters())
+        needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
+        room = free_bytes(self.loaded.device) // 2
+        keep = needed if needed <= room else 0
+        return Widening(one.compute_dtype, weights=weights, keep_bytes=keep)
+
+    def _run_pass(self, recorder: Recorder, one: Pass, writer: RunWriter | None) -> None:
+        """Run all groups; with ``writer`` the tokens are noted and the manifest kept up to date."""
+
+        def note_tokens(group: list[int], result: GroupResult) -> None:
+            if self.ranks is not None and not self.ranks.owns(group[0]):
+                return
+            tokens = writer.manifest.tokens
+            for place, number in enumerate(group):
+                sample = self.samples[number]
+                sample.generated_ids = result.generated[place]
+                sample.chosen_ids = result.chosen[place]
+                sample.decoder_prompt_ids = result.decoder_prompt[place]
+                if self.request.regrouped:
+                    end_choices(sample, self.request.like.manifest.tokens.samples[number])
+            tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
+            writer.update_manifest()
+
+        self.tell(one.name, 0, None, "")
+        if one.whole:
+            run_whole(self.loaded, recorder, self.samples, self.own_groups)
+            return
+        with self._widened(one) as wide:
+            run_pass(
+                self.loaded,
+                recorder,
+                self.samples,
+                self.own_groups,
+                max_new_tokens=self.request.max_new_tokens,
+                forced=self.forced,
+                on_group=None if writer is None else note_tokens,
+            )
+        if writer is not None and self.division is not None:
+            self.division.join_tokens(self.samples, writer.manifest)
+            writer.update_manifest()
+        if wide is not None and wide.num_rounded:
+            self._note(
+                f"the model writes into narrower tensors of its own in {wide.num_rounded} places: "
+                f"there the {one.name} pass is rounded to them"
+            )
+
+    def _repeat(self, first: dict) -> Repeatability:
+        result = Repeatability(num_runs=self.request.repeat)
+        for number in range(1, self.request.repeat):
+            self.tell("repeat", number, self.request.repeat - 1, "")
+            forced = self.forced or [sample.generated_ids for sample in self.samples]
+            recorder = self._recorder(RepeatSink(first, result), Pass("free"))
+            run_pass(
+                self.loaded, recorder, self.samples, self.own_groups,
+                max_new_tokens=self.request.max_new_tokens, forced=forced,
+            )  # fmt: skip
+        return result

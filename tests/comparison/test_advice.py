@@ -1,0 +1,182 @@
+"""The commands a report ends with, followed to the letter, lead to what they promise."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from divergence.cli.main import app
+from divergence.comparison.advice import Advice, WithinAdvice, beside
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.run.location import Url
+from divergence.run.manifest import Mesh, MeshAxis
+
+PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
+BLOCK = "model.layers.1"
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model):
+    return str(tiny_model("llama", dtype="bfloat16"))
+
+
+def follow(report, capsys):
+    """Run every printed command; what the last one printed."""
+    assert report.verdict.next
+    for command in report.verdict.next:
+        words = shlex.split(command, comments=True)
+        assert words[0] == "divergence"
+        with pytest.raises(SystemExit) as caught:
+            app(words[1:], prog_name="divergence")
+        out, err = capsys.readouterr()
+        assert caught.value.code == 0, err
+        assert "no anchored pass" not in err
+    return out
+
+
+def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys):
+    """The block's inside gets an escalated pass and a truth too, or all would pass there."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
+    plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.004"]
+    b = capture(like=a, out=tmp_path / "b", escalate=True, plants=plants)
+    report = compare(a, b, truth=make_truth(a, out=tmp_path / "truth"))
+    assert report.verdict.onset.pass_ == "escalated"
+    said = follow(report, capsys)
+    assert said.startswith(f"LOCALIZED: the error is made at {BLOCK}.mlp.down_proj:out")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"steps": "decode"}, {"sites": ["lm_head:out"]}, {"sites": [f"{BLOCK}.*"]}],
+    ids=["decode", "head", "one block"],
+)
+def test_a_run_that_anchors_nothing_is_captured_again_first(llama, tmp_path, capsys, options):
+    """Another candidate like it would be no more anchored than the first."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2, **options)
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
+    report = compare(a, b)
+    assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
+    assert len(report.verdict.next) == 3
+    assert "no block makes an error beyond the floor" in follow(report, capsys)
+
+
+def test_a_run_of_some_tokens_needs_its_prompts_again(llama, tmp_path):
+    """No run can be repeated with more tokens than it kept."""
+    a = capture(llama, out=tmp_path / "a", max_new_tokens=1, positions="last:2")
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
+    first = compare(a, b).verdict.next[0]
+    assert first.startswith(f"divergence capture {llama} -o {a.path}-blocks --prompts FILE")
+
+
+def test_a_run_that_can_anchor_is_left_as_it_is(llama, tmp_path):
+    """Captured apart: only the candidate is made again."""
+    a, b = (capture(llama, out=tmp_path / name, max_new_tokens=1, attn_implementation=kernel)
+            for name, kernel in (("a", "eager"), ("b", "sdpa")))  # fmt: skip
+    assert len(compare(a, b).verdict.next) == 2
+
+
+def test_no_escalated_pass_is_asked_of_another_dtype(llama, tmp_path):
+    """A float32 run has none, and other weights are far beyond float32's floor."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)
+    verdict = compare(a, capture(like=a, out=tmp_path / "b", dtype="float32")).verdict
+    assert verdict.kind == "within_floor"
+    assert not any("--escalate" in command for command in verdict.next)
+    assert not any("see next" in fact.text for fact in verdict.evidence)
+
+
+def test_a_truth_of_the_other_run_is_replaced(llama, tmp_path, capsys):
+    """It has no pass on these inputs, and would judge no escalated one."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1)
+    b = capture(like=a, out=tmp_path / "b", attn_implementation="sdpa")
+    report = compare(a, b, truth=make_truth(b, out=tmp_path / "of-b"))
+    assert "confidence  high" in follow(report, capsys)
+
+
+def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
+    """The first run is not anchored: the operators of an anchored one would have no partner."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=2)
+    b = capture(like=a, out=tmp_path / "b", plants=[f"{BLOCK}.mlp.down_proj:out=scale:1.5"])
+    by_hand = compare(a, b, truth=make_truth(a, out=tmp_path / "truth")).verdict.next[1:]
+    report = compare(a, b)
+    report.verdict.next[:] = by_hand
+    said = follow(report, capsys)
+    assert said.startswith(f"LOCALIZED: the error comes into {BLOCK}/aten.add#2 from operators")
+    assert "side        the candidate is wrong" in said
+    assert "operators  inside model.layers.1, from equal inputs" in said
+
+
+def test_two_sketches_are_captured_again_in_full(llama, tmp_path, capsys):
+    """The first anchors nothing before it is there in full itself, nor does a truth judge it; no
+    descent begins from it."""
+    kept = capture(llama, out=tmp_path / "kept", prompts=[PROMPT], max_new_tokens=2, probe=False)
+    plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.5"]
+    a = capture(like=kept, out=tmp_path / "a", store="sketch", probe=False)
+    b = capture(like=kept, out=tmp_path / "b", store="sketch", plants=plants, probe=False)
+    report = compare(a, b)
+    assert not any(command.startswith("divergence localize") for command in report.verdict.next)
+    said = follow(report, capsys)
+    assert said.startswith(f"LOCALIZED: the error is made at {BLOCK}:out, by the candidate")
+    assert "estimated" not in said
+
+
+def test_a_sketch_is_held_against_a_truth_in_full(llama, tmp_path):
+    """A truth judges nothing that is a sketch."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    plants = [f"{BLOCK}.mlp.down_proj:out=scale:1.5"]
+    b = capture(like=a, out=tmp_path / "b", store="sketch", plants=plants, probe=False)
+    last = compare(a, b).verdict.next[-1]
+    assert last == f"divergence compare {a.path} {b.path}-full --truth {a.path}-truth"
+
+
+def of_ranks(run, **axes):
+    """The run as if several ranks had made it."""
+    mesh = Mesh(axes=[MeshAxis(name=name, size=size) for name, size in axes.items()])
+    manifest = msgspec.structs.replace(run.manifest, mesh=mesh)
+    return SimpleNamespace(
+        path=run.path, manifest=manifest, records=run.records, has_bytes=run.has_bytes
+    )
+
+
+def test_several_ranks_are_started_again_as_several(llama, tmp_path):
+    """One process would not ask the same; neither operators nor float32 are made by several."""
+    a = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    b = capture(like=a, out=tmp_path / "b", plants=["lm_head:out=nan"], probe=False)
+    advice = Advice(a, of_ranks(b, dp=2, tp=4))
+    start = "torchrun --nproc-per-node 8 -m divergence capture --like "
+    assert advice.certainty()[0] == (
+        f"{start}{a.path} -o {b.path}-anchored --mesh dp=2,tp=4 --plant lm_head:out=nan"
+        "   # on the candidate's machine"
+    )
+    by_hand = advice.into_block(BLOCK)
+    assert by_hand[0].startswith("divergence capture")
+    assert by_hand[1].startswith(f"{start}{a.path}-deep -o {b.path}-deep --mesh dp=2,tp=4")
+    assert not any("ops@" in command or " localize " in command for command in by_hand)
+    assert (advice.escalate(), advice.divided) == ([], True)
+    within = WithinAdvice(of_ranks(b, tp=2))
+    assert within.into_block(BLOCK)[0].startswith("torchrun")
+    assert within.whole()[0].endswith(f"--like {b.path} -o {b.path}-whole --whole --mesh tp=2")
+    other_way = Advice(of_ranks(b, tp=2), a)
+    assert other_way.escalate()[0].startswith("divergence capture")
+
+
+def test_places_beside_archives_and_urls(llama, tmp_path):
+    """An archive stays one; what is a directory of this machine is none at a URL."""
+    assert beside("a", "-deep") == "a-deep"
+    assert beside("of me/a.zip", "-deep") == "of me/a-deep.zip"
+    assert beside("s3://bucket/A.TAR", "-truth") == "s3://bucket/A-truth.TAR"
+    run = capture(llama, out=tmp_path / "a", prompts=[PROMPT], max_new_tokens=1, probe=False)
+    for place, folder in (
+        (Path("runs/b.zip"), "runs/b"), (Url("s3://bucket/runs/b.tar"), "b")
+    ):  # fmt: skip
+        there = SimpleNamespace(
+            path=place, manifest=run.manifest, records=run.records, has_bytes=run.has_bytes
+        )
+        advice = Advice(run, there)
+        assert f" {place} -o {folder}-localized " in advice.into_block(BLOCK)[0]
+        assert f" -o {folder}-repro " in advice.operator("x", "x", "candidate")[0]

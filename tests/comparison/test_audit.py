@@ -1,0 +1,354 @@
+"""The precision audit of tiny models: healthy ones accuse nobody, planted changes are named."""
+
+from __future__ import annotations
+
+import re
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from divergence.comparison.api import compare
+from divergence.comparison.audit import audit_runs
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.reader import Run
+
+BLOCKS = {
+    "llama": "model.layers.1",
+    "gpt2": "transformer.h.1",
+    "gemma3": "model.layers.1",
+    "qwen3-moe": "model.layers.1",
+    "mixtral": "model.layers.1",
+    "mamba": "backbone.layers.1",
+    "mamba2": "backbone.layers.1",
+    "bert": "bert.encoder.layer.1",
+    "t5": "decoder.block.1",
+    "remote-code": "bricks.1",
+}
+WITHOUT_SDPA = ("mamba", "mamba2", "remote-code")
+
+
+@pytest.fixture(scope="module")
+def run_of(tiny_model, tmp_path_factory):
+    """``run_of("llama")`` → a run with block 1's operators; the same arguments, the same run."""
+    made: dict[tuple, Run] = {}
+
+    def make(architecture, dtype="bfloat16", attention="eager", **options) -> Run:
+        key = (architecture, dtype, attention)
+        if options or key not in made:
+            run = capture(
+                str(tiny_model(architecture)), out=tmp_path_factory.mktemp("audit") / "run",
+                prompts=["A bridge is built twice."], max_new_tokens=2, dtype=dtype, device="cpu",
+                attn_implementation=attention, sites=["blocks", f"ops@{BLOCKS[architecture]}"],
+                trust_remote_code=architecture == "remote-code", **options,
+            )  # fmt: skip
+            if options:
+                return run
+            made[key] = run
+        return made[key]
+
+    return make
+
+
+def rows(run: Run, other: Run | None = None):
+    return {row.part: row for row in audit_runs(run, other).rows}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", [name for name in BLOCKS if name != "remote-code"])
+def test_healthy_models_accuse_nobody(run_of, architecture, dtype):
+    """In no family, dtype or kind of attention, alone or beside one another."""
+    kinds = ["eager"] if architecture in WITHOUT_SDPA else ["eager", "sdpa"]
+    runs = [run_of(architecture, dtype, kind) for kind in kinds]
+    for pair in [(runs[0],), (runs[0], runs[-1])]:
+        audit = audit_runs(*pair)
+        assert audit.findings == []
+        assert not any("not known" in note for note in audit.notes)
+        assert all(row.below is None and not row.differs for row in audit.rows)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "part", "computed", "num_places"),
+    [
+        ("llama", "norm statistics", ["float32"], 4),
+        ("llama", "norm weight", ["bfloat16"], 4),
+        ("llama", "softmax", ["float32"], 2),
+        ("llama", "attention scores", ["bfloat16"], 2),
+        ("llama", "rotary", ["bfloat16"], 4),
+        ("llama", "residual add", ["bfloat16"], 4),
+        ("llama", "matrix product", ["bfloat16"], 16),
+        ("llama", "activation", ["bfloat16"], 2),
+        ("llama", "kv cache", ["bfloat16"], 4),
+        ("llama", "logits", ["bfloat16"], 2),
+        ("gpt2", "norm statistics", ["inside aten.native_layer_norm"], 4),
+        ("gpt2", "softmax", ["bfloat16"], 2),
+        ("gpt2", "residual add", ["bfloat16"], 4),
+        ("gemma3", "norm statistics", ["float32"], 12),
+        ("gemma3", "norm weight", ["float32"], 12),
+        ("gemma3", "residual add", ["bfloat16"], 4),
+        ("qwen3-moe", "norm statistics", ["float32"], 8),
+        ("qwen3-moe", "router", ["float32"], 2),
+        ("qwen3-moe", "router product", ["bfloat16"], 2),
+        ("mixtral", "router", ["float32"], 2),
+        ("mamba", "norm statistics", ["float32"], 2),
+        ("mamba", "residual add", ["float32"], 2),
+        ("mamba", "logits", ["float32"], 2),
+        ("bert", "residual add", ["bfloat16"], 2),
+        ("bert", "softmax", ["bfloat16"], 1),
+        ("t5", "norm statistics", ["float32"], 6),
+        ("t5", "residual add", ["bfloat16"], 6),
+        ("t5", "softmax", ["bfloat16"], 4),
+    ],
+)
+def test_every_part_is_found_where_it_is(run_of, architecture, part, computed, num_places):
+    """As many norms, adds and so on as the model's code has, in prefill and decode."""
+    row = rows(run_of(architecture))[part]
+    assert (row.reference, row.num_places) == (computed, num_places)
+
+
+def test_a_part_that_a_model_lacks_is_not_told(run_of):
+    """Llama routes nothing, GPT-2 turns nothing, Mamba attends to nothing."""
+    assert "router" not in rows(run_of("llama"))
+    assert "rotary" not in rows(run_of("gpt2"))
+    assert not {"softmax", "attention scores", "rotary"} & rows(run_of("mamba")).keys()
+
+
+def test_fused_attention_is_named_and_not_judged(run_of):
+    """What it does inside is not claimed."""
+    row = rows(run_of("llama", attention="sdpa"))["softmax"]
+    (name,) = row.reference
+    assert re.fullmatch(r"inside aten\._scaled_dot_product\w+", name)
+    assert (row.expected, row.below) == (["float32"], None)
+
+
+def without_upcast(patch, num_axes):
+    """softmax in bfloat16 whatever was asked for: attention's has 4 axes, a router's 2."""
+    softmax = F.softmax
+
+    def narrow(x, dim=-1, dtype=None, **rest):
+        if x.ndim != num_axes:
+            return softmax(x, dim=dim, dtype=dtype, **rest)
+        return softmax(x.bfloat16(), dim=dim, **rest)
+
+    patch.setattr(F, "softmax", narrow)
+
+
+def narrow_norms(model):
+    """Every RMS norm's statistics in the dtype of its input."""
+
+    def forward(self, x):
+        eps = getattr(self, "variance_epsilon", getattr(self, "eps", 1e-6))
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        weight = 1 + self.weight if "Gemma" in type(self).__name__ else self.weight
+        return weight * (x * scale)
+
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")):
+            module.forward = types.MethodType(forward, module)
+
+
+def wide_residual(block, branch):
+    """The branch's result in float32, and so the add; the block's result as it was."""
+
+    def prepare(model):
+        def widen(module, args, output):
+            return output.float()
+
+        def narrow(module, args, output):
+            return output.bfloat16()
+
+        model.get_submodule(f"{block}.{branch}").register_forward_hook(widen)
+        model.get_submodule(block).register_forward_hook(narrow)
+
+    return prepare
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3-moe", "mixtral"])
+def test_a_softmax_without_its_upcast_is_named(run_of, monkeypatch, architecture):
+    """Whichever side it is on, with what was expected and by whom; a router's is left alone."""
+    healthy = run_of(architecture)
+    with monkeypatch.context() as patch:
+        without_upcast(patch, 4)
+        other = run_of(architecture, prepare=lambda model: None)
+    row = rows(healthy, other)["softmax"]
+    assert (row.reference, row.candidate) == (["float32"], ["bfloat16"])
+    assert (row.differs, row.below) == (True, "candidate")
+    (found,) = audit_runs(healthy, other).findings
+    family = architecture.replace("-", "_")
+    assert found.text.startswith("the candidate computes softmax in bfloat16 (test_audit.py:")
+    assert found.text.endswith(
+        f"the reference in float32; expected float32 (attention of modeling_{family}.py)"
+    )
+    (swapped,) = audit_runs(other, healthy).findings
+    assert swapped.text.startswith("the reference computes softmax in bfloat16")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-moe", "mixtral"])
+def test_a_router_in_bfloat16_is_named(run_of, monkeypatch, architecture):
+    """The router, and not attention's softmax."""
+    healthy = run_of(architecture)
+    with monkeypatch.context() as patch:
+        without_upcast(patch, 2)
+        other = run_of(architecture, prepare=lambda model: None)
+    audit = audit_runs(healthy, other)
+    assert [item.part for item in audit.findings] == ["router"]
+    assert "the candidate computes router in bfloat16" in audit.findings[0].text
+    assert "TopKRouter)" in audit.findings[0].text
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3-moe", "mamba", "t5"])
+def test_norm_statistics_in_bfloat16_are_named(run_of, architecture):
+    """On one side, on both, and in one run alone."""
+    healthy, other = run_of(architecture), run_of(architecture, prepare=narrow_norms)
+    audit = audit_runs(healthy, other)
+    assert audit.findings[0].part == "norm statistics"
+    assert audit.findings[0].text.startswith("the candidate computes norm statistics in bfloat16")
+    assert {item.part for item in audit.findings} <= {"norm statistics", "norm weight"}
+    (both,) = [f for f in audit_runs(other, other).findings if f.part == "norm statistics"]
+    assert both.text.startswith("both sides compute norm statistics in bfloat16")
+    alone = audit_runs(other)
+    assert alone.findings[0].text.startswith("the run computes norm statistics in bfloat16")
+    assert alone.candidate is None
+
+
+def test_a_layer_norm_written_out_in_bfloat16_is_named(run_of):
+    """GPT-2's kernel keeps its statistics inside; separate operators do not."""
+
+    def prepare(model):
+        def forward(self, x):
+            centred = x - x.mean(-1, keepdim=True)
+            scale = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + self.eps)
+            return centred * scale * self.weight + self.bias
+
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.forward = types.MethodType(forward, module)
+
+    audit = audit_runs(run_of("gpt2"), run_of("gpt2", prepare=prepare))
+    (found,) = audit.findings
+    assert found.text.startswith("the candidate computes norm statistics in bfloat16")
+    assert found.text.endswith("on the other side it is inside aten.native_layer_norm")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_a_residual_add_in_another_dtype_is_named(run_of, architecture):
+    """Wider than the model's is no fault, but a difference."""
+    prepare = wide_residual(BLOCKS[architecture], "mlp")
+    healthy, other = run_of(architecture), run_of(architecture, prepare=prepare)
+    row = rows(healthy, other)["residual add"]
+    assert (row.differs, row.below) == (True, None)
+    assert set(row.candidate) == {"bfloat16", "float32"}
+    texts = [f.text for f in audit_runs(healthy, other).findings]
+    assert any(text.startswith("the candidate computes residual add in float32") for text in texts)
+
+
+def test_mambas_stream_in_bfloat16_is_shown(run_of):
+    """Its default is float32; a configuration may have it so, which a run does not tell."""
+
+    def prepare(model):
+        for block in model.backbone.layers:
+            block.residual_in_fp32 = False
+
+    healthy, other = run_of("mamba"), run_of("mamba", prepare=prepare)
+    row = rows(healthy, other)["residual add"]
+    assert (row.candidate, row.below, row.own, row.differs) == (
+        ["bfloat16"], "candidate", False, True,
+    )  # fmt: skip
+    assert audit_runs(other).findings == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-moe"])
+def test_the_audit_explains_the_onset(run_of, tmp_path, architecture):
+    """compare's first reason is the dtype, where the onset is the part that ran in another."""
+    source = run_of(architecture)
+    other = capture(like=source, out=tmp_path / "b", device="cpu", prepare=narrow_norms)
+    report = compare(source, other, truth=make_truth(source, out=tmp_path / "t"))
+    verdict = report.verdict
+    assert verdict.onset is not None and "norm/" in verdict.onset.site
+    assert verdict.side == "candidate"
+    assert verdict.evidence[0].text.startswith(
+        "the candidate computes norm statistics in bfloat16 (test_audit.py:"
+    )
+    assert '"audit":{"rows"' in report.to_json()
+
+
+def test_a_finding_stands_also_where_no_number_is_wrong(run_of, tmp_path, monkeypatch):
+    """A kernel that adds up in float32 makes softmax in bfloat16 harmless: named all the same."""
+    source = run_of("llama")
+    with monkeypatch.context() as patch:
+        without_upcast(patch, 4)
+        other = capture(like=source, out=tmp_path / "b", device="cpu")
+    report = compare(source, other, truth=make_truth(source, out=tmp_path / "t"))
+    texts = [item.text for item in report.verdict.evidence]
+    assert texts[-1].startswith("the candidate computes softmax in bfloat16")
+
+
+def test_a_truth_is_not_audited(run_of, tmp_path):
+    """Everything there is float64 by intent."""
+    source = run_of("llama")
+    truth = make_truth(source, out=tmp_path / "t")
+    assert audit_runs(truth) is None
+    assert audit_runs(truth, source).reference is None
+
+
+def test_a_run_without_operators_has_no_audit(tiny_model, tmp_path):
+    """Nor has a comparison of such runs."""
+    run = capture(
+        str(tiny_model("llama")), out=tmp_path / "a", prompts=["A bridge."], max_new_tokens=1
+    )
+    assert audit_runs(run) is None
+    assert compare(run, run).audit is None
+
+
+def test_runs_of_different_dtypes_are_not_held_against_each_other(run_of):
+    """bfloat16 beside float32 is what was asked for."""
+    audit = audit_runs(run_of("llama", "float32"), run_of("llama"))
+    assert audit.findings == []
+    assert audit.notes[0].startswith("the runs have different dtypes")
+
+
+def test_an_unknown_family_is_held_to_practice(run_of):
+    """It is shown, and nobody is accused."""
+    run = run_of("llama")
+    changed = Run.open(run.path)
+    changed.manifest.model.model_class = "UnheardOfForCausalLM"
+    audit = audit_runs(changed)
+    assert audit.notes[0] == (
+        "what UnheardOfForCausalLM itself expects is not known: the run is held to common practice"
+    )
+    assert audit.findings == []
+    gpt = Run.open(run_of("gpt2").path)
+    gpt.manifest.model.model_class = "UnheardOfForCausalLM"
+    audit = audit_runs(gpt)
+    (row,) = [row for row in audit.rows if row.part == "softmax"]
+    assert (row.below, row.own, audit.findings) == ("reference", False, [])
+
+
+def test_a_probes_accumulator_is_told(run_of):
+    """What the manifest holds as verified, of the dtypes that were stored, beside the table."""
+    one, two = (Run.open(run_of("llama").path) for _ in range(2))
+    for run in (one, two):
+        run.manifest.arithmetic = [
+            ArithmeticFact(name=f"accumulator: {subject}", value=value, verified=verified)
+            for subject, value, verified in [
+                ("linear M=16 K=64 N=64 bfloat16", "24 bits (float32)", True),
+                ("attention P@V heads=2 n=64 bfloat16", "24 bits (float32)", True),
+                ("sum n=8 bfloat16", "8 bits (bfloat16)", False),
+                ("sum n=8 float16", "24 bits (float32)", True),
+            ]
+        ]
+    text = "bfloat16 is accumulated in 24 bits (float32) (probed: linear, attention P@V)"
+    assert audit_runs(one).notes == [f"the run: {text}"]
+    assert audit_runs(one, two).notes == [f"the reference and the candidate: {text}"]
+
+
+def test_code_from_elsewhere_is_held_to_practice(run_of):
+    """A model's own modeling file is no family of the table: its parts are found and shown."""
+    run = run_of("remote-code")
+    audit = audit_runs(run)
+    assert audit.findings == []
+    assert {"softmax", "residual add", "matrix product", "norm statistics"} <= rows(run).keys()
+    assert all(not row.own for row in audit.rows)

@@ -1,0 +1,225 @@
+"""Blame, on errors drawn at random: what one side did in one block stands out, nothing else."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from divergence.comparison.blame import forward_controls, questions
+from divergence.comparison.figures import figure
+from divergence.comparison.result import SiteResult
+from divergence.comparison.standing import standing_of
+from divergence.comparison.truth import Tally
+from divergence.numerics.against import measure_against
+from divergence.numerics.floor import THRESHOLDS
+
+ROWS, COLUMNS, FLOOR = 32, 256, 1e-3
+
+
+def result(step=0):
+    numbers = dict.fromkeys(
+        ("rel_l2", "cosine", "one_minus_cosine", "sqnr_db", "max_abs", "reference_norm",
+         "candidate_norm", "gain", "gain_se", "token_rel_l2_median", "token_rel_l2_p99",
+         "token_rel_l2_max", "channel_rel_l2_max"), 0.0,
+    )  # fmt: skip
+    return SiteResult(
+        pass_="anchored", sample=0, step=step, site="m.0:out", order=1, shape=(1, ROWS, COLUMNS),
+        reference_dtype="bfloat16", candidate_dtype="bfloat16", identical=False,
+        numel=ROWS * COLUMNS, **numbers,
+    )  # fmt: skip
+
+
+class Block:
+    """One block's truth and both sides' rounding. ``hard``: this block's own difficulty, on both
+    sides; ``coarse``: the candidate's kernels, in all blocks."""
+
+    def __init__(self, seed, *, hard=1.0, coarse=1.0, steps=1):
+        make = torch.Generator().manual_seed(seed)
+        self.truth = torch.randn(steps, ROWS, COLUMNS, generator=make, dtype=torch.float64)
+        self.sides = [
+            self.truth
+            * (1 + FLOOR * hard * size * torch.randn(self.truth.shape, generator=make).double())
+            for size in (1.0, coarse)
+        ]
+
+    def standing(self, *, swap=False):
+        sides = self.sides[::-1] if swap else self.sides
+        tally = Tally()
+        for step in range(len(self.truth)):
+            found = measure_against(sides[0][step], sides[1][step], self.truth[step])
+            floor = torch.full((found.num_rows,), FLOOR)
+            tally.forwards.append((result(step), found, floor))
+        return standing_of(tally)
+
+
+def asked(bad, others, *, swap=False, routed=False, **options):
+    family = [block.standing(swap=swap) for block in (bad, *others)]
+    return questions(
+        family[0],
+        family[1:],
+        forwards=forward_controls(family, THRESHOLDS)[0],
+        lone_w=options.pop("lone_w", None),
+        routed=routed,
+        widened=options.pop("widened", 1.0),
+        thresholds=THRESHOLDS,
+    )
+
+
+def blamed(*args, **options):
+    return next((one for one in asked(*args, **options) if one.share > 1), None)
+
+
+def healthy(count=5, **options):
+    return [Block(seed, **options) for seed in range(100, 100 + count)]
+
+
+@pytest.mark.parametrize("coarse", [0.45, 1.0, 2.2])
+@pytest.mark.parametrize("hard", [0.2, 1.0, 30.0])
+def test_a_hard_block_and_coarse_kernels_blame_nobody(hard, coarse):
+    """A block that is hard for both sides, on kernels that are coarser everywhere, is healthy, by
+    whatever both differ; only being 6 × the rounding model away on both sides is not."""
+    found = asked(Block(1, hard=hard, coarse=coarse), healthy(coarse=coarse))
+    worst = max((one for one in found if one.why != "both"), key=lambda one: one.share)
+    assert worst.share < 0.75, worst
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("size", [3.0, 10.0])
+@pytest.mark.parametrize("coarse", [0.7, 1.0, 1.5])
+def test_noise_of_three_floors_blames_its_side(size, swap, coarse):
+    """Extra noise on the candidate blames the candidate; with the sides swapped, the reference."""
+    bad = Block(2, coarse=coarse)
+    make = torch.Generator().manual_seed(9)
+    noise = torch.randn(bad.truth.shape, generator=make).double()
+    bad.sides[1] = bad.sides[1] + size * coarse * FLOOR * noise
+    found = blamed(bad, healthy(coarse=coarse), swap=swap)
+    assert found is not None
+    assert (found.side, found.why) == ("reference" if swap else "candidate", "typical")
+
+
+def test_both_far_from_the_truth_are_both_to_blame():
+    """Equal errors of ten times the rounding model clear nobody."""
+    bad = Block(3)
+    bad.sides = [side + 10 * FLOOR * bad.truth for side in bad.sides]
+    found = blamed(bad, healthy())
+    assert (found.side, found.why) == ("both", "both")
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_scale_error_below_the_floor_shows_in_the_gain(swap):
+    """Half a floor of scale moves no row's norm, but all rows alike."""
+    bad = Block(4)
+    bad.sides[1] = bad.sides[1] * (1 + 1.5 * FLOOR)
+    found = blamed(bad, healthy(), swap=swap)
+    assert (found.side, found.why) == ("reference" if swap else "candidate", "gain")
+    assert "scaled by 1.001" in found.detail
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_one_wrong_channel_shows(swap):
+    """One channel of 256, at ten floors of its own: in the row's norm less than one floor."""
+    bad = Block(5)
+    bad.sides[1][..., 7] += 10 * FLOOR
+    found = blamed(bad, healthy(), swap=swap)
+    assert (found.side, found.why) == ("reference" if swap else "candidate", "channel")
+
+
+def test_one_wrong_token_shows_but_not_where_experts_are_chosen():
+    """A single token at thirty floors; in a routed block rounding may have sent it elsewhere."""
+    bad = Block(6)
+    bad.sides[1][:, 11] *= 1 + 30 * FLOOR
+    assert blamed(bad, healthy()).why == "token"
+    assert blamed(bad, healthy(), routed=True) is None
+
+
+def test_one_wrong_step_shows_and_is_named():
+    """The third of six forwards at eight floors: not typical, but its own."""
+    bad = Block(7, steps=6)
+    bad.sides[1][2] *= 1 + 8 * FLOOR
+    found = blamed(bad, healthy(steps=6))
+    assert (found.why, found.at.step, found.side) == ("forward", 2, "candidate")
+
+
+def test_a_site_without_siblings_is_held_to_the_blocks():
+    """Four times off is allowed to it, and the kernels' own W counts."""
+    assert blamed(Block(8, coarse=2.0), [], lone_w=2.0) is None
+    bad = Block(9)
+    bad.sides[1] = bad.sides[1] + 10 * FLOOR * torch.randn(bad.truth.shape).double()
+    assert blamed(bad, [], lone_w=1.0).side == "candidate"
+
+
+def test_a_trusted_run_widens_every_limit():
+    """What --floor runs showed is allowed, and half as much again."""
+    bad = Block(10)
+    bad.sides[1] = bad.sides[1] + 4 * FLOOR * torch.randn(bad.truth.shape).double()
+    assert blamed(bad, healthy()) is not None
+    assert blamed(bad, healthy(), widened=3.0) is None
+
+
+def test_exact_on_both_sides_is_no_error():
+    """Two sides that equal the truth have W = 1."""
+    block = Block(11)
+    block.sides = [block.truth, block.truth]
+    standing = block.standing()
+    assert standing.typical == {"reference": 0.0, "candidate": 0.0}
+    assert max(one.share for one in asked(block, healthy())) < 1
+
+
+def test_chance_alone_blames_nobody():
+    """Two hundred healthy blocks of few rows and columns, three of a kind: no alarm, and room."""
+    shares = []
+    for seed in range(0, 600, 3):
+        family = [Block(1000 + seed + k) for k in range(3)]
+        for block in family:
+            block.truth = block.truth[:, :9, :16].contiguous()
+            block.sides = [side[:, :9, :16] for side in block.sides]
+        for block in family[:1]:
+            shares.append(max(one.share for one in asked(block, family[1:])))
+    assert max(shares) < 1
+    assert statistics.median(shares) < 0.6
+
+
+def test_long_figures_are_short():
+    """No digits that say nothing."""
+    assert [figure(x) for x in (6.81, 1204.6, 401876146.3, math.inf)] == [
+        "6.8", "1204.6", "4.0e+08", "inf",
+    ]  # fmt: skip
+
+
+class Decoded(Block):
+    """Forwards of one row, ``together`` or apart; in one of them, one element holds nearly all of
+    the row, and the candidate's rounding of it is 4 times the usual."""
+
+    def __init__(self, seed, *, massive=False, together=False):
+        super().__init__(seed)
+        if massive:
+            self.truth[0, 3, 7] = 300.0
+            for side, size in zip(self.sides, (0.3, 4.0), strict=True):
+                side[0, 3, 7] = 300.0 * (1 + size * FLOOR)
+        if not together:
+            self.truth = self.truth.reshape(ROWS, 1, COLUMNS)
+            self.sides = [side.reshape(ROWS, 1, COLUMNS) for side in self.sides]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_one_massive_activation_is_no_bad_channel(together, swap):
+    """In decode steps each row is a forward, and no outlier among its like."""
+    others = [Decoded(seed, together=together) for seed in range(100, 105)]
+    found = asked(Decoded(1, massive=True, together=together), others, swap=swap)
+
+    channel = next(one for one in found if one.why == "channel")
+    assert channel.share < 0.9
+    assert not [one for one in found if one.share > 1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_bad_channel_is_found_beside_a_massive_activation(together):
+    others = [Decoded(seed, together=together) for seed in range(100, 105)]
+    bad = Decoded(1, massive=True, together=together)
+    bad.sides[1][..., 20] += 12 * FLOOR
+
+    assert blamed(bad, others).why == "channel"

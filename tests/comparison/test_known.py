@@ -1,0 +1,170 @@
+"""Known differences of a policy: what they excuse, and that they excuse nothing else."""
+
+from __future__ import annotations
+
+import datetime
+
+import msgspec
+import pytest
+
+from divergence.comparison.check import check, evaluate
+from divergence.comparison.policy import Policy
+from divergence.recording.api import capture
+from divergence.report.machine import check_json
+from divergence.report.outcome import check_lines
+
+PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
+FAULT = "model.layers.1.mlp:out=scale:1.05"
+ENTRY = {"sites": "model.layers.1:out", "max": {"rel_l2": 0.5}, "reason": "vendor kernel, seen"}
+TODAY = datetime.date(2027, 1, 31)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory, tiny_model):
+    folder = str(tiny_model("llama", dtype="float32"))
+    return capture(folder, out=tmp_path_factory.mktemp("g") / "run", prompts=PROMPTS,
+                   max_new_tokens=2)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def again(golden, tmp_path_factory):
+    """``again(*plants)`` → the golden repeated with faults."""
+    made = {}
+
+    def make(*plants, **options):
+        key = (plants, repr(options))
+        if key not in made:
+            out = tmp_path_factory.mktemp("n") / "run"
+            made[key] = capture(like=golden, out=out, plants=plants, **options)
+        return made[key]
+
+    return make
+
+
+def policy(*entries, **rest) -> Policy:
+    rules = {"preflight": {"allow": ["*"]}, "known": list(entries), **rest}
+    return msgspec.convert(rules, Policy)
+
+
+def printed(result, **options) -> str:
+    return "\n".join("".join(s.text for s in one.spans) for one in check_lines(result, **options))
+
+
+def test_a_known_difference_passes_and_is_printed(golden, again):
+    """All that is flagged is known and no larger: passed, and the use stands in text and JSON."""
+    new = again(FAULT)
+    assert not check(golden, new, policy=policy()).passed
+    result = check(golden, new, policy=policy(ENTRY | {"until": TODAY}))
+    assert (result.passed, result.excused) == (True, True), result.failures
+    (use,) = result.known
+    assert (use.status, use.reason) == ("used", "vendor kernel, seen")
+    assert 0 < use.found["rel_l2"] <= use.allowed["rel_l2"] == 0.5
+    for brief in (True, False):
+        text = printed(result, brief=brief)
+        assert "known: model.layers.1:out: used" in text
+        assert "vendor kernel, seen" in text and "2027-01-31" in text
+    answer = msgspec.json.decode(check_json(result))
+    assert answer["excused"] and answer["known"][0]["until"] == "2027-01-31"
+    assert answer["report"]["verdict"]["kind"] == "localized"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "told"),
+    [
+        ({"max": {"rel_l2": 1e-6}}, "exceeded", "larger than known"),
+        ({"max": {"rel_l2": 0.5, "ratio": 1.0}}, "exceeded", "ratio"),
+        ({"until": datetime.date(2027, 1, 30)}, "expired", "2027-01-30"),
+        ({"sites": "model.layers.2:out"}, "unused", "nothing that is flagged"),
+        ({"pass": "free"}, "unused", "nothing that is flagged"),
+        ({"dtype": "bfloat16"}, "unused", "nothing that is flagged"),
+    ],
+)
+def test_what_does_not_cover_it_excuses_nothing(golden, again, change, status, told):
+    """A larger difference, a past date, another site, pass or dtype: the check fails."""
+    report = check(golden, again(FAULT), policy=policy(ENTRY)).report
+    result = evaluate(report, policy(ENTRY | change), today=TODAY)
+    assert [failure.rule for failure in result.failures] == ["verdicts"]
+    assert (result.known[0].status, result.excused) == (status, False)
+    assert told in printed(result)
+
+
+def test_a_fault_beside_a_known_difference_fails(golden, again):
+    """Everything flagged must be known: a second block is named."""
+    new = again(FAULT, "model.layers.2.mlp:out=scale:1.05")
+    result = check(golden, new, policy=policy(ENTRY))
+    (failure,) = result.failures
+    assert failure.rule == "verdicts"
+    assert "not known: model.layers.2:out" in failure.text
+    both = ENTRY | {"sites": ["model.layers.1:out", "model.layers.2:out"]}
+    assert check(golden, new, policy=policy(both)).passed
+
+
+def test_operators_in_a_known_block_are_known(golden, again, tmp_path_factory):
+    """What they make ends in the block's output, which is no larger than known; in another block
+    they are not."""
+    sites = {"sites": ["blocks", "ops@model.layers.1"]}
+    base = capture(golden.manifest.model.source, out=tmp_path_factory.mktemp("o") / "run",
+                   prompts=PROMPTS, max_new_tokens=2, **sites)  # fmt: skip
+    new = capture(like=base, out=tmp_path_factory.mktemp("o") / "run", plants=[FAULT])
+    result = check(base, new, policy=policy(ENTRY))
+    assert "/" in result.report.verdict.onset.site
+    assert result.passed and result.excused
+    for one in result.report.operators.results:
+        one.block = "model.layers.0"
+    (failure,) = evaluate(result.report, policy(ENTRY)).failures
+    assert "operator" in failure.text
+    assert evaluate(result.report, policy(ENTRY)).known[0].status == "matched"
+
+
+def test_an_unused_entry_is_noted(golden, again):
+    """On a healthy run the check passes, and says that the difference was not seen."""
+    result = check(golden, again(), policy=policy(ENTRY))
+    assert result.passed and not result.excused
+    assert result.known[0].status == "unused"
+    assert "take the entry out" in printed(result)
+
+
+def test_nan_is_never_known(golden, again):
+    """Whatever an entry allows, nan on one side fails."""
+    everything = ENTRY | {"sites": "*", "max": {"rel_l2": 2.0}}
+    result = check(golden, again("model.layers.1:out=nan:7"), policy=policy(everything))
+    assert "verdicts" in [failure.rule for failure in result.failures]
+    assert not result.excused
+
+
+def test_coverage_and_tokens_are_never_excused(golden, again):
+    """A known difference stands for the verdict alone."""
+    new = again(FAULT, max_new_tokens=1)
+    result = check(golden, new, policy=policy(ENTRY, tokens={"min_equal": 1.0}))
+    assert result.excused
+    rules = {failure.rule for failure in result.failures}
+    assert rules == {"min_coverage", "tokens.min_equal"}
+
+
+def test_drift_beside_a_known_difference_fails(golden, again):
+    """The free run may be as far off as the known block makes it, and no farther."""
+    result = check(golden, again(FAULT), policy=policy(ENTRY))
+    report = result.report
+    last = max(
+        (s for s in report.sites if s.pass_ == "free" and s.role == "block" and s.step == 0
+         and s.site.endswith(":out")), key=lambda s: s.order,
+    )  # fmt: skip
+    last.token_rel_l2_median *= 1e6
+    (failure,) = evaluate(report, policy(ENTRY)).failures
+    assert "beside what is known" in failure.text
+
+
+def test_a_tolerance_holds_at_known_sites(golden, again):
+    """Its limit is another rule: an entry does not lift it."""
+    rules = policy(ENTRY, tolerance=[{"sites": "model.layers.1:out", "rel_l2": 1e-5}])
+    failures = check(golden, again(FAULT), policy=rules).failures
+    assert {failure.rule for failure in failures} == {"tolerance.rel_l2"}
+
+
+def test_the_verdict_of_ranks_and_operators_is_not_known(golden, again):
+    """What is no flagged record cannot be known: an abstention, a drift, an operator."""
+    report = check(golden, again(FAULT), policy=policy(ENTRY)).report
+    for site in report.sites:
+        site.flagged = False
+    result = evaluate(report, policy(ENTRY))
+    assert not result.passed and result.known[0].status == "unused"

@@ -1,0 +1,179 @@
+"""Looks: each forward of each prompt has the right to convict, and healthy ones do not alarm."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from divergence.comparison.evidence import only_in
+from divergence.comparison.looks import controls
+from divergence.comparison.result import PromptRatio, SiteResult
+from divergence.comparison.units import build_units, flag
+from divergence.numerics.chance import spread
+
+ROWS, FEATURES = 16, 64
+
+
+def site(block: int, ratio: float, *, sample=0, step=0, rows=ROWS, **changes) -> SiteResult:
+    numbers = dict.fromkeys(
+        ("rel_l2", "cosine", "one_minus_cosine", "sqnr_db", "max_abs", "reference_norm",
+         "candidate_norm", "gain", "gain_se", "token_rel_l2_median", "token_rel_l2_p99",
+         "token_rel_l2_max", "channel_rel_l2_max"), 0.0,
+    )  # fmt: skip
+    values = {
+        "pass_": "anchored", "sample": sample, "step": step, "site": f"h.{block}:out",
+        "order": block, "block": f"h.{block}", "role": "block", "kind": "Block",
+        "shape": (1, rows, FEATURES), "numel": rows * FEATURES, "reference_dtype": "bfloat16",
+        "candidate_dtype": "bfloat16", "identical": False, "ratio": ratio, "ratio_max": ratio,
+    }  # fmt: skip
+    return SiteResult(**(numbers | values | changes))
+
+
+def drawn(*, blocks=6, places, rows=ROWS, seed=0) -> dict[tuple, SiteResult]:
+    """A healthy pair: ratios of about 0.8, varied as those of tokens were measured to vary."""
+    random = np.random.default_rng(seed)
+    tokens = {place: math.exp(random.normal(0, 0.2)) for place in places}  # hard for all blocks
+    return {
+        (block, *place): site(
+            block, 0.8 * tokens[place] * math.exp(random.normal(0, 0.25 / math.sqrt(rows))),
+            sample=place[0], step=place[1], rows=rows,
+        )
+        for block in range(blocks) for place in places
+    }  # fmt: skip
+
+
+def flagged(sites, **options):
+    return flag(build_units(sites, "anchored"), **options)
+
+
+PROMPTS = [(sample, 0) for sample in range(8)]
+STEPS = [(0, step) for step in range(1, 65)]
+
+
+def test_a_fault_in_one_prompt_of_many_is_flagged_and_named():
+    """The median over eight prompts hides it; its own forward does not."""
+    sites = drawn(places=PROMPTS)
+    sites[3, 2, 0].ratio = sites[3, 2, 0].ratio_max = 6.8
+    (unit,) = flagged(sites.values())
+    assert (unit.site, unit.why) == ("h.3:out", "forward")
+    assert unit.typical < 2
+    assert unit.first.sample == 2
+    assert only_in(unit) == " in prompt 2 alone (of 8)"
+
+
+def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
+    """At a size at most 1.5 times what is found in a run of that step alone (4 × the siblings)."""
+    sites = drawn(places=STEPS, rows=1)
+    control = statistics.median(sites[block, 0, 17].ratio for block in range(6) if block != 4)
+    sites[4, 0, 17].ratio = sites[4, 0, 17].ratio_max = 1.5 * 4 * control
+    (unit,) = flagged(sites.values())
+    assert (unit.site, unit.why) == ("h.4:out", "forward")
+    assert only_in(unit) == " in decode step 17 alone (of 64)"
+
+
+@pytest.mark.parametrize(("ratio", "is_fault"), [(1.3, False), (4.0, True)])
+def test_a_few_bits_of_one_token_are_no_fault(ratio, is_fault):
+    """Of two kernels that mostly agree bit for bit, one step's error is a bit or none."""
+    sites = {at: site(at[0], 0.0, step=at[2], rows=1) for at in drawn(places=STEPS, rows=1)}
+    sites[1, 0, 19].ratio = sites[1, 0, 19].ratio_max = ratio
+    assert bool(flagged(sites.values())) == is_fault
+
+
+def test_steps_from_one_on_are_said_as_such():
+    """A cache that goes wrong stays wrong."""
+    sites = drawn(places=STEPS, rows=1)
+    for step in range(60, 65):
+        sites[4, 0, step].ratio = 11.0
+    (unit,) = flagged(sites.values())
+    assert only_in(unit) == " from decode step 60 on"
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_healthy_looks_do_not_alarm_however_many_there_are(rows):
+    """600 healthy pairs of 8 to 64 looks in 6 blocks: the largest of many is large by chance."""
+    for seed in range(200):
+        for places in (PROMPTS, STEPS[:16], STEPS):
+            sites = drawn(places=places, rows=rows, seed=seed)
+            assert not flagged(sites.values())
+
+
+def test_what_is_hard_for_all_blocks_is_no_fault_of_one():
+    """A prompt with ratios five times the usual in every block, below the absolute limit."""
+    sites = drawn(places=PROMPTS)
+    for block in range(6):
+        sites[block, 5, 0].ratio *= 5
+    assert not flagged(sites.values())
+
+
+def test_one_prompt_wrong_in_every_block_is_flagged():
+    """No sibling is a control then: the absolute limit holds for each look."""
+    sites = drawn(places=PROMPTS)
+    for block in range(6):
+        sites[block, 5, 0].ratio = 9.0
+    units = flagged(sites.values())
+    assert [unit.why for unit in units] == ["forward"] * 6
+    assert only_in(units[0]) == " in prompt 5 alone (of 8)"
+
+
+def test_prompts_of_one_batch_are_judged_apart():
+    """Their rows lie in one tensor; the fault of one of them is no smaller for it."""
+
+    def batch(block: int, off: int | None) -> SiteResult:
+        prompts = [
+            PromptRatio(sample=n, ratio=7.0 if n == off else 0.8, num_rows=ROWS) for n in range(8)
+        ]
+        return site(block, 0.8, prompts=prompts, shape=(8, ROWS, FEATURES))
+
+    assert not flagged([batch(block, None) for block in range(6)])
+    (unit,) = flagged([batch(block, 6 if block == 2 else None) for block in range(6)])
+    assert (unit.site, only_in(unit)) == ("h.2:out", " in prompt 6 alone (of 8)")
+
+
+def test_one_step_of_routed_blocks_is_no_fault():
+    """There rounding may send the only token to another expert."""
+    sites = drawn(places=STEPS, rows=1)
+    sites[4, 0, 17].ratio = 60.0
+    assert not flagged(sites.values(), routed=frozenset({"h.4"}))
+
+
+def test_the_controls_leave_the_own_value_out():
+    """By hand: medians of the others at each place, where two others hold it."""
+    values = [{(0, 0): 1.0, (1, 0): 5.0}, {(0, 0): 2.0}, {(0, 0): 4.0, (1, 0): 7.0}, {(0, 0): 9.0}]
+    found = controls(values, lambda value, at: value / at)
+    assert [one.at for one in found] == [
+        {(0, 0): 4.0}, {(0, 0): 4.0}, {(0, 0): 2.0}, {(0, 0): 2.0}
+    ]  # fmt: skip
+    excesses = [1 / 4, 2 / 4, 4 / 2, 9 / 2]
+    for number, one in enumerate(found):
+        others = [x for n, x in enumerate(excesses) if n != number]
+        assert one.largest == max(1.0, statistics.median(others))
+
+
+def test_the_limit_of_the_largest_holds_for_the_number_of_looks():
+    """Drawn: the largest of N ratios of independent norms exceeds its width as rarely as one."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    for n, looks in ((16, 8), (64, 64)):
+        one, two = (torch.randn(4_000, looks, n, generator=draw).norm(dim=2) for _ in range(2))
+        beyond = ((one / two).amax(1) > 1.6 * spread(n, num_looks=looks)).double().mean()
+        assert beyond < 2e-3
+    assert spread(64, num_looks=64) > spread(64) == 1.0
+
+
+def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
+    """Of a golden of decode steps alone: compare and check say what they have not seen."""
+    from divergence.comparison.api import compare
+    from divergence.comparison.check import check
+    from divergence.recording.api import capture
+    from divergence.recording.engines.tiny import build
+
+    model = build("llama", tmp_path / "model")
+    a = capture(str(model), out=tmp_path / "a", prompts=["One."], max_new_tokens=3, steps="decode",
+                device="cpu")  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", device="cpu")
+    assert any("the prefill was not recorded" in note for note in compare(a, b).notes)
+    assert any("the prefill was not recorded" in note for note in check(a, b).notes)

@@ -1,0 +1,221 @@
+"""Nan and inf in the verdict: which place, which side, and equal bits that are no result."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+
+from divergence.comparison.api import compare
+from divergence.comparison.case import Case
+from divergence.comparison.golden import bless
+from divergence.comparison.nonfinite import find_nonfinite
+from divergence.comparison.result import NonfiniteCount
+from divergence.errors import UsageError
+from divergence.recording.api import capture
+
+PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory, tiny_model):
+    folder = tiny_model("llama", dtype="float32")
+    return capture(
+        str(folder), out=tmp_path_factory.mktemp("run") / "a", prompts=PROMPTS, max_new_tokens=2
+    )
+
+
+@pytest.fixture
+def faulty(healthy, tmp_path, monkeypatch):
+    """``faulty(path, at, value)`` → the run again, where the module's output is ``value`` at
+    ``at``."""
+    count = 0
+
+    def make(path, at, value, *, like=None):
+        nonlocal count
+        count += 1
+        import divergence.recording.api as api
+
+        load = api.load_model
+
+        def changed(*args, **options):
+            loaded = load(*args, **options)
+
+            def hook(module, inputs, output):
+                if not isinstance(at[1], int) or at[1] < output.shape[1]:
+                    output[at] = value
+
+            loaded.module.get_submodule(path).register_forward_hook(hook)
+            return loaded
+
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "load_model", changed)
+            return capture(like=like or healthy, out=tmp_path / f"run-{count}")
+
+    return make
+
+
+def test_nan_at_other_places(healthy, faulty):
+    """Two sides with one nan each, at different tokens: both are wrong where the other is not."""
+    one = faulty("model.layers.1", (0, 1, 5), math.nan)
+    two = faulty("model.layers.1", (0, 1, 6), math.nan)
+    verdict = compare(one, two).verdict
+    assert (verdict.kind, verdict.side) == ("nonfinite", "both")
+    assert verdict.onset.site == "model.layers.1:out"
+    assert "each where the other has a number" in verdict.summary
+
+
+def test_inf_of_the_other_sign(healthy, faulty):
+    """+inf against -inf at one place: counts are equal, and no side is named."""
+    one = faulty("model.layers.2", (0, 1, 5), math.inf)
+    two = faulty("model.layers.2", (0, 1, 5), -math.inf)
+    verdict = compare(one, two).verdict
+    assert (verdict.kind, verdict.side) == ("nonfinite", None)
+    assert verdict.onset.site == "model.layers.2:out"
+    assert "sign" in verdict.summary
+
+
+def test_more_nan_on_one_side(healthy, faulty):
+    """Both have some, one has more: the one with nan where the other has a number is named."""
+    one = faulty("model.layers.1", (0, slice(0, 1), 5), math.nan)
+    two = faulty("model.layers.1", (0, slice(0, 2), 5), math.nan)
+    verdict = compare(one, two).verdict
+    assert (verdict.kind, verdict.side) == ("nonfinite", "candidate")
+    assert "fewer" in verdict.summary
+    assert compare(two, one).verdict.side == "reference"
+
+
+def test_a_run_of_nan_is_identical_to_nothing(healthy, faulty, tmp_path, capsys):
+    """Equal bits that are nan: nonfinite on both sides, said by capture, refused as a golden."""
+    everything = (slice(None), slice(None), slice(None))
+    one = faulty("model.embed_tokens", everything, math.nan)
+    again = faulty("model.embed_tokens", everything, math.nan, like=one)
+    verdict = compare(one, again).verdict
+    assert (verdict.kind, verdict.side, verdict.confidence) == ("nonfinite", "both", "high")
+    assert verdict.onset.site == "model.embed_tokens:out"
+    with pytest.raises(UsageError, match=r"nan and 0 inf"):
+        bless(tmp_path / "golden", one.path)
+    assert bless(tmp_path / "golden", one.path, allow_nonfinite=True).golden
+
+
+def test_nan_in_the_logits_of_both(healthy, faulty):
+    """The last place counts like any other."""
+    one = faulty("lm_head", (0, -1, 7), math.nan)
+    verdict = compare(one, faulty("lm_head", (0, -1, 7), math.nan)).verdict
+    assert (verdict.kind, verdict.side) == ("nonfinite", "both")
+    assert verdict.onset.site == "lm_head:out"
+
+
+def test_capture_says_that_a_run_is_nan(healthy, faulty, monkeypatch, tmp_path):
+    """A note names the first place, so that nobody stores such a run unknowingly."""
+    notes = []
+    capture(
+        like=healthy, out=tmp_path / "noted", plants=["model.layers.1:out=nan"],
+        progress=lambda event, done, total, text: notes.append(text) if event == "note" else None,
+    )  # fmt: skip
+    (note,) = [text for text in notes if "no usable run" in text]
+    assert "model.layers.1:out (sample 0, step 0)" in note
+
+
+def test_nan_that_enters_between_blocks_is_the_sides_that_has_it(healthy, faulty, tmp_path):
+    """Anchored inputs would show it on both sides from the next block on: the free pass tells."""
+    bad = capture(like=healthy, out=tmp_path / "bad", plants=["model.layers.2:in=nan:1"])
+    again = capture(like=bad, out=tmp_path / "again")
+    verdict = compare(bad, again).verdict
+    assert (verdict.kind, verdict.side) == ("nonfinite", "reference")
+    assert verdict.onset.site == "model.layers.2:in"
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_infinities_of_a_mask_are_no_fault(padded, healthy, tmp_path, tiny_model):
+    """-inf in a mask is equal on both sides, and it is no result of a block."""
+    run = capture(
+        str(tiny_model("gpt2", dtype="float32")), out=tmp_path / "a", prompts=PROMPTS,
+        max_new_tokens=2, batch=padded, sites=["modules"],
+    )  # fmt: skip
+    again = capture(like=run, out=tmp_path / "b")
+    assert compare(run, again).verdict.kind == "identical"
+
+
+def case_of(healthy, tmp_path, **changes):
+    """A case with one site whose counts are given."""
+    report = compare(healthy, healthy)
+    sites = {site.site: site for site in report.sites if site.step == 0 and site.sample == 0}
+    template = sites["model.layers.1:in"]
+    made = []
+    for name, counts in changes.items():
+        site = msgspec.structs.replace(template, nonfinite=counts)
+        site.site = name.replace("__", ":").replace("_mask", ".attention_mask")
+        made.append(site)
+    from divergence.comparison.advice import Advice
+
+    return Case(
+        sites=made, preflight=[], tokens=None, anchored=False, routed=frozenset(),
+        advice=Advice(healthy, healthy), missing=0,
+    )  # fmt: skip
+
+
+def test_masks_are_told_from_results(healthy, tmp_path):
+    """-inf against a number that means never is nothing in a mask, and an overflow elsewhere."""
+    counts = NonfiniteCount(
+        reference_inf=5, reference_neginf=5, differ=5, reference_alone=5, mask_alike=5
+    )
+    assert find_nonfinite(case_of(healthy, tmp_path, layer__in_mask=counts)) is None
+    verdict = find_nonfinite(case_of(healthy, tmp_path, layer__in=counts))
+    assert (verdict.kind, verdict.side) == ("nonfinite", "reference")
+    unlike = NonfiniteCount(reference_inf=5, reference_neginf=5, differ=5, reference_alone=5)
+    assert find_nonfinite(case_of(healthy, tmp_path, layer__in_mask=unlike)) is not None
+
+
+def test_equal_infinities_count_where_a_block_hands_them_on(healthy, tmp_path):
+    """-inf on both sides is a mask's right; from a block it is an overflow."""
+    counts = NonfiniteCount(
+        reference_inf=2, reference_neginf=2, candidate_inf=2, candidate_neginf=2
+    )
+    assert find_nonfinite(case_of(healthy, tmp_path, layer__in_mask=counts)) is None
+    verdict = find_nonfinite(case_of(healthy, tmp_path, layer__in=counts))
+    assert (verdict.kind, verdict.side) == ("nonfinite", "both")
+
+
+def test_padding_may_be_nan(healthy, faulty, tmp_path, tiny_model):
+    """Rows that a batch added hold anything, equal on both sides or not."""
+    run = capture(
+        str(tiny_model("llama", dtype="float32")), out=tmp_path / "a", prompts=PROMPTS,
+        max_new_tokens=2, batch=True,
+    )  # fmt: skip
+    short = min(range(2), key=lambda n: len(run.manifest.tokens.samples[n].prompt_ids))
+    assert run.manifest.tokens.samples[short].num_left_pad > 0
+
+    def noted(text):
+        assert "no usable run" not in text
+
+    import divergence.recording.api as api
+
+    load = api.load_model
+
+    def changed(*args, **options):
+        loaded = load(*args, **options)
+
+        def hook(module, inputs, output):
+            if output.shape[1] > 1:
+                output[short, 0] = math.nan
+
+        loaded.module.model.norm.register_forward_hook(hook)
+        return loaded
+
+    api.load_model = changed
+    try:
+        one, two = (
+            capture(
+                like=run, out=tmp_path / name,
+                progress=lambda event, done, total, text: noted(text) if event == "note" else None,
+            )
+            for name in ("b", "c")
+        )  # fmt: skip
+    finally:
+        api.load_model = load
+    assert torch.isnan(one.read(one.find(("free", 0, 0, "model.norm:out")))).any()
+    assert compare(one, two).verdict.kind == "identical"
+    assert compare(run, two).verdict.kind == "within_floor"

@@ -1,0 +1,251 @@
+"""Scalars and constants are operands: what two calls were given beside tensors."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+import torch
+from torch.nn import functional as F
+
+from divergence.comparison.operator_judge import judge_operators
+from divergence.comparison.operator_verdict import with_operators
+from divergence.comparison.operators import measure_operators
+from divergence.comparison.result import Verdict
+from divergence.run.call import Call, Operand
+from divergence.run.scalars import other_scalars
+
+PASSES = ("anchored", "anchored")
+QUIET = Verdict(kind="within_floor", summary="", confidence="high")
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+X = random(40, 128)
+HEADS = [random(1, 4, 24, 64, seed=n) for n in (3, 4, 5)]
+
+
+class _NoAdvice:
+    def operator(self, *args):
+        return []
+
+    def operator_input(self, *args):
+        return []
+
+
+@pytest.fixture
+def judged(toy):
+    def judge(f, g, inputs, *, dtype=torch.float32, truth=True):
+        values = [t.to(dtype) for t in inputs]
+        a, b = toy(f, values), toy(g, values)
+        right = toy(f, [t.double() for t in inputs], compute_dtype="float64") if truth else None
+        return judge_operators(measure_operators(a, b, PASSES, truth=right), notes={})
+
+    return judge
+
+
+def headline(result):
+    return with_operators(QUIET, result, _NoAdvice(), alone=False)
+
+
+def attention(scale):
+    def forward(q, k, v):
+        return (q @ k.transpose(-1, -2) * scale).softmax(-1) @ v
+
+    return forward
+
+
+@pytest.mark.parametrize("truth", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_scale_is_the_headline(judged, dtype, truth):
+    """The call with another scalar is the onset, and both values are said."""
+    result = judged(attention(0.125), attention(0.13125), HEADS, dtype=dtype, truth=truth)
+    assert result.onset == "./aten.mul"
+    (item,) = next(r for r in result.results if r.site == "./aten.mul").other_operands
+    assert (item.argument, item.reference, item.candidate) == ("other", "0.125", "0.13125")
+    assert item.difference == pytest.approx(0.05)
+    verdict = headline(result)
+    assert verdict.summary == "./aten.mul is called with other=0.13125 (reference 0.125)"
+    assert (verdict.kind, verdict.confidence) == ("localized", "high")
+
+
+def test_a_number_that_changes_less_than_rounding_is_told_all_the_same(judged):
+    """Another epsilon in bfloat16: seen by no error, and differs for sure."""
+
+    def norm(eps):
+        return lambda x: x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+    result = judged(norm(1e-5), norm(1e-6), [X], dtype=torch.bfloat16)
+    verdict = headline(result)
+    assert verdict.summary == "./aten.add is called with other=1e-06 (reference 1e-05)"
+    assert verdict.confidence == "medium"
+    assert any("within rounding" in item.text for item in verdict.evidence)
+
+
+def test_keyword_arguments_count_and_so_do_their_defaults(judged):
+    """alpha left out is alpha = 1; a fused kernel's scale is named like any other."""
+    result = judged(
+        lambda x: torch.add(x, x.sin()), lambda x: torch.add(x, x.sin(), alpha=1.01), [X]
+    )
+    assert "alpha=1.01 (reference 1)" in headline(result).summary
+
+    def fused(scale):
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    assert "scale=0.13125" in headline(judged(fused(0.125), fused(0.13125), HEADS)).summary
+
+
+def test_two_ways_of_writing_one_number_are_the_same(judged):
+    """64 ** -0.5 and 1 / sqrt(64), 96 ** -0.5 and 1 / sqrt(96): a last bit of a Python float."""
+    for size in (64, 80, 96):
+        result = judged(attention(size**-0.5), attention(1 / math.sqrt(size)), HEADS)
+        assert result.onset is None
+        assert all(r.other_operands == [] for r in result.results)
+
+
+def test_a_constant_made_outside_is_compared_by_value(judged):
+    """A scale as a tensor of no axes; its last bit may differ, more may not."""
+
+    def scaled(value):
+        scale = torch.tensor(value)
+        return lambda x: x * scale.to(x.device)
+
+    result = judged(scaled(0.125), scaled(0.126), [X], dtype=torch.bfloat16)
+    assert "other=0.126000002 (reference 0.125)" in headline(result).summary
+    (item,) = result.results[0].other_operands
+    assert item.kind == "constant"
+    assert judged(scaled(0.125), scaled(0.125 + 2**-27), [X]).onset is None
+
+
+def test_another_mask_is_told(judged):
+    """Booleans and masks of zeros and minus infinity must be equal."""
+    seen = torch.ones(40, 40).tril().bool()
+
+    def masked(mask):
+        return lambda x: (x @ x.T).masked_fill(mask, -1e30).softmax(-1)
+
+    result = judged(masked(~seen), masked(~seen.tril(-1)), [X])
+    assert "mask=820 of 1600 set (reference 780 of 1600 set)" in headline(result).summary
+
+    def added(mask):
+        table = torch.zeros(40, 40).masked_fill(~mask, -torch.inf)
+        return lambda x: ((x @ x.T) + table).softmax(-1)
+
+    result = judged(added(seen), added(seen.tril(1)), [X])
+    assert result.onset is None  # the same mask
+    other = seen.clone()
+    other[3, 5] = True
+    assert "masked" in headline(judged(added(seen), added(other), [X])).summary
+
+
+def test_what_an_operator_writes_to_is_no_constant(judged):
+    """Memory that nothing was written to before holds anything."""
+
+    def put(fill):
+        memory = torch.full((4,), fill)
+
+        def forward(x):
+            memory.fill_(fill)  # as it would be found
+            return x * memory.copy_(torch.arange(4)).sum()
+
+        return forward
+
+    result = judged(put(7), put(7), [X])
+    assert result.onset is None
+    found = {r.site: [one.argument for one in r.other_operands] for r in
+             judged(put(7), put(8), [X]).results}  # fmt: skip
+    assert found["./aten.fill_"] == ["value"]
+    assert found["./aten.copy_"] == []
+
+
+def test_where_a_wrong_kernel_comes_first_it_is_the_onset(judged):
+    """The scalar behind it is told at its own operator."""
+    table = {t: torch.full((40, 128), 1.001, dtype=t) for t in (torch.float32, torch.float64)}
+
+    def code(wrong, scale):
+        def forward(x):
+            x = x.sin()
+            x = x * (table[x.dtype] if wrong else table[x.dtype] / 1.001)
+            return (x * scale).tanh()
+
+        return forward
+
+    result = judged(code(False, 2.0), code(True, 3.0), [X])
+    assert result.onset == "./aten.mul"
+    later = next(r for r in result.results if r.site == "./aten.mul#2")
+    assert later.other_operands[0].candidate == "3.0"
+
+
+def call(operator="aten.mul.Tensor", **arguments):
+    return Call(operator=operator, arguments=arguments)
+
+
+def test_scalars_by_hand():
+    """Dims and flags are no numbers; where memory lies is no operand; tensors are none either."""
+    dims = other_scalars(
+        call("aten.sum.dim_IntList", dim=[0]), call("aten.sum.dim_IntList", dim=[1])
+    )
+    assert [(item.argument, item.is_number) for item in dims] == [("dim", False)]
+    there = other_scalars(
+        call("aten._to_copy.default", dtype={"dtype": "float32"}, device={"device": "cpu"}),
+        call("aten._to_copy.default", dtype={"dtype": "bfloat16"}, device={"device": "cuda"}),
+    )
+    assert [item.argument for item in there] == ["dtype"]
+    assert other_scalars(call(other={"tensor": 1}), call(other={"tensor": 1})) == []
+    assert other_scalars(call(other=1), call(other=1.0)) == []
+    assert other_scalars(call(other={"float": "inf"}), call(other={"float": "inf"})) == []
+    assert other_scalars(call(other={"float": "inf"}), call(other=1.0))[0].is_number
+    assert other_scalars(call(), call("aten.add.Tensor", other=2)) == []
+
+
+def test_the_json_holds_them(judged):
+    """Typed data, like the rest of the report."""
+    result = judged(attention(0.125), attention(0.25), HEADS)
+    built = msgspec.to_builtins(result)
+    found = next(r for r in built["results"] if r["site"] == "./aten.mul")
+    assert found["other_operands"][0]["kind"] == "scalar"
+    assert found["why"] == "operands"
+
+
+def test_axes_and_masks_said_in_two_ways_are_the_same():
+    """The last axis by either number; -inf and finfo.min where a mask is filled."""
+    x = Operand(site="m/aten.mul:out", shape=(2, 3, 4), dtype="float32")
+
+    def summed(dim):
+        return Call(operator="aten.sum.dim_IntList", operands=(x,),
+                    arguments={"self": {"tensor": 0}, "dim": dim})  # fmt: skip
+
+    assert other_scalars(summed([-1]), summed([2])) == []
+    assert other_scalars(summed([-1]), summed([1])) != []
+    fill = "aten.masked_fill.Scalar"
+    lowest = call(fill, value=-3.4028234663852886e38)
+    assert other_scalars(call(fill, value={"float": "-inf"}), lowest) == []
+    assert other_scalars(call(fill, value=0.0), lowest)[0].is_number
+
+
+def test_a_number_taken_from_a_tensor_may_be_rounded(judged):
+    """A scale that is a result itself (amax.item()) is told, and no fact: rounding moves it."""
+    noise = 1 + 1e-6 * random(40, 128, seed=9)
+
+    def scaled(off):
+        def forward(x):
+            y = x * (noise.to(x.dtype) if off else torch.ones_like(noise).to(x.dtype))
+            return y * float(y.abs().max())
+
+        return forward
+
+    result = judged(scaled(False), scaled(True), [X])
+    assert all(not one.is_value for r in result.results for one in r.other_operands)
+    assert next(r for r in result.results if r.site == "./aten.mul#2").why != "operands"
+
+
+def test_a_small_buffer_is_a_constant(toy):
+    """Of another machine's making, by its digest and its value."""
+    buffers = [{"scale": torch.tensor([value])} for value in (0.125, 0.126)]
+    runs = [toy(lambda x, scale: x * scale, [X], weights=one) for one in buffers]
+    result = judge_operators(measure_operators(*runs, PASSES), notes={})
+    (item,) = result.results[0].other_operands
+    assert (item.kind, item.reference, item.candidate) == ("constant", "[0.125]", "[0.126000002]")

@@ -1,0 +1,40 @@
+"""What a report says of operators that it does not compare, or does not judge."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+
+BLOCK = "model.layers.1"
+
+
+@pytest.fixture(scope="module")
+def run(llama, tmp_path_factory):
+    """A run with one block's operators, in bfloat16."""
+    folder = tmp_path_factory.mktemp("notes")
+    return capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2,
+                   dtype="bfloat16", sites=["blocks", f"ops@{BLOCK}"])  # fmt: skip
+
+
+@pytest.mark.parametrize("with_truth", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_two_dtypes_are_shown_but_not_judged(run, tmp_path, dtype, with_truth):
+    """The coarser side is farther from the truth by right; no operator is blamed for it."""
+    other = capture(like=run, out=tmp_path / "b", dtype=dtype)
+    truth = make_truth(run, out=tmp_path / "t") if with_truth else None
+    report = compare(run, other, truth=truth)
+    assert report.verdict.kind == "within_floor"
+    assert report.operators.onset is None
+    assert {result.verdict for result in report.operators.results} == {"unjudged"}
+    assert any("two dtypes" in note for note in report.notes)
+
+
+def test_operators_of_one_run_alone_are_no_silent_pass(run, tmp_path):
+    """The report says that they were not compared."""
+    other = capture(like=run, out=tmp_path / "b", sites=["blocks"])
+    report = compare(run, other)
+    assert report.operators is None
+    assert any("the candidate none: they are not compared" in note for note in report.notes)

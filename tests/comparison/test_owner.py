@@ -1,0 +1,181 @@
+"""A truth belongs to the reference's code: what tells that it does, and that it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from divergence.comparison.api import compare
+from divergence.comparison.contradiction import contradicts
+from divergence.comparison.operator_verdict import with_operators
+from divergence.comparison.operators_result import OperatorResult, OperatorsResult
+from divergence.comparison.owner import disagreement, other_code, replaced_in, with_owner
+from divergence.comparison.result import Evidence, Onset, Verdict
+from divergence.errors import IncomparableError
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+
+BLOCK = "model.layers.1"
+
+
+def manifest(like=None, **code):
+    """As much of a manifest as tells its code."""
+    notes = {
+        name: SimpleNamespace(digest=digest, replaced=replaced, odd={})
+        for name, (digest, *replaced) in code.items()
+    }
+    kinds = {f"{BLOCK}.{name}": SimpleNamespace(kind=name) for name in code}
+    return SimpleNamespace(
+        id="b", like=like, model=SimpleNamespace(code=notes), plan=SimpleNamespace(modules=kinds)
+    )
+
+
+def verdict(side, kind="localized"):
+    onset = Onset(site=f"{BLOCK}:out", block=BLOCK, sample=0, step=0, position=None,
+                  pass_="anchored")  # fmt: skip
+    return Verdict(
+        kind=kind, summary=f"the error is made at {BLOCK}:out, by the {side}", onset=onset,
+        confidence="high", side=side, evidence=[Evidence(text="W is large")], next=[],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(llama, tmp_path_factory):
+    """A run, and its float64 runs by two kernel paths and by other code."""
+    import transformers.models.llama.modeling_llama as modeling
+
+    folder = tmp_path_factory.mktemp("owner")
+    a = capture(llama, out=folder / "a", prompts=["one two three"], max_new_tokens=2)
+    make_truth(a, out=folder / "truth")
+    make_truth(a, out=folder / "sdpa", attn_implementation="sdpa")
+    healthy = modeling.LlamaMLP.forward
+    modeling.LlamaMLP.forward = lambda self, x: healthy(self, x) * (1 + 1e-9)
+    try:
+        make_truth(a, out=folder / "other")
+        capture(like=a, out=folder / "b")
+    finally:
+        modeling.LlamaMLP.forward = healthy
+    return folder
+
+
+def opened(runs, *names):
+    from divergence.run.reader import Run
+
+    return [Run.open(runs / name) for name in names]
+
+
+def test_float64_runs_of_one_code_agree(runs):
+    """Other kernels add in another order: some 1e-16 apart, and within the limit."""
+    found = disagreement(*opened(runs, "truth", "sdpa"))
+    assert found.first is None
+    assert found.num_compared > 8
+
+
+def test_what_stands_at_pads_is_no_result(llama, tmp_path):
+    """Fused attention gives rows that see no key other values: pads are left out."""
+    a = capture(llama, out=tmp_path / "a", prompts=["one two three four", "five"], batch=True,
+                max_new_tokens=2)  # fmt: skip
+    one = make_truth(a, out=tmp_path / "one")
+    two = make_truth(a, out=tmp_path / "two", attn_implementation="sdpa")
+    found = disagreement(one, two)
+    assert found.first is None
+    assert found.num_compared > 8
+
+
+def test_float64_runs_of_other_code_do_not(runs):
+    """One part in 10⁹, far below what float32 shows, in the first block."""
+    found = disagreement(*opened(runs, "truth", "other")).first
+    assert found.site == "model.layers.0:out"
+    assert 1e-11 < found.rel_l2 < 1e-9
+    assert found.limit < 1e-12
+    inside = disagreement(*opened(runs, "truth", "other"), inside=BLOCK).first
+    assert inside.site == f"{BLOCK}:out"
+
+
+def test_only_classes_that_both_tell_are_held_against_each_other():
+    """A run that says nothing of its code is not accused."""
+    one, two = manifest(LlamaMLP=["x"], LlamaRMSNorm=["y"]), manifest(LlamaMLP=["z"])
+    assert other_code(one, two) == ["LlamaMLP"]
+    assert other_code(one, one) == []
+    assert other_code(one, manifest()) == []
+    plugin = manifest(LlamaMLP=["x"], LlamaRMSNorm=["y"], functional=["f", "plugin.py:3"])
+    assert other_code(one, plugin) == ["functional"]
+
+
+def test_code_of_another_block_does_not_count():
+    """One module of a class was given other code: it matters where it is."""
+    stock, odd = manifest(LlamaMLP=["x"]), manifest(LlamaMLP=["x", "plugin.py:3"])
+    odd.model.code["LlamaMLP"].odd = {"model.layers.2.mlp": "z"}
+    assert other_code(stock, odd) == ["LlamaMLP"]
+    assert other_code(stock, odd, "model.layers.2") == ["LlamaMLP"]
+    assert other_code(stock, odd, BLOCK) == replaced_in(odd, BLOCK) == []
+    assert replaced_in(odd, "model.layers.2") == ["plugin.py:3"]
+    for one in (stock, odd):
+        one.model.code["LlamaMLP"].places = ["model.layers.*.mlp"]
+        one.model.code["LlamaMLP"].odd = {}
+    odd.model.code["LlamaMLP"].digest = "other"
+    assert other_code(stock, odd, "model.layers.7") == ["LlamaMLP"]
+    assert other_code(stock, odd, "model.norm") == []
+
+
+def test_a_truth_of_other_code_is_refused(runs, monkeypatch):
+    """Where both manifests tell the code, before anything is measured."""
+    monkeypatch.setattr("divergence.comparison.truth.other_code", lambda own, truth: ["LlamaMLP"])
+    with pytest.raises(IncomparableError, match="made by other code than the run it repeats: Ll"):
+        compare(runs / "a", runs / "b", truth=runs / "truth")
+
+
+def test_the_reference_is_not_blamed_where_nothing_is_known_of_the_code():
+    """So it looks where the candidate's code made the truth, too."""
+    truth = SimpleNamespace(manifest=manifest(like="a"))
+    found = with_owner(verdict("reference"), truth, manifest(), manifest())
+    assert (found.side, found.confidence) == (None, "medium")
+    assert "so does a truth that the candidate's code made" in found.evidence[-1].text
+    assert "by the" not in found.summary
+    told = manifest(like="a", LlamaMLP=["x"])
+    truth = SimpleNamespace(manifest=told)
+    assert with_owner(verdict("reference"), truth, told, told).side == "reference"
+
+
+def test_code_that_differs_leaves_no_side_unless_the_candidates_was_replaced():
+    """The truth has the reference's code, right or wrong."""
+    stock, patched = manifest(LlamaMLP=["x"]), manifest(LlamaMLP=["z", "plugin.py:88"])
+    truth = SimpleNamespace(manifest=stock)
+    assert with_owner(verdict("candidate"), truth, stock, patched).side == "candidate"
+    assert with_owner(verdict("candidate"), truth, stock, stock).side == "candidate"
+    found = with_owner(verdict("candidate"), truth, patched, stock)
+    assert found.side is None
+    assert "The reference's was replaced: plugin.py:88" in found.evidence[-1].text
+    release = manifest(LlamaMLP=["other release"])
+    assert with_owner(verdict("candidate"), truth, stock, release).side is None
+
+
+def operators(side):
+    first = OperatorResult(
+        site=f"{BLOCK}.mlp/aten.mul", candidate_site=f"{BLOCK}.mlp/aten.mul", match="exact",
+        operator="aten.mul", candidate_operator="aten.mul", block=BLOCK, phase="prefill", order=3,
+        shape=(2, 4), reference_dtype="float32", candidate_dtype="float32", share=9.0, w=0.01,
+        reference_error=1e-2, candidate_error=1e-4, floor=1e-7, verdict=side,
+    )  # fmt: skip
+    return OperatorsResult(frame="block", judged="truth", num_matched=1, onset=first.site,
+                           side=side, results=[first])  # fmt: skip
+
+
+def test_levels_that_blame_different_sides_are_told_as_a_contradiction():
+    """No side, low confidence, and both levels by name."""
+    found = with_operators(verdict("candidate"), operators("reference"), None, alone=False)
+    assert (found.side, found.confidence, found.kind) == (None, "low", "localized")
+    assert found.summary == (
+        f"the evidence contradicts itself: {BLOCK}:out by the candidate, "
+        f"{BLOCK}.mlp/aten.mul:out by the reference"
+    )
+    assert "two faults do" in found.evidence[0].text
+
+
+def test_levels_that_agree_or_say_nothing_do_not_contradict():
+    """Nor does an operator in another block."""
+    assert not contradicts(verdict("candidate"), "candidate", BLOCK)
+    assert not contradicts(verdict("both"), "reference", BLOCK)
+    assert not contradicts(verdict("candidate"), None, BLOCK)
+    assert not contradicts(verdict("candidate"), "reference", "model.layers.2")

@@ -1,0 +1,559 @@
+"""Policies, and what `check` makes of a report under one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import msgspec
+import pytest
+
+import divergence
+from divergence.comparison.check import check, coverage_share, evaluate
+from divergence.comparison.golden import bless
+from divergence.comparison.policy import Policy, Tolerance, load_policy
+from divergence.comparison.result import Coverage, PassCoverage, Report
+from divergence.config import config_names, find_config
+from divergence.errors import ConfigError, IncomparableError, UsageError
+from divergence.numerics.floor import Thresholds
+
+
+def policy(**tables) -> Policy:
+    return msgspec.convert(tables, Policy)
+
+
+def rules(report: Report, **tables) -> list[str]:
+    return [failure.rule for failure in evaluate(report, policy(**tables)).failures]
+
+
+@pytest.fixture
+def comparing(monkeypatch):
+    """Makes compare() answer with a given report."""
+
+    def answer(report: Report) -> list[tuple]:
+        calls = []
+
+        def compare(reference, candidate, **options):
+            calls.append((reference, candidate, options))
+            return report
+
+        module = ModuleType("divergence.comparison.api")
+        module.compare = compare
+        monkeypatch.setitem(sys.modules, "divergence.comparison.api", module)
+        return calls
+
+    return answer
+
+
+# --- policies as files -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in config_names() if not name.startswith("sites-")])
+def test_shipped_policies_load(name):
+    """Every policy in configs/ can be loaded by its name and by its path."""
+    if name.startswith("map-"):
+        pytest.skip("a name map")
+    assert load_policy(name).name == name
+    assert load_policy(find_config(name)) == load_policy(name)
+
+
+def test_the_default_policy_is_ci():
+    """Without --policy the one that accepts rounding and nothing else holds."""
+    assert load_policy() == load_policy("ci")
+    assert load_policy().verdicts == ("identical", "within_floor")
+    assert load_policy().min_coverage == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "told"),
+    [
+        ("verdict = []", "", "verdicts"),
+        ("[[tolerance]]\nrel_l3 = 1", "tolerance[0]", "rel_l2"),
+        ("[tokens]\nmin_equl = 1", "tokens", "min_equal"),
+        ("min_coverage = 1.5", "min_coverage", "<= 1"),
+        ('verdicts = ["fine"]', "verdicts[0]", "fine"),
+        ('verdicts = ["incomparable"]', "verdicts", "cannot be compared"),
+        ("verdicts = []", "verdicts", "no verdict"),
+        ('[[tolerance]]\nsites = "*"', "tolerance[0]", "rel_l2"),
+        ("verdicts = [", "", "TOML"),
+    ],
+)
+def test_wrong_policies_name_file_and_key(tmp_path, text, place, told):
+    """A wrong policy is refused with its file, the key path and the right name."""
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_policy(file)
+    assert str(file) in str(caught.value)
+    assert place in str(caught.value)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1.0", "nan", "inf", "-inf", "1e9", "1e-9"])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("[thresholds]\ntypical = {}", "thresholds.typical"), ("[thresholds]\nflip = {}", "flip")],
+)
+def test_thresholds_are_positive_finite_and_bounded(tmp_path, value, text, key):
+    """A multiple of the floor that would flag everything, or nothing, is refused with the range."""
+    file = tmp_path / "mine.toml"
+    file.write_text(text.format(value))
+    with pytest.raises(ConfigError, match=r"allowed is 0\.01 to 1000") as caught:
+        load_policy(file)
+    assert str(file) in str(caught.value) and key in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[tolerance]]\nrel_l2 = {}", "allowed is 0 to 2"),
+        ("[[tolerance]]\nmax_abs = {}", "allowed is 0 to 65504"),
+        ("[[tolerance]]\nratio = {}", "allowed is 0 to 1000"),
+        ("[tokens]\ntie_z = {}", "allowed is 0 to 6.6"),
+        ("[tokens]\ntie_margin = {}", "allowed is 0 to 4"),
+        ("[tokens]\ntie_margin = {{ bfloat16 = {} }}", "allowed is 0 to 4"),
+        ("[[known]]\nsites = '*'\nreason = 'x'\nmax = {{ rel_l2 = {} }}", "allowed is 0 to 2"),
+        ("min_coverage = {}", "min_coverage"),
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-1.0", "1e9"])
+def test_limits_are_finite_and_bounded(tmp_path, text, told, value):
+    """nan is below no limit and above none; 1e9 excuses everything."""
+    file = tmp_path / "mine.toml"
+    file.write_text(text.format(value))
+    with pytest.raises(ConfigError, match=told):
+        load_policy(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sites = '*'\nmax = { rel_l2 = 1e-2 }", "reason"),
+        ("sites = '*'\nmax = { rel_l2 = 1e-2 }\nreason = ' '", "no reason"),
+        ("sites = '*'\nreason = 'x'", "max"),
+        ("sites = '*'\nreason = 'x'\nmax = {}", "no upper limit"),
+        ("reason = 'x'\nmax = { rel_l2 = 1e-2 }", "sites"),
+        ("sites = []\nreason = 'x'\nmax = { rel_l2 = 1e-2 }", "no site"),
+        ("sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\nuntil = 'soon'", "until"),
+        ("sites = '*'\nreason = 'x'\nmax = { rel_l2 = 1e-2 }\ndtype = 'bf17'", "bf17"),
+        ("sites = 're:('\nreason = 'x'\nmax = { rel_l2 = 1e-2 }", "regular expression"),
+    ],
+)
+def test_wrong_known_differences_are_refused(tmp_path, text, told):
+    """Each has sites, an upper limit and a reason."""
+    file = tmp_path / "mine.toml"
+    file.write_text(f"[[known]]\n{text}\n")
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_policy(file)
+    assert "known[0]" in str(caught.value)
+
+
+def test_a_policy_made_in_python_is_checked_too():
+    """What no file holds is held against the same bounds, also in compare()."""
+    with pytest.raises(ConfigError, match="typical"):
+        load_policy(Policy(thresholds=Thresholds(typical=float("nan"))))
+    with pytest.raises(ConfigError, match="typical"):
+        divergence.compare("a", "b", thresholds=Thresholds(typical=0.0))
+
+
+@pytest.mark.parametrize("name", ["ci", "strict"])
+def test_a_file_of_that_name_is_not_the_policy(tmp_path, monkeypatch, name):
+    """Names of shipped policies win; a path has a suffix or a slash."""
+    (tmp_path / name).write_text('verdicts = ["localized", "nonfinite"]\nmin_coverage = 0.0\n')
+    shipped = load_policy(name)
+    monkeypatch.chdir(tmp_path)
+    assert load_policy(name) == shipped
+    assert load_policy(f"./{name}").verdicts == ("localized", "nonfinite")
+    (tmp_path / "mine").write_text("min_coverage = 0.5\n")
+    with pytest.raises(ConfigError, match=r"write \./mine"):
+        load_policy("mine")
+
+
+def test_an_unknown_policy_names_its_neighbours():
+    """A misspelt name is answered with the right one."""
+    with pytest.raises(ConfigError, match="did you mean strict"):
+        load_policy("stritc")
+
+
+# --- rules -------------------------------------------------------------------------------------
+
+
+def test_healthy_report_passes_ci(reports):
+    """Rounding differences between two machines pass the default policy."""
+    result = evaluate(reports.make_report(), load_policy())
+    assert result.passed
+    assert result.failures == []
+
+
+@pytest.mark.parametrize("kind", ["systematic", "localized", "drift", "nonfinite", "undetermined"])
+def test_other_verdicts_fail_ci(reports, kind):
+    """A verdict that the policy does not name fails, an abstention too."""
+    report = reports.make_report(verdict=reports.make_verdict(kind))
+    assert [failure.rule for failure in evaluate(report, load_policy()).failures] == ["verdicts"]
+
+
+def test_strict_fails_within_floor(reports):
+    """Bit-identical means that rounding is no excuse; each site is named."""
+    found = evaluate(reports.make_report(), load_policy("strict")).failures
+    assert found[0].rule == "verdicts"
+    assert {failure.site for failure in found[1:]} == {
+        "model.layers.0:out",
+        "model.layers.1:out",
+        "lm_head:out",
+    }
+
+
+def test_planted_fault_fails_ci(reports):
+    """The report of a planted fault fails by its verdict, its coverage and its preflight."""
+    found = [item.rule for item in evaluate(reports.make_long_report(), load_policy()).failures]
+    assert found == ["verdicts", "min_coverage", "preflight"]
+
+
+@pytest.mark.parametrize(("wanted", "passed"), [(0.8, True), (0.81, False)])
+def test_coverage_counts_what_was_left_out(reports, wanted, passed):
+    """The share is of all that the golden offered; extra sites of the new run do not count."""
+    coverage = Coverage(num_compared=8, num_only_reference=1, num_only_candidate=90, num_skipped=1)
+    assert coverage_share(coverage) == 0.8
+    report = reports.make_report(coverage=coverage, preflight=[])
+    assert (rules(report, min_coverage=wanted) == []) is passed
+
+
+def test_preflight_differences_need_leave(reports):
+    """A difference passes if a glob allows its check; a blocking one never does."""
+    report = reports.make_report()
+    assert rules(report) == ["preflight"]
+    assert rules(report, preflight={"allow": ["mach*"]}) == []
+    assert rules(report, preflight={"allow": ["*"], "refuse": ["mach*"]}) == ["preflight"]
+    blocked = reports.make_long_report()
+    assert "preflight" in rules(blocked, preflight={"allow": ["*"]})
+
+
+def ok(**tables):
+    return {
+        "verdicts": ["localized", "within_floor"],
+        "min_coverage": 0.5,
+        "preflight": {"allow": ["*"]},
+        **tables,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ({}, []),
+        ({"min_equal": 0.6}, []),
+        ({"min_equal": 1.0}, ["tokens.min_equal"]),
+        ({"min_equal_count": 2}, []),
+        ({"min_equal_count": 3}, ["tokens.min_equal_count"]),
+        ({"min_equal": 1.0, "tie_margin": 0.1}, []),
+        ({"min_equal": 1.0, "tie_margin": 0.0625}, []),
+        ({"min_equal": 1.0, "tie_margin": 0.05}, ["tokens.min_equal"]),
+        ({"min_equal": 1.0, "tie_margin": {"bfloat16": 0.1}}, []),
+        ({"min_equal": 1.0, "tie_margin": {"float32": 0.1}}, ["tokens.min_equal"]),
+    ],
+)
+def test_tokens_and_ties(reports, tokens, expected):
+    """2 of 3 tokens are equal; the flip's margins are 0.0625 and 0.03 logits."""
+    report = reports.make_long_report()
+    report.preflight = []
+    assert rules(report, **ok(tokens=tokens)) == expected
+
+
+def test_a_tie_ends_the_count_where_tokens_are_not_forced(reports):
+    """After a tie each run continues its own text, and that is no fault of either."""
+    report = reports.make_long_report()
+    report.preflight = []
+    report.tokens = msgspec.structs.replace(report.tokens, num_tokens=9, num_equal=2)
+    wanted = ok(tokens={"min_equal": 1.0, "tie_margin": 0.1})
+    assert rules(report, **wanted) == ["tokens.min_equal"]
+    report.tokens = msgspec.structs.replace(report.tokens, forced=False)
+    assert rules(report, **wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "num"),
+    [
+        ({"rel_l2": 1e-2}, 0),
+        ({"rel_l2": 1e-3}, 3),
+        ({"rel_l2": 1e-3, "sites": "lm_head"}, 1),
+        ({"rel_l2": 1e-3, "sites": ["lm_head:*", "re:model\\.layers\\.0:out"]}, 2),
+        ({"rel_l2": 1e-3, "dtype": "float32"}, 0),
+        ({"rel_l2": 1e-3, "pass": "anchored", "optional": True}, 0),
+        ({"max_abs": 0.01, "one_minus_cosine": 1.0}, 3),
+        ({"ratio": 1.1}, 3),
+    ],
+)
+def test_tolerances(reports, tolerance, num):
+    """A limit holds at the sites that its table names, and nowhere else."""
+    tables = ok(tolerance=[tolerance])
+    assert len(rules(reports.make_report(), **tables)) == num
+
+
+def test_a_tolerance_that_means_no_site_fails(reports):
+    """A misspelt glob, or a pass that was not compared, would hold nothing against its limits."""
+    report = reports.make_report()
+    for meant in ({"sites": "model.layer.*"}, {"pass": "escalated"}):
+        tables = ok(tolerance=[meant | {"rel_l2": 1.0}])
+        assert rules(report, **tables) == ["tolerance[0]"]
+        tables["tolerance"][0]["optional"] = True
+        assert rules(report, **tables) == []
+    # another dtype is another policy's business, and an entry behind another one still means sites
+    assert rules(report, **ok(tolerance=[{"dtype": "float32", "rel_l2": 1.0}])) == []
+    assert rules(report, **ok(tolerance=[{"rel_l2": 1.0}, {"sites": "lm_head", "rel_l2": 1}])) == []
+
+
+def test_a_preflight_name_that_is_none_is_noted(reports):
+    """A misspelt check refuses nothing, and the answer says that there is none of that name."""
+    policy_ = policy(preflight={"allow": ["*"], "refuse": ["machin"]})
+    (note,) = evaluate(reports.make_report(), policy_).notes
+    assert "machin" in note and "did you mean machine" in note
+
+
+def test_coverage_is_the_least_of_all_passes(reports):
+    """What one pass lacks is not made up for by another; each lack is a failure of its own."""
+    passes = [
+        PassCoverage(pass_="free", what="tensors", num_reference=90, num_compared=90),
+        PassCoverage(pass_="free", what="operators", num_reference=4, num_compared=1,
+                     num_missing=3, reason="none recorded"),
+        PassCoverage(pass_="free", what="tensors", num_reference=2, num_compared=2, num_extra=2),
+        PassCoverage(pass_="free", what="tokens", num_reference=0, num_compared=0),
+    ]  # fmt: skip
+    coverage = Coverage(
+        num_compared=90, num_only_reference=0, num_only_candidate=0, num_skipped=0, passes=passes
+    )
+    assert coverage_share(coverage) == 0.25
+    report = reports.make_report(coverage=coverage, preflight=[])
+    found = evaluate(report, policy()).failures
+    assert [failure.found for failure in found] == ["0.25", "0.5"]
+    assert "3 were not (none recorded)" in found[0].text
+    assert rules(report, min_coverage=0.5) == ["min_coverage"]
+
+
+def test_the_first_matching_tolerance_applies(reports):
+    """An exception is written above the rule."""
+    tolerances = [{"sites": "lm_head", "rel_l2": 1.0}, {"rel_l2": 1e-3}]
+    assert len(rules(reports.make_report(), **ok(tolerance=tolerances))) == 2
+
+
+def test_nan_is_above_every_limit(reports):
+    """A number that is none never meets a tolerance."""
+    report = reports.make_nonfinite_report()
+    tables = ok(verdicts=["nonfinite"], tolerance=[{"rel_l2": 1e30}])
+    assert rules(report, **tables) == ["tolerance.rel_l2"] * 2
+
+
+def test_a_ratio_needs_a_floor(reports):
+    """A limit in floors fails where there is no floor, since nothing was checked there."""
+    report = reports.make_report()
+    report.sites[1].ratio = None
+    assert rules(report, **ok(tolerance=[{"ratio": 10.0}])) == ["tolerance.ratio"]
+
+
+def test_tolerance_dtype_must_be_that_of_both_sides(reports):
+    """A float32 candidate of a bfloat16 golden is no bfloat16 pair."""
+    site = reports.make_site("a:out", candidate_dtype="float32")
+    assert not Tolerance(dtype="bfloat16", rel_l2=1.0).matches(site)
+
+
+# --- check -------------------------------------------------------------------------------------
+
+
+def test_check_compares_and_judges(reports, comparing):
+    """check() hands golden and new to compare() in that order and evaluates its report."""
+    calls = comparing(reports.make_report())
+    result = check("golden", "new", name_map="map.toml")
+    assert result.passed
+    [(golden, new, options)] = calls
+    assert (golden, new, options["name_map"]) == ("golden", "new", "map.toml")
+    assert options["thresholds"] == load_policy().thresholds
+
+
+def test_a_policy_moves_a_threshold(reports, comparing, tmp_path):
+    """[thresholds] of a policy reach the comparison; what it does not name keeps its value, and a
+    name that is none is refused."""
+    calls = comparing(reports.make_report())
+    file = tmp_path / "loose.toml"
+    file.write_text("[thresholds]\ntypical = 9.0\n")
+    check("golden", "new", policy=str(file), truth="t", floor=("f",))
+    [(_, _, options)] = calls
+    assert options["thresholds"] == Thresholds(typical=9.0)
+    assert (options["truth"], options["floor"]) == ("t", ("f",))
+    file.write_text("[thresholds]\ntypcal = 9.0\n")
+    with pytest.raises(ConfigError, match="typcal"):
+        load_policy(str(file))
+
+
+def test_nothing_compared_is_an_error(reports, comparing):
+    """No record in common is neither a pass nor a divergence."""
+    empty = Coverage(num_compared=0, num_only_reference=9, num_only_candidate=9, num_skipped=0)
+    comparing(reports.make_report(coverage=empty, sites=[]))
+    with pytest.raises(IncomparableError, match="nothing was compared") as caught:
+        check("golden", "new")
+    assert caught.value.exit_code == 2
+
+
+def test_incomparable_is_an_error(reports, comparing):
+    """The error names what blocks, and carries the report for whoever shows it."""
+    report = reports.make_long_report()
+    report.verdict = reports.make_verdict("incomparable", summary="other weights")
+    comparing(report)
+    with pytest.raises(IncomparableError, match="weights: 1111 in the golden") as caught:
+        check("golden", "new")
+    assert caught.value.report is report
+
+
+def test_the_package_is_the_api(reports, comparing):
+    """divergence.check is this check, and divergence.compare can be called."""
+    report = reports.make_report()
+    comparing(report)
+    assert divergence.check is check
+    assert divergence.compare("a", "b") is report
+    assert divergence.Report is Report
+
+
+# --- bless -------------------------------------------------------------------------------------
+
+
+class FakeRun(SimpleNamespace):
+    """What bless() needs of a Run: a JSON file stands for its manifest."""
+
+    @classmethod
+    def open(cls, path):
+        tables = json.loads((path / "manifest.json").read_text())
+        return cls(
+            path=path,
+            manifest=SimpleNamespace(
+                complete=tables.get("complete", True),
+                stopped_by=tables.get("stopped_by"),
+                settings=SimpleNamespace(compute_dtype=tables.get("compute_dtype")),
+                plan=SimpleNamespace(
+                    plants=tables.get("plants", []),
+                    substitutes=tables.get("substitutes", []),
+                    only_changed=None,
+                ),
+            ),
+            records=[
+                SimpleNamespace(site=site, pass_="free", summary=None) for site in tables["sites"]
+            ],
+            verify=lambda progress=None: tables.get("problems", []),
+        )
+
+    def files(self):
+        return {"manifest.json": (self.path / "manifest.json").stat().st_size}
+
+    def whole_files(self):
+        for name, size in self.files().items():
+            yield name, size, iter([(self.path / name).read_bytes()])
+
+
+@pytest.fixture
+def make_folder(tmp_path, monkeypatch):
+    """Writes folders that FakeRun opens."""
+    module = ModuleType("divergence.run.reader")
+    module.Run = FakeRun
+    monkeypatch.setitem(sys.modules, "divergence.run.reader", module)
+
+    def make(name: str, *sites: str, **tables):
+        path = tmp_path / name
+        (path / "tensors").mkdir(parents=True)
+        (path / "manifest.json").write_text(json.dumps({"sites": sites, **tables}))
+        return path
+
+    return make
+
+
+def test_bless_keeps_the_old_golden(reports, comparing, make_folder, tmp_path):
+    """The new run takes the golden's place and the old one stays beside it."""
+    comparing(reports.make_report())
+    golden = make_folder("golden", "a:out", "b:out")
+    new = make_folder("new", "b:out", "c:out")
+    before = (golden / "manifest.json").read_text()
+    blessing = bless(golden, new)
+    assert (golden / "manifest.json").read_text() == (new / "manifest.json").read_text()
+    assert (tmp_path / "golden.previous" / "manifest.json").read_text() == before
+    assert blessing.verdict == "within_floor"
+    assert (blessing.added_sites, blessing.removed_sites) == (["c:out"], ["a:out"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["golden", "golden.previous", "new"]
+    # a second blessing replaces the kept one
+    bless(golden, new)
+    assert (tmp_path / "golden.previous" / "manifest.json").read_text() != before
+
+
+def test_bless_makes_a_first_golden(make_folder, tmp_path):
+    """Where there is no golden there is nothing to compare or to keep."""
+    blessing = bless(tmp_path / "deep" / "golden", make_folder("new", "a:out"))
+    assert blessing.previous is None
+    assert (tmp_path / "deep" / "golden" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("golden", "packed"),
+    [
+        ("s3://bucket/golden", "s3://bucket/golden.tar"),
+        ("s3://b/g.zip", "s3://b/g.zip --force"),
+        ("g.tar", "g.tar"),
+    ],
+)
+def test_what_to_do_where_nothing_can_be_blessed(golden, packed):
+    """The old one could not be kept at a URL; the command that is printed packs an archive."""
+    with pytest.raises(UsageError, match="is no directory of this machine") as caught:
+        bless(golden, "of me")
+    assert caught.value.hint.startswith(f"divergence pack 'of me' -o {packed}, and check")
+
+
+def test_bless_replaces_an_incomparable_golden(make_folder, monkeypatch):
+    """Other weights are why one blesses: the reason is told, and the golden replaced."""
+    module = ModuleType("divergence.comparison.api")
+
+    def compare(*_, **__):
+        raise IncomparableError("other weights")
+
+    module.compare = compare
+    monkeypatch.setitem(sys.modules, "divergence.comparison.api", module)
+    blessing = bless(make_folder("golden", "a:out"), make_folder("new", "a:out"))
+    assert (blessing.verdict, blessing.reason) == (None, "other weights")
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"complete": False, "stopped_by": "SIGTERM"}, "incomplete"),
+        ({"plants": ["a:out=nan"]}, "planted"),
+        ({"substitutes": ["a/aten.mm:out from 0f"]}, "results of another run"),
+        ({"problems": ["shard 0 is damaged"]}, "damaged"),
+        ({"compute_dtype": "float64"}, "truth"),
+    ],
+)
+def test_bless_refuses_unfit_runs(make_folder, tmp_path, tables, told):
+    """What must not be right for years does not become the golden."""
+    with pytest.raises(UsageError, match=told):
+        bless(tmp_path / "golden", make_folder("new", "a:out", **tables))
+    assert not (tmp_path / "golden").exists()
+
+
+def test_bless_replaces_runs_only(make_folder, tmp_path):
+    """A directory that is no run is never moved, and a run does not replace itself."""
+    new = make_folder("new", "a:out")
+    (tmp_path / "golden").mkdir()
+    with pytest.raises(UsageError, match="no run"):
+        bless(tmp_path / "golden", new)
+    with pytest.raises(UsageError, match="is the golden"):
+        bless(new, new)
+
+
+def test_a_failed_copy_leaves_the_golden(reports, comparing, make_folder, monkeypatch, tmp_path):
+    """The golden moves only after the copy is whole."""
+    comparing(reports.make_report())
+    golden, new = make_folder("golden", "a:out"), make_folder("new", "b:out")
+
+    def fail(*_):
+        yield "manifest.json", 1, iter([b"{"])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FakeRun, "whole_files", fail)
+    with pytest.raises(Exception, match="No space left"):
+        bless(golden, new)
+    assert "a:out" in (golden / "manifest.json").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["golden", "new"]

@@ -1,0 +1,57 @@
+"""Captured runs, made once for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from divergence.run.reader import Run
+
+PROMPT = "A bridge is built twice: once on paper, where every beam is exact."
+
+
+@pytest.fixture(scope="session")
+def captured(tmp_path_factory, tiny_model) -> Callable[..., Run]:
+    """``captured("llama", dtype="bfloat16", tied=True)`` → a run of 4 new tokens.
+
+    Options of the model by name; those of the capture in ``capture_options``. The same
+    arguments give the same run.
+    """
+    from divergence.recording.api import capture
+
+    runs: dict[str, Run] = {}
+
+    def make(architecture: str, *, capture_options: dict | None = None, **model: Any) -> Run:
+        model = {"dtype": "float32"} | model
+        options = {"prompts": [PROMPT], "max_new_tokens": 4} | (capture_options or {})
+        key = repr((architecture, sorted(model.items()), sorted(options.items())))
+        if key not in runs:
+            runs[key] = capture(
+                str(tiny_model(architecture, **model)),
+                out=tmp_path_factory.mktemp(f"{architecture}-") / "run",
+                trust_remote_code=architecture == "remote-code",
+                **options,
+            )
+        return runs[key]
+
+    return make
+
+
+@pytest.fixture
+def replay(tmp_path) -> Callable[..., Run]:
+    """``replay(run, **options)`` → the run repeated on this machine."""
+    from divergence.recording.api import capture
+
+    count = 0
+
+    def again(run: Run | Path, **options: Any) -> Run:
+        nonlocal count
+        count += 1
+        if isinstance(run, Run):  # this machine's user trusts the code of the tiny models
+            options = {"trust_remote_code": run.manifest.model.trust_remote_code} | options
+        return capture(like=run, out=tmp_path / f"replay-{count}", **options)
+
+    return again

@@ -1,0 +1,185 @@
+"""The escalated pass: coarse arithmetic vanishes in it, a wrong formula explodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from divergence.errors import UsageError
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.run.reader import Run
+
+BLOCK = "model.layers.1"
+
+
+@pytest.fixture(scope="module")
+def run(captured) -> Run:
+    """A llama in bfloat16."""
+    return captured("llama", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def escalated(run, tmp_path_factory) -> Callable[..., Run]:
+    """``escalated(prepare)`` → the run repeated with a patched model; the same patch, the same."""
+    runs: dict[Callable | None, Run] = {}
+
+    def make(prepare: Callable[[nn.Module], None] | None = None) -> Run:
+        if prepare not in runs:
+            out = tmp_path_factory.mktemp("escalated-") / "run"
+            runs[prepare] = capture(like=run, out=out, escalate=True, prepare=prepare)
+        return runs[prepare]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def distances(run, escalated, tmp_path_factory) -> Callable[..., tuple[float, float, float]]:
+    """``distances(prepare)`` → of the block's output: ‖b-a‖ over the bfloat16 floor ‖a-R‖, and
+    the escalated pass's ‖b-R‖ over that floor and over the healthy model's own ‖b-R‖."""
+    truth = make_truth(run, out=tmp_path_factory.mktemp("truth-") / "truth")
+
+    def read(one: Run, pass_: str) -> torch.Tensor:
+        return one.read(one.find((pass_, 0, 0, f"{BLOCK}:out"))).double()
+
+    def measure(prepare: Callable[[nn.Module], None] | None = None) -> tuple[float, float, float]:
+        right = read(truth, "anchored")
+        floor = (read(run, "free") - right).norm()
+        fine = (read(escalated(), "escalated") - right).norm()
+        other = escalated(prepare)
+        apart = (read(other, "anchored") - read(run, "free")).norm()
+        away = (read(other, "escalated") - right).norm()
+        return float(apart / floor), float(away / floor), float(away / fine)
+
+    return measure
+
+
+def norms_of(model: nn.Module) -> list[nn.Module]:
+    block = model.get_submodule(BLOCK)
+    return [block.input_layernorm, block.post_attention_layernorm]
+
+
+def coarse_norm(model: nn.Module) -> None:
+    """RMSNorm all in bfloat16, where the original computes in float32."""
+    for norm in norms_of(model):
+
+        def forward(x: torch.Tensor, norm: nn.Module = norm) -> torch.Tensor:
+            x = x.to(torch.bfloat16)
+            variance = x.pow(2).mean(-1, keepdim=True, dtype=torch.bfloat16)
+            return norm.weight * (x * torch.rsqrt(variance + norm.variance_epsilon))
+
+        norm.forward = forward
+
+
+def wrong_eps(model: nn.Module) -> None:
+    """The eps of another model in the norms of one block."""
+    for norm in norms_of(model):
+        norm.variance_epsilon = 1e-4
+
+
+def test_the_escalated_pass_is_anchored_and_in_float32(run, escalated):
+    """It records what the anchored pass does, in float32, and the other two stay as they were."""
+    repeated = escalated()
+    assert repeated.manifest.plan.passes == ["free", "anchored", "escalated"]
+    assert repeated.manifest.plan.anchored_to == run.manifest.id
+    assert repeated.manifest.settings.compute_dtype is None
+    assert repeated.manifest.model.dtype == "bfloat16"
+    seen = {
+        name: {r.coordinates[1:]: r for r in repeated.records if r.pass_ == name}
+        for name in ("free", "anchored", "escalated")
+    }
+    assert set(seen["escalated"]) == set(seen["anchored"]) < set(seen["free"])
+    assert {step for _, step, _ in seen["escalated"]} == {0, 1, 2, 3}
+    assert {r.dtype for r in seen["escalated"].values()} == {"float32"}
+    assert {r.dtype for r in seen["anchored"].values()} == {"bfloat16"}
+    mine = {r.coordinates: r.xxh3 for r in run.records}
+    assert {r.coordinates: r.xxh3 for r in seen["free"].values()} == mine
+
+
+def test_a_healthy_model_has_float32s_floor(distances):
+    """Nothing but the rounding of float32 is left, 2^16 times less than the run's."""
+    apart, over_floor, _ = distances()
+    assert apart == 0
+    assert 0.5 * 2**-16 < over_floor < 5 * 2**-16
+
+
+def test_coarse_arithmetic_vanishes(distances):
+    """A norm in bfloat16 is seen in the anchored pass; widened, it is the right formula."""
+    apart, _, over_healthy = distances(coarse_norm)
+    assert apart > 1
+    assert 0.7 < over_healthy < 1.5
+
+
+def test_a_wrong_formula_explodes(distances):
+    """A wrong eps is below the bfloat16 floor, and more than 50 times float32's."""
+    apart, over_floor, over_healthy = distances(wrong_eps)
+    assert 0 < apart < 1
+    assert over_floor * 2**16 > 50
+    assert over_healthy > 50
+
+
+def test_only_the_patched_block_differs(escalated, run):
+    """Every other block starts from the recorded input, so its output is the healthy one's."""
+    healthy, other = escalated(), escalated(wrong_eps)
+    for pass_ in ("anchored", "escalated"):
+        for block in ("model.layers.0", BLOCK, "model.layers.2"):
+            records = [r.find((pass_, 0, 0, f"{block}:out")) for r in (healthy, other)]
+            assert (records[0].xxh3 == records[1].xxh3) == (block != BLOCK)
+
+
+def notes_of(run: Run, **options) -> tuple[list[str], Run]:
+    notes: list[str] = []
+
+    def progress(event, done, total, detail):
+        if event == "note":
+            notes.append(detail)
+
+    return notes, capture(like=run, escalate=True, progress=progress, **options)
+
+
+def test_float32_needs_no_third_pass(captured, tmp_path):
+    """For a float32 model the anchored pass is the escalated one; it is said."""
+    notes, repeated = notes_of(captured("llama"), out=tmp_path / "run")
+    assert repeated.manifest.plan.passes == ["free", "anchored"]
+    assert len(notes) == 1
+    assert "no escalated pass: the model is in float32 already" in notes[0]
+
+
+def test_half_precision_is_escalated_without_the_anchored_pass(captured, tmp_path):
+    """float16 too, and --no-anchor leaves out the anchored pass only."""
+    run = captured("gpt2", dtype="float16")
+    notes, repeated = notes_of(run, out=tmp_path / "run", anchor=False)
+    assert repeated.manifest.plan.passes == ["free", "escalated"]
+    assert notes == []
+
+
+def test_a_run_that_cannot_anchor_is_not_escalated(captured, tmp_path):
+    """Without the blocks' inputs there is nothing to start from; it is said."""
+    run = captured("llama", dtype="bfloat16", capture_options={"sites": ["lm_head:out"]})
+    notes, repeated = notes_of(run, out=tmp_path / "run")
+    assert repeated.manifest.plan.passes == ["free"]
+    assert "it holds no input of model.layers.0" in notes[0]
+
+
+def test_what_had_to_be_rounded_is_said(run, tmp_path):
+    """A model that writes into a bfloat16 tensor of its own is not wide there; it is counted."""
+
+    def prepare(model: nn.Module) -> None:
+        scratch = torch.zeros(1, dtype=torch.bfloat16)
+        block = model.get_submodule(BLOCK)
+        block.register_forward_pre_hook(lambda module, args: scratch.copy_(args[0].sum()) and None)
+
+    notes, _ = notes_of(run, out=tmp_path / "run", prepare=prepare)
+    assert len(notes) == 1
+    assert "in 4 places: there the escalated pass is rounded" in notes[0]
+
+
+def test_escalation_repeats_a_run(tiny_model, tmp_path):
+    """Without a run to repeat there is no block input to start from: refused, with the command."""
+    with pytest.raises(UsageError, match="--escalate needs --like") as caught:
+        capture(str(tiny_model("llama")), out=tmp_path / "run", prompts=["x"], escalate=True)
+    assert "--like RUN" in caught.value.hint
+    assert not (tmp_path / "run").exists()

@@ -66,8 +66,8 @@ def localize(
     """Descend from the block where ``reference`` and ``candidate`` part to the operator.
 
     ``truth``: the float64 run of ``divergence.truth``; made in ``out`` where there is none.
-    ``block``: go into this one, whatever the comparison says. ``here``: which side's machine this is
-    (``reference``, ``candidate``, ``both``, ``none``); ``auto`` asks the recorded environments.
+    ``block``: go into this one, whatever the comparison says. ``here``: which side's machine this
+    is (``reference``, ``candidate``, ``both``, ``none``); ``auto`` asks the recorded environments.
     ``operators``: as in ``replay``. ``prepare_*``: what ``capture`` was given to make that side's
     run, called here too. ``out`` holds the runs that are made, and is gone on with where it holds
     some of this pair; those of another pair are refused, or removed with ``force``.

@@ -94,8 +94,8 @@ def capture(
     whose recorded result is put in its place: what then is fine was made wrong there. ``probe``:
     note what this machine's arithmetic does (divergence.arithmetic.quick), under the run's own
     settings, before the first pass. ``mesh``: how the processes that torchrun started divide the
-    work, ``tp`` or ``dp=2,tp=4`` (see divergence.recording.ranks); each calls this function and writes its part
-    of the one run.
+    work, ``tp`` or ``dp=2,tp=4`` (see divergence.recording.ranks); each calls this function and
+    writes its part of the one run.
     ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run

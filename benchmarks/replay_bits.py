@@ -54,7 +54,7 @@ def measure(architecture: str, dtype: str, attention: str, folder: Path) -> tupl
     captured = time.perf_counter()
     again = replay(run, out=folder / "again", device="cpu")
     done = time.perf_counter()
-    truth = replay(run, out=folder / "truth", reference=True)
+    truth = replay(run, out=folder / "truth", truth=True)
     recorded = {record.coordinates[1:]: record.xxh3 for record in run.records}
     other = sum(recorded[record.coordinates[1:]] != record.xxh3 for record in again.records)
     left_out = sum(again.manifest.plan.skipped_operators.values())

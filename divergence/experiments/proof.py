@@ -107,7 +107,7 @@ def errors_alone(
         out = folder / f"{side}-float64"
         try:
             right = replay(
-                made[side], out=out, sites=[f"{path}:*"], reference=True, force=True, progress=None,
+                made[side], out=out, sites=[f"{path}:*"], truth=True, force=True, progress=None,
                 operators=operators,
             )  # fmt: skip
         except DivergenceError as error:

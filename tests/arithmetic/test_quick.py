@@ -139,7 +139,7 @@ def test_a_replay_notes_it_and_its_truth_does_not(llama, tmp_path):
     )  # fmt: skip
     again = replay(run, out=tmp_path / "again", device="cpu")
     assert again.manifest.arithmetic == run.manifest.arithmetic
-    truth = replay(run, out=tmp_path / "truth", device="cpu", reference=True)
+    truth = replay(run, out=tmp_path / "truth", device="cpu", truth=True)
     assert truth.manifest.arithmetic == []
 
 

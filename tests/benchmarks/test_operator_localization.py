@@ -22,7 +22,7 @@ class Here:
     """A machine that is this process."""
 
     def run(self, what, *, operator_fault=None, **values):
-        if what == "reference":
+        if what == "truth":
             make_truth(values.pop("run"), force=True, **values)
             return
         if operator_fault is not None:

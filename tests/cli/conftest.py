@@ -41,7 +41,7 @@ def invoke(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def replace_api(monkeypatch):
-    """``replace_api("compare", compare=function)`` puts functions in place of an API module."""
+    """``replace_api("comparison", compare=function)`` puts functions in place of an API module."""
 
     def replace(room: str, **functions: object) -> None:
         module = ModuleType(f"divergence.{room}.api")

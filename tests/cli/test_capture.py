@@ -124,7 +124,7 @@ def capturing(replace_api):
         plan = {"rows": [row], "num_sites": 1, "num_steps": 3, "total_bytes": 48, "notes": ["n"]}
         return msgspec.defstruct("DryRun", list(plan))(**plan)
 
-    replace_api("capture", capture=capture, plan_capture=plan_capture)
+    replace_api("recording", capture=capture, plan_capture=plan_capture)
     return calls
 
 

@@ -23,7 +23,7 @@ def answering(replace_api):
             options["progress"]("note", 0, None, "a warning [x]")
             return report
 
-        replace_api("compare", compare=compare)
+        replace_api("comparison", compare=compare)
         return calls
 
     return answer

@@ -78,15 +78,16 @@ def test_importing_the_package_imports_nothing():
     assert result.returncode == 0, result.stderr
 
 
-def test_packages_can_be_called_in_any_order_of_import():
-    """A sub-package imported first is as callable as one that comes with its name."""
+def test_the_api_is_functions_in_any_order_of_import():
+    """No package has the name of a function, so no import replaces one."""
     code = (
         "import divergence.comparison.result\n"
-        "import divergence.comparison\n"
-        "assert callable(divergence.compare)\n"
-        "from divergence import compare\n"
-        "import divergence.comparison.policy as policy\n"
-        "assert compare.policy is policy\n"
+        "import inspect, divergence\n"
+        "from divergence import capture, compare, probe, truth\n"
+        "import divergence.recording, divergence.comparison, divergence.arithmetic\n"
+        "assert all(map(inspect.isfunction, (capture, compare, probe, truth)))\n"
+        "assert divergence.compare is compare\n"
+        "assert 'candidate' in inspect.signature(compare).parameters\n"
     )
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
@@ -133,7 +134,7 @@ def test_no_command_prints_the_help(invoke):
 )
 def test_errors_have_their_exit_codes(invoke, replace_api, error, code):
     """None of them is 1, and none of them writes to stdout."""
-    replace_api("compare", compare=failing(error))
+    replace_api("comparison", compare=failing(error))
     found, out, err = invoke("compare", "a", "b")
     assert (found, out) == (code, "")
     assert err
@@ -142,14 +143,14 @@ def test_errors_have_their_exit_codes(invoke, replace_api, error, code):
 def test_an_error_says_what_where_and_what_to_try(invoke, replace_api):
     """All three parts of an error reach the user, brackets included."""
     error = UsageError("it [red]failed[/red]", where="[here]", hint="try that")
-    replace_api("compare", compare=failing(error))
+    replace_api("comparison", compare=failing(error))
     _, _, err = invoke("compare", "a", "b")
     assert err == "error: it [red]failed[/red]\n  where: [here]\n  try:   try that\n"
 
 
 def test_a_fault_is_short_and_verbose_shows_the_traceback(invoke, replace_api):
     """An unexpected exception is one line; -v gives the traceback to report."""
-    replace_api("compare", compare=failing(RuntimeError("odd")))
+    replace_api("comparison", compare=failing(RuntimeError("odd")))
     code, _, err = invoke("compare", "a", "b")
     assert code == 3
     assert err.startswith("fault in divergence: RuntimeError: odd\n")
@@ -173,7 +174,7 @@ def test_completion_answers():
 
 def test_settings_that_mean_nothing_are_told(invoke, replace_api, reports, monkeypatch):
     """A misspelt variable is never silently without effect."""
-    replace_api("compare", compare=lambda *_, **__: reports.make_report())
+    replace_api("comparison", compare=lambda *_, **__: reports.make_report())
     monkeypatch.setenv("DIVERGENCE_CHEKC_POLICY", "strict")
     code, _, err = invoke("compare", "a", "b")
     assert code == 0

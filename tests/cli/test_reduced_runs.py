@@ -45,11 +45,11 @@ COMMANDS = {
     "verify": (("inspect", "B", "--verify"), 0),
     "compare": (("compare", "A", "B", "-v"), 0),
     "compare --json": (("compare", "A", "B", "--json"), 0),
-    "compare with a truth": (("compare", "A", "B", "--truth", "truth"), None),
+    "compare with a truth": (("compare", "A", "B", "--truth", "TRUTH"), None),
     "compare three": (("compare", "A", "B", "A"), 0),
     "compare one": (("compare", "A"), 2),
     "check": (("check", "A", "B"), 1),
-    "truth": (("truth", "A", "-o", "new"), 0),
+    "a truth": (("truth", "A", "-o", "new"), 0),
     "escalate": (("capture", "--like", "A", "-o", "new", "--escalate", "--no-probe"), 0),
     "whole": (("capture", "--like", "A", "-o", "new", "--whole", "--no-probe"), 0),
     "replay": (("replay", "A", "-o", "new"), 2),
@@ -67,7 +67,7 @@ def test_no_command_fails(folder, tmp_path, invoke, monkeypatch, mode, name):
     """Exit code 0 with an answer, or 2 with what is lacking."""
     words, wanted = COMMANDS[name]
     monkeypatch.setattr("logging.raiseExceptions", False)
-    places = {"A": f"{mode}-a", "B": f"{mode}-b", "truth": "truth"}
+    places = {"A": f"{mode}-a", "B": f"{mode}-b", "TRUTH": "truth"}
     words = [str(folder / places[word]) if word in places else word for word in words]
     words = [str(tmp_path / word) if word.startswith("new") else word for word in words]
     code, out, err = invoke(*words)

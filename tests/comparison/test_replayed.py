@@ -31,7 +31,7 @@ def runs(tmp_path_factory, tiny_model) -> dict[str, Run]:
         "other": capture(model, out=folder / "b", sites=[f"ops@{BLOCK}"], weights=True, **options),
         "replay": replay(source, out=folder / "a2", device="cpu"),
         "again": replay(source, out=folder / "a3", device="cpu"),
-        "truth": replay(source, out=folder / "truth", reference=True),
+        "truth": replay(source, out=folder / "truth", truth=True),
         "part": replay(source, out=folder / "part", device="cpu", sites=[FAULTY]),
     }
 

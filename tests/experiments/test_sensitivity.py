@@ -178,7 +178,7 @@ def test_what_would_see_more_is_a_command(runs, found):
     a, b, _ = runs("bfloat16")
     escalate, truth, again = found("bfloat16").next[:3]
     assert f"capture --like {a.path} -o {b.path}-escalated --escalate" in escalate
-    assert f"reference {a.path} -o {a.path}-truth" in truth
+    assert f"truth {a.path} -o {a.path}-truth" in truth
     assert again == (
         f"divergence sensitivity {a.path} --candidate {b.path}-escalated --truth {a.path}-truth"
     )

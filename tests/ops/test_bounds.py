@@ -317,7 +317,7 @@ def test_all_of_this_holds_in_replay_and_repro(record, tmp_path):
     with pytest.raises(UsageError, match="none of the 1 operators") as caught:
         replay(bad, out=tmp_path / "again", device="cpu")
     assert "raw sizes and strides" in caught.value.where
-    for truth in (None, replay(source, out=tmp_path / "truth", reference=True)):
+    for truth in (None, replay(source, out=tmp_path / "truth", truth=True)):
         with pytest.raises(UsageError, match="raw sizes and strides"):
             repro(bad, site=site, out=tmp_path / "bug", truth=truth)
     assert not (tmp_path / "bug").exists()

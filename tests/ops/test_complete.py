@@ -45,7 +45,7 @@ def test_the_truth_is_what_the_operators_round(tiny_model, tmp_path, architectur
         str(tiny_model(architecture, dtype="float32")), out=tmp_path / "run", sites=["ops@*"],
         weights=True, attn_implementation=attention, **OPTIONS,
     )  # fmt: skip
-    truth = replay(run, out=tmp_path / "truth", reference=True)
+    truth = replay(run, out=tmp_path / "truth", truth=True)
     assert not truth.manifest.plan.skipped_operators
     for record in truth.records:
         own = run.find(("free", record.sample, record.step, record.site))
@@ -67,7 +67,7 @@ def test_experts_that_transformers_runs_itself(tiny_model, tmp_path):
         sites=[f"ops@{BLOCK}"], weights=True, **OPTIONS,
     )  # fmt: skip
     same_bits(run, replay(run, out=tmp_path / "again", device="cpu"))
-    truth = replay(run, out=tmp_path / "truth", reference=True)
+    truth = replay(run, out=tmp_path / "truth", truth=True)
     assert len(truth.records) == sum("/" in r.site and ":out" in r.site for r in run.records)
 
 

@@ -59,7 +59,7 @@ def test_reference_is_float64(record, tmp_path):
     """In float64 the results are those of float64, of each operator by itself."""
     x, weight = _seeded(1, 5, 16, dtype=torch.bfloat16), _seeded(16, 16, dtype=torch.bfloat16)
     run = record(lambda: _block(x, weight))
-    truth = replay(run, out=tmp_path / "truth", reference=True)
+    truth = replay(run, out=tmp_path / "truth", truth=True)
     assert truth.manifest.settings.compute_dtype == "float64"
     found = {record.site: truth.read(record) for record in truth.records}
     assert {tensor.dtype for tensor in found.values()} == {torch.float64}

@@ -175,7 +175,7 @@ def test_a_run_with_the_very_same_inputs_needs_no_replay(record, tmp_path):
 def test_a_truth_can_be_given(record, tmp_path):
     """A float64 replay of the run; any other run is refused."""
     run = record(lambda: X @ X.t())
-    truth = replay(run, out=tmp_path / "truth", reference=True)
+    truth = replay(run, out=tmp_path / "truth", truth=True)
     given = repro(run, site="block/aten.mm:out", truth=truth, out=tmp_path / "a")
     computed = repro(run, site="block/aten.mm:out", out=tmp_path / "b")
     assert given.from_truth == computed.from_truth
@@ -312,7 +312,7 @@ def test_an_argument_s_name_becomes_no_code(operator, name, tmp_path, monkeypatc
         operands=(Operand(site="m/aten.add:in.self", shape=(2,), dtype="float32"),),
     )
     site = "half/suite.half:out"
-    truth = replay(_by_hand(tmp_path / "good", call, site), out=tmp_path / "t", reference=True)
+    truth = replay(_by_hand(tmp_path / "good", call, site), out=tmp_path / "t", truth=True)
     for key in (first, None):  # in place of a name of its own, and beside them
         arguments = {(name if one == key else one): value for one, value in names.items()}
         bad = msgspec.structs.replace(call, arguments=arguments | {name: 1})

@@ -73,7 +73,7 @@ def test_a_truth_holds_its_run_again_in_float64(architecture, dtype, options, ca
     assert manifest.model.digest == run.manifest.model.digest
     assert manifest.plan.passes == ["free", "anchored"]
     assert manifest.like == manifest.plan.anchored_to == run.manifest.id
-    assert manifest.environment.label == "float64 reference"
+    assert manifest.environment.label == "float64 truth"
     free = {r.coordinates[1:]: r for r in truth.records if r.pass_ == "free"}
     anchored = {r.coordinates[1:]: r for r in truth.records if r.pass_ == "anchored"}
     asked = {r.coordinates[1:]: r for r in run.records}

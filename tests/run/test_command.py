@@ -58,7 +58,7 @@ def test_plain_words_and_placeholders_stay_readable():
     assert (
         command_line("compare", "a", "b.zip", truth="TRUTH", site=["x:out", "m.*"], all=True,
                      force=False, model=None, note="on A")
-        == "divergence compare a b.zip --truth TRUTH --site x:out --site 'm.*' --all       # on A"
+        == "divergence compare a b.zip --truth TRUTH --site x:out --site 'm.*' --all   # on A"
     )  # fmt: skip
     assert (
         command_line("capture", ranks=2, like="a", o="b", max_new_tokens=0)

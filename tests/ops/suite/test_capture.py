@@ -333,7 +333,7 @@ def test_replays_of_a_suite(tmp_path):
     report = compare(run, again, truth=make_truth(run, out=tmp_path / "truth"))
     assert report.verdict.kind == "identical"
     assert not report.coverage.unmatched
-    bare = replay(run, out=tmp_path / "bare", reference=True)
+    bare = replay(run, out=tmp_path / "bare", truth=True)
     with pytest.raises(UsageError, match="does not hold what a suite is judged by"):
         compare(run, again, truth=bare)
 

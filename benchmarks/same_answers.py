@@ -30,7 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 RENAMED_KEYS: dict[str, str] = {}
 """Old name of a key of the report to the new one."""
-RENAMED_WORDS: tuple[tuple[str, str], ...] = ()
+RENAMED_WORDS: tuple[tuple[str, str], ...] = (
+    (r"--reference\b", "--truth"),
+    (r"\bdivergence reference\b", "divergence truth"),
+    (r"\bfloat64 reference\b", "float64 truth"),
+)
 """(pattern, replacement) for texts of the old answers: words and options of commands."""
 VOLATILE = frozenset({"tool_version", "seconds", "created", "schema_version"})
 

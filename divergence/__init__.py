@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from divergence._version import __version__
     from divergence.arithmetic.api import probe
     from divergence.comparison.api import compare
-    from divergence.comparison.check import check
-    from divergence.comparison.many import compare_many
-    from divergence.comparison.matrix_result import Matrix
+    from divergence.comparison.fleet.many import compare_many
+    from divergence.comparison.fleet.result import Matrix
+    from divergence.comparison.gate.check import check
     from divergence.comparison.result import Report
     from divergence.experiments.localize import localize
     from divergence.experiments.selftest import selftest
@@ -53,14 +53,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Matrix": "divergence.comparison.matrix_result",
+    "Matrix": "divergence.comparison.fleet.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "__version__": "divergence._version",
     "capture": "divergence.recording.api",
-    "check": "divergence.comparison.check",
+    "check": "divergence.comparison.gate.check",
     "compare": "divergence.comparison.api",
-    "compare_many": "divergence.comparison.many",
+    "compare_many": "divergence.comparison.fleet.many",
     "localize": "divergence.experiments.localize",
     "pack": "divergence.run.packing",
     "probe": "divergence.arithmetic.api",

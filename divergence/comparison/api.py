@@ -7,33 +7,38 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from divergence._version import __version__
-from divergence.comparison.advice import Advice, WithinAdvice
-from divergence.comparison.align import Alignment, align, renaming, why_nothing
-from divergence.comparison.allowed import allowed_errors
-from divergence.comparison.arithmetic import explain_arithmetic
-from divergence.comparison.audit import audit_runs
-from divergence.comparison.audit_findings import with_audit
-from divergence.comparison.code import with_code
-from divergence.comparison.coverage import account, tokens_row
-from divergence.comparison.ends import find_ends
-from divergence.comparison.escalated import compare_escalated, drop_escalated
-from divergence.comparison.experts import Routes, routing_notes, with_experts
-from divergence.comparison.fitness import with_itself
-from divergence.comparison.floors import ModelFloor
-from divergence.comparison.judge import Case, judge, judge_units
-from divergence.comparison.measure import Measurer
-from divergence.comparison.measuring import measure_all, measured_on
-from divergence.comparison.names import NameMap, load_name_map
-from divergence.comparison.operator_arithmetic import with_arithmetic
-from divergence.comparison.operator_runs import compare_operators, operator_notes
-from divergence.comparison.operator_verdict import with_operators
-from divergence.comparison.operators_result import OperatorsResult
-from divergence.comparison.owner import with_owner
-from divergence.comparison.policy_bounds import check_thresholds
-from divergence.comparison.preflight import preflight
-from divergence.comparison.probes import judge_probes
-from divergence.comparison.reduced import without_unknowable
-from divergence.comparison.replicas import check_replicas, with_replicas
+from divergence.comparison.align.coverage import account, tokens_row
+from divergence.comparison.align.names import NameMap, load_name_map
+from divergence.comparison.align.pairs import Alignment, align, renaming, why_nothing
+from divergence.comparison.arithmetic.facts import explain_arithmetic
+from divergence.comparison.arithmetic.probes import judge_probes
+from divergence.comparison.blocks.allowed import allowed_errors
+from divergence.comparison.blocks.ends import find_ends
+from divergence.comparison.blocks.suspects import shown_by
+from divergence.comparison.decide.advice import Advice, WithinAdvice
+from divergence.comparison.decide.judge import Case, judge, judge_units
+from divergence.comparison.decide.trusted import refuse_own_floor, widening_notes
+from divergence.comparison.experts.routes import Routes, routing_notes, with_experts
+from divergence.comparison.experts.routing import unknown_blocks
+from divergence.comparison.gate.bounds import check_thresholds
+from divergence.comparison.gate.fitness import with_itself
+from divergence.comparison.measure.escalated import compare_escalated, drop_escalated
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.pipeline import measure_all, measured_on
+from divergence.comparison.measure.reduced import without_unknowable
+from divergence.comparison.measure.truth import Tallies, Truth, inputs_of
+from divergence.comparison.measure.unmeasured import NO_PREFILL, is_unmeasured
+from divergence.comparison.operators.arithmetic import with_arithmetic
+from divergence.comparison.operators.result import OperatorsResult
+from divergence.comparison.operators.runs import compare_operators, operator_notes
+from divergence.comparison.operators.verdict import with_operators
+from divergence.comparison.precision.audit import audit_runs
+from divergence.comparison.precision.findings import with_audit
+from divergence.comparison.preflight.code import with_code
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.preflight.owner import with_owner
+from divergence.comparison.ranks.replicas import check_replicas, with_replicas
 from divergence.comparison.result import (
     Coverage,
     Evidence,
@@ -44,14 +49,9 @@ from divergence.comparison.result import (
     TokensResult,
     Verdict,
 )
-from divergence.comparison.routing import unknown_blocks
 from divergence.comparison.run_summary import summary_of
-from divergence.comparison.suite import is_suite, report_on_suites
-from divergence.comparison.suspects import shown_by
-from divergence.comparison.tokens import compare_tokens, relate_to_onset
-from divergence.comparison.trusted import refuse_own_floor, widening_notes
-from divergence.comparison.truth import Tallies, Truth, inputs_of
-from divergence.comparison.unmeasured import NO_PREFILL, is_unmeasured
+from divergence.comparison.suite.compare import is_suite, report_on_suites
+from divergence.comparison.tokens.choices import compare_tokens, relate_to_onset
 from divergence.comparison.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
@@ -86,7 +86,7 @@ def compare(
     side is wrong. ``floor``: runs of trusted machines like ``reference``; what they differ by
     widens the limits. ``thresholds``: multiples of the floor, see numerics.floor.
     ``device``: where tensors are measured; not the CPU only where float64 is to be had.
-    Without ``candidate``: one run's decode steps against its whole pass, see compare.within.
+    Without ``candidate``: one run's decode steps against its whole pass, see comparison.within.
 
     Raises RunFormatError for unreadable runs, IncomparableError when they have nothing in
     common, and UsageError for a truth or a floor that belongs to other runs, or for a single run

@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from divergence.comparison.audit_result import AuditedPlace, AuditFinding, AuditResult, AuditRow
-from divergence.comparison.coverage_result import PassCoverage
-from divergence.comparison.operators_result import (
+from divergence.comparison.align.coverage_result import PassCoverage
+from divergence.comparison.operators.result import (
     CausalCheck,
     OperatorResult,
     OperatorsResult,
@@ -22,7 +21,8 @@ from divergence.comparison.operators_result import (
     RegionResult,
     UnmatchedOperator,
 )
-from divergence.comparison.replicas_result import RankShare, ReplicaCheck, ReplicaDiff
+from divergence.comparison.precision.result import AuditedPlace, AuditFinding, AuditResult, AuditRow
+from divergence.comparison.ranks.result import RankShare, ReplicaCheck, ReplicaDiff
 from divergence.comparison.site_result import (
     LogitsDiff,
     NonfiniteCount,
@@ -30,8 +30,8 @@ from divergence.comparison.site_result import (
     SiteResult,
     TruthDiff,
 )
-from divergence.comparison.suite_result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
-from divergence.comparison.tokens_result import (
+from divergence.comparison.suite.result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
+from divergence.comparison.tokens.result import (
     Explanation,
     TokenChoice,
     TokenDifference,

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from divergence.comparison.advice import WithinAdvice
-from divergence.comparison.align import Alignment, Pair, Piece
+from divergence.comparison.align.pairs import Alignment, Pair, Piece
+from divergence.comparison.decide.advice import WithinAdvice
 from divergence.comparison.result import Skipped, Verdict
 from divergence.errors import UsageError
 from divergence.run.command import command_line

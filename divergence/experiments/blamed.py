@@ -21,7 +21,12 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.comparison.owner import Disagreement, disagreement, replaced_in, without_pads
+from divergence.comparison.preflight.owner import (
+    Disagreement,
+    disagreement,
+    replaced_in,
+    without_pads,
+)
 from divergence.comparison.result import Report
 from divergence.experiments.localization import Localization, OwnError
 from divergence.experiments.machine import Maker

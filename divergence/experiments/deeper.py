@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from divergence.comparison.advice import Advice, beside
 from divergence.comparison.api import Measured
+from divergence.comparison.decide.advice import Advice, beside
 from divergence.numerics.chance import spread
 from divergence.run.command import command_line
 

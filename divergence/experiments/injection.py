@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from divergence.comparison.align import Pair
+from divergence.comparison.align.pairs import Pair
 from divergence.errors import PlantError
 from divergence.recording.plant import FORWARDS, Plant
 from divergence.run.reader import Run

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from divergence.comparison.api import compare
-from divergence.comparison.operator_verdict import onset_result
-from divergence.comparison.operators_result import CausalCheck
+from divergence.comparison.operators.result import CausalCheck
+from divergence.comparison.operators.verdict import onset_result
 from divergence.comparison.result import Report, SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.given import stands_alone

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from divergence.comparison.reduced import equal_contents
+from divergence.comparison.measure.reduced import equal_contents
 from divergence.experiments.localization import Repetition
 from divergence.numerics.chance import spread
 from divergence.numerics.floor import THRESHOLDS

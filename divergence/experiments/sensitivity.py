@@ -19,8 +19,8 @@ from pathlib import Path
 
 from divergence._version import __version__
 from divergence.comparison.api import measure_runs, summary_of
-from divergence.comparison.judge import judge
-from divergence.comparison.preflight import preflight
+from divergence.comparison.decide.judge import judge
+from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.confirm import confirm_sizes

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align import Pair
+from divergence.comparison.align.pairs import Pair
 from divergence.comparison.api import Measured
-from divergence.comparison.escalated import compare_escalated
-from divergence.comparison.floors import ModelFloor
-from divergence.comparison.judge import judge
-from divergence.comparison.measure import Measurer
+from divergence.comparison.decide.judge import judge
+from divergence.comparison.measure.escalated import compare_escalated
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.result import SiteResult, Verdict
-from divergence.comparison.truth import inputs_of
 from divergence.experiments.faults import Fault
 from divergence.experiments.overlay import Overlay
 from divergence.numerics.floor import THRESHOLDS, Thresholds

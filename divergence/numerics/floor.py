@@ -63,7 +63,7 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     median of all block outputs, which tell how unlike the two sides' kernels are.
     ``token``: a single token's ratio; ``token_sibling``: over the siblings' worst tokens.
     ``forward``: one forward of one prompt, its ratio over its siblings' there, over the largest
-    that a sibling shows among as many forwards (compare.looks).
+    that a sibling shows among as many forwards (blocks.looks).
     ``standout``: the typical token's ratio over its siblings', within all limits, from which on a
     block is pointed at.
     ``free_gain``: by how much a block may enlarge an inherited relative error of its update.

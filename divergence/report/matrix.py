@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from divergence.comparison.matrix_result import Matrix, MatrixRow
+from divergence.comparison.fleet.result import Matrix, MatrixRow
 from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
 from divergence.report.numbers import count, decimal, share, times
 from divergence.report.summary import VERDICT_STYLES

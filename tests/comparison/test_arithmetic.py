@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from divergence.comparison.arithmetic import expected_w, explain_arithmetic
-from divergence.comparison.case import Case
-from divergence.comparison.probes import judge_probes
+from divergence.comparison.arithmetic.facts import expected_w, explain_arithmetic
+from divergence.comparison.arithmetic.probes import judge_probes
+from divergence.comparison.decide.case import Case
 from divergence.run.arithmetic import ArithmeticFact
 from divergence.run.manifest import (
     Environment,

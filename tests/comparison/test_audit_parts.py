@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.comparison.audit_parts import find_parts
-from divergence.comparison.graph import Node, forwards_of
+from divergence.comparison.operators.graph import Node, forwards_of
+from divergence.comparison.precision.parts import find_parts
 from divergence.recording.keep import CopyKeeper
 from divergence.recording.operators import OperatorRecorder
 from divergence.run.call import Call, Operand

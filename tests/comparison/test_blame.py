@@ -8,11 +8,11 @@ import statistics
 import pytest
 import torch
 
-from divergence.comparison.blame import forward_controls, questions
-from divergence.comparison.figures import figure
+from divergence.comparison.blocks.blame import forward_controls, questions
+from divergence.comparison.blocks.standing import standing_of
+from divergence.comparison.decide.figures import figure
+from divergence.comparison.measure.truth import Tally
 from divergence.comparison.result import SiteResult
-from divergence.comparison.standing import standing_of
-from divergence.comparison.truth import Tally
 from divergence.numerics.against import measure_against
 from divergence.numerics.floor import THRESHOLDS
 

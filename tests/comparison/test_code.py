@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.causes import first_difference, template_cause, weight_causes
-from divergence.comparison.code import code_differences, code_evidence, code_line
-from divergence.comparison.configuration import config_differences, config_line
+from divergence.comparison.preflight.causes import first_difference, template_cause, weight_causes
+from divergence.comparison.preflight.code import code_differences, code_evidence, code_line
+from divergence.comparison.preflight.configuration import config_differences, config_line
 from divergence.recording.api import capture
 from divergence.run.manifest import CodeNote
 from divergence.run.reader import Run

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
+from divergence.comparison.align.names import find_prefix, load_name_map
 from divergence.comparison.api import compare
-from divergence.comparison.names import find_prefix, load_name_map
 from divergence.errors import ConfigError, IncomparableError
 from divergence.recording.api import capture
 from divergence.run.site import module_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.camps import fingerprints
-from divergence.comparison.many import compare_many
+from divergence.comparison.fleet.camps import fingerprints
+from divergence.comparison.fleet.many import compare_many
 from divergence.errors import IncomparableError
 from divergence.numerics.fold import fold_tensor
 from divergence.run.item import Item

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import divergence.recording.api as capture_api
-from divergence.comparison import sampling
 from divergence.comparison.api import compare
-from divergence.comparison.check import check
-from divergence.comparison.drift import find_drift
+from divergence.comparison.blocks.drift import find_drift
+from divergence.comparison.gate.check import check
+from divergence.comparison.tokens import sampling
 from divergence.numerics.floor import THRESHOLDS
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

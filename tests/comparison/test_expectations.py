@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.audit_result import PARTS
-from divergence.comparison.expectations import FAMILIES, expectation, family_of, is_below
+from divergence.comparison.precision.expectations import FAMILIES, expectation, family_of, is_below
+from divergence.comparison.precision.result import PARTS
 
 MODELS = Path(importlib.util.find_spec("transformers").origin).parent / "models"
 

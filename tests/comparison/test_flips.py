@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from divergence.comparison import deciding
 from divergence.comparison.api import compare
-from divergence.comparison.check import evaluate, is_tie
-from divergence.comparison.drift import find_drift
-from divergence.comparison.flips import TIE
-from divergence.comparison.policy import Policy
-from divergence.comparison.tokens import compare_tokens
+from divergence.comparison.blocks.drift import find_drift
+from divergence.comparison.gate.check import evaluate, is_tie
+from divergence.comparison.gate.policy import Policy
+from divergence.comparison.tokens import deciding
+from divergence.comparison.tokens.choices import compare_tokens
+from divergence.comparison.tokens.flips import TIE
 from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.logits import kl_divergence, logit_error
 from divergence.recording.api import capture
@@ -306,8 +306,8 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
             row[wrong] = row.max() + 1
         return row
 
-    for module in ("deciding", "tokens", "sampling"):
-        monkeypatch.setattr(f"divergence.comparison.{module}.logits_row", pushed)
+    for module in ("deciding", "choices", "sampling"):
+        monkeypatch.setattr(f"divergence.comparison.tokens.{module}.logits_row", pushed)
     verdict = compare(a, other, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("drift", "candidate")
     assert "flips over a gap" in verdict.summary

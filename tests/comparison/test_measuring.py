@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import torch
 
-from divergence.comparison import measuring
-from divergence.comparison.align import align
+from divergence.comparison.align.pairs import align
 from divergence.comparison.api import compare
-from divergence.comparison.floors import ModelFloor
-from divergence.comparison.many import compare_many
-from divergence.comparison.measure import Measurer
-from divergence.comparison.measuring import judge_pairs, measure_all, measure_pairs
-from divergence.comparison.reading import Reading
+from divergence.comparison.fleet.many import compare_many
+from divergence.comparison.measure import pipeline as measuring
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.pipeline import judge_pairs, measure_all, measure_pairs
+from divergence.comparison.measure.reading import Reading
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.kernels import has_compiled
 from divergence.recording.api import capture
@@ -136,7 +136,7 @@ def test_large_pairs_are_shared_by_threads(case, monkeypatch):
     measurer, pairs = case()
     whole = measure_all(measurer, pairs)
     for name in ("_AHEAD_BYTES", "_LARGE_BYTES"):
-        monkeypatch.setattr(f"divergence.comparison.measuring.{name}", 1)
+        monkeypatch.setattr(f"divergence.comparison.measure.pipeline.{name}", 1)
     fresh, pairs = case()
     assert [r.site for r in measure_all(fresh, pairs)] == [r.site for r in whole]
 
@@ -153,7 +153,7 @@ def test_pairs_are_fetched_ahead(case, monkeypatch):
     measurer, pairs = case()
     measure_all(measurer, pairs)
     assert fetched == []
-    monkeypatch.setattr("divergence.comparison.measuring._FETCHED_ALONE_BYTES", 1)
+    monkeypatch.setattr("divergence.comparison.measure.pipeline._FETCHED_ALONE_BYTES", 1)
     measurer, pairs = case()
     measure_all(measurer, pairs)
     wanted = [pair.reference.record.site for pair in pairs]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from divergence.comparison.names import find_prefix
+from divergence.comparison.align.names import find_prefix
 
 BLOCKS = [f"layers.{number}.mlp:out" for number in range(8)] + ["norm:out", "embed_tokens:out"]
 

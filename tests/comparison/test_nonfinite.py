@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.case import Case
-from divergence.comparison.golden import bless
-from divergence.comparison.nonfinite import find_nonfinite
+from divergence.comparison.blocks.nonfinite import find_nonfinite
+from divergence.comparison.decide.case import Case
+from divergence.comparison.gate.golden import bless
 from divergence.comparison.result import NonfiniteCount
 from divergence.errors import UsageError
 from divergence.recording.api import capture
@@ -149,7 +149,7 @@ def case_of(healthy, tmp_path, **changes):
         site = msgspec.structs.replace(template, nonfinite=counts)
         site.site = name.replace("__", ":").replace("_mask", ".attention_mask")
         made.append(site)
-    from divergence.comparison.advice import Advice
+    from divergence.comparison.decide.advice import Advice
 
     return Case(
         sites=made, preflight=[], tokens=None, anchored=False, routed=frozenset(),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.comparison.operator_judge import judge_operators
-from divergence.comparison.operator_verdict import with_operators
-from divergence.comparison.operators import measure_operators
+from divergence.comparison.operators.judge import judge_operators
+from divergence.comparison.operators.measure import measure_operators
+from divergence.comparison.operators.verdict import with_operators
 from divergence.comparison.result import Verdict
 from divergence.run.call import Call, Operand
 from divergence.run.scalars import other_scalars

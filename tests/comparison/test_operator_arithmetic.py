@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.arithmetic import Explained
-from divergence.comparison.operator_arithmetic import with_arithmetic
-from divergence.comparison.operators_result import OperatorResult, OperatorsResult
+from divergence.comparison.arithmetic.facts import Explained
+from divergence.comparison.operators.arithmetic import with_arithmetic
+from divergence.comparison.operators.result import OperatorResult, OperatorsResult
 from divergence.comparison.result import Evidence, Verdict
 from divergence.run.arithmetic import ArithmeticFact, subjects_of
 

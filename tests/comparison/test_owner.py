@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.contradiction import contradicts
-from divergence.comparison.operator_verdict import with_operators
-from divergence.comparison.operators_result import OperatorResult, OperatorsResult
-from divergence.comparison.owner import disagreement, other_code, replaced_in, with_owner
+from divergence.comparison.decide.contradiction import contradicts
+from divergence.comparison.operators.result import OperatorResult, OperatorsResult
+from divergence.comparison.operators.verdict import with_operators
+from divergence.comparison.preflight.owner import disagreement, other_code, replaced_in, with_owner
 from divergence.comparison.result import Evidence, Onset, Verdict
 from divergence.errors import IncomparableError
 from divergence.recording.api import capture
@@ -121,7 +121,9 @@ def test_code_of_another_block_does_not_count():
 
 def test_a_truth_of_other_code_is_refused(runs, monkeypatch):
     """Where both manifests tell the code, before anything is measured."""
-    monkeypatch.setattr("divergence.comparison.truth.other_code", lambda own, truth: ["LlamaMLP"])
+    monkeypatch.setattr(
+        "divergence.comparison.measure.truth.other_code", lambda own, truth: ["LlamaMLP"]
+    )
     with pytest.raises(IncomparableError, match="made by other code than the run it repeats: Ll"):
         compare(runs / "a", runs / "b", truth=runs / "truth")
 

@@ -19,12 +19,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.comparison import ranks
-from divergence.comparison.align import Pair, Piece, align
-from divergence.comparison.floors import ModelFloor
-from divergence.comparison.measure import Measurer
-from divergence.comparison.measuring import measure_all, measured_by
-from divergence.comparison.ranks import _packed, _unpacked, num_processes, share_out
+from divergence.comparison.align.pairs import Pair, Piece, align
+from divergence.comparison.measure import processes as ranks
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.pipeline import measure_all, measured_by
+from divergence.comparison.measure.processes import _packed, _unpacked, num_processes, share_out
 from divergence.errors import RunFormatError
 from divergence.numerics.summary import summarize
 from divergence.recording.api import capture
@@ -208,7 +208,7 @@ def test_an_error_is_said_once(fleet):
 
 FAILING = """
 import os, sys
-from divergence.comparison import ranks
+from divergence.comparison.measure import processes as ranks
 
 measure = ranks.measure_pairs
 

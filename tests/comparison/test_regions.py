@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.comparison.operator_judge import judge_operators
-from divergence.comparison.operators import measure_operators
+from divergence.comparison.operators.judge import judge_operators
+from divergence.comparison.operators.measure import measure_operators
 
 PASSES = ("anchored", "anchored")
 

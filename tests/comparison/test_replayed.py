@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.align import align
+from divergence.comparison.align.pairs import align
 from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, UsageError
 from divergence.ops.replay import replay

@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 
-from divergence.comparison import routing
 from divergence.comparison.api import compare
+from divergence.comparison.experts import routing
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines import _tiny_weights, tiny

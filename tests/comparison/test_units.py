@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from divergence.comparison.blocks.units import build_units, flag
 from divergence.comparison.result import SiteResult
-from divergence.comparison.units import build_units, flag
 from divergence.numerics.floor import THRESHOLDS
 
 

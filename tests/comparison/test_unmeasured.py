@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from divergence.comparison.unmeasured import estimated_evidence, unmeasured_evidence
+from divergence.comparison.measure.unmeasured import estimated_evidence, unmeasured_evidence
 
 
 def site(step, *, error=None, at_least=None, rel_l2=None, identical=False):

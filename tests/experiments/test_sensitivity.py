@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare, measure_runs
-from divergence.comparison.preflight import preflight
+from divergence.comparison.preflight.lines import preflight
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.faults import FAULTS, faults_named
 from divergence.experiments.overlay import Overlay

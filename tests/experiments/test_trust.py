@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from divergence.comparison.advice import _options
+from divergence.comparison.decide.advice import _options
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.confirm import confirm_sizes
 from divergence.experiments.machine import Maker

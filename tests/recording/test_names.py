@@ -7,7 +7,7 @@ import json
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.check import check
+from divergence.comparison.gate.check import check
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.site import escape_path, is_operator_site, module_of, split_site, unescape_path

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.code import code_line
+from divergence.comparison.preflight.code import code_line
 from divergence.errors import ModelError, UsageError
 from divergence.recording.api import capture
 from divergence.recording.engines.offloaded import device_map_of, map_text

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.code import code_line
+from divergence.comparison.preflight.code import code_line
 from divergence.errors import UsageError
 from divergence.recording.api import capture
 from divergence.recording.engines.distributed import why_not

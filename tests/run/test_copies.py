@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.golden import bless
+from divergence.comparison.gate.golden import bless
 from divergence.errors import RunFormatError
 from divergence.run.packing import pack, unpack
 from divergence.run.reader import Run

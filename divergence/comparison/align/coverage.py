@@ -1,0 +1,344 @@
+"""Coverage: what became of every record of both runs.
+
+A verdict is worth what it looked at. Alignment pairs the tensors of the passes that both runs hold;
+this module adds what alignment alone does not see: passes, operators and forwards that the
+candidate lacks, sites that an anchored pass should have shown and did not, and modules that only
+the candidate has. It then counts, pass by pass, what the reference holds and what became of it
+(PassCoverage). A record that is none of paired, unmatched, skipped and judged elsewhere would be a
+fault of this tool; it is listed as missing, so that it can never pass unseen.
+
+When is a site that only the candidate has a lack of coverage? Not where the candidate was asked to
+record more (``--sites``), but where the *reference* was asked to record it too and has no such
+module: its ``plan.sites`` select the site, and its ``plan.modules``, every module it had hooks on,
+does not hold the module. That is another architecture, an extra block for instance. A module that
+both have but that ran on one side alone (an expert that no token was sent to) is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from divergence.comparison.align.coverage_result import PassCoverage
+from divergence.comparison.align.kinds import kinds_of
+from divergence.comparison.align.names import NameMap
+from divergence.comparison.align.pairs import Alignment, Piece, compared_passes, indexed
+from divergence.comparison.operators.result import OperatorsResult
+from divergence.comparison.result import SiteResult, Skipped, TokensResult
+from divergence.config import BUILTIN_SITES
+from divergence.errors import IncomparableError
+from divergence.numerics.formats import format_named
+from divergence.run.manifest import Manifest, ModuleNote
+from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.site import compile_patterns, module_of
+
+__all__ = ["account", "tokens_row"]
+
+Key = tuple[str, int, int, str]
+"""(pass, sample, step, site)"""
+
+_GIVEN = "inputs that the anchored pass puts in place"
+_CLOSER = "the candidate's anchored pass got this run's own inputs instead"
+_BY_DIGEST = "weights, by their digests in preflight"
+_ALONE = "a run's whole pass is held against its own decode steps: compare RUN"
+_NOT_WIDENED = "integers and masks, which no pass widens"
+_NO_ANCHOR = (
+    "operators are compared where blocks had equal inputs, and the candidate has no such pass"
+)
+_OTHER_CALLS = "computed by other operators there, judged where the two meet again"
+UNACCOUNTED = "unaccounted for: a fault of this tool"
+
+
+@dataclass(slots=True)
+class _Row:
+    """Counts of one pass under way."""
+
+    pass_: str
+    what: Literal["tensors", "operators", "tokens"]
+    counts: Counter[str] = field(default_factory=Counter)
+    elsewhere: list[str] = field(default_factory=list)
+    reason: str | None = None
+
+    def add(self, fate: str, why: str | None = None, number: int = 1) -> None:
+        self.counts[fate] += number
+        if fate == "elsewhere" and why is not None and why not in self.elsewhere:
+            self.elsewhere.append(why)
+        elif fate in ("missing", "skipped", "extra") and self.reason is None:
+            self.reason = why
+
+    def result(self) -> PassCoverage:
+        found = {f"num_{fate}": number for fate, number in self.counts.items()}
+        held = sum(number for fate, number in self.counts.items() if fate != "extra")
+        return PassCoverage(
+            pass_=self.pass_,
+            what=self.what,
+            num_reference=held,
+            **{"num_compared": 0, **found},
+            elsewhere="; ".join(self.elsewhere) or None,
+            reason=self.reason,
+        )
+
+
+def account(
+    alignment: Alignment,
+    a: Run,
+    b: Run,
+    *,
+    rename: NameMap,
+    escalated: Sequence[SiteResult] = (),
+    operators: OperatorsResult | None = None,
+) -> tuple[Alignment, list[PassCoverage]]:
+    """The alignment with all that has no partner, and the coverage by pass.
+
+    ``escalated``: what compare_escalated measured. ``operators``: those that were compared.
+    Raises IncomparableError where all that was paired holds no element.
+    """
+    empty = sum(_is_empty(pair.reference, pair.candidate) for pair in alignment.pairs)
+    if alignment.pairs and empty == len(alignment.pairs) and operators is None:
+        raise IncomparableError(
+            f"nothing was compared: none of the {empty} tensors in common has an element",
+            where=f"{a.path} and {b.path}",
+            hint="capture other sites, or a prompt that has tokens",
+        )
+    ledger = _Ledger(alignment, a, b, rename, escalated, operators)
+    ledger.tensors()
+    ledger.reference_alone()
+    ledger.operators()
+    ledger.candidate_alone()
+    rows = [row.result() for row in ledger.rows.values() if row.counts]
+    done = replace(alignment, only_reference=[*alignment.only_reference, *ledger.missing])
+    return done, rows
+
+
+def tokens_row(tokens: TokensResult | None) -> list[PassCoverage]:
+    """The generated tokens as one more row: nothing where the reference generated none."""
+    if tokens is None or not tokens.num_reference:
+        return []
+    row = _Row("free", "tokens")
+    row.add("compared", number=tokens.num_tokens - tokens.num_other_text)
+    if tokens.num_missing:
+        row.add("missing", "the candidate generated fewer tokens", tokens.num_missing)
+    rest = tokens.num_reference - sum(row.counts.values())
+    if rest > 0:
+        row.add("elsewhere", "tokens that follow a difference continue another text", rest)
+    return [row.result()]
+
+
+def _is_empty(one: Piece, other: Piece) -> bool:
+    return one.record.numel == 0 and other.record.numel == 0
+
+
+class _Ledger:
+    """Fills the rows, and lists what is missing."""
+
+    def __init__(
+        self,
+        alignment: Alignment,
+        a: Run,
+        b: Run,
+        rename: NameMap,
+        escalated: Sequence[SiteResult],
+        operators: OperatorsResult | None,
+    ) -> None:
+        self._alignment, self._a, self._b, self._rename = alignment, a, b, rename
+        self._escalated, self._operators = escalated, operators
+        self._notes = a.manifest.plan.modules
+        self._replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
+        self._split = a.manifest.tokens.groups != b.manifest.tokens.groups
+        self._kinds = kinds_of(a), kinds_of(b)
+        self._passes = compared_passes(a.manifest, b.manifest, [])
+        self.rows: dict[tuple[str, str], _Row] = {}
+        self.missing: list[Skipped] = []
+
+    def _row(self, pass_: str, what: Literal["tensors", "operators"]) -> _Row:
+        return self.rows.setdefault((pass_, what), _Row(pass_, what))
+
+    def _lacks(self, pass_: str, sample: int, step: int, site: str, reason: str) -> None:
+        self.missing.append(
+            Skipped(pass_=pass_, sample=sample, step=step, site=site, reason=reason,
+                    side="reference")
+        )  # fmt: skip
+
+    def tensors(self) -> None:
+        """Tensors of modules in the passes that are compared one by one."""
+        pieces = {} if self._replays else indexed(self._a, split=self._split)
+        theirs = {} if self._replays else indexed(self._b, split=self._split)
+        forwards = {key[:3] for key in theirs}
+        paired = {
+            _key(pair.pass_, pair.reference): _is_empty(pair.reference, pair.candidate)
+            for pair in self._alignment.pairs
+        }
+        alone = {_key_of(item): item for item in self._alignment.only_reference}
+        skipped = {
+            _key_of(item): item for item in self._alignment.skipped if item.side != "candidate"
+        }
+        for label, ours_in, theirs_in in self._passes:
+            row = self._row(label, "tensors")
+            again = (ours_in, theirs_in) == ("free", "anchored")
+            for (found_in, sample, step, site), _ in pieces.items():
+                if found_in != ours_in:
+                    continue
+                if again and (theirs_in, sample, step) not in forwards:
+                    continue  # no anchor reached it: judged in the free pass
+                key = (label, sample, step, site)
+                if key in paired:
+                    row.add("empty" if paired.pop(key) else "compared")
+                elif key in alone:
+                    row.add("missing", alone[key].reason)
+                elif key in skipped:
+                    row.add("skipped", skipped.pop(key).reason)
+                elif theirs_in == "anchored" and self._is_given(site):
+                    row.add("elsewhere", _GIVEN)
+                else:
+                    known = (theirs_in, sample, step, self._rename(site)) in theirs
+                    reason = UNACCOUNTED if known else f"not in the candidate's {theirs_in} pass"
+                    row.add("missing", reason)
+                    self._lacks(label, sample, step, site, reason)
+        for item in skipped.values():  # parts of ranks that make no tensor
+            if item.side == "reference":
+                self._row(item.pass_, "tensors").add("skipped", item.reason)
+
+    def _is_given(self, site: str) -> bool:
+        note = self._notes.get(module_of(site))
+        port = site.rpartition(":")[2]
+        return port.startswith("in") and note is not None and note.role in ("block", "trunk")
+
+    def reference_alone(self) -> None:
+        """Passes of the reference that are not compared tensor by tensor, and its weights."""
+        a, b = self._a.manifest, self._b.manifest
+        compared = {ours for _, ours, _ in self._passes}
+        judged = {(s.sample, s.step, s.site) for s in self._escalated if s.of != "reference"}
+        whole = {r.coordinates for r in self._b.records if r.pass_ == "whole"}
+        for record in self._a.records:
+            kind = self._kinds[0](record)
+            pass_, sample, step, site = record.coordinates
+            if kind == "operator" or (kind == "tensor" and pass_ in compared and not self._replays):
+                continue
+            row = self._row(pass_, "tensors")
+            if kind == "weight":
+                row.add("elsewhere", _BY_DIGEST)
+                continue
+            if self._replays:
+                row.add("missing", "a replay holds operators alone")
+                continue
+            if kind == "whole":
+                reason = "the candidate has no whole pass there"
+                if ("whole", sample, step, self._rename(site)) in whole:
+                    row.add("elsewhere", _ALONE)
+                    continue
+            elif pass_ == "escalated":
+                if (sample, step, site) in judged or (sample, step, self._rename(site)) in judged:
+                    row.add("compared")
+                    continue
+                if format_named(record.dtype).kind != "float":
+                    row.add("elsewhere", _NOT_WIDENED)
+                    continue
+                reason = _why_not_escalated(b)
+            elif b.plan.anchored_to == a.id:
+                row.add("elsewhere", _CLOSER)
+                continue
+            else:
+                reason = f"the candidate has no {pass_} pass" + (
+                    " to the same inputs" if pass_ in b.plan.passes else ""
+                )
+            row.add("missing", reason)
+            self._lacks(pass_, sample, step, site, reason)
+
+    def operators(self) -> None:
+        """Of operators the module and forward count: the calls may differ (operators.match)."""
+        lone = set()
+        if self._operators is not None:
+            lone = {one.site for one in self._operators.unmatched if one.side == "reference"}
+        ours = [r for r in self._a.records if self._kinds[0](r) == "operator"]
+        if not ours:
+            return
+        a, b = self._a.manifest, self._b.manifest
+        theirs = {
+            (r.pass_, r.sample, r.step, _caller(r))
+            for r in self._b.records
+            if self._kinds[1](r) == "operator"
+        }
+        partners = {mine: other for label, mine, other in self._passes if label == "anchored"}
+        if a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to:
+            partners["escalated"] = "escalated"
+        for record in ours:
+            row = self._row(record.pass_, "operators")
+            other = partners.get(record.pass_)
+            caller = self._rename(f"{_caller(record)}:out").rpartition(":")[0]
+            if other is None and record.pass_ in ("anchored", "free") and "free" in partners:
+                row.add("elsewhere", _CLOSER)
+                continue
+            if other is None and record.pass_ == "free" and self._operators is not None:
+                row.add("elsewhere", "operators are compared in the anchored pass")
+                continue
+            if other is not None and (other, record.sample, record.step, caller) in theirs:
+                if self._operators is not None:
+                    own = record.site.rpartition(":")[0] in lone
+                    row.add("elsewhere" if own else "compared", _OTHER_CALLS)
+                    continue
+                reason = "its operators were not compared"
+                row.add("missing", reason)
+            elif other is None:
+                reason = _NO_ANCHOR
+                row.add("missing", reason)
+            else:
+                reason = f"the candidate recorded no operator of {caller} in its {other} pass"
+                row.add("missing", reason)
+            self._lacks(record.pass_, record.sample, record.step, record.site, reason)
+
+    def candidate_alone(self) -> None:
+        """Sites of modules that the reference has not, though it was asked to record them."""
+        extra = _extra_modules(self._a.manifest, self._b.manifest, self._rename)
+        for item in self._alignment.only_candidate:
+            if module_of(item.site) in extra and item.pass_ in ("free", "anchored"):
+                self._row(item.pass_, "tensors").add(
+                    "extra", f"the reference has no module {module_of(item.site)}"
+                )
+
+
+def _extra_modules(a: Manifest, b: Manifest, rename: NameMap) -> set[str]:
+    """Modules of ``b`` that ``a`` lacks although its sites would have put a hook on them."""
+    if not a.plan.modules or a.mesh is not None or b.mesh is not None:
+        return set()  # a rank hooks what it has
+    ours = {rename(f"{path}:out").rpartition(":")[0] for path in a.plan.modules}
+    selects = _selects(a.plan.sites)
+    return {
+        path for path, note in b.plan.modules.items() if path not in ours and selects(path, note)
+    }
+
+
+def _selects(sites: Iterable[str]) -> Callable[[str, ModuleNote], bool]:
+    """Would a capture with these sites record something of a module?"""
+    sites = list(sites)
+    patterns = [one for one in sites if one not in BUILTIN_SITES and not one.startswith("ops@")]
+    match = compile_patterns(
+        [one if one.startswith("re:") else one.rpartition(":")[0] or one for one in patterns]
+    )
+
+    def selects(path: str, note: ModuleNote) -> bool:
+        if "modules" in sites or ("blocks" in sites and note.role in ("block", "trunk")):
+            return True
+        return any(match(f"{path}:{port}") for port in ("out", "in"))
+
+    return selects
+
+
+def _why_not_escalated(b: Manifest) -> str:
+    if "escalated" not in b.plan.passes:
+        return "the candidate has no escalated pass"
+    return "the two escalated passes had other inputs; a truth (--truth) judges each by itself"
+
+
+def _caller(record: Record) -> str:
+    return record.site.rpartition(":")[0].rpartition("/")[0]
+
+
+def _key(pass_: str, piece: Piece) -> Key:
+    return (pass_, piece.sample, piece.record.step, piece.record.site)
+
+
+def _key_of(item: Skipped) -> Key:
+    return (item.pass_, item.sample, item.step, item.site)

@@ -1,0 +1,241 @@
+"""Integers and bools: they do not round, so where two sides have other ones, one side is wrong.
+
+Equality is the rule for what is given to the model and what is counted: masks, position numbers,
+cache positions, token ids. A mask is compared where a real token looks: rows of padding may be
+masked in one way or another.
+
+A choice that is made of numbers (the experts of a token, an argmax) is another matter: rounding
+may decide it. It is right where it follows from the side's own scores, recorded as a float output
+of the same module: the k chosen are k largest, up to what is equal but for rounding. Where that
+holds for every token of the reference, it must hold for the candidate (and the other way round);
+what differs then is rounding in the scores, which are judged themselves. Where no scores were
+recorded, or they do not decide on either side (groups, added biases), it is only said how many
+tokens agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from divergence.comparison.align.pairs import Alignment, Pair
+from divergence.comparison.align.pieces import Pieces
+from divergence.comparison.result import SiteResult
+from divergence.numerics.formats import format_named
+from divergence.run.manifest import Manifest
+from divergence.run.nonfinite import is_mask
+from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.site import module_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Integers", "find_integers"]
+
+_GIVEN = ("mask", "position", "input_ids", "token_type", "seq_len", "cache")
+"""In a port's name: what tells a module what to look at, and is not chosen by rounding."""
+
+_OUTPUTS = ("out", "out.1", "out.2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integers:
+    """An integer or bool tensor that differs at ``num_different`` of ``num_compared`` elements (of
+    a choice: tokens). ``choice``: made of numbers; then ``side`` chose what its own scores do not
+    say, or is None where nothing more is known than that they differ (``judged`` False)."""
+
+    result: SiteResult
+    num_different: int
+    num_compared: int
+    reference: str
+    candidate: str
+    choice: bool
+    judged: bool = True
+    side: Literal["reference", "candidate"] | None = None
+
+
+def find_integers(
+    a: Run,
+    b: Run,
+    alignment: Alignment,
+    sites: Sequence[SiteResult],
+    *,
+    truth: Run | None,
+) -> list[Integers]:
+    """All that differ, in the order of the alignment: the anchored pass first."""
+    results = {(s.pass_, s.sample, s.step, s.site): s for s in sites}
+    pieces = Pieces(a, b)
+    found: list[Integers] = []
+    for pair in alignment.pairs:
+        one, two = pair.reference.record, pair.candidate.record
+        kinds = {format_named(record.dtype).kind for record in (one, two)}
+        if kinds & {"float", "complex"} or not (a.has_bytes(one) and b.has_bytes(two)):
+            continue
+        result = results.get((pair.pass_, pair.reference.sample, two.step, one.site))
+        if result is None or result.identical:
+            continue
+        look = _choice if _is_choice(one, a) else _given
+        difference = look(pair, result, a, b, pieces, truth)
+        if difference is not None:
+            found.append(difference)
+    return found
+
+
+def _is_choice(record: Record, run: Run) -> bool:
+    """Made of floating-point numbers, not given: an output beside a float one of the same module,
+    or what a block that routes tokens hands to its experts. Bools are no choices."""
+    site, manifest = record.site, run.manifest
+    path, _, port = site.partition(":")
+    if any(word in port for word in _GIVEN) or format_named(record.dtype).kind == "bool":
+        return False
+    if any(
+        note.routed and module_of(site).startswith(block + ".")
+        for block, note in manifest.plan.modules.items()
+    ):
+        return True
+    beside = (
+        run.find((record.pass_, record.sample, record.step, f"{path}:{other}"))
+        for other in _OUTPUTS
+        if port.startswith("out")
+    )
+    return any(other is not None and format_named(other.dtype).kind == "float" for other in beside)
+
+
+def _given(
+    pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces, truth: Run | None
+) -> Integers | None:
+    one, two = pair.reference.record, pair.candidate.record
+    x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
+    if x.shape != y.shape:
+        return None  # some positions of the other's
+    other = x.long() != y.long()
+    real = _real_tokens(pair, a.manifest, x.shape, mask=is_mask(one.site))
+    if real is not None:
+        other = other & real
+    if not bool(other.any()):
+        return None
+    first = tuple(int(index) for index in other.nonzero()[0])
+    return Integers(
+        result=result,
+        num_different=int(other.sum()),
+        num_compared=x.numel() if real is None else int(real.expand_as(other).sum()),
+        reference=_shown(x, first),
+        candidate=_shown(y, first),
+        choice=False,
+        side=_side(a, one, b, two, truth),
+    )
+
+
+def _shown(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
+    return str(tensor[index].item())
+
+
+def _side(
+    a: Run, one: Record, b: Run, two: Record, truth: Run | None
+) -> Literal["reference", "candidate"] | None:
+    """The side that the truth does not have the integers of."""
+    if truth is None:
+        return None
+    for pass_ in dict.fromkeys((one.pass_, two.pass_, "free", "anchored")):
+        for record in (one, two):
+            right = truth.find((pass_, record.sample, record.step, record.site))
+            if right is None or right.xxh3 is None:
+                continue
+            if right.xxh3 == one.xxh3 != two.xxh3:
+                return "candidate"
+            if right.xxh3 == two.xxh3 != one.xxh3:
+                return "reference"
+    return None
+
+
+def _real_tokens(
+    pair: Pair, manifest: Manifest, shape: Sequence[int], *, mask: bool
+) -> torch.Tensor | None:
+    """True where a real token's row is, to be broadcast; None where nothing is padded, or rows
+    cannot be told."""
+    import torch
+
+    piece = pair.reference
+    if piece.row is not None or piece.record.step > 0 or len(shape) < 2:
+        return None
+    group = next((g for g in manifest.tokens.groups if g and g[0] == piece.record.sample), [])
+    samples = [manifest.tokens.samples[number] for number in group]
+    if not any(s.num_left_pad or s.num_right_pad for s in samples) or shape[0] != len(samples):
+        return None
+    length = samples[0].num_left_pad + len(samples[0].prompt_ids) + samples[0].num_right_pad
+    axis = len(shape) - 2 if mask and len(shape) >= 3 else 1
+    if shape[axis] != length:
+        return None
+    real = torch.ones(len(samples), length, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        real[row, : sample.num_left_pad] = False
+        if sample.num_right_pad:
+            real[row, -sample.num_right_pad :] = False
+    view = [1] * len(shape)
+    view[0], view[axis] = len(samples), length
+    return real.reshape(view)
+
+
+def _choice(
+    pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces, truth: Run | None
+) -> Integers | None:
+    x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
+    if x.shape != y.shape or x.ndim < 1:
+        return None
+    sets = [t.reshape(-1, t.shape[-1]).long().sort(-1).values for t in (x, y)]
+    other = (sets[0] != sets[1]).any(-1)
+    real = pieces.row_mask(pair.reference, tuple(x.shape))
+    if real is not None:
+        other = other & real
+    if not bool(other.any()):
+        return None  # the same ones, in another order
+    right = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
+    side: Literal["reference", "candidate"] | None = None
+    if right == [True, False]:
+        side = "candidate"
+    elif right == [False, True]:
+        side = "reference"
+    first = int(other.nonzero()[0])
+    return Integers(
+        result=result,
+        num_different=int(other.sum()),
+        num_compared=len(other) if real is None else int(real.sum()),
+        reference=str(sets[0][first].tolist()),
+        candidate=str(sets[1][first].tolist()),
+        choice=True,
+        judged=side is not None,
+        side=side,
+    )
+
+
+def _follows(run: Run, record: Record, chosen: torch.Tensor) -> bool | None:
+    """Are the chosen of every token the largest of the module's own scores? None where no float
+    output of the same module has a row of more scores for each."""
+    import torch
+
+    path, _, own = record.site.partition(":")
+    if not own.startswith("out"):
+        return None
+    k = chosen.shape[-1]
+    rows = chosen.reshape(-1, k).long()
+    for port in _OUTPUTS:
+        other = run.find((record.pass_, record.sample, record.step, f"{path}:{port}"))
+        if other is None or format_named(other.dtype).kind != "float" or not run.has_bytes(other):
+            continue
+        if other.positions != record.positions or not other.shape or other.shape[-1] <= k:
+            continue
+        scores = run.read(other).double().reshape(-1, other.shape[-1])
+        if len(scores) != len(rows) or int(rows.max()) >= scores.shape[-1] or int(rows.min()) < 0:
+            continue
+        if not bool(torch.isfinite(scores).all()):
+            continue
+        behind = scores.topk(k, dim=-1).values[:, -1:] - scores.gather(-1, rows)
+        # what is compared are often probabilities, rounded once more: those that lie closer than
+        # two roundings, also where a sigmoid is flat, are equal
+        slope = torch.sigmoid(-scores.abs().amax(-1, keepdim=True))
+        unit = format_named(other.dtype).unit_roundoff
+        distinct = (rows.sort(-1).values.diff(dim=-1) != 0).all()
+        return bool((behind * slope <= 2 * unit).all()) and bool(distinct)
+    return None

@@ -1,0 +1,293 @@
+"""Routing: which tokens both sides, and the truth, sent to the same experts.
+
+A router chooses k of E experts for each token: a discrete choice. Where two scores are nearer
+than rounding, correct machines choose differently, and from there on that token's rows are other
+rows: an error of any size, without any fault. All other tokens are computed by the same experts
+on both sides, and one of them that is far off is a fault, of one expert perhaps.
+
+So in an anchored forward (of which every block gets recorded inputs, so that no choice of an
+earlier block plays in) a token is *kept* for judging if it is chosen for alike. One that is not
+is left out and counted, unless rounding does not explain it: where the recorded logits L decide
+(each side's experts are its k largest on every token that is chosen for alike, ten closer ones
+among them), a token whose experts are not the largest of its own side's L was sent elsewhere by
+the choice itself. It is kept, and convicts. That the logits themselves are no farther off than
+rounding is judged at the router, like any other result.
+
+Known only where the choice was recorded on every side (capture.routing_sites), and None otherwise.
+The free pass tells nothing: one rerouted token changes all later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from divergence.comparison.align.pairs import Pair, Piece
+from divergence.comparison.result import SiteResult
+from divergence.numerics.formats import format_named
+from divergence.run.manifest import Manifest
+from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.site import is_operator_site, module_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Routed", "Routing", "unknown_blocks"]
+
+_TIE = 8 * 2.0**-24
+"""Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there."""
+_WITNESSES = 10
+"""That logits decide is known from tokens chosen for alike. Something else that decides, a bias
+say, and overrules a lead of this size would have overruled half of the smaller leads: not one of
+ten is a chance of 1 in 1,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """One pair's tokens. ``kept`` (T,) bool: judged; None where all are. ``num_rerouted``: left
+    out; ``margin``: the largest gap of the reference's logits that was decided the other way, None
+    where none was or it is not known. ``experts``: (T, k) the reference's, None where the pair
+    comes before the choice."""
+
+    kept: torch.Tensor | None
+    num_rerouted: int
+    margin: float | None
+    experts: torch.Tensor | None
+
+
+_ALL = Routed(None, 0, None, None)
+
+
+class Routing:
+    """Routing choices of two runs, read when asked for."""
+
+    def __init__(self, reference: Run, candidate: Run) -> None:
+        self._reference, self._candidate = reference, candidate
+        self._blocks = _routed_blocks(reference.manifest)
+        self._choices: dict[int, dict[tuple, list[Record]]] = {}
+        self._read: dict[tuple, torch.Tensor | None] = {}
+
+    def of(
+        self, pair: Pair, num_rows: int, right: tuple[Run, Record] | None = None
+    ) -> Routed | None:
+        """What may be judged of a pair of ``num_rows`` rows; None where that is not known.
+        ``right``: the truth's run and record, whose choices must agree as well."""
+        block = _block_of(module_of(pair.reference.record.site), self._blocks)
+        if block is None:
+            return _ALL
+
+        import torch
+
+        if pair.pass_ == "free":
+            return None
+        sides = [(self._reference, pair.reference), (self._candidate, pair.candidate)]
+        if right is not None:
+            sides.append((right[0], _like(right[1], pair)))
+        found = [self._of_forward(run, piece.record) for run, piece in sides]
+        if not all(found) or len({len(records) for records in found}) > 1:
+            return None
+        kept = experts = margin = None
+        for choice in zip(*found, strict=True):
+            if choice[0].order > pair.reference.record.order:
+                continue  # chosen later: it plays no part here
+            rows = [self._rows(run, record, piece) for (run, piece), record in
+                    zip(sides, choice, strict=True)]  # fmt: skip
+            if any(one is None or one.shape != rows[0].shape for one in rows):
+                return None
+            alike = _alike(rows)
+            logits = [self._logits(run, record, piece) for (run, piece), record in
+                      zip(sides[:2], choice[:2], strict=True)]  # fmt: skip
+            explained, gap = _explained(alike, rows[:2], logits)
+            alike = alike | ~explained
+            kept = alike if kept is None else kept & alike
+            experts = rows[0]
+            margin = gap if margin is None else max(margin, gap or margin)
+        if kept is None:
+            return _ALL
+        num_rerouted = int((~kept).sum())
+        if len(kept) != num_rows:  # rows that are no tokens: sorted by expert, or parts of them
+            return (
+                _ALL
+                if num_rerouted == 0
+                else Routed(torch.zeros(num_rows, dtype=torch.bool), num_rerouted, margin, None)
+            )
+        return Routed(kept if num_rerouted else None, num_rerouted, margin, experts)
+
+    def is_known(self, pair: Pair) -> bool:
+        """Did both sides record the choices of this pair's forward? True where there are none."""
+        if _block_of(module_of(pair.reference.record.site), self._blocks) is None:
+            return True
+        sides = (self._reference, pair.reference), (self._candidate, pair.candidate)
+        return pair.pass_ != "free" and all(
+            self._of_forward(run, piece.record) for run, piece in sides
+        )
+
+    def _of_forward(self, run: Run, record: Record) -> list[Record]:
+        """The choices that a record's block made in its forward, in order."""
+        known = self._choices.get(id(run))
+        if known is None:
+            known = self._choices[id(run)] = _index(run)
+        block = _block_of(module_of(record.site), _routed_blocks(run.manifest))
+        return known.get((record.pass_, record.sample, record.step, block), [])
+
+    def _rows(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
+        """(T, k): the experts of the piece's tokens, in ascending order."""
+        tensor = self._tensor(run, choice)
+        if tensor is None:
+            return None
+        return _of_piece(tensor, choice, run.manifest, piece)
+
+    def _logits(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
+        """(T, E) of the router beside the experts that were chosen."""
+        parent = module_of(choice.site).rpartition(".")[0] + "."
+        for record in self._logit_records(run, choice):
+            if module_of(record.site).startswith(parent):
+                tensor = self._tensor(run, record)
+                return None if tensor is None else _of_piece(tensor, record, run.manifest, piece)
+        return None
+
+    def _logit_records(self, run: Run, choice: Record) -> list[Record]:
+        block = _block_of(module_of(choice.site), _routed_blocks(run.manifest))
+        key = ("logits", choice.pass_, choice.sample, choice.step, block)
+        return self._choices[id(run)].get(key, [])
+
+    def _tensor(self, run: Run, record: Record) -> torch.Tensor | None:
+        key = (id(run), record.pass_, record.sample, record.step, record.site)
+        if key not in self._read:
+            if len(self._read) > _REMEMBERED:
+                self._read.clear()
+            known = run.has_bytes(record)
+            self._read[key] = run.read(record) if known else None
+        return self._read[key]
+
+
+_REMEMBERED = 512
+
+
+def unknown_blocks(manifest: Manifest, sites: Sequence[SiteResult]) -> frozenset[str]:
+    """Blocks with experts in which some forward's choices are not known: one token's error says
+    nothing there."""
+    blocks = frozenset(_routed_blocks(manifest))
+    anchored = {(s.sample, s.step) for s in sites if s.pass_ == "anchored"}
+    free = {(s.sample, s.step) for s in sites if s.pass_ == "free"}
+    if not anchored or free - anchored:
+        return blocks  # judged from free runs
+    return frozenset(
+        s.block
+        for s in sites
+        if s.pass_ != "free" and s.block in blocks and s.ratio is not None
+        and s.num_rerouted is None
+    )  # fmt: skip
+
+
+def _routed_blocks(manifest: Manifest) -> list[str]:
+    return [path for path, note in manifest.plan.modules.items() if note.routed]
+
+
+def _block_of(path: str, blocks: Sequence[str]) -> str | None:
+    return next((b for b in blocks if path == b or path.startswith(b + ".")), None)
+
+
+def _index(run: Run) -> dict[tuple, list[Record]]:
+    """By (pass, sample, step, block): which experts, (T, k) integers; with ``logits`` before it,
+    the routers' first results."""
+    blocks, found = _routed_blocks(run.manifest), dict[tuple, list[Record]]()
+    notes = run.manifest.plan.modules
+    beside = {path.rpartition(".")[0] for path in notes if path.endswith(".experts")}
+    for record in run.records if blocks else ():
+        path, port = module_of(record.site), record.site.rpartition(":")[2]
+        block = _block_of(path, blocks)
+        if block is None or is_operator_site(record.site) or len(record.shape) < 2:
+            continue
+        key = (record.pass_, record.sample, record.step, block)
+        floats = format_named(record.dtype).kind == "float"
+        if path.endswith(".experts"):
+            if port.startswith("in.") and not floats:
+                found.setdefault(key, []).append(record)
+        elif port == "out" and floats and path.rpartition(".")[0] in beside:
+            found.setdefault(("logits", *key), []).append(record)
+    for records in found.values():
+        records.sort(key=lambda record: record.order)
+    return found
+
+
+def _like(right: Record, pair: Pair) -> Piece:
+    """The truth's piece: cut like the side whose batches it has."""
+    own = pair.reference if right.shape == pair.reference.record.shape else pair.candidate
+    return Piece(right, own.sample, own.row, own.left, own.right, own.pads)
+
+
+def _of_piece(
+    tensor: torch.Tensor, told: Record, manifest: Manifest, piece: Piece
+) -> torch.Tensor | None:
+    """The rows that a piece has, (T, n), of what ``told`` records of its forward's tokens."""
+    record = piece.record
+    if tensor.ndim == 2:
+        group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [0])
+        if len(tensor) % max(len(group), 1):
+            return None
+        tensor = tensor.reshape(max(len(group), 1), -1, tensor.shape[-1])
+    if record.positions != told.positions:
+        wanted = list(record.positions or ())
+        if told.positions is not None or max(wanted, default=0) >= tensor.shape[1]:
+            return None
+        tensor = tensor[:, wanted]
+    if piece.row is not None:
+        tensor = tensor[piece.row : piece.row + 1, piece.left : piece.right]
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _alike(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(T,): the same experts on all sides, in whatever order."""
+    import torch
+
+    first = rows[0].sort(-1).values
+    alike = torch.ones(len(first), dtype=torch.bool)
+    for other in rows[1:]:
+        alike &= (other.sort(-1).values == first).all(-1)
+    return alike
+
+
+def _explained(
+    alike: torch.Tensor, rows: Sequence[torch.Tensor], logits: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, float | None]:
+    """(T,) whether rounding explains a choice that differs, and the widest gap that it decided."""
+    import torch
+
+    yes = torch.ones_like(alike)
+    if bool(alike.all()) or any(one is None for one in logits):
+        return yes, None
+    sides = [one.double() for one in logits if one is not None]
+    leads = [_lead(chosen, values) for chosen, values in zip(rows, sides, strict=True)]
+    tie = -_TIE * sides[0].abs().amax(-1)
+    if not all(bool((lead >= tie)[alike].all()) for lead in leads):
+        return yes, None  # not the logits alone decide: a bias, groups
+    behind = -torch.minimum(*leads)
+    closer = torch.searchsorted(leads[0][alike].sort().values, behind)
+    explained = alike | (behind <= -tie) | (closer < _WITNESSES)
+    gaps = [
+        _gap(rows[0][t], rows[1][t], sides[0][t]) for t in (~alike & explained).nonzero().flatten()
+    ]
+    return explained, max(gaps, default=None)
+
+
+def _lead(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """(T,): the least of the chosen experts' values (T, E) less the greatest of the others'; not
+    negative where the chosen (T, k) are the k largest."""
+    import torch
+
+    mine = torch.zeros(values.shape, dtype=torch.bool)
+    mine.scatter_(1, chosen.long().clamp(0, values.shape[-1] - 1), True)
+    least = values.masked_fill(~mine, float("inf")).amin(-1)
+    most = values.masked_fill(mine, float("-inf")).amax(-1)
+    return least - most
+
+
+def _gap(one: torch.Tensor, two: torch.Tensor, values: torch.Tensor) -> float:
+    """Between the experts that one side alone chose, in these values."""
+    left, right = set(one.tolist()), set(two.tolist())
+    if left == right:
+        return 0.0
+    return float(values[sorted(left - right)].max() - values[sorted(right - left)].min())

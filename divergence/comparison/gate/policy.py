@@ -1,0 +1,220 @@
+"""The policy: which differences a team has decided to live with, as a TOML file.
+
+    verdicts = ["identical", "within_floor"]      # any other verdict fails
+    min_coverage = 1.0                            # share of the golden's records that were compared
+
+    [preflight]
+    allow = ["*"]                                 # checks that may differ, by name or glob
+    refuse = ["dtype"]                            # and those that may not
+
+    [tokens]
+    min_equal = 1.0                               # share of generated tokens that must agree
+    tie_margin = { bfloat16 = 0.125 }             # logits; a flip closer than this is a tie
+
+    [[tolerance]]                                 # the first that matches a site applies
+    sites = "model.layers.*:out"
+    dtype = "bfloat16"
+    rel_l2 = 1e-2
+
+    [[known]]                                     # a difference that is known and lived with
+    sites = "model.layers.3*:out"
+    max = { rel_l2 = 1e-2 }                       # no more of it than this
+    reason = "fused kernel of vendor X, ticket 17"
+    until = 2027-01-31                            # from the next day on it excuses nothing
+
+    [thresholds]                                  # multiples of the floor, docs/verdicts.md
+    typical = 6.0                                 # those that are not given keep their value
+
+All rules must hold. A tolerance tightens: it never excuses a verdict that is not
+in ``verdicts``; a known difference does (gate.known). There is no default tolerance here,
+since a number without a source (a dtype, a floor, or the user who writes it down) is a guess.
+Every number is held against the bounds in docs/verdicts.md when the file is read
+(gate.bounds): one that would excuse everything, or nothing, is refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import os
+from typing import Annotated
+
+import msgspec
+
+from divergence.comparison.gate.bounds import LIMITS, check_bounds
+from divergence.comparison.result import SiteResult, VerdictKind
+from divergence.config import decode, find_config, load_toml
+from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.run.record import PassName
+from divergence.run.site import compile_patterns
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "Known",
+    "Policy",
+    "PreflightPolicy",
+    "TokensPolicy",
+    "Tolerance",
+    "load_policy",
+]
+
+DEFAULT_POLICY = "ci"
+
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shared strictness; no fields of its own."""
+
+
+class Tolerance(_Strict, frozen=True, kw_only=True):
+    """Upper limits at the sites that match. ``dtype`` and ``pass`` narrow it further.
+
+    Sites that match no compared site are a failure, since nothing was held against the limits;
+    ``optional``: for a policy that serves several models, they are not.
+    """
+
+    sites: str | tuple[str, ...] = "*"
+    dtype: str | None = None
+    pass_: PassName | None = msgspec.field(name="pass", default=None)
+    optional: bool = False
+    rel_l2: float | None = None
+    one_minus_cosine: float | None = None
+    max_abs: float | None = None
+    ratio: float | None = None
+    ratio_max: float | None = None
+
+    def matches(self, site: SiteResult) -> bool:
+        """Whether this is the tolerance for ``site``; a dtype must be that of both sides."""
+        return _is_meant(self, site)
+
+    def names(self, site: SiteResult) -> bool:
+        """Whether ``sites`` and ``pass`` mean the site, whatever its dtype."""
+        return (self.pass_ is None or self.pass_ == site.pass_) and _named(self.sites, site.site)
+
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by the name of the number they bound."""
+        set_ = {name: getattr(self, name) for name in LIMITS}
+        return {name: value for name, value in set_.items() if value is not None}
+
+
+class KnownLimits(_Strict, frozen=True, kw_only=True):
+    """How large a known difference may be: the numbers of a tolerance."""
+
+    rel_l2: float | None = None
+    one_minus_cosine: float | None = None
+    max_abs: float | None = None
+    ratio: float | None = None
+    ratio_max: float | None = None
+
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by the name of the number they bound."""
+        set_ = {name: getattr(self, name) for name in LIMITS}
+        return {name: value for name, value in set_.items() if value is not None}
+
+
+class Known(_Strict, frozen=True, kw_only=True):
+    """A difference that a team knows and lives with; what it excuses is said in compare.known.
+
+    ``max``: one limit at least. ``reason``: why it is accepted. ``until``: the last day on which
+    it excuses anything. ``dtype`` and ``pass`` narrow it as they do a tolerance.
+    """
+
+    sites: str | tuple[str, ...]
+    max: KnownLimits
+    reason: str
+    until: datetime.date | None = None
+    dtype: str | None = None
+    pass_: PassName | None = msgspec.field(name="pass", default=None)
+
+    def matches(self, site: SiteResult) -> bool:
+        """Whether this entry is about ``site``."""
+        return _is_meant(self, site)
+
+    def describe(self) -> str:
+        """The sites and limits, for people."""
+        sites = self.sites if isinstance(self.sites, str) else ", ".join(self.sites)
+        return sites + "".join(
+            f", {name} <= {value:g}" for name, value in self.max.limits().items()
+        )
+
+
+def _is_meant(rule: Tolerance | Known, site: SiteResult) -> bool:
+    if rule.pass_ is not None and rule.pass_ != site.pass_:
+        return False
+    if rule.dtype is not None and {site.reference_dtype, site.candidate_dtype} != {rule.dtype}:
+        return False
+    return _named(rule.sites, site.site)
+
+
+def _named(sites: str | tuple[str, ...], site: str) -> bool:
+    return compile_patterns((sites,) if isinstance(sites, str) else sites)(site)
+
+
+def _any(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class PreflightPolicy(_Strict, frozen=True, kw_only=True):
+    """Names or globs of preflight checks that may differ. Blocking ones never may.
+
+    ``refuse`` is stronger than ``allow``: "everything but these" is allow ``*`` and refuse these.
+    """
+
+    allow: tuple[str, ...] = ()
+    refuse: tuple[str, ...] = ()
+
+    def allows(self, check: str) -> bool:
+        return _any(check, self.allow) and not _any(check, self.refuse)
+
+
+class TokensPolicy(_Strict, frozen=True, kw_only=True):
+    """Agreement of generated tokens.
+
+    ``min_equal``: share of 1, or a count if ``min_equal_count`` is used instead.
+    ``tie_margin``: in logits, one number or one per dtype of the golden. A flipped token
+    is a tie where both sides preferred their own choice by at most this. ``tie_z``: also
+    where the gap is at most this many standard deviations of the logits' rounding: of the
+    floor that a truth shows, or else of the rounding model of all blocks together.
+    """
+
+    min_equal: Share | None = None
+    min_equal_count: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    tie_margin: float | dict[str, float] | None = None
+    tie_z: float | None = None
+
+    def tie_margin_for(self, dtype: str) -> float | None:
+        """The margin for a run of this dtype (``torch.bfloat16`` and ``bfloat16`` alike)."""
+        if isinstance(self.tie_margin, dict):
+            return self.tie_margin.get(dtype.removeprefix("torch."))
+        return self.tie_margin
+
+
+class Policy(_Strict, frozen=True, kw_only=True):
+    """What `check` accepts. ``name`` is filled in from where the policy was found."""
+
+    name: str = ""
+    description: str = ""
+    verdicts: tuple[VerdictKind, ...] = ("identical", "within_floor")
+    min_coverage: Share = 1.0
+    preflight: PreflightPolicy = PreflightPolicy()
+    tokens: TokensPolicy = TokensPolicy()
+    tolerance: tuple[Tolerance, ...] = ()
+    known: tuple[Known, ...] = ()
+    thresholds: Thresholds = THRESHOLDS
+
+    def tolerance_for(self, site: SiteResult) -> Tolerance | None:
+        """The first tolerance that matches, or None."""
+        return next((item for item in self.tolerance if item.matches(site)), None)
+
+
+def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy:
+    """A policy by path or name; ``None`` is configs/ci.toml."""
+    if isinstance(policy, Policy):
+        check_bounds(policy, where=policy.name or "the policy")
+        return policy
+    wanted = DEFAULT_POLICY if policy is None else policy
+    path = find_config(wanted, what="policy")
+    loaded = decode(load_toml(path), Policy, where=str(path))
+    check_bounds(loaded, where=str(path))
+    return msgspec.structs.replace(loaded, name=loaded.name or path.stem)

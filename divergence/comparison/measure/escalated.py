@@ -1,0 +1,109 @@
+"""Measuring escalated passes: each side's float32 pass against the truth, or with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from divergence.comparison.align.pairs import Alignment, Pair, pieces_in, why_no_pair
+from divergence.comparison.experts.routes import Routes
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.truth import Truth, inputs_of
+from divergence.comparison.result import SiteResult
+from divergence.numerics.floor import Thresholds
+from divergence.numerics.formats import format_named
+from divergence.run.reader import Run
+
+__all__ = ["compare_escalated", "drop_escalated"]
+
+ESCALATED = "escalated"
+
+
+def compare_escalated(
+    a: Run,
+    b: Run,
+    truth: Truth | None,
+    thresholds: Thresholds,
+    measure: Callable[..., list[SiteResult]],
+    progress: Callable[..., None] | None,
+    *,
+    sides: Sequence[str] = ("reference", "candidate"),
+    routes: Routes | None = None,
+) -> list[SiteResult]:
+    """One result for each escalated record that has a partner.
+
+    Against the truth each side of ``sides`` answers for itself (``of``); without one, two
+    escalated passes of equal inputs are compared with each other. ``routes`` takes what was seen
+    of experts.
+    """
+    inputs = inputs_of(a, b)
+    having = [(name, run) for name, run in (("reference", a), ("candidate", b)) if _has(run)]
+    results: list[SiteResult] = []
+    if truth is not None and truth.anchors:
+        right = truth.run
+        for name, run in having:
+            if name not in sides:
+                continue
+            if run.manifest.plan.anchored_to != right.manifest.plan.anchored_to:
+                continue
+            if run.manifest.model.dtype != right.manifest.model.dtype:
+                continue  # its weights were rounded otherwise: far beyond float32's floor
+            results += _measured(
+                right, run, "anchored", name, inputs, thresholds, measure, progress, routes
+            )
+    elif (
+        len(having) == 2
+        and a.manifest.model.dtype == b.manifest.model.dtype
+        and a.manifest.plan.anchored_to == b.manifest.plan.anchored_to
+    ):
+        results += _measured(a, b, ESCALATED, None, inputs, thresholds, measure, progress, routes)
+    return results
+
+
+def drop_escalated(alignment: Alignment, results: Sequence[SiteResult]) -> Alignment:
+    """Without the escalated records that ``results`` are of: those were compared after all."""
+    used = {(r.sample, r.step, r.site) for r in results if r.of != "reference"}
+    left = [
+        item
+        for item in alignment.only_candidate
+        if item.pass_ != ESCALATED or (item.sample, item.step, item.site) not in used
+    ]
+    return replace(alignment, only_candidate=left)
+
+
+def _has(run: Run) -> bool:
+    return ESCALATED in run.manifest.plan.passes
+
+
+def _measured(
+    one: Run,
+    two: Run,
+    pass_: str,
+    of: str | None,
+    inputs: Run | None,
+    thresholds: Thresholds,
+    measure: Callable[..., list[SiteResult]],
+    progress: Callable[..., None] | None,
+    routes: Routes | None,
+) -> list[SiteResult]:
+    pairs = []
+    split = one.manifest.tokens.groups != two.manifest.tokens.groups
+    theirs = pieces_in(one, pass_, split=split)
+    for key, piece in pieces_in(two, ESCALATED, split=split).items():
+        other = theirs.get(key)
+        if format_named(piece.record.dtype).kind != "float":
+            continue
+        if other is None or why_no_pair(other, piece, exactly=True) is not None:
+            continue
+        pairs.append(Pair(reference=other, candidate=piece, pass_=ESCALATED, match="exact"))
+    pairs.sort(key=lambda pair: (pair.reference.record.sample, pair.reference.record.step,
+                                 pair.reference.record.order))  # fmt: skip
+    float32 = format_named("float32")
+    measurer = Measurer(one, two, ModelFloor(thresholds), inputs=inputs, work=float32)
+    results = measure(measurer, pairs, progress)
+    for result in results:
+        result.of = of
+    if routes is not None:
+        routes.take(measurer.routes, of)
+    return results

@@ -1,0 +1,203 @@
+"""Measuring many pairs: read ahead, measured side by side, handed on and judged in order.
+
+Two halves, so that the first may run anywhere: ``measure_pairs`` looks at pairs and gives what
+was found of each (``Found`` can be pickled and sent), whatever process does it; ``judge_pairs``
+needs them all in the alignment's order, since in a free pass a module inherits what was judged
+before it.
+
+Three steps, each ahead of the next. One thread asks the system to fetch what comes, into its own
+cache: hundreds of MB ahead, since that is nobody's memory, and so the disk works while compiled
+loops load. Two threads take the pairs' checksums (at some 20 GB/s), which maps the bytes and brings
+them into the last cache; the others measure. What was measured is given back, and what is under way
+is bounded in bytes, so memory stays flat on dumps larger than it. Reading into buffers, or past the
+cache, was no faster, and costs a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from divergence.comparison.align.pairs import Pair
+from divergence.comparison.measure.measurer import Found, Measurer
+from divergence.comparison.result import SiteResult
+from divergence.numerics.formats import format_named
+from divergence.numerics.kernels import kernel_for
+from divergence.run.own_thread import set_device
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
+
+Progress = Callable[..., None]
+_MOST_THREADS = 8
+_AHEAD_BYTES = 40 << 20
+"""Pairs are started until so much is under way for each thread; one at least, however large."""
+_FETCHED_BYTES = 512 << 20
+"""Pairs are fetched into the system's cache until so much lies ahead of those that are started."""
+_FETCHED_ALONE_BYTES = 1 << 20
+"""What is smaller comes with its neighbours, when one of them is read."""
+_MOST_PAIRS = 32
+"""In a batch: few enough that every thread has some of a short comparison."""
+_READERS = 1
+"""A disk serves two better than one; on two cores more get into one another's way."""
+_LARGE_BYTES = 64 << 20
+"""From here on the threads share a pair: few as large are under way side by side."""
+_MEASURE: ContextVar[Callable[..., Generator[Found | None]] | None] = ContextVar(
+    "measure", default=None
+)
+_DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
+
+
+def measure_all(
+    measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
+) -> list[SiteResult]:
+    """Measure and judge ``pairs``, in order; what was found of one is dropped once judged."""
+    # decided over all pairs, so that every process that takes a part measures in the same way
+    differing = (pair for pair in pairs if pair.reference.record.xxh3 != pair.candidate.record.xxh3)
+    measurer.kernel = kernel_for(sum(map(_num_bytes, differing)))
+    measurer.device = _DEVICE.get()
+    measure = _MEASURE.get() or measure_pairs
+    with contextlib.closing(measure(measurer, pairs, progress)) as found:
+        return judge_pairs(measurer, pairs, found)
+
+
+@contextlib.contextmanager
+def measured_on(device: str) -> Iterator[None]:
+    """Within it, ``measure_all`` adds up on ``device``; UsageError where that cannot be."""
+    from divergence.numerics.on_device import open_device
+
+    token = _DEVICE.set(None if device == "cpu" else open_device(device))
+    try:
+        yield
+    finally:
+        _DEVICE.reset(token)
+
+
+@contextlib.contextmanager
+def measured_by(measure: Callable[..., Generator[Found | None]]) -> Iterator[None]:
+    """Within it, ``measure_all`` has ``measure`` do what ``measure_pairs`` does."""
+    token = _MEASURE.set(measure)
+    try:
+        yield
+    finally:
+        _MEASURE.reset(token)
+
+
+def judge_pairs(
+    measurer: Measurer, pairs: Sequence[Pair], found: Iterable[Found | None]
+) -> list[SiteResult]:
+    """The results, from what ``measure_pairs`` gave for the same pairs in the same order."""
+    return [measurer.judge(pair, one) for pair, one in zip(pairs, found, strict=True)]
+
+
+def measure_pairs(
+    measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
+) -> Generator[Found | None]:
+    """What ``Measurer.look`` finds of each pair, in order; None where the bytes are equal.
+
+    ``pairs`` may be any part of an alignment. Lazy: nothing is read before the first is asked
+    for, and a few pairs beyond the one asked for are under way. Raises RunFormatError on bad bytes.
+    """
+    import torch
+
+    measurer.reading.announce(pairs)
+    batches = list(_batches(pairs))
+    measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
+    fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
+    reader = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="divergence-read")
+    pool = ThreadPoolExecutor(
+        max_workers=measuring, thread_name_prefix="divergence-measure",
+        initializer=set_device, initargs=(measurer.device,),
+    )  # fmt: skip
+
+    def look(batch: _Batch, read: Future[None] | None) -> list[Found | None]:
+        if read is not None:
+            read.result()
+        # whole pairs side by side; the threads of one that is large share it
+        threads = measuring if batch.num_bytes >= _LARGE_BYTES else 1
+        found = []
+        for pair in batch.pairs:
+            try:
+                found.append(measurer.look(pair, threads=threads))
+            finally:
+                for run, record in measurer.reading.reads(pair):
+                    run.release(record)
+        return found
+
+    ahead: deque[Future[list[Found | None]]] = deque()
+    started = under_way_bytes = 0
+    fetched = fetched_bytes = 0
+    number = 0
+    try:
+        for batch in batches:
+            while fetched < len(batches) and fetched_bytes < _FETCHED_BYTES:
+                coming = batches[fetched]
+                if coming.is_large:
+                    fetcher.submit(measurer.reading.fetch, coming.pairs[0])
+                fetched_bytes += coming.num_bytes
+                fetched += 1
+            while started < len(batches) and (
+                not ahead
+                or (len(ahead) < 2 * measuring + 2 and under_way_bytes < measuring * _AHEAD_BYTES)
+            ):
+                coming = batches[started]
+                read = None
+                if coming.is_large:
+                    read = reader.submit(measurer.reading.read_ahead, coming.pairs[0])
+                ahead.append(pool.submit(look, coming, read))
+                under_way_bytes += coming.num_bytes
+                fetched_bytes -= coming.num_bytes
+                started += 1
+            if progress is not None:
+                progress("compare", number, len(pairs), batch.pairs[0].reference.record.site)
+            yield from ahead.popleft().result()
+            under_way_bytes -= batch.num_bytes
+            number += len(batch.pairs)
+    finally:
+        for one in (fetcher, reader, pool):
+            one.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Pairs that one thread looks at in one go: one that is large, or small neighbours."""
+
+    pairs: list[Pair]
+    num_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        return self.num_bytes >= _FETCHED_ALONE_BYTES
+
+
+def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
+    """Handing a pair from thread to thread takes as long as looking at a small one."""
+    batch, total = [], 0
+    for pair in pairs:
+        num_bytes = _num_bytes(pair)
+        if batch and (total + num_bytes >= _FETCHED_ALONE_BYTES or len(batch) == _MOST_PAIRS):
+            yield _Batch(batch, total)
+            batch, total = [], 0
+        batch.append(pair)
+        total += num_bytes
+    if batch:
+        yield _Batch(batch, total)
+
+
+def _num_bytes(pair: Pair) -> int:
+    """Of both sides."""
+    one, two = pair.reference.record, pair.candidate.record
+    return one.numel * _itemsize(one.dtype) + two.numel * _itemsize(two.dtype)
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    return format_named(dtype).itemsize

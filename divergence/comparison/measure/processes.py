@@ -1,0 +1,299 @@
+"""Comparing on several processes: torchrun starts them, torch.distributed carries what they find.
+
+    torchrun --nproc-per-node 8 -m divergence compare A B
+
+Rank 0 does what one process does alone, in the same order, and so gives the same report. Only
+the looking at pairs is shared: reading, checking and measuring, which is nearly all of the work.
+Rank 0 gives every rank its pairs, by bytes, and takes what was found of them as it judges in the
+alignment's order. All metrics of a pair are made by one process, as they are alone: so they are
+equal bit for bit, whatever the number of ranks (given as many torch threads each).
+
+A pair is never split. Its metrics are sums over rows, so it could be, but what the ranks finish
+together is bounded by the largest tensor alone, which in a capture is a small part of one rank's
+share (docs/scale.md has the figures).
+
+What is sent: to a rank, its pairs and what measures them, with each run by its path, so every
+rank must be able to read the runs; back, batch by batch, what was found: some numbers a row. A
+rank goes on only when its batch was taken: nothing piles up in rank 0. An error that a rank meets
+is raised in rank 0, where the pair's turn comes, as it would be in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from divergence.comparison.align.pairs import Pair, Piece
+from divergence.comparison.measure.measurer import Found, Measurer
+from divergence.comparison.measure.pipeline import Progress, measure_pairs, measured_by
+from divergence.errors import DivergenceError, FaultError, UsageError
+from divergence.numerics.formats import format_named
+from divergence.run.reader import Run
+
+__all__ = ["num_processes", "share_out", "shared_with_ranks"]
+
+TIMEOUT = timedelta(days=7)
+"""For a rank that is still at work. One that is gone breaks its connection, which is seen at
+once."""
+BATCH_PAIRS = 64
+BATCH_BYTES = 256 << 20
+"""What a rank looks at between two messages, at most."""
+
+
+def num_processes() -> int:
+    """How many processes torchrun, or anything that sets what it sets, started for this; 1 where
+    nothing did."""
+    named = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    return int(os.environ.get("WORLD_SIZE", "1")) if named else 1
+
+
+@contextlib.contextmanager
+def shared_with_ranks() -> Iterator[bool]:
+    """Within it, comparisons share their measuring with the other processes, if there are any.
+
+    True on the process that compares. False on the others, once they have nothing more to do.
+    Raises UsageError where they cannot be joined, and FaultError where one is lost.
+    """
+    if num_processes() == 1:
+        yield True
+        return
+    import torch.distributed as dist
+
+    own = not dist.is_initialized()
+    if own:
+        _join(dist)
+    try:
+        ranks = _Ranks(dist)
+        if dist.get_rank() != 0:
+            with contextlib.suppress(_GoneError):  # rank 0 has said why
+                ranks.serve()
+            yield False
+            return
+        try:
+            with measured_by(ranks.measure_pairs):
+                yield True
+        finally:
+            ranks.dismiss()
+    finally:
+        if own:
+            dist.destroy_process_group()
+
+
+def share_out(pairs: Sequence[Pair], num_ranks: int) -> list[int]:
+    """The rank of each pair, so that all have about equally many bytes at any time.
+
+    In order, each to the rank that has least so far. Pairs of the same two tensors stay together:
+    they are measured once.
+    """
+    load = [0] * num_ranks
+    known: dict[tuple, int] = {}
+    owners = []
+    for pair in pairs:
+        one, two = pair.reference.record, pair.candidate.record
+        key = (one.xxh3, two.xxh3) if one.xxh3 and two.xxh3 else (id(pair),)
+        if key not in known:
+            known[key] = load.index(min(load))
+            load[known[key]] += _num_bytes(pair)
+        owners.append(known[key])
+    return owners
+
+
+def _num_bytes(pair: Pair) -> int:
+    return sum(map(_piece_bytes, (pair.reference, pair.candidate)))
+
+
+def _piece_bytes(piece: Piece) -> int:
+    whole = piece.record.numel * format_named(piece.record.dtype).itemsize
+    if piece.row is None or not piece.record.shape:
+        return whole
+    return whole // max(1, piece.record.shape[0])
+
+
+def _join(dist: Any) -> None:
+    if not dist.is_available():
+        raise UsageError(
+            "this torch was built without torch.distributed", hint="compare in one process"
+        )
+    try:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(
+            f"the processes cannot be connected: {_first_line(error)}",
+            hint="start them by torchrun --nproc-per-node N -m divergence compare A B",
+        ) from error
+
+
+class _GoneError(FaultError):
+    """A rank that does not answer any more."""
+
+
+class _Ranks:
+    """The processes of one comparison. Messages go between rank 0 and one other at a time."""
+
+    def __init__(self, dist: Any) -> None:
+        self._dist = dist
+        self._size = dist.get_world_size()
+        self._busy: set[int] = set()
+
+    # --- rank 0 ---------------------------------------------------------------------------------
+
+    def measure_pairs(
+        self, measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
+    ) -> Iterator[Found | None]:
+        """What measuring.measure_pairs gives, with the other ranks' help."""
+        owners = share_out(pairs, self._size)
+        shares: list[list[Pair]] = [[] for _ in range(self._size)]
+        for pair, owner in zip(pairs, owners, strict=True):
+            shares[owner].append(pair)
+        for rank in range(1, self._size):
+            if shares[rank]:
+                self._send(_packed((measurer, shares[rank])), rank)
+                self._busy.add(rank)
+        sources = [iter(measure_pairs(measurer, shares[0]))]
+        sources += [self._found_by(rank) for rank in range(1, self._size)]
+        try:
+            for number, (pair, owner) in enumerate(zip(pairs, owners, strict=True)):
+                if progress is not None:
+                    progress("compare", number, len(pairs), pair.reference.record.site)
+                yield next(sources[owner])
+        finally:
+            sources[0].close()
+            self._stop()
+
+    def _found_by(self, rank: int) -> Iterator[Found | None]:
+        while True:
+            found, error, more = self._receive(rank)
+            if not more:
+                self._busy.discard(rank)
+            else:
+                self._send(True, rank)
+            yield from found
+            if error is not None:
+                raise error
+            if not more:
+                return
+
+    def _stop(self) -> None:
+        """Ranks that are still at it are told not to go on."""
+        for rank in sorted(self._busy):
+            if self._receive(rank)[2]:
+                self._send(False, rank)
+        self._busy.clear()
+
+    def dismiss(self) -> None:
+        """Nothing more to do for anyone."""
+        for rank in range(1, self._size):
+            with contextlib.suppress(_GoneError):  # it went before: that has been said
+                self._send(None, rank)
+
+    # --- the others -----------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Look at what rank 0 gives, until it gives nothing more."""
+        runs: dict[tuple, Run] = {}
+        while (job := self._receive(0)) is not None:
+            for message in _batches(job, runs, self._dist.get_rank()):
+                self._send(message, 0)
+                if not message[2] or not self._receive(0):
+                    break
+
+    # --- between them ---------------------------------------------------------------------------
+
+    def _send(self, message: Any, rank: int) -> None:
+        try:
+            self._dist.send_object_list([message], dst=rank)
+        except RuntimeError as error:
+            raise _lost(rank, error) from error
+
+    def _receive(self, rank: int) -> Any:
+        box = [None]
+        try:
+            self._dist.recv_object_list(box, src=rank)
+        except RuntimeError as error:
+            raise _lost(rank, error) from error
+        return box[0]
+
+
+def _batches(
+    job: bytes, runs: dict[tuple, Run], rank: int
+) -> Iterator[tuple[list[Found | None], DivergenceError | None, bool]]:
+    """(found, what went wrong after these, whether more follows), in the pairs' order."""
+    found: list[Found | None] = []
+    try:
+        try:
+            measurer, pairs = _unpacked(job, runs)
+        except DivergenceError as error:
+            error.hint = "every rank must be able to read the runs: a shared file system, or a URL"
+            raise
+        with contextlib.closing(measure_pairs(measurer, pairs)) as measured:
+            num_bytes = 0
+            for pair, one in zip(pairs, measured, strict=True):
+                found.append(one)
+                num_bytes += _num_bytes(pair)
+                if len(found) >= BATCH_PAIRS or num_bytes >= BATCH_BYTES:
+                    yield found, None, True
+                    found, num_bytes = [], 0
+    except DivergenceError as error:
+        yield found, error, False
+    except Exception as error:
+        fault = FaultError(f"rank {rank}: {type(error).__name__}: {_first_line(error)}")
+        fault.add_note(traceback.format_exc())  # -v shows it
+        yield found, fault, False
+    else:
+        yield found, None, False
+
+
+class _Pickler(pickle.Pickler):
+    """Runs go by path, locks are made anew."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Run):
+            return "run", type(value), value.path, value.lender and value.lender.path
+        return ("lock",) if isinstance(value, type(threading.Lock())) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Opens the runs that it does not know yet; a path is one object."""
+
+    def __init__(self, file: io.BytesIO, runs: dict[tuple, Run]) -> None:
+        super().__init__(file)
+        self._runs = runs
+
+    def persistent_load(self, named: Any) -> Any:
+        if named[0] == "lock":
+            return threading.Lock()
+        _, kind, path, lender = named
+        if named not in self._runs:
+            run = Run.open(path)
+            if lender is not None:
+                run.borrow_from(self.persistent_load(("run", Run, lender, None)))
+            self._runs[named] = run if kind is Run else kind(run)
+        return self._runs[named]
+
+
+def _packed(job: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(job)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes, runs: dict[tuple, Run]) -> Any:
+    return _Unpickler(io.BytesIO(data), runs).load()
+
+
+def _lost(rank: int, error: Exception) -> _GoneError:
+    return _GoneError(
+        f"rank {rank} is gone: {_first_line(error)}",
+        hint="its own last words, or torchrun's, say why; a killed process had too little memory",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

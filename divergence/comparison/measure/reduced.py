@@ -1,0 +1,332 @@
+"""Pairs of which not both sides have their bytes: what can be known of them.
+
+Equal digests are equal tensors. A digest that only one side has is computed from the other's bytes,
+where it has them; of a tensor that ranks hold in parts, part by part. Where the digests differ,
+floats are estimated from sketches (divergence.numerics.estimate); a side in full is projected like
+the other, row by row of the same number. Where no sketch is left, the statistics say how far apart
+the two are at least
+
+    ‖a - b‖ >= |‖a‖ - ‖b‖|    and    ‖a - b‖ >= √n |mean(a) - mean(b)|,
+
+and how many elements are no finite numbers; of digests alone nothing but that they differ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from divergence.comparison.align.pairs import Alignment, Pair, Piece
+from divergence.comparison.align.pieces import Pieces
+from divergence.comparison.result import Skipped
+from divergence.numerics.estimate import estimate_pair
+from divergence.numerics.fold import fold_tensor
+from divergence.numerics.formats import format_named
+from divergence.numerics.pair_metrics import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.sketch import resolution, rows_of, sketch_tensor
+from divergence.run.fingerprint import digest_tensor
+from divergence.run.reader import Run
+from divergence.run.record import Record
+from divergence.run.unshard import Digests, digests_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["equal_contents", "look_reduced", "why_not_comparable", "without_unknowable"]
+
+_SUMMARY_PRECISION = 2e-6
+"""What two summaries may be off by, relative to the rms: 1e-6 each (numerics.summary)."""
+
+Looked = tuple[PairMetrics, RowMetrics, Estimate | None, float | None, tuple[int, ...]]
+"""Metrics, rows, how well they are known, the least relative L2, the shape compared."""
+
+
+def equal_contents(a: Run, one: Record, b: Run, two: Record) -> bool | None:
+    """Are the two tensors equal, bit for bit? None where no digest tells."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    mine, theirs = digests_of(a, one), digests_of(b, two)
+    if (kind := _common(mine, theirs)) is not None:
+        return getattr(mine, kind) == getattr(theirs, kind)
+    for run, record, known in ((a, one, theirs), (b, two, mine)):
+        kind = _first_kind(known)
+        if kind is not None and run.has_bytes(record):
+            tensor = run.read(record)
+            parts = [tensor[cut].contiguous() for cut in known.cuts]
+            return tuple(map(_MAKERS[kind], parts)) == getattr(known, kind)
+    return None
+
+
+_MAKERS = {"xxh3": digest_tensor, "fold": fold_tensor}
+
+
+def _first_kind(known: Digests) -> str | None:
+    return next((kind for kind in _MAKERS if getattr(known, kind) is not None), None)
+
+
+def _common(mine: Digests, theirs: Digests) -> str | None:
+    """The kind of digest that both have, of the same parts."""
+    if mine.cuts != theirs.cuts:
+        return None
+    both = (kind for kind in _MAKERS if getattr(mine, kind) and getattr(theirs, kind))
+    return next(both, None)
+
+
+def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None:
+    """Why nothing can be said of the two, or None. They have comparable shapes."""
+    one, two = piece.record, other.record
+    if a.has_bytes(one) and b.has_bytes(two):
+        return None
+    if _sketch_of(a, piece, other) is not None and _sketch_of(b, other, piece) is not None:
+        return None
+    whole = piece.row is None and other.row is None and one.positions == two.positions
+    if not whole:
+        return "bytes or sketches of the same rows are needed, and one side keeps none"
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        known = one.summary is not None and two.summary is not None
+        return None if known else "digests of other dtypes or shapes tell nothing"
+    mine, theirs = digests_of(a, one), digests_of(b, two)
+    told = _common(mine, theirs) is not None
+    told = told or (_first_kind(mine) is not None and b.has_bytes(two))
+    told = told or (_first_kind(theirs) is not None and a.has_bytes(one))
+    if told or _proved_different(piece, other):
+        return None
+    if mine.cuts != theirs.cuts:
+        return "its parts are cut otherwise on the two sides, and digests are of parts"
+    return "the two sides keep digests of two kinds, of a host and of an accelerator"
+
+
+def _proved_different(piece: Piece, other: Piece) -> bool:
+    """Do the statistics show that two tensors of one dtype and shape are not equal?"""
+    one, two = piece.record.summary, other.record.summary
+    if one is None or two is None:
+        return False
+    exact = ("num_nan", "num_posinf", "num_neginf", "num_zero", "min", "max")
+    if any(getattr(one, name) != getattr(two, name) for name in exact):
+        return True
+    return (_least(piece, other) or 0.0) > 0.0
+
+
+def without_unknowable(alignment: Alignment, a: Run, b: Run) -> Alignment:
+    """Pairs of which nothing can be said are skipped, with the reason; never a pass."""
+    pairs: list[Pair] = []
+    skipped = list(alignment.skipped)
+    for pair in alignment.pairs:
+        reason = why_not_comparable(a, pair.reference, b, pair.candidate)
+        if reason is None:
+            pairs.append(pair)
+            continue
+        record = pair.reference.record
+        skipped.append(
+            Skipped(pass_=pair.pass_, sample=pair.reference.sample, step=record.step,
+                    site=record.site, reason=reason, side="both")
+        )  # fmt: skip
+    if len(pairs) == len(alignment.pairs):
+        return alignment
+    return replace(alignment, pairs=pairs, skipped=skipped)
+
+
+def look_reduced(pieces: Pieces, pair: Pair, *, base: Record | None) -> Looked | None:
+    """What is known of a pair; None where it is equal. ``base``: the record of the block's input
+    in the reference."""
+    one, two = pair.reference, pair.candidate
+    runs = pieces.reference, pieces.candidate
+    whole = one.row is None and two.row is None and one.record.positions == two.record.positions
+    if whole and equal_contents(runs[0], one.record, runs[1], two.record):
+        return None
+    sides = [_sketch_of(runs[0], one, two), _sketch_of(runs[1], two, one)]
+    shape = _compared_shape(one, two)
+    if None in sides:
+        return *_unmeasured(one.record, two.record, shape), _least(one, two), shape
+    a, b = (side.read() for side in sides)
+    return *_estimated(pieces, pair, sides, (a, b), base, shape), None, shape
+
+
+class _Sketched:
+    """One side's sketch: read, or made of its bytes like the other side's."""
+
+    def __init__(
+        self, run: Run, piece: Piece, k: int, rows: np.ndarray, like: Piece, *, made: bool
+    ) -> None:
+        self.k, self.rows, self.made = k, rows, made
+        self._run, self._piece, self._like = run, piece, like
+
+    def read(self) -> torch.Tensor:
+        record = self._piece.record
+        if not self.made:
+            whole = self._run.read_sketch(record)
+            return whole if len(self.rows) == len(whole) else whole[self.rows]
+        tensor = _rows(self._run.read(record), self._piece, self._like)
+        return sketch_tensor(tensor, self.k, row_numbers=self.rows)
+
+
+def _sketch_of(run: Run, piece: Piece, other: Piece) -> _Sketched | None:
+    """The side's sketch of the rows that both have, or None where there is none such. Two stored
+    ones must be of rows of equal numbers, since a row's signs go by its number."""
+    mine, theirs = piece.record.sketch, other.record.sketch
+    if len(piece.record.shape) < 2 and (piece.row is not None or other.row is not None):
+        return None  # one row: no part of it can be told apart
+    if mine is None and theirs is None:
+        return None
+    if mine is not None:
+        rows = _row_numbers(piece, other)
+        if theirs is not None and (
+            mine.num_projections != theirs.num_projections
+            or rows_of(piece.record.shape)[1] != rows_of(other.record.shape)[1]
+            or not np.array_equal(rows, _row_numbers(other, piece))
+        ):
+            return None
+        return _Sketched(run, piece, mine.num_projections, rows, other, made=False)
+    if not run.has_bytes(piece.record) or format_named(piece.record.dtype).kind != "float":
+        return None
+    return _Sketched(
+        run, piece, theirs.num_projections, _row_numbers(other, piece), other, made=True
+    )
+
+
+def _row_numbers(piece: Piece, other: Piece) -> np.ndarray:
+    """The numbers, in the piece's record, of the rows that both sides have."""
+    shape = piece.record.shape
+    numbers = np.arange(rows_of(shape)[0])
+    if len(shape) < 3:
+        return numbers if piece.row is None else numbers[piece.row : piece.row + 1]
+    grid = numbers.reshape(shape[:2])
+    if piece.row is not None:
+        grid = grid[piece.row : piece.row + 1, piece.left : piece.right]
+    chosen = other.record.positions
+    if piece.record.positions is None and chosen is not None and len(chosen) != grid.shape[1]:
+        grid = grid[:, list(chosen)]
+    return grid.reshape(-1)
+
+
+def _rows(tensor: torch.Tensor, piece: Piece, other: Piece) -> torch.Tensor:
+    """The rows that both sides have, of a record's whole tensor."""
+    if piece.row is not None:
+        if tensor.ndim < 3:
+            return tensor[piece.row : piece.row + 1]
+        tensor = tensor[piece.row : piece.row + 1, piece.left : piece.right]
+    chosen = other.record.positions
+    if (
+        piece.record.positions is None
+        and chosen is not None
+        and tensor.ndim >= 3
+        and len(chosen) != tensor.shape[1]
+    ):
+        tensor = tensor[:, list(chosen)]
+    return tensor
+
+
+def _compared_shape(one: Piece, two: Piece) -> tuple[int, ...]:
+    """The shape that both sides have in common."""
+    shape = one.record.shape
+    if one.row is not None:
+        shape = (1, one.right - one.left, *shape[2:]) if len(shape) > 1 else (1,)
+    chosen = two.record.positions
+    if one.record.positions is None and chosen is not None and len(shape) >= 2:
+        shape = (shape[0], len(chosen), *shape[2:])
+    return shape
+
+
+def _estimated(
+    pieces: Pieces,
+    pair: Pair,
+    sides: list[_Sketched],
+    sketches: tuple[torch.Tensor, torch.Tensor],
+    base: Record | None,
+    shape: tuple[int, ...],
+) -> tuple[PairMetrics, RowMetrics, Estimate]:
+    run, piece = pieces.reference, pair.reference
+    features = rows_of(shape)[1]
+    known = [p.record.sketch for p in (pair.reference, pair.candidate) if p.record.sketch]
+    sums = "float32" if any(sketch.sums == "float32" for sketch in known) else "float64"
+    entering = None
+    if base is not None:
+        inner = Piece(base, piece.sample, piece.row, piece.left, piece.right, piece.pads)
+        # with the signs of the side that was sketched, whichever that is
+        same = base.sketch is not None and base.sketch.num_projections == sides[0].k
+        if same and np.array_equal(_row_numbers(inner, pair.candidate), sides[0].rows):
+            entering = _Sketched(run, inner, sides[0].k, sides[0].rows, pair.candidate, made=False)
+        elif run.has_bytes(base):
+            entering = _Sketched(run, inner, sides[0].k, sides[0].rows, pair.candidate, made=True)
+    mask = pieces.row_mask(piece, (*shape[:2], 1)) if len(shape) >= 3 else None
+    metrics, rows, estimate = estimate_pair(
+        *sketches,
+        num_features=features,
+        resolution=resolution(features, sides[0].k, sums=sums),
+        row_mask=mask,
+        base=None if entering is None else entering.read(),
+    )
+    return _with_counts(metrics, pair.reference, pair.candidate), rows, estimate
+
+
+def _with_counts(metrics: PairMetrics, one: Piece, two: Piece) -> PairMetrics:
+    """With the non-finite elements that were counted when the tensors were recorded."""
+    import msgspec
+
+    first, second = one.record.summary, two.record.summary
+    if first is None or second is None or one.row is not None or two.row is not None:
+        return metrics
+    if one.record.positions != two.record.positions:
+        return metrics
+    more = [
+        getattr(second, name) - getattr(first, name)
+        for name in ("num_nan", "num_posinf", "num_neginf")
+    ]
+    return msgspec.structs.replace(
+        metrics,
+        reference_nan=first.num_nan,
+        reference_inf=first.num_posinf + first.num_neginf,
+        candidate_nan=second.num_nan,
+        candidate_inf=second.num_posinf + second.num_neginf,
+        reference_neginf=first.num_neginf,
+        candidate_neginf=second.num_neginf,
+        # the places are not known: the least that the counts tell
+        nonfinite_differ=max(sum(max(0, x) for x in more), sum(max(0, -x) for x in more)),
+        reference_alone=max(0, -sum(more)),
+        candidate_alone=max(0, sum(more)),
+    )
+
+
+def _unmeasured(
+    one: Record, two: Record, shape: tuple[int, ...]
+) -> tuple[PairMetrics, RowMetrics, None]:
+    """Nothing but that they differ, the norms, and what is no finite number."""
+    import torch
+
+    fields = dict.fromkeys(PairMetrics.__struct_fields__)
+    numel = math.prod(shape)
+    counts = dict.fromkeys(
+        ("num_rows", "num_masked", "num_sink_tokens", "reference_nan", "reference_inf",
+         "candidate_nan", "candidate_inf"), 0,
+    )  # fmt: skip
+    metrics = PairMetrics(**{
+        **fields, **counts, "identical": False, "numel": numel, "num_finite": numel,
+        "reference_norm": _norm(one), "candidate_norm": _norm(two),
+    })  # fmt: skip
+    nothing = torch.zeros(0, dtype=torch.float64)
+    rows = RowMetrics(rel_l2=nothing, norm=nothing, update_norm=None)
+    return _with_counts(metrics, Piece(one, 0), Piece(two, 0)), rows, None
+
+
+def _norm(record: Record) -> float | None:
+    summary = record.summary
+    if summary is None:
+        return None
+    finite = record.numel - summary.num_nan - summary.num_posinf - summary.num_neginf
+    return (summary.rms or 0.0) * math.sqrt(finite)
+
+
+def _least(one: Piece, two: Piece) -> float | None:
+    """The least relative L2 that the statistics allow, from norms and means."""
+    first, second = one.record.summary, two.record.summary
+    if first is None or second is None or not first.rms or second.rms is None:
+        return None
+    if one.record.shape != two.record.shape or one.row is not None or two.row is not None:
+        return None
+    if any(s.num_nan + s.num_posinf + s.num_neginf for s in (first, second)):
+        return None
+    apart = max(abs(first.rms - second.rms), abs((first.mean or 0.0) - (second.mean or 0.0)))
+    return max(0.0, apart / first.rms - _SUMMARY_PRECISION)

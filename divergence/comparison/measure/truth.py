@@ -1,0 +1,199 @@
+"""The truth: a float64 run that tells which side of a comparison is farther from what is right.
+
+It must repeat the run whose inputs anchor the comparison: only then did every block of
+all three runs get the same input. Operators that were replayed are judged by a replay in
+float64 of the same run and pass, and by nothing else. The tallies gather, site by site and phase
+by phase, how far each side is from it: blocks.blame judges them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from divergence.comparison.align.pairs import Pair, replayed_from
+from divergence.comparison.preflight.owner import other_code
+from divergence.comparison.result import SiteResult, TruthDiff
+from divergence.errors import IncomparableError, UsageError
+from divergence.numerics.against import AgainstTruth
+from divergence.run.command import command_line
+from divergence.run.reader import Run
+from divergence.run.record import Record
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Tallies", "Tally", "Truth", "inputs_of", "truth_diff"]
+
+
+class Truth:
+    """A truth run, checked to belong to the comparison of ``reference`` and ``candidate``.
+
+    Raises UsageError where it is no truth or another run's, IncomparableError for other weights and
+    for other code, where both manifests tell it.
+    """
+
+    def __init__(self, run: Run, reference: Run, candidate: Run) -> None:
+        self.run = run
+        manifest, a, b = run.manifest, reference.manifest, candidate.manifest
+        replayed = replayed_from(a, b)
+        make = command_line("truth", reference.path, o="TRUTH")
+        if replayed is not None:
+            source = next((one.path for one in (reference, candidate)
+                           if one.manifest.id == replayed[0]), "RUN")  # fmt: skip
+            make = command_line("replay", source, o="TRUTH", truth=True)
+        if manifest.settings.compute_dtype != "float64":
+            raise UsageError(
+                f"{run.path} is no truth: it was computed in "
+                f"{manifest.settings.compute_dtype or manifest.model.dtype}",
+                hint=make,
+            )
+        if manifest.id in (a.id, b.id):
+            raise UsageError(
+                f"{run.path} is one of the two runs that are compared: it cannot judge itself",
+                hint="divergence compare A B --truth TRUTH, with two other runs",
+            )
+        if manifest.like not in (a.id, b.id, a.plan.anchored_to, b.plan.anchored_to):
+            raise UsageError(
+                f"{run.path} is the truth of another run ({manifest.like})",
+                hint=make,
+            )
+        repeated = a if manifest.like != b.id else b
+        if repeated.model.dtype == manifest.model.dtype and (
+            repeated.model.digest != manifest.model.digest
+        ):
+            raise IncomparableError(
+                "the truth was computed with other weights than the run it repeats",
+                where=f"{run.path} ({manifest.model.digest[:12]}, "
+                f"there {repeated.model.digest[:12]})",
+                hint="divergence truth RUN -o TRUTH --model PATH, with the run's own weights",
+            )
+        made_otherwise = other_code(repeated, manifest)
+        if made_otherwise:
+            raise IncomparableError(
+                "the truth was made by other code than the run it repeats: "
+                + ", ".join(made_otherwise[:5]),
+                where=str(run.path),
+                hint=f"on the machine that made {repeated.id}: divergence truth RUN -o TRUTH",
+            )
+        self._named_by_candidate = manifest.like == b.id
+        self.anchored_pass = "anchored"
+        inputs = _anchored_to(reference, candidate)
+        self.anchors = inputs is not None and inputs == manifest.plan.anchored_to
+        own = (manifest.plan.anchored_to, manifest.plan.replayed_pass)
+        if manifest.plan.replayed_pass is not None or replayed is not None:
+            self.anchored_pass, self.anchors = "replayed", own == replayed
+        if replayed is not None and not self.anchors:
+            raise UsageError(
+                f"{run.path} is no truth of replayed operators: it did not run each by itself"
+                if manifest.plan.replayed_pass is None
+                else f"{run.path} holds the operators of the {own[1]} pass, not of the "
+                f"{replayed[1]} pass",
+                hint=make,
+            )
+
+    def record(self, pair: Pair) -> Record | None:
+        """What is right at a pair's place; None where the truth does not hold it."""
+        pass_ = "free" if pair.pass_ == "free" else self.anchored_pass
+        if pass_ != "free" and not self.anchors:
+            return None
+        own = pair.candidate.record if self._named_by_candidate else pair.reference.record
+        found = self.run.find((pass_, own.sample, own.step, own.site))
+        if found is None or found.shape != own.shape or found.positions != own.positions:
+            return None
+        return found
+
+
+def inputs_of(reference: Run, candidate: Run) -> Run | None:
+    """The run whose recorded inputs anchored the pairs, where it is one of the two."""
+    a, b = reference.manifest, candidate.manifest
+    if b.plan.anchored_to == a.id:
+        return reference
+    return candidate if a.plan.anchored_to == b.id else None
+
+
+def _anchored_to(reference: Run, candidate: Run) -> str | None:
+    """The id of the run whose inputs the anchored pairs got."""
+    run = inputs_of(reference, candidate)
+    if run is not None:
+        return run.manifest.id
+    a, b = reference.manifest.plan.anchored_to, candidate.manifest.plan.anchored_to
+    return a if a == b else None
+
+
+@dataclass(slots=True)
+class Tally:
+    """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,)."""
+
+    forwards: list[tuple[SiteResult, AgainstTruth, torch.Tensor]] = field(default_factory=list)
+    _gathered: list[Any] = field(default_factory=list)
+
+    def once(self, gather: Callable[[Tally], Any]) -> Any:
+        """What ``gather``, always the same function, makes of this when it is complete."""
+        if not self._gathered:
+            self._gathered.append(gather(self))
+        return self._gathered[0]
+
+
+class Tallies:
+    """By (pass, site, phase)."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str], Tally] = {}
+
+    def add(self, result: SiteResult, against: AgainstTruth, floor: torch.Tensor) -> None:
+        phase = "prefill" if result.step == 0 else "decode"
+        tally = self._found.setdefault((result.pass_, result.site, phase), Tally())
+        tally.forwards.append((result, against, floor))
+
+    def find(self, pass_: str, site: str, phase: str) -> Tally | None:
+        return self._found.get((pass_, site, phase))
+
+    def with_changed(self, changed: Tallies) -> Tallies:
+        """These, with those that ``changed`` holds in place of one's own."""
+        both = Tallies()
+        both._found = self._found | changed._found
+        return both
+
+
+def truth_diff(against: AgainstTruth) -> TruthDiff | None:
+    """The figures of one forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
+    if against.num_rows == 0:
+        return None
+    usual = ~against.sink
+    if not bool(usual.any()):
+        usual = against.sink
+    norm = against.norm[usual].clamp_min(1e-300)
+    a, b, ab = (
+        rows[usual] / norm for rows in (against.reference, against.candidate, against.between)
+    )
+    rank = max(1, round(0.99 * len(norm)))
+    p99 = [float(rows.kthvalue(rank).values) for rows in (a, b, ab)]
+    middle = [float(rows.median()) for rows in (a, b, ab)]
+    top = [float(rows.max()) for rows in (a, b, ab)]
+    channels = [
+        float(c.max().sqrt()) if len(c) else 0.0
+        for c in (against.channel_reference, against.channel_candidate, against.channel_between)
+    ]
+    return TruthDiff(
+        reference_error=middle[0],
+        candidate_error=middle[1],
+        r_median=_over(middle[2], middle[0], both_zero=0.0),
+        r_p99=_over(p99[2], p99[0], both_zero=0.0),
+        r_max=_over(top[2], top[0], both_zero=0.0),
+        r_channel=_over(channels[2], channels[0], both_zero=0.0),
+        w_median=_over(middle[1], middle[0]),
+        w_p99=_over(p99[1], p99[0]),
+        w_max=_over(top[1], top[0]),
+        w_channel=_over(channels[1], channels[0]),
+        gain_reference=float(against.gain_reference[usual].mean()),
+        gain_candidate=float(against.gain_candidate[usual].mean()),
+    )
+
+
+def _over(top: float, bottom: float, *, both_zero: float = 1.0) -> float:
+    """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
+    if bottom > 0:
+        return top / bottom
+    return both_zero if top == 0 else float("inf")

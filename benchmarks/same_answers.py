@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -25,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,9 +88,7 @@ def serve() -> None:
         words, out, code = json.loads(line), io.StringIO(), 0
         with contextlib.redirect_stdout(out):
             if words[0] == "build":
-                from divergence.recording.engines.tiny import build
-
-                build(words[1], Path(words[2]), dtype=words[3])
+                _tiny().build(words[1], Path(words[2]), dtype=words[3])
             else:
                 try:
                     app(words, prog_name="divergence")
@@ -96,6 +96,14 @@ def serve() -> None:
                     code = ended.code or 0
         sys.__stdout__.write(json.dumps([code, out.getvalue()]) + "\n")
         sys.__stdout__.flush()
+
+
+def _tiny() -> ModuleType:
+    """The small models, wherever this version has them."""
+    for name in ("divergence.recording.engines.tiny", "divergence.capture.engines.tiny"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise SystemExit("this version has no small models where others had them")
 
 
 def questions(a: Machine, c: Machine, truth: tuple[str, str]) -> Iterator[tuple[str, list]]:

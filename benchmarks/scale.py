@@ -32,8 +32,8 @@ from divergence.numerics.pair import measure_pair
 from divergence.recording.api import capture
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines import tiny
-from divergence.run.fingerprint import digest_tensor
 from divergence.run.reader import Run
+from divergence.run.schema.fingerprint import digest_tensor
 
 LLAMA_3_8B = {
     # meta-llama/Llama-3.1-8B, config.json

@@ -57,10 +57,10 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
 from divergence.run.collector import rarely_collecting
-from divergence.run.command import command_line
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.site import one_or_more
-from divergence.run.unshard import unsharded
+from divergence.run.schema.site import one_or_more
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["Measured", "compare", "measure_runs", "summary_of"]
 

@@ -20,7 +20,7 @@ from divergence.experiments.trials import Trials, sees
 from divergence.numerics.floor import Thresholds
 from divergence.recording.api import capture
 from divergence.run.reader import Run
-from divergence.run.trust import recorded_attention
+from divergence.run.untrusted.trust import recorded_attention
 
 __all__ = ["confirm_sizes"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from divergence.comparison.api import Measured
 from divergence.comparison.decide.advice import Advice, beside
 from divergence.numerics.chance import spread
-from divergence.run.command import command_line
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["deeper"]
 

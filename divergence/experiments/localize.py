@@ -30,12 +30,12 @@ from divergence.experiments.given import given_to, stands_alone
 from divergence.experiments.localization import Level, Localization
 from divergence.experiments.machine import Maker
 from divergence.experiments.proof import errors_alone, prove, reproduce
-from divergence.run.command import command_line
-from divergence.run.contents import why_no_bytes
-from divergence.run.location import folder_of
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.site import ROOT, module_of
-from divergence.run.unshard import unsharded
+from divergence.run.schema.contents import why_no_bytes
+from divergence.run.schema.site import ROOT, module_of
+from divergence.run.storage.location import folder_of
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["localize"]
 

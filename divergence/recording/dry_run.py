@@ -22,23 +22,23 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.sketch import sketch_bytes
 from divergence.recording.engines.load import LoadedModel, empty_model
 from divergence.recording.engines.tokenizing import group_samples, tokenize
-from divergence.recording.hooks import Recorder
-from divergence.recording.keep import ShapeKeeper
-from divergence.recording.passes import can_anchor
-from divergence.recording.request import Request, resolve_request
-from divergence.recording.rows import unpadded
-from divergence.recording.selection import step_selected
-from divergence.recording.sites import SiteSelection
-from divergence.recording.store_modes import check_operators
-from divergence.recording.structure import describe_modules, output_paths
+from divergence.recording.hooks.modules import Recorder
+from divergence.recording.keep.keeper import ShapeKeeper
+from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.options.request import Request, resolve_request
+from divergence.recording.options.selection import step_selected
+from divergence.recording.options.sites import SiteSelection
+from divergence.recording.options.store_modes import check_operators
+from divergence.recording.options.wishes import plain_wishes
+from divergence.recording.passes.free import can_anchor
+from divergence.recording.passes.rows import unpadded
+from divergence.recording.passes.whole import why_not_whole
 from divergence.recording.suites import opened, plan_suite, wants_suite
-from divergence.recording.whole import why_not_whole
-from divergence.recording.wishes import plain_wishes
-from divergence.run.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
-from divergence.run.item import Item
-from divergence.run.manifest import Store
 from divergence.run.reader import Run
-from divergence.run.site import module_of
+from divergence.run.schema.manifest import Store
+from divergence.run.schema.site import module_of
+from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
+from divergence.run.writing.item import Item
 
 __all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture"]
 

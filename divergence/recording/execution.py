@@ -16,18 +16,25 @@ from typing import Any, Protocol
 import torch
 
 from divergence.errors import UsageError
-from divergence.recording.compiled import CompiledWatch
-from divergence.recording.determinism import Determinism
-from divergence.recording.divided import Division, closed, on_all, own_part
 from divergence.recording.engines.generate import GroupResult, check_ids
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.offloaded import map_text
 from divergence.recording.engines.tokenizing import group_samples, token_texts, tokenize
-from divergence.recording.hooks import Anchor, Recorder, inside
-from divergence.recording.keep import Keeper
-from divergence.recording.memory import free_bytes
-from divergence.recording.passes import (
+from divergence.recording.hooks.modules import Anchor, Recorder, inside
+from divergence.recording.hooks.plant import check_places
+from divergence.recording.hooks.substitute import substitute_from
+from divergence.recording.keep.keeper import Keeper
+from divergence.recording.keep.memory import free_bytes
+from divergence.recording.keep.storage import storage
+from divergence.recording.keep.volume import about_bytes
+from divergence.recording.machine.determinism import Determinism
+from divergence.recording.model.compiled import CompiledWatch
+from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.options.request import Request
+from divergence.recording.options.sites import SiteSelection
+from divergence.recording.options.store_modes import check_operators
+from divergence.recording.passes.free import (
     Pass,
     RememberingSink,
     RepeatSink,
@@ -35,23 +42,23 @@ from divergence.recording.passes import (
     recorded_inputs,
     run_pass,
 )
-from divergence.recording.plant import check_places
+from divergence.recording.passes.rows import end_choices, repeated_tokens
+from divergence.recording.passes.whole import own_inputs, own_plants, run_whole, why_not_whole
+from divergence.recording.passes.widening import Widening
 from divergence.recording.provenance import probed, provenance
-from divergence.recording.request import Request
-from divergence.recording.rows import end_choices, repeated_tokens
-from divergence.recording.sites import SiteSelection
-from divergence.recording.storage import storage
-from divergence.recording.store_modes import check_operators
-from divergence.recording.structure import describe_modules, output_paths
-from divergence.recording.substitute import substitute_from
-from divergence.recording.volume import about_bytes
-from divergence.recording.whole import own_inputs, own_plants, run_whole, why_not_whole
-from divergence.recording.widening import Widening
-from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
+from divergence.recording.ranks.divided import Division, closed, on_all, own_part
 from divergence.run.nonfinite import first_nonfinite, nonfinite_text
 from divergence.run.reader import Run
-from divergence.run.site import ROOT
-from divergence.run.writer import RunWriter
+from divergence.run.schema.manifest import (
+    Manifest,
+    Plan,
+    Repeatability,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+from divergence.run.schema.site import ROOT
+from divergence.run.writing.writer import RunWriter
 
 __all__ = ["Execution", "Progress"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.errors import UsageError
 from divergence.recording.target import check_output
-from divergence.run.buffer import DEFAULT_BUFFER_BYTES
-from divergence.run.location import location_of
 from divergence.run.reader import Run
+from divergence.run.storage.location import location_of
+from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from divergence.recording.dry_run import DryRun

@@ -18,10 +18,9 @@ import xxhash
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.run.blob import Buffer
 from divergence.run.collector import rarely_collecting
-from divergence.run.command import command_line
-from divergence.run.contents import (
+from divergence.run.ranks.mesh import num_ranks
+from divergence.run.schema.contents import (
     Content,
     Part,
     check_part,
@@ -32,20 +31,21 @@ from divergence.run.contents import (
     verify_run,
     why_no_bytes,
 )
-from divergence.run.layout import (
+from divergence.run.schema.layout import (
     MANIFEST,
     checked_shard_name,
     records_name,
 )
-from divergence.run.location import Location, Url, location_of
-from divergence.run.manifest import Manifest
-from divergence.run.mesh import num_ranks
-from divergence.run.parsing import name_of, read_manifest, read_records
-from divergence.run.ranges import SPAN_BYTES
-from divergence.run.record import Coordinates, Record
-from divergence.run.shard import Shard
-from divergence.run.site import natural_key, near_names
-from divergence.run.store import Store, open_store
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.parsing import name_of, read_manifest, read_records
+from divergence.run.schema.record import Coordinates, Record
+from divergence.run.schema.site import natural_key, near_names
+from divergence.run.storage.blob import Buffer
+from divergence.run.storage.location import Location, Url, location_of
+from divergence.run.storage.ranges import SPAN_BYTES
+from divergence.run.storage.shard import Shard
+from divergence.run.storage.store import Store, open_store
+from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from divergence.errors import IncomparableError
 from divergence.numerics.fold import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.run.layout import RECORDS
 from divergence.run.reader import Run
+from divergence.run.schema.layout import RECORDS
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 FEW = ("gpt2", "llama", "mamba", "qwen3-moe")

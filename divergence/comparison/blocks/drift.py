@@ -23,7 +23,7 @@ from divergence.comparison.result import Evidence, SiteResult, TokensResult
 from divergence.comparison.tokens.flips import token_fault
 from divergence.numerics.chance import spread
 from divergence.numerics.floor import Thresholds
-from divergence.run.site import ROOT, module_of
+from divergence.run.schema.site import ROOT, module_of
 
 __all__ = ["Drift", "find_drift"]
 

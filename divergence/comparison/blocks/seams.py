@@ -32,10 +32,10 @@ from divergence.comparison.result import SiteResult
 from divergence.numerics.chance import spread
 from divergence.numerics.floor import Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import ROOT, is_operator_site, module_of
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import ROOT, is_operator_site, module_of
 
 if TYPE_CHECKING:
     import torch

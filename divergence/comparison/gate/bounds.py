@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import ConfigError, UsageError
 from divergence.numerics.formats import FORMATS
-from divergence.run.site import compile_patterns, near_names
+from divergence.run.schema.site import compile_patterns, near_names
 
 if TYPE_CHECKING:
     from divergence.comparison.gate.policy import Policy

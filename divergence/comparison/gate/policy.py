@@ -45,8 +45,8 @@ from divergence.comparison.gate.bounds import LIMITS, check_bounds
 from divergence.comparison.result import SiteResult, VerdictKind
 from divergence.config import decode, find_config, load_toml
 from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.record import PassName
-from divergence.run.site import compile_patterns
+from divergence.run.schema.record import PassName
+from divergence.run.schema.site import compile_patterns
 
 __all__ = [
     "DEFAULT_POLICY",

@@ -37,8 +37,8 @@ from divergence.numerics.logits import measure_logits
 from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
 from divergence.numerics.pair_metrics import Estimate
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import module_of
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import module_of
 
 if TYPE_CHECKING:
     import torch

@@ -27,10 +27,10 @@ from divergence.numerics.fold import fold_tensor
 from divergence.numerics.formats import format_named
 from divergence.numerics.pair_metrics import Estimate, PairMetrics, RowMetrics
 from divergence.numerics.sketch import resolution, rows_of, sketch_tensor
-from divergence.run.fingerprint import digest_tensor
+from divergence.run.ranks.unshard import Digests, digests_of
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.unshard import Digests, digests_of
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Record
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from divergence.comparison.result import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.pair import measure_pair
 from divergence.numerics.pair_metrics import PairMetrics
-from divergence.run.record import Record, Summary
+from divergence.run.schema.record import Record, Summary
 
 if TYPE_CHECKING:
     import torch

@@ -17,9 +17,9 @@ from divergence.comparison.preflight.owner import other_code
 from divergence.comparison.result import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.against import AgainstTruth
-from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.record import Record
+from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     import torch

@@ -37,8 +37,8 @@ from divergence.comparison.operators.result import (
 from divergence.numerics.chance import rare_ratio
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.operator import slices_of
-from divergence.run.manifest import ModuleNote
-from divergence.run.site import module_of
+from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.site import module_of
 
 __all__ = ["judge_operators"]
 

@@ -14,8 +14,8 @@ from divergence.comparison.operators.judge import judge_operators
 from divergence.comparison.operators.measure import measure_operators
 from divergence.comparison.operators.result import OperatorsResult
 from divergence.numerics.floor import Thresholds
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
 
 __all__ = ["compare_operators", "operator_notes"]
 

@@ -20,8 +20,8 @@ from divergence.comparison.tokens.deciding import Distances, Place, distances_of
 from divergence.comparison.tokens.flips import deviations, judge_by_model, judge_flip, kl_fields
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.logits import top_choices
-from divergence.run.manifest import Tokens
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Tokens
 
 if TYPE_CHECKING:
     import torch

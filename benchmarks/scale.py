@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.numerics.pair import measure_pair
+from divergence.numerics.pairs.pair import measure_pair
 from divergence.recording.api import capture
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines import tiny

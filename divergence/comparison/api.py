@@ -54,8 +54,8 @@ from divergence.comparison.suite.compare import is_suite, report_on_suites
 from divergence.comparison.tokens.choices import compare_tokens, relate_to_onset
 from divergence.comparison.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
-from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.collector import rarely_collecting
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.comparison.api import Measured
 from divergence.comparison.decide.advice import Advice, beside
-from divergence.numerics.chance import spread
+from divergence.numerics.rounding.chance import spread
 from divergence.run.untrusted.command import command_line
 
 __all__ = ["deeper"]

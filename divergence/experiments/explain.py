@@ -35,7 +35,7 @@ from divergence.comparison.tokens.choices import comparable_places
 from divergence.comparison.tokens.deciding import Place, logits_row
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of
-from divergence.numerics.logits import top_choices
+from divergence.numerics.pairs.logits import top_choices
 from divergence.recording.api import capture
 from divergence.recording.hooks.plant import Plant, parse_plant
 from divergence.recording.passes.free import can_anchor

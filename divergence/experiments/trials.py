@@ -26,7 +26,7 @@ from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.result import SiteResult, Verdict
 from divergence.experiments.faults import Fault
 from divergence.experiments.overlay import Overlay
-from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.recording.hooks.plant import FORWARDS
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of

@@ -19,7 +19,7 @@ import torch
 
 from divergence.errors import ModelError
 from divergence.numerics.formats import format_named
-from divergence.numerics.sketch import sketch_bytes
+from divergence.numerics.summaries.sketch import sketch_bytes
 from divergence.recording.engines.load import LoadedModel, empty_model
 from divergence.recording.engines.tokenizing import group_samples, tokenize
 from divergence.recording.hooks.modules import Recorder

@@ -1,10 +1,9 @@
 """One capture under way: tokens, plan, manifest, and the passes one after another.
 
-A pass has a name, may be anchored (every block gets the recorded input of the run that
-is repeated) and may compute every operator in a wider dtype than the model's own. A
-capture makes the free pass, with ``--like`` the anchored one, with ``--escalate`` the
-escalated one (anchored, float32), with ``--whole`` the whole one (all tokens in one forward,
-anchored to this run's own free pass). A truth makes the first two, both in float64.
+A pass has a name, may be anchored (every block gets the recorded input of the run that is repeated)
+and may compute every operator in a wider dtype than the model's own. A capture makes the free pass,
+with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchored, float32), with
+``--whole`` the whole one. A truth makes the first two, both in float64.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class Execution:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.request, self.loaded, self.tell = request, loaded, tell
-        self.compute_dtype = compute_dtype
-        self.device, self.determinism = device, determinism
+        self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
         self.notes = describe_modules(loaded.structure)
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(request, self.selection)
@@ -191,9 +189,8 @@ class Execution:
         if like is not None:
             return repeated_tokens(request, self.loaded)
         samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
-        pad_left = self.loaded.task == "causal-lm"
-        groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
-        return samples, groups, None
+        left = self.loaded.task == "causal-lm"
+        return samples, group_samples(samples, batch=request.batch, pad_left=left), None
 
     def _passes(self) -> list[Pass]:
         """What this capture makes; what it cannot make is said."""
@@ -223,10 +220,7 @@ class Execution:
             if narrow:
                 passes.append(Pass("escalated", anchored=True, compute_dtype=torch.float32))
             else:
-                self._note(
-                    "no escalated pass: the model is in float32 already, so the anchored pass "
-                    "sees what it would"
-                )
+                self._note("no escalated pass: the model is in float32, as such a pass would be")
         return passes
 
     def _plan(self, passes: list[Pass]) -> Plan:

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from divergence.numerics.summary import summarize
+from divergence.numerics.summaries.summary import summarize
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keep.keeper import CopyKeeper
 from divergence.run.schema.fingerprint import digest_tensor

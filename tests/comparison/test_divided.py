@@ -13,7 +13,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.fleet.camps import fingerprints
 from divergence.comparison.fleet.many import compare_many
 from divergence.errors import IncomparableError
-from divergence.numerics.fold import fold_tensor
+from divergence.numerics.summaries.fold import fold_tensor
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (

@@ -16,7 +16,7 @@ from divergence.comparison.gate.policy import Policy, Tolerance, load_policy
 from divergence.comparison.result import Coverage, PassCoverage, Report
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.floor import Thresholds
 
 
 def policy(**tables) -> Policy:

@@ -14,7 +14,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.gate.check import check
 from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
-from divergence.numerics.fold import fold_tensor
+from divergence.numerics.summaries.fold import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

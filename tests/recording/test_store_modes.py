@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.numerics.fold import fold_tensor
 from divergence.numerics.formats import format_named
-from divergence.numerics.sketch import sketch_bytes, sketch_tensor
+from divergence.numerics.summaries.fold import fold_tensor
+from divergence.numerics.summaries.sketch import sketch_bytes, sketch_tensor
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.keep import reduced as keep_reduced

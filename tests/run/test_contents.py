@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.sketch import sketch_tensor
+from divergence.numerics.summaries.sketch import sketch_tensor
 from divergence.run.reader import Run
 from divergence.run.schema.contents import sizes_of
 from divergence.run.schema.layout import RECORDS

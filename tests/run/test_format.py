@@ -179,7 +179,7 @@ def test_the_examples_of_reduced_runs_are_right():
     """The digest and the projections that the page works out."""
     import torch
 
-    from divergence.numerics import fold, sketch
+    from divergence.numerics.summaries import fold, sketch
 
     text = " ".join(PAGE.split())
     assert f"`{fold.fold_tensor(torch.arange(8, dtype=torch.uint8))}`" in text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError
-from divergence.numerics.summary import summarize
+from divergence.numerics.summaries.summary import summarize
 from divergence.run.ranks.unshard import digests_of, unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Mesh, MeshAxis

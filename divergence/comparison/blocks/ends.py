@@ -26,7 +26,7 @@ from divergence.comparison.decide.evidence import onset_of
 from divergence.comparison.decide.figures import figure
 from divergence.comparison.result import Evidence, Onset, SiteResult, Verdict
 from divergence.comparison.tokens.sampling import Misfit, find_misfits
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Literal
 
 from divergence.comparison.align.pairs import Alignment, Pair
 from divergence.comparison.result import SiteResult
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds, floor_weights
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record

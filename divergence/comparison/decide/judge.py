@@ -29,7 +29,7 @@ from divergence.comparison.decide.evidence import (
 from divergence.comparison.decide.rounding import within_floor
 from divergence.comparison.preflight.settings import with_settings
 from divergence.comparison.result import Evidence, Verdict
-from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 
 __all__ = ["Case", "judge", "judge_units"]
 

@@ -29,7 +29,7 @@ from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.result import Report, SiteResult
 from divergence.comparison.run_summary import summary_of
 from divergence.errors import DivergenceError, FaultError, UsageError
-from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded

@@ -26,7 +26,7 @@ from divergence.run.schema.site import compile_patterns, near_names
 
 if TYPE_CHECKING:
     from divergence.comparison.gate.policy import Policy
-    from divergence.numerics.floor import Thresholds
+    from divergence.numerics.rounding.floor import Thresholds
 
 __all__ = ["LIMITS", "RANGES", "check_bounds", "check_thresholds"]
 

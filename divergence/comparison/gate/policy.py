@@ -44,7 +44,7 @@ import msgspec
 from divergence.comparison.gate.bounds import LIMITS, check_bounds
 from divergence.comparison.result import SiteResult, VerdictKind
 from divergence.config import decode, find_config, load_toml
-from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.record import PassName
 from divergence.run.schema.site import compile_patterns
 

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.comparison.result import Evidence, Verdict
-from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.floor import floor_weights
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from divergence.numerics.fold import fold_sums, is_exact_on
 from divergence.numerics.formats import format_of
-from divergence.numerics.sketch import num_projections, sketch_tensor, sum_dtype_name
-from divergence.numerics.summary_device import statistics_on_device
+from divergence.numerics.summaries.fold import fold_sums, is_exact_on
+from divergence.numerics.summaries.on_device import statistics_on_device
+from divergence.numerics.summaries.sketch import num_projections, sketch_tensor, sum_dtype_name
 from divergence.run.writing.item import Item, Reduced
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
-from divergence.numerics.sketch import sketch_tensor
-from divergence.numerics.summary import summarize
+from divergence.numerics.summaries.sketch import sketch_tensor
+from divergence.numerics.summaries.summary import summarize
 from divergence.recording.keep.device_copy import can_pin
 from divergence.recording.keep.keeper import BufferKeeper, Keeper
 from divergence.recording.keep.reduced import ReducedKeeper

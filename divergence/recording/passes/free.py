@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.numerics.fold import folds_of
+from divergence.numerics.summaries.fold import folds_of
 from divergence.recording.engines.generate import GroupResult, run_group
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks.modules import Anchor, Recorder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
-from divergence.numerics.summary import Summary
+from divergence.numerics.summaries.summary import Summary
 from divergence.run.schema.record import Record
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.numerics.summary import summarize
+from divergence.numerics.summaries.summary import summarize
 from divergence.run.ranks.joining import (
     Joined,
     NotWholeError,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
-from divergence.numerics.sketch import rows_of
+from divergence.numerics.summaries.sketch import rows_of
 from divergence.run.schema.layout import SHARD_DTYPES
 from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.schema.record import Place, Record

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from divergence.numerics.formats import FORMATS
-from divergence.numerics.summary import Summary
+from divergence.numerics.summaries.summary import Summary
 from divergence.run.schema.call import Call
 from divergence.run.schema.layout import SHARD_PATTERN
 
@@ -50,7 +50,7 @@ class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     ``place``: a float32 tensor (rows, ``num_projections`` + 2), the last two columns a row's norm
     as high and low part; ``xxh3``: of that tensor's bytes. ``sums``: the precision that the
-    projections were added up in. divergence.numerics.sketch defines matrix and rows.
+    projections were added up in. divergence.numerics.summaries.sketch defines matrix and rows.
     """
 
     place: Place
@@ -75,7 +75,7 @@ class Record(
     that is not simply every token of this forward (``--positions``, or logits of
     the deciding positions only). ``place``: None where no bytes are kept. ``xxh3``, ``fold``:
     digests of the bytes, of which at least one is there
-    (``fold`` is defined by divergence.numerics.fold, for devices that xxh3 does not run on).
+    (``fold`` is defined by numerics.summaries.fold, for devices that xxh3 does not run on).
     ``summary``: None where digests alone are kept.
     ``placement``: in a run of several ranks, by axis of the manifest's mesh, what of the tensor
     this record holds; ``shape`` is of that.

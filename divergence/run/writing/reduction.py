@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from divergence.numerics.fold import fold_tensor, folds_of
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.sketch import num_projections, rows_of, sketch_many
-from divergence.numerics.summaries import summarize_many
-from divergence.numerics.summary_device import summaries_of
+from divergence.numerics.summaries.fold import fold_tensor, folds_of
+from divergence.numerics.summaries.many import summarize_many
+from divergence.numerics.summaries.on_device import summaries_of
+from divergence.numerics.summaries.sketch import num_projections, rows_of, sketch_many
 from divergence.run.schema.contents import Content, contents_of
 from divergence.run.schema.record import Sketch
 from divergence.run.writing.piece import Piece, flat_parts, piece_of, piece_of_item

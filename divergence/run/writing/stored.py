@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from msgspec.structs import astuple
 
-from divergence.numerics.summary import Summary
+from divergence.numerics.summaries.summary import Summary
 from divergence.run.schema.layout import shard_name
 from divergence.run.schema.record import Place
 

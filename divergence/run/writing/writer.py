@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.errors import RunWriteError
-from divergence.numerics.summaries import summarize_many
+from divergence.numerics.summaries.many import summarize_many
 from divergence.run.own_thread import set_device, without_team
 from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest

@@ -6,7 +6,7 @@ of length: with beta = ‖b‖ / ‖a‖,
     ‖d‖² = (‖a‖ - ‖b‖)² + ‖b - beta a‖² / beta,
 
 and only the second term, how far the directions are apart, is left to estimate, from the sketches
-(divergence.numerics.sketch) by ‖s_b - beta s_a‖² / beta with a relative variance of 2/k. So a scale
+(numerics.summaries.sketch) by ‖s_b - beta s_a‖² / beta with a relative variance of 2/k. So a scale
 error is told exactly. Rows' signs are independent, so for the sum E of the second terms E_t
 
     variance / square = (2/k) Σ E_t² / E² = 2 / freedom,    freedom = k · E² / Σ E_t²,
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from divergence.numerics.pair import SINK_FACTOR
-from divergence.numerics.pair_metrics import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.pairs.pair import SINK_FACTOR
 
 if TYPE_CHECKING:
     import torch

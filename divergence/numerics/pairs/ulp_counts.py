@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from divergence.numerics.blocks import BLOCK, Grid, Rows
 from divergence.numerics.formats import Format
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.ulp_tails import MOST_STEPS, Counting, InBlocks, InLoops, Tail
+from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows
+from divergence.numerics.pairs.ulp_tails import MOST_STEPS, Counting, InBlocks, InLoops, Tail
 
 if TYPE_CHECKING:
     from divergence.numerics.on_device import OnDevice
@@ -60,7 +60,7 @@ def count_ulp(
     Elements that are not finite on both sides are left out; ``check_finite=False``
     promises that there are none. -0 equals +0. A value that overflows on rounding to
     ``form`` counts as its inf, one ulp beyond the largest. ``there``: the pair on a device.
-    Source: divergence.numerics.ulp.
+    Source: divergence.numerics.pairs.ulp.
     """
     smallest_key = _smallest_key(form, form.unit_roundoff * rms)
     options = {"rows": rows, "smallest_key": smallest_key, "check": check_finite}

@@ -18,8 +18,8 @@ import math
 
 import numpy as np
 
-from divergence.numerics.blocks import BLOCK, Grid, Rows, column_dots, row_dots
-from divergence.numerics.nonfinite import NONFINITE, count_nonfinite
+from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, column_dots, row_dots
+from divergence.numerics.pairs.nonfinite import NONFINITE, count_nonfinite
 
 __all__ = ["Sums", "gather", "tiles"]
 

@@ -1,7 +1,7 @@
 """What is known of a pair of tensors after measuring it: one frozen record, no methods.
 
 The field names are those of compare's SiteResult. How each is computed:
-divergence.numerics.pair.
+divergence.numerics.pairs.pair.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics over the elements finite on both sides, in the unmasked rows. 0/0 = 0, x/0 = inf.
 
     rel_l2 = ‖d‖/‖a‖. cosine = a·b/(‖a‖‖b‖), 1 where both are zero, 0 where one is;
-    one_minus_cosine: see divergence.numerics.pair. sqnr_db = -20 log10 rel_l2 in dB (inf at 0).
+    one_minus_cosine: see numerics.pairs.pair. sqnr_db = -20 log10 rel_l2 in dB (inf at 0).
     max_abs = max|d| in the tensors' unit; its index (None where d = 0; row-major first) and
     both values there. gain = b·a/‖a‖² - 1 = -P/A; gain_se = sqrt((Q - P²/n) n/(n-1)) / A,
     the standard error of a sum of n independent products a·d: it stays honest where the
     error is proportional to |a| (rounding) or one channel dominates; inf for n < 2.
-    ulp_*: divergence.numerics.ulp_counts, in ulp of ulp_format; None where neither is a float.
+    ulp_*: numerics.pairs.ulp_counts, in ulp of ulp_format; None where neither is a float.
     token_rel_l2_*: median, 99th percentile (inverted cdf), max over rows of ‖d_t‖/‖a_t‖ and
     the first row with the max (in the leading dims, flattened; None without rows).
     channel_rel_l2_max = max over c of ‖d_c‖ / max(‖a_c‖, u·‖a‖/sqrt(C)), u the unit roundoff of
@@ -72,7 +72,7 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     that means the same in a mask (numerics.nonfinite). identical: same dtype, shape and bytes,
     masked or not.
     numel: elements of the unmasked rows; num_finite: those of them that were measured.
-    What is estimated from sketches (divergence.numerics.estimate) leaves None what needs elements.
+    What is estimated from sketches (numerics.summaries.estimate) leaves None what needs elements.
     Complex tensors are measured as their components; max_abs is a component's, the values
     there too, and a channel is a complex one.
     """

@@ -2,7 +2,7 @@
 
 a = reference, b = candidate, d = a - b. Rows are tokens (the product of the leading
 dimensions), columns are features (the last one). The first pass gathers the sums of
-divergence.numerics.sums; the second counts ulp distances, since its mask needs rms(a).
+divergence.numerics.pairs.sums; the second counts ulp distances, since its mask needs rms(a).
 Metrics run over the elements that are finite on both sides, in the rows of the mask.
 Division: 0/0 = 0, x/0 = inf. -0 equals +0 everywhere but in ``identical``.
 
@@ -22,12 +22,12 @@ import math
 import numpy as np
 import torch
 
-from divergence.numerics.blocks import BLOCK, Grid, Rows, compute_dtype, row_dots
 from divergence.numerics.formats import Format, format_named, is_float
 from divergence.numerics.kernels import Kernel, chosen
-from divergence.numerics.pair_metrics import PairMetrics, RowMetrics
-from divergence.numerics.sums import Sums, gather, tiles
-from divergence.numerics.ulp_counts import count_ulp
+from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, compute_dtype, row_dots
+from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
+from divergence.numerics.pairs.sums import Sums, gather, tiles
+from divergence.numerics.pairs.ulp_counts import count_ulp
 from divergence.numerics.workers import run_split
 
 __all__ = ["SINK_FACTOR", "PairMetrics", "RowMetrics", "measure_pair"]

@@ -1,6 +1,6 @@
 """A tensor's statistics on the device that it lies on: nothing is copied, nothing waited for.
 
-The definition is that of divergence.numerics.summary. Sums run in float64 where the device has
+The definition is that of numerics.summaries.summary. Sums run in float64 where the device has
 it, and agree with the host's to 1e-12 of the rms; else in float32 over values scaled by the
 largest magnitude, to about 1e-6 of the rms, and integers beyond 2^24 are rounded first.
 ``summaries_of`` brings the numbers of many tensors to the host together.
@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from divergence.numerics.sketch import sum_dtype_name
-from divergence.numerics.summary import Summary
+from divergence.numerics.summaries.sketch import sum_dtype_name
+from divergence.numerics.summaries.summary import Summary
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ import torch
 
 from divergence.numerics.formats import format_of
 from divergence.numerics.kernels import Kernel, chosen
-from divergence.numerics.pair import SINK_FACTOR
+from divergence.numerics.pairs.pair import SINK_FACTOR
 
 __all__ = ["AgainstTruth", "measure_against", "with_rounding"]
 

@@ -11,10 +11,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from divergence.numerics.blocks import BLOCK, Grid, Rows
 from divergence.numerics.formats import Format
-from divergence.numerics.sums import tiles
-from divergence.numerics.ulp import distance_array, key_array, stored_bits
+from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows
+from divergence.numerics.pairs.sums import tiles
+from divergence.numerics.pairs.ulp import distance_array, key_array, stored_bits
 from divergence.numerics.workers import Split, run_split
 
 __all__ = ["MOST_STEPS", "Counting", "InBlocks", "InLoops", "Tail"]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from divergence.numerics.blocks import Grid
     from divergence.numerics.compiled.summary import Totals
+    from divergence.numerics.pairs.blocks import Grid
 
 __all__ = ["Summary", "summarize", "summarize_rows"]
 
@@ -64,7 +64,7 @@ def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
     """
     import numpy as np
 
-    from divergence.numerics.blocks import BLOCK, Grid, compute_dtype
+    from divergence.numerics.pairs.blocks import BLOCK, Grid, compute_dtype
 
     if tensor.is_complex():
         tensor = tensor.detach().to(dtype=_complex128()).abs()
@@ -128,7 +128,7 @@ class _Tally:
     def add(self, block: np.ndarray) -> None:
         import numpy as np
 
-        from divergence.numerics.blocks import row_dots
+        from divergence.numerics.pairs.blocks import row_dots
 
         low, high = float(block.min()), float(block.max())
         if not (math.isfinite(low) and math.isfinite(high)):

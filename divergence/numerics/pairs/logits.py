@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from divergence.numerics.blocks import BLOCK, Grid
+from divergence.numerics.pairs.blocks import BLOCK, Grid
 from divergence.numerics.workers import Split, run_split
 
 __all__ = ["LogitsMetrics", "kl_divergence", "logit_error", "measure_logits", "top_choices"]

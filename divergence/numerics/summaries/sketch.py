@@ -7,7 +7,7 @@ feature j goes to bucket b = j mod k,
     s_b = Σ_m  tau(t, m) · sigma(m·k + b) · x[m·k + b],        m = j // k,
 
 with signs sigma(j) and tau(t, m) = ±1, t being the row's number. They are the top bits of integer
-streams (divergence.numerics.mixing): sigma(j) of number j of stream SIGMA, tau(t, m) of number
+streams (numerics.summaries.mixing): sigma(j) of number j of stream SIGMA, tau(t, m) of number
 t·2^32 + m of stream TAU, -1 where the bit is set. So the matrix is defined by integers and
 bit-identical on every machine; the sums are float64 in any order (float32 on devices without it;
 plain products and sums on those that have float64 but no matrix product of it, as Ascend) and
@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from divergence.numerics.blocks import Grid
 from divergence.numerics.formats import Format, format_of
 from divergence.numerics.kernels import Kernel, chosen
-from divergence.numerics.mixing import stream
+from divergence.numerics.pairs.blocks import Grid
+from divergence.numerics.summaries.mixing import stream
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
-"""Digits of π after those of divergence.numerics.fold: chosen by nobody."""
+"""Digits of π after those of divergence.numerics.summaries.fold: chosen by nobody."""
 
 _FEWEST, _MOST, _FEATURES_EACH = 8, 64, 128
 _USUAL_BYTES = 2

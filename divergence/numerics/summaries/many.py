@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from divergence.numerics.formats import format_of
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.summary import Summary, summarize, summarize_rows
+from divergence.numerics.summaries.summary import Summary, summarize, summarize_rows
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def _stacked(tensors: list[torch.Tensor], kernel: Kernel) -> list[Summary | None
     flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
     stack = torch.stack(flat).detach()
     if kernel == "compiled":
-        from divergence.numerics.blocks import Grid
+        from divergence.numerics.pairs.blocks import Grid
 
         return summarize_rows(Grid(stack))
     x = stack.to(torch.float64).numpy()

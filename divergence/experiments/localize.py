@@ -251,7 +251,7 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
 
 
 def _is_outside(onset: Onset) -> bool:
-    """Between modules, or behind the last of them (blocks.ends)?"""
+    """Between modules, or behind the last of them (decide.ends)?"""
     path, _, port = onset.site.partition(":")
     at_the_edge = port.startswith("in") and onset.block in (None, path)
     return onset.pass_ == "free" and (at_the_edge or path == ROOT)

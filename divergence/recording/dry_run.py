@@ -123,7 +123,7 @@ def plan_capture(
     lengths, groups = _lengths(request, loaded)
     notes = describe_modules(loaded.module)
     selection = SiteSelection(request.sites, notes)
-    check_operators(request, selection)
+    check_operators(selection, store=request.store, only_changed=request.only_changed)
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
     rows = _rows(request, counters, notes, steps)

@@ -86,7 +86,7 @@ class Execution:
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
         self.notes = describe_modules(loaded.structure)
         self.selection = SiteSelection(request.sites, self.notes)
-        check_operators(request, self.selection)
+        check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
         self.plants = request.plants
         ranks = self.ranks = loaded.ranks

@@ -22,7 +22,8 @@ import msgspec
 
 from divergence.comparison.gate.fitness import refuse_unfit
 from divergence.comparison.gate.known import Knowledge, KnownUse, excuse
-from divergence.comparison.gate.policy import Policy, load_policy
+from divergence.comparison.gate.loading import load_policy
+from divergence.comparison.gate.policy import Policy
 from divergence.comparison.measure.unmeasured import NO_PREFILL
 from divergence.comparison.result import Coverage, PassCoverage, Report, TokenDifference, Verdict
 from divergence.errors import IncomparableError

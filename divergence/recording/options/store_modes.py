@@ -9,7 +9,6 @@ from divergence.run.schema.manifest import Store
 from divergence.run.schema.site import near_names
 
 if TYPE_CHECKING:
-    from divergence.recording.options.request import Request
     from divergence.recording.options.sites import SiteSelection
     from divergence.run.reader import Run
 
@@ -50,11 +49,11 @@ def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> 
     return "full"
 
 
-def check_operators(request: Request, selection: SiteSelection) -> None:
+def check_operators(selection: SiteSelection, *, store: Store, only_changed: bool) -> None:
     """Operators are run again from their recorded inputs, which must then be there."""
-    if not selection.operators or (request.store == "full" and not request.only_changed):
+    if not selection.operators or (store == "full" and not only_changed):
         return
-    given = "--only-changed" if request.only_changed else f"--store {request.store}"
+    given = "--only-changed" if only_changed else f"--store {store}"
     raise UsageError(
         f"{given} keeps not all bytes, and operators (ops@) are run again from theirs",
         hint="capture operators in a run of their own, with --store full",

@@ -9,6 +9,7 @@ Every import counts, at module level or inside a function, and under TYPE_CHECKI
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -151,6 +152,30 @@ def test_files_stay_short(file):
     """At most 400 lines; 250 is the aim. Look for the second noun."""
     num_lines = len(file.read_text(encoding="utf-8").splitlines())
     assert num_lines <= MAX_LINES, f"{num_lines} lines, at most {MAX_LINES}"
+
+
+def test_no_file_needs_itself():
+    """No circle of files, however long, and whatever kind of import ties it."""
+    names = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in FILES
+    }
+
+    def module_of(target: str) -> str | None:
+        while target and target not in names:
+            target = target.rpartition(".")[0]
+        return target or None
+
+    needs = {
+        name: {
+            found
+            for _, target in imports(ast.parse(file.read_text(encoding="utf-8")))
+            if (found := module_of(target)) not in (None, name, "divergence")
+        }
+        for name, file in names.items()
+    }
+    needs["divergence"] = set()  # the public API: names of everything, loaded when asked for
+    graphlib.TopologicalSorter(needs).prepare()  # CycleError names the circle
 
 
 def test_folders_stay_small():

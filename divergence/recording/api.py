@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import ModelError, UsageError
-from divergence.recording.dry_run import DryRun, plan_capture
+from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.load import load_model
 from divergence.recording.execution import Execution, Progress
@@ -22,6 +22,7 @@ from divergence.recording.options.request import Request, resolve_request
 from divergence.recording.options.taken import taken
 from divergence.recording.options.wishes import plain_wishes
 from divergence.recording.passes.widening import check_device
+from divergence.recording.planned import DryRun
 from divergence.recording.ranks.processes import joined
 from divergence.recording.suites import capture_suite, opened, truth_of_suite, wants_suite
 from divergence.recording.target import check_output

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from divergence.errors import ModelError
@@ -33,6 +32,7 @@ from divergence.recording.options.wishes import plain_wishes
 from divergence.recording.passes.free import can_anchor
 from divergence.recording.passes.rows import unpadded
 from divergence.recording.passes.whole import why_not_whole
+from divergence.recording.planned import DryRun, PlannedSite
 from divergence.recording.suites import opened, plan_suite, wants_suite
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Store
@@ -40,35 +40,7 @@ from divergence.run.schema.site import module_of
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.writing.item import Item
 
-__all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture"]
-
-
-class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
-    """One site: ``bytes_prefill`` over all prompts, ``bytes_per_step`` of one decode step of one
-    group, ``bytes`` over the whole capture; 0 where the tensor is stored at another site."""
-
-    site: str
-    role: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes_prefill: int
-    bytes_per_step: int
-    num_steps: int
-    bytes: int
-
-
-class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture would write. ``num_steps``: forwards of each prompt, decoding included."""
-
-    model: str
-    rows: list[PlannedSite]
-    num_sites: int
-    num_prompts: int
-    num_prompt_tokens: int
-    num_steps: int
-    passes: list[str]
-    total_bytes: int
-    notes: list[str] = []
+__all__ = ["forward_shapes", "plan_capture"]
 
 
 class _Counter:

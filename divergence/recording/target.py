@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.run.reader import Run
-from divergence.run.storage.archive_target import partial_of
+from divergence.run.storage.archive_place import partial_of
 from divergence.run.storage.location import Location, archive_kind, same_location
 from divergence.run.storage.target import check_target
 

@@ -28,10 +28,10 @@ from divergence.recording.machine.determinism import Determinism, deterministic_
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.options.taken import taken_from
 from divergence.recording.provenance import provenance
-from divergence.recording.suites import SOURCE
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_many, digest_tensor
 from divergence.run.schema.manifest import (
+    SUITE,
     Manifest,
     ModelIdentity,
     ModuleNote,
@@ -98,7 +98,7 @@ def capture_suite(
     if like is None:
         assert suite is not None
         works = _fresh(suite_named(suite))
-        source = SOURCE + suite
+        source = SUITE + suite
     else:
         works, source = _recorded(like, skipped), like.manifest.model.source
     wanted = list(sites) or ["*"]

@@ -7,7 +7,7 @@ out bytes that another one has (``capture --only-changed``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.schema.record import Place, Record
 
 if TYPE_CHECKING:
-    from divergence.run.reader import Run
     from divergence.run.storage.shard import Shard
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "parts_of",
     "records_by_content",
     "sizes_of",
-    "verify_run",
     "why_no_bytes",
 ]
 
@@ -133,25 +131,3 @@ def why_no_bytes(manifest: Manifest) -> str:
     if plan.only_changed is not None:
         return f"what did not change is in run {plan.only_changed}, which is not at hand"
     return f"the run was captured with --store {plan.store}"
-
-
-def verify_run(
-    run: Run, progress: Callable[[str, int, int | None, str], None] | None = None
-) -> list[str]:
-    """Check every checksum; returns the problems found, one line each."""
-    problems: list[str] = []
-    seen: set[tuple[str, str, str | None]] = set()
-    run.expect(run.records)
-    for number, record in enumerate(run.records):
-        if progress is not None:
-            progress("verify", number, len(run.records), record.site)
-        for part in parts_of(record):
-            identity = (part.place.shard, part.place.key, part.xxh3)
-            if identity in seen:
-                continue
-            seen.add(identity)
-            try:
-                run.read_sketch(record) if part.is_sketch else run.read(record)
-            except RunFormatError as error:
-                problems.append(f"{error.message} ({error.where})")
-    return problems

@@ -17,6 +17,7 @@ from divergence.run.schema.record import Count
 
 __all__ = [
     "SCHEMA_VERSION",
+    "SUITE",
     "ArithmeticFact",
     "CodeNote",
     "CompiledNote",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 4
+SUITE = "suite:"
+"""Before the name of an operator suite, which stands where a model's source would."""
 
 TokenId = Count
 Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]

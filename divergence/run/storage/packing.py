@@ -25,7 +25,7 @@ from typing import IO
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.run.reader import Run
 from divergence.run.schema.layout import TENSORS
-from divergence.run.storage.archive_target import check_archive
+from divergence.run.storage.archive_place import check_archive
 from divergence.run.storage.blob import Buffer
 from divergence.run.storage.directory_target import check_directory
 from divergence.run.storage.location import (

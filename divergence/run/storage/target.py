@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from divergence.run.storage.archive_target import ArchiveTarget, check_archive, partial_of
+from divergence.run.storage.archive_place import check_archive, partial_of
+from divergence.run.storage.archive_target import ArchiveTarget
 from divergence.run.storage.directory_target import DirectoryTarget, check_directory
 from divergence.run.storage.location import Location, Url, archive_kind
 from divergence.run.storage.remote_target import RemoteTarget, check_remote

@@ -15,9 +15,9 @@ import torch
 
 from divergence.recording.api import capture
 from divergence.recording.engines.tiny import build
-from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.manifest import ModuleNote, Sizes
+from divergence.run.writing.writer import Item, RunWriter
 
 __all__ = ["drawn", "write_msprobe", "write_runs"]
 

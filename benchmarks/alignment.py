@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from divergence.ops.strided import laid_out
-from divergence.run.fingerprint import digest_tensor
+from divergence.run.schema.fingerprint import digest_tensor
 
 HIDDEN = 1024
 

@@ -76,9 +76,9 @@ class Captured:
     """divergence's own free pass over a model that is loaded already. ``way``: SITES[:STORE]."""
 
     def __init__(self, model: Any, ids: Any, new: int, way: str, *, buffer: str = "512MiB") -> None:
-        from divergence.recording.determinism import Determinism
         from divergence.recording.execution import Execution, Pass
-        from divergence.recording.request import resolve_request
+        from divergence.recording.machine.determinism import Determinism
+        from divergence.recording.options.request import resolve_request
 
         sites, _, store = way.partition(":")
         with tempfile.TemporaryDirectory() as folder:
@@ -97,9 +97,9 @@ class Captured:
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
         from divergence.recording.execution import Pass
-        from divergence.recording.passes import run_pass
-        from divergence.recording.storage import storage
-        from divergence.recording.volume import about_bytes
+        from divergence.recording.keep.storage import storage
+        from divergence.recording.keep.volume import about_bytes
+        from divergence.recording.passes.free import run_pass
 
         execution = self._execution
         self.manifest.sizes = type(self.manifest.sizes)()

@@ -50,7 +50,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.operators.graph import forwards_of
 from divergence.comparison.operators.measure import num_terms
 from divergence.comparison.result import Report
-from divergence.numerics.operator import measure_operator
+from divergence.numerics.pairs.operator import measure_operator
 from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 

@@ -28,12 +28,13 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from divergence.numerics.pair import measure_pair
+from divergence.numerics.pairs.pair import measure_pair
 from divergence.recording.api import capture
-from divergence.recording.dry_run import DryRun, plan_capture
+from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines import tiny
-from divergence.run.fingerprint import digest_tensor
+from divergence.recording.planned import DryRun
 from divergence.run.reader import Run
+from divergence.run.schema.fingerprint import digest_tensor
 
 LLAMA_3_8B = {
     # meta-llama/Llama-3.1-8B, config.json

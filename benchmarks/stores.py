@@ -28,8 +28,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from divergence import compare, pack, unpack
-from divergence.run.direct import DirectFiles
-from divergence.run.manifest import (
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -38,10 +38,10 @@ from divergence.run.manifest import (
     Settings,
     Tokens,
 )  # fmt: skip
-from divergence.run.piece import piece_of
-from divergence.run.reader import Run
-from divergence.run.shard import write_shard
-from divergence.run.writer import Item, RunWriter
+from divergence.run.storage.direct import DirectFiles
+from divergence.run.storage.shard import write_shard
+from divergence.run.writing.piece import piece_of
+from divergence.run.writing.writer import Item, RunWriter
 
 TENSOR_MIB = 2
 SHARD_MIB = 64

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from divergence.ops.replay import replay
     from divergence.ops.repro import repro
     from divergence.recording.api import capture, truth
-    from divergence.run.packing import pack, unpack
     from divergence.run.reader import Run
+    from divergence.run.storage.packing import pack, unpack
 
 __all__ = [
     "Matrix",
@@ -62,14 +62,14 @@ _HOMES = {
     "compare": "divergence.comparison.api",
     "compare_many": "divergence.comparison.fleet.many",
     "localize": "divergence.experiments.localize",
-    "pack": "divergence.run.packing",
+    "pack": "divergence.run.storage.packing",
     "probe": "divergence.arithmetic.api",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.repro",
     "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity",
     "truth": "divergence.recording.api",
-    "unpack": "divergence.run.packing",
+    "unpack": "divergence.run.storage.packing",
 }
 
 

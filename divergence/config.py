@@ -32,8 +32,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from divergence.errors import ConfigError
-from divergence.run.site import near_names
-from divergence.run.trust import ATTENTION
+from divergence.run.schema.site import near_names
+from divergence.run.untrusted.trust import ATTENTION
 
 __all__ = [
     "BUILTIN_SITES",

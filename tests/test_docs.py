@@ -182,7 +182,7 @@ def test_sides_and_confidences_are_all_explained():
 
 def test_the_table_of_thresholds_is_the_code():
     """Names, order and values."""
-    from divergence.numerics.floor import THRESHOLDS
+    from divergence.numerics.rounding.floor import THRESHOLDS
 
     said = {name: float(row[0]) for name, row in table("docs/verdicts.md", "Thresholds").items()}
     meant = {name: getattr(THRESHOLDS, name) for name in THRESHOLDS.__struct_fields__}
@@ -192,7 +192,7 @@ def test_the_table_of_thresholds_is_the_code():
 
 def test_the_floor_in_the_documents_is_the_code():
     """The counts of stores and products, and the factors."""
-    from divergence.numerics import floor
+    from divergence.numerics.rounding import floor
 
     rows = table("docs/verdicts.md", "The floor")
     by_name = {name.partition(",")[0]: cells for name, cells in rows.items()}
@@ -208,7 +208,7 @@ def test_the_floor_in_the_documents_is_the_code():
 
 def test_switches_and_variables_of_devices_are_the_code():
     """docs/devices.md names every switch that is set and every variable that is recorded."""
-    from divergence.recording import determinism, environment
+    from divergence.recording.machine import determinism, environment
 
     text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
     for group in determinism._ATTRIBUTES.values():
@@ -227,7 +227,7 @@ def test_switches_and_variables_of_devices_are_the_code():
 
 def test_the_faults_of_the_tutorial_are_the_code():
     """Each fault that can be planted is in the table, with its syntax."""
-    from divergence.recording.plant import FAULTS
+    from divergence.recording.hooks.plant import FAULTS
 
     text = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
     section = text.split("## 5. ")[1].split("\n## ")[0]

@@ -16,12 +16,12 @@ from divergence.arithmetic.order import Finding
 from divergence.arithmetic.orders import FULL, QUICK, operators, probe_orders
 from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, scalar_probes
 from divergence.errors import RunExistsError, UsageError
-from divergence.recording.determinism import deterministic_settings
-from divergence.recording.environment import resolve_device
+from divergence.recording.machine.determinism import deterministic_settings
+from divergence.recording.machine.environment import resolve_device
 from divergence.recording.provenance import provenance
 from divergence.recording.target import check_output
-from divergence.run.location import location_of
-from divergence.run.manifest import (
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import (
     Manifest,
     ModelIdentity,
     Plan,
@@ -29,8 +29,8 @@ from divergence.run.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.storage.location import location_of
+from divergence.run.writing.writer import Item, RunWriter
 
 __all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]
 

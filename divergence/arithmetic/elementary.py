@@ -19,7 +19,7 @@ import torch
 
 from divergence.arithmetic.notebook import Notebook
 from divergence.numerics.formats import format_of
-from divergence.run.fingerprint import digest_tensor
+from divergence.run.schema.fingerprint import digest_tensor
 
 __all__ = ["FUNCTIONS", "inputs_of", "lanes", "probe_elementary", "worst_ulp"]
 

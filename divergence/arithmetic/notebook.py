@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.schema.arithmetic import ArithmeticFact
 
 if TYPE_CHECKING:
     import torch

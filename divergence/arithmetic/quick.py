@@ -20,7 +20,7 @@ from divergence.arithmetic.notebook import Notebook, first_line
 from divergence.arithmetic.orders import QUICK, operators, probe_orders
 from divergence.arithmetic.rounding import probe_fused, probe_rounding, probe_subnormals
 from divergence.arithmetic.rows import probe_rows
-from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.schema.arithmetic import ArithmeticFact
 
 __all__ = ["DTYPES", "QUICK_TERMS", "quick_facts", "scalar_probes"]
 

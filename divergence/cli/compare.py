@@ -180,7 +180,7 @@ def command(
     if name_map is None and candidate is not None:
         name_map = settings("compare").map
 
-    from divergence.comparison.gate.policy import load_policy
+    from divergence.comparison.gate.loading import load_policy
     from divergence.comparison.measure.processes import shared_with_ranks
 
     options: dict[str, Any] = {

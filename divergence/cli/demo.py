@@ -19,7 +19,7 @@ import typer
 
 from divergence.cli.options import Quiet, Verbose
 from divergence.errors import FaultError, RunError
-from divergence.run.command import quoted_words
+from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["EPILOG", "OTHER_KERNELS", "command"]
 

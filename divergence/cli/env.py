@@ -34,7 +34,7 @@ def command(
     """
     import msgspec
 
-    from divergence.recording.environment import collect_environment
+    from divergence.recording.machine.environment import collect_environment
     from divergence.report.environment import environment_lines
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines

@@ -50,8 +50,8 @@ def command(
     from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines
-    from divergence.run.contents import parts_of, why_no_bytes
     from divergence.run.reader import Run
+    from divergence.run.schema.contents import parts_of, why_no_bytes
 
     opened = Run.open(run)
     records = opened.records if site is None else select_records(opened.records, site)

@@ -46,7 +46,7 @@ def command(
 
     One run always gives the same file, bit for bit. It appears whole or not at all.
     """
-    from divergence.run.packing import pack
+    from divergence.run.storage.packing import pack
 
     with progress_bars(quiet=quiet or json) as progress:
         made = pack(run, out=out, force=force, progress=progress)

@@ -10,7 +10,7 @@ import typer
 from divergence.cli.options import ARGUMENTS, Device, Force, Json, Quiet, Verbose, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
-from divergence.run.command import quoted_words
+from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["EPILOG", "command"]
 

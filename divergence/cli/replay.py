@@ -19,7 +19,7 @@ from divergence.cli.options import (
 )
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
-from divergence.run.command import quoted_words
+from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["EPILOG", "command"]
 

@@ -17,7 +17,7 @@ from divergence.cli.options import (
 )
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
-from divergence.run.command import command_line
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["EPILOG", "command"]
 

@@ -55,7 +55,7 @@ def command(
     what each step saw: no host name, no user, no path.
     """
     from divergence.experiments.selftest import selftest
-    from divergence.recording.environment import resolve_device
+    from divergence.recording.machine.environment import resolve_device
     from divergence.report.selftest import answer_lines, selftest_lines
     from divergence.report.terminal import print_lines
 

@@ -10,7 +10,7 @@ from divergence.cli.made import show_run
 from divergence.cli.options import ARGUMENTS, Force, Json, Model, Quiet, TrustRemoteCode, Verbose
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
-from divergence.run.command import quoted_words
+from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["EPILOG", "command"]
 

@@ -47,7 +47,7 @@ def command(
     Needed only to read often what is far away: all commands take archives and URLs as they
     are. The directory appears whole or not at all.
     """
-    from divergence.run.packing import unpack
+    from divergence.run.storage.packing import unpack
 
     with progress_bars(quiet=quiet or json) as progress:
         made = unpack(run, out=out, force=force, progress=progress)

@@ -54,13 +54,13 @@ from divergence.comparison.suite.compare import is_suite, report_on_suites
 from divergence.comparison.tokens.choices import compare_tokens, relate_to_onset
 from divergence.comparison.within import align_within, check_alone, explain_within
 from divergence.errors import IncomparableError, UsageError
-from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.collector import rarely_collecting
-from divergence.run.command import command_line
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.site import one_or_more
-from divergence.run.unshard import unsharded
+from divergence.run.schema.site import one_or_more
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["Measured", "compare", "measure_runs", "summary_of"]
 

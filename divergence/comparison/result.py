@@ -37,7 +37,7 @@ from divergence.comparison.tokens.result import (
     TokenDifference,
     TokensResult,
 )
-from divergence.numerics.pair_metrics import Estimate
+from divergence.numerics.pairs.metrics import Estimate
 from divergence.printable import printable_json
 
 __all__ = [

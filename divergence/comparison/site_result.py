@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.numerics.pair_metrics import Estimate
+from divergence.numerics.pairs.metrics import Estimate
 
 __all__ = ["LogitsDiff", "NonfiniteCount", "PromptRatio", "SiteResult", "TruthDiff"]
 
@@ -95,7 +95,7 @@ class PromptRatio(_Part, frozen=True, kw_only=True):
 class SiteResult(_Part, kw_only=True):
     """One compared pair of tensors, a = reference, b = candidate, d = a - b.
 
-    Formulas and care in divergence.numerics.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
+    Formulas and care in divergence.numerics.pairs.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
     rel_l2 that correct implementations of this dtype are expected to reach here (median
     token); ``ratio``: the median token's error made here over its floor, ``ratio_max`` the
     worst token's, ``ratio_sink`` the worst sink token's (norm over 10 × the median), which is in

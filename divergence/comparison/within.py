@@ -20,10 +20,10 @@ from divergence.comparison.align.pairs import Alignment, Pair, Piece
 from divergence.comparison.decide.advice import WithinAdvice
 from divergence.comparison.result import Skipped, Verdict
 from divergence.errors import UsageError
-from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import module_of
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import module_of
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["align_within", "check_alone", "explain_within"]
 

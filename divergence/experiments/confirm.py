@@ -17,10 +17,10 @@ from divergence.experiments.faults import FAULTS
 from divergence.experiments.repetition import check_substituted, why_not_bits
 from divergence.experiments.sensitivity_result import Confirmation, FaultSize
 from divergence.experiments.trials import Trials, sees
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.floor import Thresholds
 from divergence.recording.api import capture
 from divergence.run.reader import Run
-from divergence.run.trust import recorded_attention
+from divergence.run.untrusted.trust import recorded_attention
 
 __all__ = ["confirm_sizes"]
 

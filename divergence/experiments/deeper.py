@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from divergence.comparison.api import Measured
 from divergence.comparison.decide.advice import Advice, beside
-from divergence.numerics.chance import spread
-from divergence.run.command import command_line
+from divergence.numerics.rounding.chance import spread
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["deeper"]
 

@@ -35,15 +35,15 @@ from divergence.comparison.tokens.choices import comparable_places
 from divergence.comparison.tokens.deciding import Place, logits_row
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of
-from divergence.numerics.logits import top_choices
+from divergence.numerics.pairs.logits import top_choices
 from divergence.recording.api import capture
-from divergence.recording.passes import can_anchor
-from divergence.recording.plant import Plant, parse_plant
-from divergence.run.command import command_line
-from divergence.run.manifest import Tokens
+from divergence.recording.hooks.plant import Plant, parse_plant
+from divergence.recording.passes.free import can_anchor
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.site import module_of
-from divergence.run.unshard import unsharded
+from divergence.run.schema.manifest import Tokens
+from divergence.run.schema.site import module_of
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["explain_token"]
 

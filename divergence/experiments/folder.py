@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 
 from divergence.errors import RunExistsError, RunWriteError
-from divergence.run.layout import MANIFEST
 from divergence.run.reader import Run
+from divergence.run.schema.layout import MANIFEST
 
 __all__ = ["Folder"]
 

@@ -1,8 +1,8 @@
 """One side's error at a site, taken from two runs' records and added while the model runs.
 
 The error of block l is what its output differs by where both sides' blocks got the same input:
-the anchored pass. As a plant (capture.plant) it is added to that output in every forward, so the
-rest of the model computes what it would have made of it.
+the anchored pass. As a plant (recording.hooks.plant) it is added to that output in every forward,
+so the rest of the model computes what it would have made of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from divergence.comparison.align.pairs import Pair
 from divergence.errors import PlantError
-from divergence.recording.plant import FORWARDS, Plant
+from divergence.recording.hooks.plant import FORWARDS, Plant
 from divergence.run.reader import Run
-from divergence.run.site import split_site
+from divergence.run.schema.site import split_site
 
 __all__ = ["Injection", "injections_of"]
 

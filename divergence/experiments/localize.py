@@ -30,12 +30,12 @@ from divergence.experiments.given import given_to, stands_alone
 from divergence.experiments.localization import Level, Localization
 from divergence.experiments.machine import Maker
 from divergence.experiments.proof import errors_alone, prove, reproduce
-from divergence.run.command import command_line
-from divergence.run.contents import why_no_bytes
-from divergence.run.location import folder_of
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.site import ROOT, module_of
-from divergence.run.unshard import unsharded
+from divergence.run.schema.contents import why_no_bytes
+from divergence.run.schema.site import ROOT, module_of
+from divergence.run.storage.location import folder_of
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["localize"]
 
@@ -251,7 +251,7 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
 
 
 def _is_outside(onset: Onset) -> bool:
-    """Between modules, or behind the last of them (blocks.ends)?"""
+    """Between modules, or behind the last of them (decide.ends)?"""
     path, _, port = onset.site.partition(":")
     at_the_edge = port.startswith("in") and onset.block in (None, path)
     return onset.pass_ == "free" and (at_the_edge or path == ROOT)

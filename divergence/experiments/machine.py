@@ -23,17 +23,17 @@ from divergence.experiments.repetition import check_repetition, check_substitute
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.checkpoint import check_data_alone
-from divergence.recording.environment import (
+from divergence.recording.hooks.substitute import Substitute
+from divergence.recording.machine.environment import (
     DEVICE_TYPES,
     collect_environment,
     resolve_device,
     variables_to_set,
 )
-from divergence.recording.substitute import Substitute
-from divergence.recording.taken import also_taken
-from divergence.run.command import command_line, command_words
+from divergence.recording.options.taken import also_taken
 from divergence.run.reader import Run
-from divergence.run.trust import recorded_attention, recorded_sites, recorded_source
+from divergence.run.untrusted.command import command_line, command_words
+from divergence.run.untrusted.trust import recorded_attention, recorded_sites, recorded_source
 
 __all__ = ["HERE", "Maker"]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.run.fingerprint import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.record import Coordinates, Record
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Coordinates, Record
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from divergence.experiments.given import stands_alone
 from divergence.experiments.localization import OwnError
 from divergence.experiments.machine import Maker
 from divergence.experiments.replaced import replaced_sites
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.repro import repro
 from divergence.run.reader import Run

@@ -24,12 +24,12 @@ import msgspec
 
 from divergence.comparison.measure.reduced import equal_contents
 from divergence.experiments.localization import Repetition
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import THRESHOLDS
-from divergence.run.manifest import Manifest
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import is_operator_site, module_of
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, module_of
 
 __all__ = ["check_repetition", "check_substituted", "why_not_bits"]
 

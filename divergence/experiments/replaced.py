@@ -8,9 +8,9 @@ on, by what the healthy side hands on there: whoever else reads it then has the 
 from __future__ import annotations
 
 from divergence.comparison.result import OperatorResult
-from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
-from divergence.run.site import is_operator_site
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.site import is_operator_site
 
 __all__ = ["replaced_sites"]
 

@@ -29,10 +29,10 @@ from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.tiny import build
-from divergence.recording.environment import collect_environment, resolve_device
-from divergence.run.location import location_of
-from divergence.run.manifest import Environment
+from divergence.recording.machine.environment import collect_environment, resolve_device
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Environment
+from divergence.run.storage.location import location_of
 
 __all__ = ["selftest"]
 

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from divergence.comparison.result import json_safe
-from divergence.run.manifest import Environment, Switch
+from divergence.run.schema.manifest import Environment, Switch
 
 __all__ = ["SELFTEST_SCHEMA_VERSION", "Selftest", "Step"]
 

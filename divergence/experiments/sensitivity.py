@@ -29,14 +29,14 @@ from divergence.experiments.faults import DEFAULT_FAULTS, Fault, faults_named
 from divergence.experiments.search import LOWEST, smallest_seen
 from divergence.experiments.sensitivity_result import FaultSize, Sensitivity
 from divergence.experiments.trials import Trials, sees
-from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.recording.api import capture
-from divergence.recording.passes import can_anchor
-from divergence.run.command import command_line
+from divergence.recording.passes.free import can_anchor
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.site import near_names
-from divergence.run.unshard import unsharded
+from divergence.run.schema.site import near_names
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["DEFAULT_BLOCKS", "sensitivity"]
 

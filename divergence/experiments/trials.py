@@ -26,10 +26,10 @@ from divergence.comparison.measure.truth import inputs_of
 from divergence.comparison.result import SiteResult, Verdict
 from divergence.experiments.faults import Fault
 from divergence.experiments.overlay import Overlay
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.recording.plant import FORWARDS
-from divergence.run.record import Record
-from divergence.run.site import module_of
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.recording.hooks.plant import FORWARDS
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import module_of
 
 if TYPE_CHECKING:
     import torch

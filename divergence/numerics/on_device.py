@@ -1,6 +1,6 @@
 """The sums of a pair on an accelerator: torch operators over chunks that are sent there.
 
-The definitions are those of divergence.numerics.sums and ulp_counts, and so are the types that
+The definitions are those of numerics.pairs.sums and ulp_counts, and so are the types that
 are filled: what is made of the sums cannot tell where they were added up. Everything is float64; a
 device without it is refused, since a float32 sum over a million elements is not the metric
 (float32 inside small blocks is what numpy's loops do, and takes a host's order of passes).
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from divergence.errors import UsageError
-from divergence.numerics.blocks import Grid, Rows
 from divergence.numerics.formats import Format
-from divergence.numerics.nonfinite import count_nonfinite
-from divergence.numerics.sums import Sums
-from divergence.numerics.ulp import byte_keys
-from divergence.numerics.ulp_tails import MOST_STEPS, Tail
+from divergence.numerics.pairs.blocks import Grid, Rows
+from divergence.numerics.pairs.nonfinite import count_nonfinite
+from divergence.numerics.pairs.sums import Sums
+from divergence.numerics.pairs.ulp import byte_keys
+from divergence.numerics.pairs.ulp_tails import MOST_STEPS, Tail
 
 __all__ = ["OnDevice", "open_device", "sent"]
 
@@ -170,7 +170,7 @@ class OnDevice:
     def distances(
         self, form: Format, *, rows: Rows, smallest_key: int, check: bool
     ) -> _OnDeviceCounts:
-        """The counting of their distances in ``form``, for divergence.numerics.ulp_counts."""
+        """The counting of their distances in ``form``, for divergence.numerics.pairs.ulp_counts."""
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return _OnDeviceCounts(self, form, rows=numbers, smallest_key=smallest_key, check=check)
 
@@ -231,7 +231,7 @@ class _OnDeviceCounts:
         return torch.where(keep, (p - q).abs(), 0), keep
 
     def _keys(self, values: torch.Tensor) -> torch.Tensor:
-        """See divergence.numerics.ulp.key_array."""
+        """See divergence.numerics.pairs.ulp.key_array."""
         form = self._form
         values = values.to(form.torch_dtype)
         if form.itemsize == 1:

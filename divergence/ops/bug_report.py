@@ -13,10 +13,10 @@ from typing import Any
 from divergence.ops.differences import Difference
 from divergence.ops.script import operand_names
 from divergence.printable import printable
-from divergence.run.arithmetic import is_about
-from divergence.run.call import Call
-from divergence.run.manifest import Environment, Manifest
-from divergence.run.scalars import scalar_words
+from divergence.run.schema.arithmetic import is_about
+from divergence.run.schema.call import Call
+from divergence.run.schema.manifest import Environment, Manifest
+from divergence.run.schema.scalars import scalar_words
 
 __all__ = ["Side", "code_span", "report_text", "title_of"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.numerics.formats import format_of
-from divergence.numerics.ulp import NAN_DISTANCE, ulp_distance
+from divergence.numerics.pairs.ulp import NAN_DISTANCE, ulp_distance
 
 if TYPE_CHECKING:
     import torch

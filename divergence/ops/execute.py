@@ -5,7 +5,7 @@ rebuilt by its schema (ops.arguments), and what it returns or writes comes back 
 CPU. An operator that writes in place writes into its own copy.
 
 In float64 every floating-point operand is widened first and the operator runs under
-``capture.widening``, so that ``dtype=`` arguments and casts inside composite operators are
+``recording.passes.widening``, so that ``dtype=`` arguments and casts inside composite operators are
 widened too; ops.wide defines those that have no float64 kernel. Integer results (argmax, top-k
 indices) are then the float64 computation's as well.
 """
@@ -29,10 +29,10 @@ from divergence.ops.lookup import (
 )
 from divergence.ops.refusal import Refusal
 from divergence.ops.strided import laid_out
-from divergence.recording.dataflow import tensors_in
-from divergence.recording.widening import Widening
-from divergence.run.call import Call, Operand
-from divergence.run.fingerprint import plain_tensor
+from divergence.recording.hooks.dataflow import tensors_in
+from divergence.recording.passes.widening import Widening
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.fingerprint import plain_tensor
 
 __all__ = ["RANDOM", "UNINITIALISED", "execute", "execute_ports"]
 

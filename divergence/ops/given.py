@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from divergence.ops.calls import RecordedCall, operand_value
 from divergence.ops.differences import difference
 from divergence.ops.refusal import Refusal
-from divergence.run.call import Call, operand_indices
-from divergence.run.fingerprint import digest_tensor
 from divergence.run.reader import Run
-from divergence.run.scalars import other_scalars, scalar_words
+from divergence.run.schema.call import Call, operand_indices
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.scalars import other_scalars, scalar_words
 
 if TYPE_CHECKING:
     import torch

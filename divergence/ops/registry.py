@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from divergence.ops.refusal import Refusal
-from divergence.run.site import near_names
+from divergence.run.schema.site import near_names
 
 __all__ = ["PREFIX", "Definition", "definitions", "find"]
 

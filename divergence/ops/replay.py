@@ -29,20 +29,20 @@ from divergence.ops.allowed import asked_for
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
-from divergence.recording.determinism import Determinism, deterministic_settings
 from divergence.recording.engines.weights import Weights
-from divergence.recording.environment import resolve_device
 from divergence.recording.execution import Progress
+from divergence.recording.machine.determinism import Determinism, deterministic_settings
+from divergence.recording.machine.environment import resolve_device
+from divergence.recording.options.taken import taken_from
+from divergence.recording.options.wishes import plain_wishes
+from divergence.recording.passes.widening import Widening
 from divergence.recording.provenance import provenance
-from divergence.recording.taken import taken_from
 from divergence.recording.target import check_output
-from divergence.recording.widening import Widening
-from divergence.recording.wishes import plain_wishes
-from divergence.run.location import location_of
-from divergence.run.manifest import Manifest, Plan
 from divergence.run.reader import Run
-from divergence.run.trust import recorded_seed
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.manifest import Manifest, Plan
+from divergence.run.storage.location import location_of
+from divergence.run.untrusted.trust import recorded_seed
+from divergence.run.writing.writer import Item, RunWriter
 
 __all__ = ["replay"]
 

@@ -29,12 +29,12 @@ from divergence.ops.given import what_differs
 from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.script import operand_names, portable, portable_truth, script_text
 from divergence.recording.engines.weights import Weights
-from divergence.recording.environment import resolve_device
-from divergence.run.command import command_line
-from divergence.run.location import folder_of
+from divergence.recording.machine.environment import resolve_device
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import is_operator_site, module_of, natural_key, near_names
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, module_of, natural_key, near_names
+from divergence.run.storage.location import folder_of
+from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     from divergence.recording.execution import Progress

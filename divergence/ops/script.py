@@ -23,8 +23,8 @@ from divergence.ops.pasted import pasted_source
 from divergence.ops.refusal import Refusal
 from divergence.ops.registry import PREFIX
 from divergence.ops.strided import contiguous_stride
-from divergence.run.call import Call
-from divergence.run.manifest import Manifest, Switch
+from divergence.run.schema.call import Call
+from divergence.run.schema.manifest import Manifest, Switch
 
 __all__ = ["operand_names", "portable", "portable_truth", "script_text"]
 

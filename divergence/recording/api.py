@@ -8,28 +8,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import ModelError, UsageError
-from divergence.recording.compiled import settled
-from divergence.recording.determinism import deterministic_settings
-from divergence.recording.dry_run import DryRun, plan_capture
+from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.load import load_model
-from divergence.recording.environment import resolve_device
 from divergence.recording.execution import Execution, Progress
-from divergence.recording.plant import Plant
-from divergence.recording.prompts import Prompt
-from divergence.recording.ranks import joined
-from divergence.recording.request import Request, resolve_request
-from divergence.recording.substitute import Substitute
+from divergence.recording.hooks.plant import Plant
+from divergence.recording.hooks.substitute import Substitute
+from divergence.recording.machine.determinism import deterministic_settings
+from divergence.recording.machine.environment import resolve_device
+from divergence.recording.model.compiled import settled
+from divergence.recording.options.prompts import Prompt
+from divergence.recording.options.request import Request, resolve_request
+from divergence.recording.options.taken import taken
+from divergence.recording.options.wishes import plain_wishes
+from divergence.recording.passes.widening import check_device
+from divergence.recording.planned import DryRun
+from divergence.recording.ranks.processes import joined
 from divergence.recording.suites import capture_suite, opened, truth_of_suite, wants_suite
-from divergence.recording.taken import taken
 from divergence.recording.target import check_output
-from divergence.recording.widening import check_device
-from divergence.recording.wishes import plain_wishes
-from divergence.run.buffer import DEFAULT_BUFFER_BYTES
-from divergence.run.layout import expanded
-from divergence.run.location import location_of
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.unshard import unsharded
+from divergence.run.schema.layout import expanded
+from divergence.run.storage.location import location_of
+from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ def capture(
     whose recorded result is put in its place: what then is fine was made wrong there. ``probe``:
     note what this machine's arithmetic does (divergence.arithmetic.quick), under the run's own
     settings, before the first pass. ``mesh``: how the processes that torchrun started divide the
-    work, ``tp`` or ``dp=2,tp=4`` (see divergence.recording.ranks); each calls this function and
+    work, ``tp`` or ``dp=2,tp=4`` (see recording.ranks.processes); each calls this function and
     writes its part of the one run.
     ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
@@ -149,7 +150,7 @@ def truth(
 
     Its tokens are forced, its sites (or ``sites``) recorded, free and anchored to it. Weights are
     loaded in the run's dtype (so rounded as there) and every operator, the float32 casts inside
-    models included, is computed in float64: see ``divergence.recording.widening``. Memory
+    models included, is computed in float64: see ``divergence.recording.passes.widening``. Memory
     beside the model as loaded is about one operator's float64 weights plus activations.
     ``device``: any that has float64. Fused attention kernels have none: ``eager`` then.
 

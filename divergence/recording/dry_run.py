@@ -14,61 +14,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from divergence.errors import ModelError
 from divergence.numerics.formats import format_named
-from divergence.numerics.sketch import sketch_bytes
+from divergence.numerics.summaries.sketch import sketch_bytes
 from divergence.recording.engines.load import LoadedModel, empty_model
 from divergence.recording.engines.tokenizing import group_samples, tokenize
-from divergence.recording.hooks import Recorder
-from divergence.recording.keep import ShapeKeeper
-from divergence.recording.passes import can_anchor
-from divergence.recording.request import Request, resolve_request
-from divergence.recording.rows import unpadded
-from divergence.recording.selection import step_selected
-from divergence.recording.sites import SiteSelection
-from divergence.recording.store_modes import check_operators
-from divergence.recording.structure import describe_modules, output_paths
+from divergence.recording.hooks.modules import Recorder
+from divergence.recording.keep.keeper import ShapeKeeper
+from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.options.request import Request, resolve_request
+from divergence.recording.options.selection import step_selected
+from divergence.recording.options.sites import SiteSelection
+from divergence.recording.options.store_modes import check_operators
+from divergence.recording.options.wishes import plain_wishes
+from divergence.recording.passes.free import can_anchor
+from divergence.recording.passes.rows import unpadded
+from divergence.recording.passes.whole import why_not_whole
+from divergence.recording.planned import DryRun, PlannedSite
 from divergence.recording.suites import opened, plan_suite, wants_suite
-from divergence.recording.whole import why_not_whole
-from divergence.recording.wishes import plain_wishes
-from divergence.run.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
-from divergence.run.item import Item
-from divergence.run.manifest import Store
 from divergence.run.reader import Run
-from divergence.run.site import module_of
+from divergence.run.schema.manifest import Store
+from divergence.run.schema.site import module_of
+from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
+from divergence.run.writing.item import Item
 
-__all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture"]
-
-
-class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
-    """One site: ``bytes_prefill`` over all prompts, ``bytes_per_step`` of one decode step of one
-    group, ``bytes`` over the whole capture; 0 where the tensor is stored at another site."""
-
-    site: str
-    role: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes_prefill: int
-    bytes_per_step: int
-    num_steps: int
-    bytes: int
-
-
-class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a capture would write. ``num_steps``: forwards of each prompt, decoding included."""
-
-    model: str
-    rows: list[PlannedSite]
-    num_sites: int
-    num_prompts: int
-    num_prompt_tokens: int
-    num_steps: int
-    passes: list[str]
-    total_bytes: int
-    notes: list[str] = []
+__all__ = ["forward_shapes", "plan_capture"]
 
 
 class _Counter:
@@ -123,7 +95,7 @@ def plan_capture(
     lengths, groups = _lengths(request, loaded)
     notes = describe_modules(loaded.module)
     selection = SiteSelection(request.sites, notes)
-    check_operators(request, selection)
+    check_operators(selection, store=request.store, only_changed=request.only_changed)
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
     rows = _rows(request, counters, notes, steps)

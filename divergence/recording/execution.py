@@ -1,10 +1,9 @@
 """One capture under way: tokens, plan, manifest, and the passes one after another.
 
-A pass has a name, may be anchored (every block gets the recorded input of the run that
-is repeated) and may compute every operator in a wider dtype than the model's own. A
-capture makes the free pass, with ``--like`` the anchored one, with ``--escalate`` the
-escalated one (anchored, float32), with ``--whole`` the whole one (all tokens in one forward,
-anchored to this run's own free pass). A truth makes the first two, both in float64.
+A pass has a name, may be anchored (every block gets the recorded input of the run that is repeated)
+and may compute every operator in a wider dtype than the model's own. A capture makes the free pass,
+with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchored, float32), with
+``--whole`` the whole one. A truth makes the first two, both in float64.
 """
 
 from __future__ import annotations
@@ -16,18 +15,25 @@ from typing import Any, Protocol
 import torch
 
 from divergence.errors import UsageError
-from divergence.recording.compiled import CompiledWatch
-from divergence.recording.determinism import Determinism
-from divergence.recording.divided import Division, closed, on_all, own_part
 from divergence.recording.engines.generate import GroupResult, check_ids
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.offloaded import map_text
 from divergence.recording.engines.tokenizing import group_samples, token_texts, tokenize
-from divergence.recording.hooks import Anchor, Recorder, inside
-from divergence.recording.keep import Keeper
-from divergence.recording.memory import free_bytes
-from divergence.recording.passes import (
+from divergence.recording.hooks.modules import Anchor, Recorder, inside
+from divergence.recording.hooks.plant import check_places
+from divergence.recording.hooks.substitute import substitute_from
+from divergence.recording.keep.keeper import Keeper
+from divergence.recording.keep.memory import free_bytes
+from divergence.recording.keep.storage import storage
+from divergence.recording.keep.volume import about_bytes
+from divergence.recording.machine.determinism import Determinism
+from divergence.recording.model.compiled import CompiledWatch
+from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.options.request import Request
+from divergence.recording.options.sites import SiteSelection
+from divergence.recording.options.store_modes import check_operators
+from divergence.recording.passes.free import (
     Pass,
     RememberingSink,
     RepeatSink,
@@ -35,23 +41,23 @@ from divergence.recording.passes import (
     recorded_inputs,
     run_pass,
 )
-from divergence.recording.plant import check_places
+from divergence.recording.passes.rows import end_choices, repeated_tokens
+from divergence.recording.passes.whole import own_inputs, own_plants, run_whole, why_not_whole
+from divergence.recording.passes.widening import Widening
 from divergence.recording.provenance import probed, provenance
-from divergence.recording.request import Request
-from divergence.recording.rows import end_choices, repeated_tokens
-from divergence.recording.sites import SiteSelection
-from divergence.recording.storage import storage
-from divergence.recording.store_modes import check_operators
-from divergence.recording.structure import describe_modules, output_paths
-from divergence.recording.substitute import substitute_from
-from divergence.recording.volume import about_bytes
-from divergence.recording.whole import own_inputs, own_plants, run_whole, why_not_whole
-from divergence.recording.widening import Widening
-from divergence.run.manifest import Manifest, Plan, Repeatability, SampleTokens, Settings, Tokens
+from divergence.recording.ranks.divided import Division, closed, on_all, own_part
 from divergence.run.nonfinite import first_nonfinite, nonfinite_text
 from divergence.run.reader import Run
-from divergence.run.site import ROOT
-from divergence.run.writer import RunWriter
+from divergence.run.schema.manifest import (
+    Manifest,
+    Plan,
+    Repeatability,
+    SampleTokens,
+    Settings,
+    Tokens,
+)
+from divergence.run.schema.site import ROOT
+from divergence.run.writing.writer import RunWriter
 
 __all__ = ["Execution", "Progress"]
 
@@ -77,11 +83,10 @@ class Execution:
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self.request, self.loaded, self.tell = request, loaded, tell
-        self.compute_dtype = compute_dtype
-        self.device, self.determinism = device, determinism
+        self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
         self.notes = describe_modules(loaded.structure)
         self.selection = SiteSelection(request.sites, self.notes)
-        check_operators(request, self.selection)
+        check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
         self.plants = request.plants
         ranks = self.ranks = loaded.ranks
@@ -184,9 +189,8 @@ class Execution:
         if like is not None:
             return repeated_tokens(request, self.loaded)
         samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
-        pad_left = self.loaded.task == "causal-lm"
-        groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
-        return samples, groups, None
+        left = self.loaded.task == "causal-lm"
+        return samples, group_samples(samples, batch=request.batch, pad_left=left), None
 
     def _passes(self) -> list[Pass]:
         """What this capture makes; what it cannot make is said."""
@@ -216,10 +220,7 @@ class Execution:
             if narrow:
                 passes.append(Pass("escalated", anchored=True, compute_dtype=torch.float32))
             else:
-                self._note(
-                    "no escalated pass: the model is in float32 already, so the anchored pass "
-                    "sees what it would"
-                )
+                self._note("no escalated pass: the model is in float32, as such a pass would be")
         return passes
 
     def _plan(self, passes: list[Pass]) -> Plan:

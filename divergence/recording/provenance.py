@@ -8,10 +8,10 @@ from typing import Any
 
 from divergence._version import __version__
 from divergence.recording.engines.identity import without_home
-from divergence.recording.environment import collect_environment
-from divergence.run.arithmetic import ArithmeticFact
-from divergence.run.manifest import Manifest
-from divergence.run.writer import new_run_id
+from divergence.recording.machine.environment import collect_environment
+from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.manifest import Manifest
+from divergence.run.writing.writer import new_run_id
 
 __all__ = ["probed", "provenance"]
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.errors import UsageError
 from divergence.recording.target import check_output
-from divergence.run.buffer import DEFAULT_BUFFER_BYTES
-from divergence.run.location import location_of
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import SUITE
+from divergence.run.storage.location import location_of
+from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES
 
 if TYPE_CHECKING:
-    from divergence.recording.dry_run import DryRun
+    from divergence.recording.planned import DryRun
 
-__all__ = ["SOURCE", "capture_suite", "opened", "plan_suite", "truth_of_suite", "wants_suite"]
+__all__ = ["capture_suite", "opened", "plan_suite", "truth_of_suite", "wants_suite"]
 
-SOURCE = "suite:"
 
 _MEANT_FOR_MODELS: dict[str, Any] = {
     "task": "auto", "revision": None, "dtype": None, "device_map": None,
@@ -46,7 +46,7 @@ def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> b
             f"{like.path} was made of {like.manifest.model.source}, which needs no model",
             hint="leave out --model",
         )
-    suite = recorded or (like is None and str(model or "").startswith(SOURCE))
+    suite = recorded or (like is None and str(model or "").startswith(SUITE))
     if impl and not suite:
         raise UsageError(
             "--impl chooses implementations of a suite's operators",
@@ -64,7 +64,7 @@ def capture_suite(
     _refuse(options)
     check_output(location_of(out), force=options["force"], like=like)
     kept = {name: value for name, value in options.items() if name not in _MEANT_FOR_MODELS}
-    suite = None if model is None else str(model).removeprefix(SOURCE)
+    suite = None if model is None else str(model).removeprefix(SUITE)
     return capturing.capture_suite(suite, like=like, impl=impl, out=out, **kept)
 
 
@@ -87,10 +87,10 @@ def truth_of_suite(run: Run, *, out: str | Path, device: str, **options: Any) ->
 def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun:
     """The cases that a capture would run, with the bytes of their inputs."""
     from divergence.ops.suite import capturing
-    from divergence.recording.dry_run import DryRun, PlannedSite
+    from divergence.recording.planned import DryRun, PlannedSite
 
     _refuse(options)
-    suite = None if model is None else str(model).removeprefix(SOURCE)
+    suite = None if model is None else str(model).removeprefix(SUITE)
     rows = [
         PlannedSite(
             site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
@@ -113,7 +113,7 @@ def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun
 
 def _is_suite(run: Run) -> bool:
     model = run.manifest.model
-    return model.task == "operators" and model.source.startswith(SOURCE)
+    return model.task == "operators" and model.source.startswith(SUITE)
 
 
 def _refuse(options: dict[str, Any]) -> None:

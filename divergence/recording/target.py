@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from divergence.errors import RunExistsError, RunWriteError
-from divergence.run.archive_target import partial_of
-from divergence.run.location import Location, archive_kind, same_location
 from divergence.run.reader import Run
-from divergence.run.target import check_target
+from divergence.run.storage.archive_place import partial_of
+from divergence.run.storage.location import Location, archive_kind, same_location
+from divergence.run.storage.target import check_target
 
 __all__ = ["check_output"]
 

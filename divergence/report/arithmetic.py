@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from divergence.report.lines import BLANK, Line, columns, heading, line, prose
 from divergence.report.numbers import count
-from divergence.run.arithmetic import ArithmeticFact
-from divergence.run.command import command_line
-from divergence.run.manifest import Manifest
+from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.manifest import Manifest
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["TITLES", "arithmetic_lines", "probed_lines"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from divergence.report.lines import Line, prose
 from divergence.report.numbers import shape_text
-from divergence.run.call import Call, Operand, operand_indices
+from divergence.run.schema.call import Call, Operand, operand_indices
 
 __all__ = ["call_lines"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from divergence.report.lines import Line, columns, heading, prose
 from divergence.report.numbers import count
-from divergence.run.manifest import Environment, Repeatability, Settings, Switch
+from divergence.run.schema.manifest import Environment, Repeatability, Settings, Switch
 
 __all__ = ["environment_lines", "fallback_lines", "repeat_lines", "switch_lines"]
 

@@ -7,10 +7,10 @@ passed over.
 
 from __future__ import annotations
 
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import is_operator_site, module_of
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, module_of
 
 __all__ = ["first_nonfinite", "is_mask", "nonfinite_text"]
 

@@ -18,10 +18,9 @@ import xxhash
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.run.blob import Buffer
 from divergence.run.collector import rarely_collecting
-from divergence.run.command import command_line
-from divergence.run.contents import (
+from divergence.run.ranks.mesh import num_ranks
+from divergence.run.schema.contents import (
     Content,
     Part,
     check_part,
@@ -29,23 +28,23 @@ from divergence.run.contents import (
     parts_of,
     records_by_content,
     sizes_of,
-    verify_run,
     why_no_bytes,
 )
-from divergence.run.layout import (
+from divergence.run.schema.layout import (
     MANIFEST,
     checked_shard_name,
     records_name,
 )
-from divergence.run.location import Location, Url, location_of
-from divergence.run.manifest import Manifest
-from divergence.run.mesh import num_ranks
-from divergence.run.parsing import name_of, read_manifest, read_records
-from divergence.run.ranges import SPAN_BYTES
-from divergence.run.record import Coordinates, Record
-from divergence.run.shard import Shard
-from divergence.run.site import natural_key, near_names
-from divergence.run.store import Store, open_store
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.parsing import name_of, read_manifest, read_records
+from divergence.run.schema.record import Coordinates, Record
+from divergence.run.schema.site import natural_key, near_names
+from divergence.run.storage.blob import Buffer
+from divergence.run.storage.location import Location, Url, location_of
+from divergence.run.storage.ranges import SPAN_BYTES
+from divergence.run.storage.shard import Shard
+from divergence.run.storage.store import Store, open_store
+from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     import torch
@@ -280,9 +279,26 @@ class Run:
             )
         return found
 
-    def verify(self, progress: Callable[[str, int, int | None, str], None] | None = None):
+    def verify(
+        self, progress: Callable[[str, int, int | None, str], None] | None = None
+    ) -> list[str]:
         """Check every checksum; returns the problems found, one line each."""
-        return verify_run(self, progress)
+        problems: list[str] = []
+        seen: set[tuple[str, str, str | None]] = set()
+        self.expect(self.records)
+        for number, record in enumerate(self.records):
+            if progress is not None:
+                progress("verify", number, len(self.records), record.site)
+            for part in parts_of(record):
+                identity = (part.place.shard, part.place.key, part.xxh3)
+                if identity in seen:
+                    continue
+                seen.add(identity)
+                try:
+                    self._hold(self._touch(record, part), record, part)
+                except RunFormatError as error:
+                    problems.append(f"{error.message} ({error.where})")
+        return problems
 
     def _shard(self, record: Record, name: str | None = None) -> Shard:
         name = record.place.shard if name is None else name

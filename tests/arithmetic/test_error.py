@@ -11,7 +11,7 @@ from divergence.arithmetic.order import find_order, typical_error
 from divergence.arithmetic.orders import note_finding
 from divergence.arithmetic.trees import balanced, sequential
 from divergence.comparison.arithmetic.facts import expected_w
-from divergence.run.arithmetic import ArithmeticFact
+from divergence.run.schema.arithmetic import ArithmeticFact
 
 
 def order_fact(operator) -> ArithmeticFact:

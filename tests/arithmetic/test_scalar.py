@@ -157,7 +157,7 @@ def test_groups_in_words():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_the_same_bytes_everywhere(dtype):
     """Held against digests made once; and the cancelling ones do cancel, in any pairing."""
-    from divergence.run.fingerprint import digest_tensor
+    from divergence.run.schema.fingerprint import digest_tensor
 
     known = {
         torch.float32: "2cf96ee6c1cf1e1dcbb455ada711a34a",

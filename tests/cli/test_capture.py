@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.run.manifest import (
+from divergence.run.schema.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -19,7 +19,7 @@ from divergence.run.manifest import (
     Switch,
     Tokens,
 )
-from divergence.run.record import Place, Record, Summary
+from divergence.run.schema.record import Place, Record, Summary
 
 
 def make_manifest(**changes) -> Manifest:
@@ -186,7 +186,7 @@ def test_the_api_has_the_parameters_that_the_command_passes(invoke, capturing):
     """The command line and capture() do not drift apart."""
     import inspect
 
-    api = pytest.importorskip("divergence.recording.request")
+    api = pytest.importorskip("divergence.recording.options.request")
     parameters = set(inspect.signature(api.resolve_request).parameters)
     invoke("capture", "m", "-o", "a", "--no-deterministic", "--seed", "1", "--label", "x")
     assert set(given(capturing)) - {"out"} <= parameters
@@ -346,7 +346,7 @@ def test_inspect_of_no_run_is_wrong_usage(invoke, tmp_path):
 
 def test_env(invoke, monkeypatch):
     """The machine, as text and as JSON."""
-    from divergence.recording import environment
+    from divergence.recording.machine import environment
 
     monkeypatch.setattr(
         environment, "collect_environment", lambda device="auto": make_manifest().environment

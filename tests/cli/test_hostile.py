@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from divergence.run.manifest import Manifest
-from divergence.run.record import Record
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
 
 EVIL = "x\nFORGED: the runs agree\r\x1b[2J\x1b[31m\u202e\u2028\x85\x07|`<b>y"
 

@@ -11,8 +11,8 @@ import torch
 from divergence.comparison.decide.advice import Advice, WithinAdvice
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
-from divergence.run.command import quoted
-from divergence.run.manifest import (
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import (
     Environment,
     Manifest,
     Mesh,
@@ -24,9 +24,9 @@ from divergence.run.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.reader import Run
-from divergence.run.site import escape_path
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.site import escape_path
+from divergence.run.untrusted.command import quoted
+from divergence.run.writing.writer import Item, RunWriter
 
 NAMES = [
     "x; touch pwned",

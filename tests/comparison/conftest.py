@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from divergence.numerics.summary import summarize
-from divergence.recording.keep import CopyKeeper
-from divergence.recording.operators import OperatorRecorder
-from divergence.run.fingerprint import digest_tensor
-from divergence.run.record import Place, Record
+from divergence.numerics.summaries.summary import summarize
+from divergence.recording.hooks.operators import OperatorRecorder
+from divergence.recording.keep.keeper import CopyKeeper
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Place, Record
 
 
 @pytest.fixture(scope="session")

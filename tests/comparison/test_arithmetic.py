@@ -9,8 +9,8 @@ import pytest
 from divergence.comparison.arithmetic.facts import expected_w, explain_arithmetic
 from divergence.comparison.arithmetic.probes import judge_probes
 from divergence.comparison.decide.case import Case
-from divergence.run.arithmetic import ArithmeticFact
-from divergence.run.manifest import (
+from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.manifest import (
     Environment,
     Manifest,
     ModelIdentity,

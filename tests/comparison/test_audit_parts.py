@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from divergence.comparison.operators.graph import Node, forwards_of
 from divergence.comparison.precision.parts import find_parts
-from divergence.recording.keep import CopyKeeper
-from divergence.recording.operators import OperatorRecorder
-from divergence.run.call import Call, Operand
+from divergence.recording.hooks.operators import OperatorRecorder
+from divergence.recording.keep.keeper import CopyKeeper
+from divergence.run.schema.call import Call, Operand
 
 BF16, F32 = torch.bfloat16, torch.float32
 

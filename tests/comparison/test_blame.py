@@ -13,8 +13,8 @@ from divergence.comparison.blocks.standing import standing_of
 from divergence.comparison.decide.figures import figure
 from divergence.comparison.measure.truth import Tally
 from divergence.comparison.result import SiteResult
-from divergence.numerics.against import measure_against
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.pairs.against import measure_against
+from divergence.numerics.rounding.floor import THRESHOLDS
 
 ROWS, COLUMNS, FLOOR = 32, 256, 1e-3
 

@@ -17,7 +17,7 @@ from divergence.comparison.fleet.camps import (
     only_there,
     outside,
 )
-from divergence.run.manifest import Environment
+from divergence.run.schema.manifest import Environment
 
 
 def camps_of(kinds: str):

@@ -10,8 +10,8 @@ from divergence.comparison.preflight.causes import first_difference, template_ca
 from divergence.comparison.preflight.code import code_differences, code_evidence, code_line
 from divergence.comparison.preflight.configuration import config_differences, config_line
 from divergence.recording.api import capture
-from divergence.run.manifest import CodeNote
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import CodeNote
 
 V3 = "tests/fixtures/run-v3"
 

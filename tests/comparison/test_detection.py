@@ -12,7 +12,7 @@ import pytest
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.engines import tiny
-from divergence.run.site import module_of
+from divergence.run.schema.site import module_of
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 OTHER_KERNELS = {"bert", "gemma3", "gpt2", "llama", "mixtral", "qwen3", "qwen3-moe", "t5"}
@@ -123,7 +123,7 @@ def test_a_fault_outside_the_blocks_is_found(reference, tmp_path):
 
 def test_a_fault_in_decoding_alone_is_found(reference, tmp_path, monkeypatch):
     """A kernel that fails for single tokens shows in the first decode step, not in the prefill."""
-    from divergence.recording.plant import Plant
+    from divergence.recording.hooks.plant import Plant
 
     run, blocks = reference("llama")
     apply = Plant.apply

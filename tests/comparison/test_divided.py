@@ -13,9 +13,10 @@ from divergence.comparison.api import compare
 from divergence.comparison.fleet.camps import fingerprints
 from divergence.comparison.fleet.many import compare_many
 from divergence.errors import IncomparableError
-from divergence.numerics.fold import fold_tensor
-from divergence.run.item import Item
-from divergence.run.manifest import (
+from divergence.numerics.summaries.fold import fold_tensor
+from divergence.run.ranks.unshard import unsharded
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import (
     Environment,
     Manifest,
     Mesh,
@@ -26,10 +27,9 @@ from divergence.run.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.reader import Run
-from divergence.run.reduction import reducer_for
-from divergence.run.unshard import unsharded
-from divergence.run.writer import RunWriter
+from divergence.run.writing.item import Item
+from divergence.run.writing.reduction import reducer_for
+from divergence.run.writing.writer import RunWriter
 
 WHOLE = torch.randn(1, 4, 256, generator=torch.Generator().manual_seed(7))
 LEFT, RIGHT = WHOLE.chunk(2, 2)

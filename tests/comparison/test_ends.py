@@ -10,7 +10,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.blocks.drift import find_drift
 from divergence.comparison.gate.check import check
 from divergence.comparison.tokens import sampling
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

@@ -16,8 +16,8 @@ from divergence.comparison.gate.policy import Policy
 from divergence.comparison.tokens import deciding
 from divergence.comparison.tokens.choices import compare_tokens
 from divergence.comparison.tokens.flips import TIE
-from divergence.numerics.floor import THRESHOLDS
-from divergence.numerics.logits import kl_divergence, logit_error
+from divergence.numerics.pairs.logits import kl_divergence, logit_error
+from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

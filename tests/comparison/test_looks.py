@@ -12,7 +12,7 @@ from divergence.comparison.blocks.looks import controls
 from divergence.comparison.blocks.units import build_units, flag
 from divergence.comparison.decide.evidence import only_in
 from divergence.comparison.result import PromptRatio, SiteResult
-from divergence.numerics.chance import spread
+from divergence.numerics.rounding.chance import spread
 
 ROWS, FEATURES = 16, 64
 

@@ -21,9 +21,9 @@ from divergence.comparison.measure.reading import Reading
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.kernels import has_compiled
 from divergence.recording.api import capture
-from divergence.run.manifest import ModuleNote, Sizes
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.manifest import ModuleNote, Sizes
+from divergence.run.writing.writer import Item, RunWriter
 
 NUM_BLOCKS = 7
 

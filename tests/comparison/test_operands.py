@@ -13,8 +13,8 @@ from divergence.comparison.operators.judge import judge_operators
 from divergence.comparison.operators.measure import measure_operators
 from divergence.comparison.operators.verdict import with_operators
 from divergence.comparison.result import Verdict
-from divergence.run.call import Call, Operand
-from divergence.run.scalars import other_scalars
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.scalars import other_scalars
 
 PASSES = ("anchored", "anchored")
 QUIET = Verdict(kind="within_floor", summary="", confidence="high")

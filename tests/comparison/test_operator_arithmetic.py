@@ -8,7 +8,7 @@ from divergence.comparison.arithmetic.facts import Explained
 from divergence.comparison.operators.arithmetic import with_arithmetic
 from divergence.comparison.operators.result import OperatorResult, OperatorsResult
 from divergence.comparison.result import Evidence, Verdict
-from divergence.run.arithmetic import ArithmeticFact, subjects_of
+from divergence.run.schema.arithmetic import ArithmeticFact, subjects_of
 
 VERDICT = Verdict(
     kind="localized", summary="the error is made at x", confidence="high",

@@ -14,11 +14,11 @@ from divergence.comparison.api import compare
 from divergence.comparison.gate.check import check
 from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
-from divergence.numerics.fold import fold_tensor
+from divergence.numerics.summaries.fold import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.run.layout import RECORDS
 from divergence.run.reader import Run
+from divergence.run.schema.layout import RECORDS
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 FEW = ("gpt2", "llama", "mamba", "qwen3-moe")

@@ -11,7 +11,7 @@ from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.writing.writer import Item, RunWriter
 
 BLOCK = "model.layers.1"
 FAULTY = f"{BLOCK}.mlp.down_proj/aten.mm:out"

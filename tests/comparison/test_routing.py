@@ -15,7 +15,7 @@ from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines import _tiny_weights, tiny
 from divergence.run.reader import Run
-from divergence.run.site import module_of
+from divergence.run.schema.site import module_of
 
 BLOCK = "model.layers.2"
 EXPERT = 5

@@ -15,7 +15,7 @@ from divergence.experiments.explain import explain_token
 from divergence.experiments.injection import Injection
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.plant import FORWARDS
+from divergence.recording.hooks.plant import FORWARDS
 
 PROMPTS = ["Why do machines disagree?", "Snow fell"]
 FAULT = "model.layers.1.mlp.down_proj:out=scale:1.6"

@@ -15,7 +15,7 @@ from divergence.experiments.explain import explain_token
 from divergence.experiments.localize import localize
 from divergence.experiments.repetition import check_repetition, check_substituted
 from divergence.experiments.sensitivity import sensitivity
-from divergence.numerics.fold import fold_tensor
+from divergence.numerics.summaries.fold import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.report.localization import localization_lines

@@ -11,8 +11,8 @@ from divergence.recording.api import capture
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
 from divergence.report.summary import report_lines
-from divergence.run.packing import pack, unpack
 from divergence.run.reader import Run
+from divergence.run.storage.packing import pack, unpack
 
 BLOCK = "model.layers.1"
 SITE = f"{BLOCK}.mlp/aten.mul:out"

@@ -16,11 +16,11 @@ from divergence.errors import ModelError, UsageError
 from divergence.experiments.confirm import confirm_sizes
 from divergence.experiments.machine import Maker
 from divergence.experiments.sensitivity_result import FaultSize
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
-from divergence.recording.environment import variables_to_set
-from divergence.recording.taken import also_taken
+from divergence.recording.machine.environment import variables_to_set
+from divergence.recording.options.taken import also_taken
 from divergence.run.reader import Run
 
 KERNEL = "attacker/kernel@main:f"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.numerics import against as against_module
+from divergence.numerics.pairs import against as against_module
 
 CHOSEN: dict = {}
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from divergence.numerics.estimate import _chi_square_share, estimate_pair
-from divergence.numerics.pair import measure_pair
-from divergence.numerics.sketch import resolution, sketch_tensor
+from divergence.numerics.pairs.pair import measure_pair
+from divergence.numerics.summaries.estimate import _chi_square_share, estimate_pair
+from divergence.numerics.summaries.sketch import resolution, sketch_tensor
 
 K = 8
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from divergence.numerics import fold
-from divergence.numerics.fold import (
+from divergence.numerics.kernels import has_compiled
+from divergence.numerics.summaries import fold
+from divergence.numerics.summaries.fold import (
     CHUNK,
     SEEDS,
     fold_sums,
@@ -12,8 +13,7 @@ from divergence.numerics.fold import (
     folds_of,
     is_exact_on,
 )  # fmt: skip
-from divergence.numerics.kernels import has_compiled
-from divergence.numerics.mixing import MASK64, mixed, stream
+from divergence.numerics.summaries.mixing import MASK64, mixed, stream
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

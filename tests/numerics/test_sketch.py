@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from divergence.numerics import sketch
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.kernels import has_compiled
-from divergence.numerics.mixing import mixed
-from divergence.numerics.sketch import (
+from divergence.numerics.summaries import sketch
+from divergence.numerics.summaries.mixing import mixed
+from divergence.numerics.summaries.sketch import (
     SIGMA,
     TAU,
     num_projections,

@@ -1,4 +1,4 @@
-"""Tests of divergence.numerics.spacing."""
+"""Tests of divergence.numerics.rounding.spacing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from divergence.numerics.formats import format_named
-from divergence.numerics.spacing import spacing
+from divergence.numerics.rounding.spacing import spacing
 
 
 def test_spacing():

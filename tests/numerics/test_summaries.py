@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from divergence.numerics.summaries import summarize_many
-from divergence.numerics.summary import summarize
+from divergence.numerics.summaries.many import summarize_many
+from divergence.numerics.summaries.summary import summarize
 
 FIELDS = ("min", "max", "mean", "rms", "absmax")
 COUNTS = ("num_nan", "num_posinf", "num_neginf", "num_zero")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.numerics import summary as summary_module
+from divergence.numerics.summaries import summary as summary_module
 
 KERNEL = ["numpy"]
 
@@ -128,7 +128,7 @@ def test_a_wrong_summary_is_noticed():
 def test_importing_the_record_types_does_not_import_torch():
     """Summary and formats are named by the reader, which must start without torch."""
     code = (
-        "import sys, divergence.numerics.summary, divergence.numerics.formats;"
+        "import sys, divergence.numerics.summaries.summary, divergence.numerics.formats;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

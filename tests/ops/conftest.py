@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from divergence.recording.dataflow import tensors_in
-from divergence.run.call import Call, Operand
-from divergence.run.fingerprint import digest_tensor
-from divergence.run.manifest import (
+from divergence.recording.hooks.dataflow import tensors_in
+from divergence.run.reader import Run
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -24,9 +25,8 @@ from divergence.run.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.reader import Run
-from divergence.run.site import operator_path
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.site import operator_path
+from divergence.run.writing.writer import Item, RunWriter
 
 
 def manifest(**changes: Any) -> Manifest:

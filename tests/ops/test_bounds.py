@@ -15,9 +15,9 @@ from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.replay import replay
 from divergence.ops.repro import repro
-from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.call import Call, Operand
+from divergence.run.writing.writer import Item, RunWriter
 
 X = torch.arange(12.0).reshape(3, 4)
 I = torch.tensor([0, 2])  # noqa: E741

@@ -20,10 +20,10 @@ from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops import registry
 from divergence.ops.replay import replay
 from divergence.ops.repro import FILES, repro
-from divergence.run.call import Call, Operand
-from divergence.run.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
+from divergence.run.writing.writer import Item, RunWriter
 
 BARE = """
 import runpy, sys
@@ -390,8 +390,8 @@ def test_an_operator_of_a_suite_brings_its_source(tmp_path, monkeypatch):
 
 def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
     """A run of one call on two small vectors."""
-    from divergence.recording.environment import collect_environment
-    from divergence.run.manifest import Manifest
+    from divergence.recording.machine.environment import collect_environment
+    from divergence.run.schema.manifest import Manifest
 
     environment = collect_environment("cpu", label=label)
     values = Manifest(

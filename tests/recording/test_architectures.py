@@ -6,7 +6,7 @@ import pytest
 
 from divergence.comparison.api import compare
 from divergence.recording.engines import tiny
-from divergence.run.site import module_of
+from divergence.run.schema.site import module_of
 
 HEADS = [("llama", True), ("qwen3", False), ("gpt2", False), ("gemma3", False), ("mamba", False)]
 DECODERS = [name for name in tiny.ARCHITECTURES if name != "bert"]

@@ -9,7 +9,7 @@ import torch
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
-from divergence.recording.compiled import CompiledWatch, settled
+from divergence.recording.model.compiled import CompiledWatch, settled
 
 PROMPT = ["one two"]
 

@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-from divergence.recording.determinism import deterministic_settings
 from divergence.recording.engines.load import _model_error
-from divergence.recording.environment import VARIABLES
+from divergence.recording.machine.determinism import deterministic_settings
+from divergence.recording.machine.environment import VARIABLES
 
 B = torch.backends
 NEW = hasattr(B, "fp32_precision")

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from divergence.recording.device_copy import DeviceCopies, SideStream, can_pin, side_stream
-from divergence.recording.keep import BufferKeeper
-from divergence.run.buffer import MIN_BUFFER_BYTES, Buffer, Limits
-from divergence.run.manifest import Sizes
+from divergence.recording.keep.device_copy import DeviceCopies, SideStream, can_pin, side_stream
+from divergence.recording.keep.keeper import BufferKeeper
 from divergence.run.reader import Run
-from divergence.run.writer import RunWriter
+from divergence.run.schema.manifest import Sizes
+from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits
+from divergence.run.writing.writer import RunWriter
 
 
 class Late:

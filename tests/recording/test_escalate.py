@@ -145,7 +145,7 @@ def test_float32_needs_no_third_pass(captured, tmp_path):
     notes, repeated = notes_of(captured("llama"), out=tmp_path / "run")
     assert repeated.manifest.plan.passes == ["free", "anchored"]
     assert len(notes) == 1
-    assert "no escalated pass: the model is in float32 already" in notes[0]
+    assert "no escalated pass: the model is in float32" in notes[0]
 
 
 def test_half_precision_is_escalated_without_the_anchored_pass(captured, tmp_path):

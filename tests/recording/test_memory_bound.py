@@ -15,15 +15,15 @@ import torch
 
 from divergence.errors import RunWriteError
 from divergence.numerics.kernels import has_compiled
-from divergence.recording.keep import BufferKeeper
-from divergence.run import directory_target
-from divergence.run.buffer import MIN_BUFFER_BYTES, Buffer, Limits
-from divergence.run.manifest import Sizes
-from divergence.run.pending import Pending
-from divergence.run.piece import Piece, piece_of
+from divergence.recording.keep.keeper import BufferKeeper
 from divergence.run.reader import Run
-from divergence.run.reduction import Reducer
-from divergence.run.writer import RunWriter
+from divergence.run.schema.manifest import Sizes
+from divergence.run.storage import directory_target
+from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits
+from divergence.run.writing.pending import Pending
+from divergence.run.writing.piece import Piece, piece_of
+from divergence.run.writing.reduction import Reducer
+from divergence.run.writing.writer import RunWriter
 
 MIB = 1 << 20
 needs_numba = pytest.mark.skipif(not has_compiled(), reason="numba is not installed")
@@ -34,11 +34,11 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import msgspec, torch
-from divergence.recording.keep import BufferKeeper, Recent
-from divergence.run.buffer import Buffer, Limits
-from divergence.run.manifest import Sizes
+from divergence.recording.keep.keeper import BufferKeeper, Recent
+from divergence.run.writing.buffer import Buffer, Limits
+from divergence.run.schema.manifest import Sizes
 from divergence.run.reader import Run
-from divergence.run.writer import RunWriter
+from divergence.run.writing.writer import RunWriter
 
 run, out, kernel = sys.argv[1:4]
 buffer_mib, steps, numel, sites = [int(word) for word in sys.argv[4:]]

@@ -10,7 +10,13 @@ from divergence.comparison.api import compare
 from divergence.comparison.gate.check import check
 from divergence.recording.api import capture
 from divergence.run.reader import Run
-from divergence.run.site import escape_path, is_operator_site, module_of, split_site, unescape_path
+from divergence.run.schema.site import (
+    escape_path,
+    is_operator_site,
+    module_of,
+    split_site,
+    unescape_path,
+)
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 NAMES = ["lay/ers", "lay:ers", "lay#2", "lay ers", "100%", "a%2Fb", "line\nbreak", "ünïcode", "层"]

@@ -8,8 +8,8 @@ import torch
 from divergence.errors import UsageError
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.keep import CopyKeeper
-from divergence.recording.operators import OperatorRecorder
+from divergence.recording.hooks.operators import OperatorRecorder
+from divergence.recording.keep.keeper import CopyKeeper
 from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divergence.errors import UsageError
-from divergence.recording.divided import Division, LocalKeeper, check_request
-from divergence.recording.keep import CopyKeeper
-from divergence.recording.placement import TensorPlacement, share_of
-from divergence.recording.ranks import Ranks
-from divergence.run.item import Item
-from divergence.run.manifest import Mesh, MeshAxis, Repeatability, Sizes
+from divergence.recording.keep.keeper import CopyKeeper
+from divergence.recording.ranks.divided import Division, LocalKeeper, check_request
+from divergence.recording.ranks.placement import TensorPlacement, share_of
+from divergence.recording.ranks.processes import Ranks
+from divergence.run.schema.manifest import Mesh, MeshAxis, Repeatability, Sizes
+from divergence.run.writing.item import Item
 
 PLAN = {
     "b.q": "colwise",

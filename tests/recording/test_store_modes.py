@@ -5,18 +5,18 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.numerics.fold import fold_tensor
 from divergence.numerics.formats import format_named
-from divergence.numerics.sketch import sketch_bytes, sketch_tensor
-from divergence.recording import keep_reduced
+from divergence.numerics.summaries.fold import fold_tensor
+from divergence.numerics.summaries.sketch import sketch_bytes, sketch_tensor
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.keep import CopyKeeper
-from divergence.recording.keep_reduced import ReducedKeeper
-from divergence.run.fingerprint import digest_tensor
+from divergence.recording.keep import reduced as keep_reduced
+from divergence.recording.keep.keeper import CopyKeeper
+from divergence.recording.keep.reduced import ReducedKeeper
 from divergence.run.reader import Run
-from divergence.run.record import Place
-from divergence.run.reduction import Reducer, reducer_for
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Place
+from divergence.run.writing.reduction import Reducer, reducer_for
 
 PROMPT = ["A bridge is built twice: once on paper, where every beam is exact, and once in steel."]
 MODES = ("full", "sketch", "stats", "hash")

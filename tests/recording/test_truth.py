@@ -14,7 +14,7 @@ from divergence.recording import execution
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.site import module_of
+from divergence.run.schema.site import module_of
 
 PROMPTS = ["A bridge is built twice: once on paper.", "def mean"]
 UNIT = {"float32": 2**-24, "bfloat16": 2**-8}

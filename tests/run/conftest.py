@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from divergence.run.manifest import (
+from divergence.run.schema.manifest import (
     Environment,
     Manifest,
     ModelIdentity,
@@ -66,7 +66,7 @@ def manifest() -> Callable[..., Manifest]:
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
     """``write_run({"a:out": tensor})`` → the directory of a complete run that holds them."""
-    from divergence.run.writer import Item, RunWriter
+    from divergence.run.writing.writer import Item, RunWriter
 
     def write(tensors: dict[str, Any], path: Path | None = None, **changes: Any) -> Path:
         path = path or tmp_path / "run"
@@ -126,7 +126,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import fsspec
     from fsspec.implementations.memory import MemoryFileSystem
 
-    from divergence.run import remote
+    from divergence.run.storage import remote
 
     class Far(MemoryFileSystem):
         protocol = "far"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divergence.errors import UsageError
-from divergence.run.buffer import MIN_BUFFER_BYTES, Buffer, Limits, buffer_bytes
+from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits, buffer_bytes
 
 
 def ring(num_bytes: int) -> Buffer:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.numerics.sketch import sketch_tensor
-from divergence.run.contents import sizes_of
-from divergence.run.item import Item
-from divergence.run.layout import RECORDS
+from divergence.numerics.summaries.sketch import sketch_tensor
 from divergence.run.reader import Run
-from divergence.run.reduction import Reducer
-from divergence.run.writer import RunWriter
+from divergence.run.schema.contents import sizes_of
+from divergence.run.schema.layout import RECORDS
+from divergence.run.writing.item import Item
+from divergence.run.writing.reduction import Reducer
+from divergence.run.writing.writer import RunWriter
 
 
 @pytest.fixture

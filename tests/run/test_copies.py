@@ -13,8 +13,8 @@ import pytest
 
 from divergence.comparison.gate.golden import bless
 from divergence.errors import RunFormatError
-from divergence.run.packing import pack, unpack
 from divergence.run.reader import Run
+from divergence.run.storage.packing import pack, unpack
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
-from divergence.run import direct, shard
-from divergence.run.direct import DIRECT_BYTES, DirectFiles
-from divergence.run.piece import piece_of
 from divergence.run.reader import Run
-from divergence.run.writer import RunWriter
+from divergence.run.storage import direct, shard
+from divergence.run.storage.direct import DIRECT_BYTES, DirectFiles
+from divergence.run.writing.piece import piece_of
+from divergence.run.writing.writer import RunWriter
 
 needs_direct = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
 
@@ -115,7 +115,7 @@ def test_a_run_reads_back_either_way(tmp_path, manifest, monkeypatch, refused):
     """Through the writer, with tensors of several dtypes in one large shard."""
     if refused:
         monkeypatch.setattr(DirectFiles, "write", lambda *_: False)
-    from divergence.run.item import Item
+    from divergence.run.writing.item import Item
 
     tensors = [torch.randn(3 << 20), torch.arange(1 << 20), torch.randn(777).to(torch.bfloat16)]
     with RunWriter(tmp_path / "run", manifest()) as writer:

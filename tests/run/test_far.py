@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
-from divergence.run import remote_target
-from divergence.run import writer as writing
-from divergence.run.location import Url
-from divergence.run.packing import pack
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.storage import remote_target
+from divergence.run.storage.location import Url
+from divergence.run.storage.packing import pack
+from divergence.run.writing import writer as writing
+from divergence.run.writing.writer import Item, RunWriter
 
 URL = "far://bucket/run"
 
@@ -218,7 +218,7 @@ def test_settings_that_cannot_be_used_are_not_taken_for_a_network(far, large_run
 def test_a_web_server_is_quoted(name, status, said, monkeypatch):
     """fsspec says of each of these that there is no such file."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr("divergence.run.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("divergence.run.storage.remote.FIRST_PAUSE_S", 0.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -515,10 +515,10 @@ def test_an_archive_is_stored_as_one_object_at_the_end(far, manifest, tmp_path, 
 def lying(monkeypatch):
     """``lying(answer)`` → the URL of a web server whose every answer is ``answer(handler)``."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr("divergence.run.remote.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("divergence.run.web.SILENCE_S", 0.2)
-    monkeypatch.setattr("divergence.run.web.REQUEST_S", 0.6)
-    monkeypatch.setattr("divergence.run.web.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("divergence.run.storage.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("divergence.run.storage.web.SILENCE_S", 0.2)
+    monkeypatch.setattr("divergence.run.storage.web.REQUEST_S", 0.6)
+    monkeypatch.setattr("divergence.run.storage.web.MAX_BODY_BYTES", 1 << 20)
     over = threading.Event()
     servers = []
 

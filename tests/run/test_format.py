@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.run import manifest as manifest_types
-from divergence.run.call import Call, Operand
-from divergence.run.manifest import SCHEMA_VERSION, Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Place, Record, Summary
+from divergence.run.schema import manifest as manifest_types
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
+from divergence.run.schema.record import Place, Record, Summary
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/dump-format.md").read_text(encoding="utf-8")
@@ -179,7 +179,7 @@ def test_the_examples_of_reduced_runs_are_right():
     """The digest and the projections that the page works out."""
     import torch
 
-    from divergence.numerics import fold, sketch
+    from divergence.numerics.summaries import fold, sketch
 
     text = " ".join(PAGE.split())
     assert f"`{fold.fold_tensor(torch.arange(8, dtype=torch.uint8))}`" in text

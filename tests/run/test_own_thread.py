@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence.run import writer
-from divergence.run.item import Item
 from divergence.run.own_thread import set_device, without_team
-from divergence.run.writer import RunWriter
+from divergence.run.writing import writer
+from divergence.run.writing.item import Item
+from divergence.run.writing.writer import RunWriter
 
 TASKS = Path("/proc/self/task")
 needs_openmp = pytest.mark.skipif(

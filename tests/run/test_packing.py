@@ -12,10 +12,10 @@ import torch
 
 import divergence
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
-from divergence.run import packing
-from divergence.run.packing import pack, unpack
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.storage import packing
+from divergence.run.storage.packing import pack, unpack
+from divergence.run.writing.writer import Item, RunWriter
 
 KINDS = ("tar", "zip")
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from divergence.errors import RunFormatError, UsageError
-from divergence.run import layout
 from divergence.run.reader import Run
+from divergence.run.schema import layout
 
 
 def refused(path, *texts: str) -> RunFormatError:

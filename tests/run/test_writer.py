@@ -11,10 +11,10 @@ import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.numerics.formats import FORMATS
-from divergence.run import directory_target as target_of_runs
-from divergence.run import writer as writing
 from divergence.run.reader import Run
-from divergence.run.writer import Item, RunWriter
+from divergence.run.storage import directory_target as target_of_runs
+from divergence.run.writing import writer as writing
+from divergence.run.writing.writer import Item, RunWriter
 
 HAVE = [name for name in FORMATS if hasattr(torch, name)]
 SOME_BYTES = torch.randint(

@@ -30,10 +30,10 @@ from divergence.comparison.result import SiteResult, Skipped, TokensResult
 from divergence.config import BUILTIN_SITES
 from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
-from divergence.run.manifest import Manifest, ModuleNote
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import compile_patterns, module_of
+from divergence.run.schema.manifest import Manifest, ModuleNote
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import compile_patterns, module_of
 
 __all__ = ["account", "tokens_row"]
 

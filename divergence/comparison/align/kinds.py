@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import is_operator_site, unescape_path
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, unescape_path
 
 __all__ = ["Kind", "kinds_of"]
 

@@ -22,7 +22,7 @@ import msgspec
 
 from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError
-from divergence.run.site import module_of
+from divergence.run.schema.site import module_of
 
 __all__ = ["NameMap", "find_prefix", "load_name_map"]
 

@@ -17,9 +17,9 @@ from divergence.comparison.align.kinds import kinds_of
 from divergence.comparison.align.names import NameMap, find_prefix
 from divergence.comparison.result import Skipped
 from divergence.comparison.tokens.fed import last_comparable_steps, why_no_step
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
 
 __all__ = [
     "Alignment",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from divergence.comparison.align.pairs import Pair, Piece
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.record import Record
 
 if TYPE_CHECKING:
     import torch

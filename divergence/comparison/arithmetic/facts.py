@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from divergence.comparison.decide.figures import figure
 from divergence.comparison.result import Evidence, PreflightLine
 from divergence.numerics.formats import FORMATS
-from divergence.run.arithmetic import ArithmeticFact
-from divergence.run.manifest import Manifest
+from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.manifest import Manifest
 
 __all__ = ["Explained", "count_of", "expected_w", "explain_arithmetic", "is_probe", "sentences"]
 

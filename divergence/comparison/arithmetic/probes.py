@@ -10,7 +10,7 @@ from __future__ import annotations
 from divergence.comparison.arithmetic.facts import Explained, count_of, is_probe
 from divergence.comparison.decide.case import Case
 from divergence.comparison.result import Evidence, Verdict
-from divergence.run.manifest import Manifest
+from divergence.run.schema.manifest import Manifest
 
 __all__ = ["judge_probes"]
 

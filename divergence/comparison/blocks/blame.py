@@ -27,8 +27,8 @@ import numpy as np
 from divergence.comparison.blocks.looks import FEW_ROWS, Controls, Place, controls
 from divergence.comparison.blocks.standing import LEAST_LONE, SIDES, Standing
 from divergence.comparison.result import SiteResult
-from divergence.numerics.chance import normal_deviate, spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.chance import normal_deviate, spread
+from divergence.numerics.rounding.floor import Thresholds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,9 +21,9 @@ from divergence.comparison.blocks.allowed import allowed_errors, main_path
 from divergence.comparison.decide.figures import figure
 from divergence.comparison.result import Evidence, SiteResult, TokensResult
 from divergence.comparison.tokens.flips import token_fault
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
-from divergence.run.site import ROOT, module_of
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.schema.site import ROOT, module_of
 
 __all__ = ["Drift", "find_drift"]
 

@@ -16,7 +16,7 @@ import msgspec
 from divergence.comparison.blocks.blame import TABLES
 from divergence.comparison.blocks.units import Unit, build_units, flag
 from divergence.comparison.result import Evidence, SiteResult
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.floor import Thresholds
 
 __all__ = ["Escalation", "judge_escalated"]
 

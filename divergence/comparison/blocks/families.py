@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from divergence.comparison.blocks.units import Unit, order_of
-from divergence.numerics.floor import THRESHOLDS
+from divergence.numerics.rounding.floor import THRESHOLDS
 
 __all__ = ["Family", "find_family"]
 

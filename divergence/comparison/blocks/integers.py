@@ -23,11 +23,11 @@ from divergence.comparison.align.pairs import Alignment, Pair
 from divergence.comparison.align.pieces import Pieces
 from divergence.comparison.result import SiteResult
 from divergence.numerics.formats import format_named
-from divergence.run.manifest import Manifest
 from divergence.run.nonfinite import is_mask
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import module_of
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import module_of
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from divergence.comparison.decide.case import Case
 from divergence.comparison.decide.evidence import onset_of
 from divergence.comparison.result import Evidence, NonfiniteCount, SiteResult, Verdict
 from divergence.run.nonfinite import is_mask
-from divergence.run.site import module_of
+from divergence.run.schema.site import module_of
 
 __all__ = ["find_nonfinite"]
 

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Literal
 
 from divergence.comparison.align.pairs import Alignment, Pair
 from divergence.comparison.result import SiteResult
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
-from divergence.run.manifest import Manifest
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds, floor_weights
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import ROOT, is_operator_site, module_of
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import ROOT, is_operator_site, module_of
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from divergence.comparison.result import SiteResult
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.against import AgainstTruth
+    from divergence.numerics.pairs.against import AgainstTruth
 
 __all__ = ["LEAST_LONE", "SIDES", "Forward", "Standing", "standing_of"]
 

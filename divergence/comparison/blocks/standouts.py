@@ -20,8 +20,8 @@ from typing import Literal
 from divergence.comparison.blocks.blame import least_of
 from divergence.comparison.blocks.units import Unit, num_values, order_of
 from divergence.comparison.result import Evidence
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds
 
 __all__ = ["StandOut", "evidence_of", "find_standouts"]
 

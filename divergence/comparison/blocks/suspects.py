@@ -24,8 +24,8 @@ from divergence.comparison.blocks.looks import FEW_ROWS, Controls, Place
 from divergence.comparison.blocks.standing import Standing, standing_of
 from divergence.comparison.blocks.units import Unit, flag
 from divergence.comparison.measure.truth import Tallies
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds
 
 __all__ = ["Shown", "find_suspects", "shown_by"]
 

@@ -23,9 +23,9 @@ from divergence.comparison.blocks.looks import (
 )
 from divergence.comparison.blocks.standing import Standing
 from divergence.comparison.result import SiteResult
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.site import ROOT, module_of
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.run.schema.site import ROOT, module_of
 
 __all__ = ["Unit", "build_units", "flag", "num_values", "order_of"]
 

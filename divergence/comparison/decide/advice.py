@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.run.command import command_line
-from divergence.run.location import ARCHIVES
-from divergence.run.manifest import Manifest
-from divergence.run.mesh import num_ranks
+from divergence.run.ranks.mesh import num_ranks
 from divergence.run.reader import Run
-from divergence.run.site import module_of
-from divergence.run.trust import ATTENTION
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.site import module_of
+from divergence.run.storage.location import ARCHIVES
+from divergence.run.untrusted.command import command_line
+from divergence.run.untrusted.trust import ATTENTION
 
 __all__ = ["Advice", "WithinAdvice", "beside"]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import msgspec
 
 from divergence.comparison.blocks.drift import find_drift
-from divergence.comparison.blocks.ends import judge_ends, with_ends
 from divergence.comparison.blocks.escalation import Escalation, judge_escalated
 from divergence.comparison.blocks.families import Family, find_family
 from divergence.comparison.blocks.nonfinite import find_nonfinite
@@ -21,6 +20,7 @@ from divergence.comparison.blocks.suspects import find_suspects
 from divergence.comparison.blocks.units import Unit, build_units, order_of
 from divergence.comparison.decide.case import Case
 from divergence.comparison.decide.confidence import checks_of, confidence_of
+from divergence.comparison.decide.ends import judge_ends, with_ends
 from divergence.comparison.decide.evidence import (
     only_in,
     onset_of,
@@ -29,7 +29,7 @@ from divergence.comparison.decide.evidence import (
 from divergence.comparison.decide.rounding import within_floor
 from divergence.comparison.preflight.settings import with_settings
 from divergence.comparison.result import Evidence, Verdict
-from divergence.numerics.floor import THRESHOLDS, Thresholds
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 
 __all__ = ["Case", "judge", "judge_units"]
 

@@ -12,9 +12,9 @@ from divergence.comparison.blocks.suspects import Shown
 from divergence.comparison.measure.reduced import equal_contents
 from divergence.comparison.result import SiteResult
 from divergence.errors import UsageError
-from divergence.numerics.floor import Thresholds
-from divergence.run.command import command_line
+from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["refuse_own_floor", "widening_notes"]
 

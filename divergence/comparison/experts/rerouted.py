@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from divergence.comparison.operators.match import Match
-from divergence.run.record import Record
+from divergence.run.schema.record import Record
 
 __all__ = ["CHOOSING", "Rerouted", "rerouted_in"]
 

@@ -15,7 +15,7 @@ import msgspec
 
 from divergence.comparison.experts.routing import Routed
 from divergence.comparison.result import Evidence, SiteResult, Verdict
-from divergence.numerics.pair_metrics import RowMetrics
+from divergence.numerics.pairs.metrics import RowMetrics
 
 if TYPE_CHECKING:
     import torch

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 from divergence.comparison.align.pairs import Pair, Piece
 from divergence.comparison.result import SiteResult
 from divergence.numerics.formats import format_named
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import is_operator_site, module_of
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, module_of
 
 if TYPE_CHECKING:
     import torch

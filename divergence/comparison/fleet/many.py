@@ -29,13 +29,13 @@ from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.result import Report, SiteResult
 from divergence.comparison.run_summary import summary_of
 from divergence.errors import DivergenceError, FaultError, UsageError
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.command import command_line
-from divergence.run.layout import expanded
-from divergence.run.manifest import Manifest
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
-from divergence.run.site import one_or_more
-from divergence.run.unshard import unsharded
+from divergence.run.schema.layout import expanded
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.site import one_or_more
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["compare_many"]
 

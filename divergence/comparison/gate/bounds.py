@@ -20,19 +20,15 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from divergence.comparison.gate.policy import LIMITS, Policy
 from divergence.errors import ConfigError, UsageError
 from divergence.numerics.formats import FORMATS
-from divergence.run.site import compile_patterns, near_names
+from divergence.run.schema.site import compile_patterns, near_names
 
 if TYPE_CHECKING:
-    from divergence.comparison.gate.policy import Policy
-    from divergence.numerics.floor import Thresholds
+    from divergence.numerics.rounding.floor import Thresholds
 
-__all__ = ["LIMITS", "RANGES", "check_bounds", "check_thresholds"]
-
-LIMITS = ("rel_l2", "one_minus_cosine", "max_abs", "ratio", "ratio_max")
-"""Numbers of a SiteResult that a tolerance may bound; ``ratio`` is the median token's difference
-in floor units, ``ratio_max`` the worst token's."""
+__all__ = ["RANGES", "check_bounds", "check_thresholds"]
 
 _THRESHOLD = (0.01, 1000.0)
 RANGES: dict[str, tuple[float, float]] = {

@@ -22,12 +22,13 @@ import msgspec
 
 from divergence.comparison.gate.fitness import refuse_unfit
 from divergence.comparison.gate.known import Knowledge, KnownUse, excuse
-from divergence.comparison.gate.policy import Policy, load_policy
+from divergence.comparison.gate.loading import load_policy
+from divergence.comparison.gate.policy import Policy
 from divergence.comparison.measure.unmeasured import NO_PREFILL
 from divergence.comparison.result import Coverage, PassCoverage, Report, TokenDifference, Verdict
 from divergence.errors import IncomparableError
-from divergence.run.command import command_line
-from divergence.run.site import near_names
+from divergence.run.schema.site import near_names
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_tie"]
 

@@ -8,8 +8,8 @@ import msgspec
 
 from divergence.comparison.result import Evidence, Report
 from divergence.errors import UsageError
-from divergence.run.command import command_line
-from divergence.run.manifest import Manifest
+from divergence.run.schema.manifest import Manifest
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["refuse_unfit", "why_no_golden", "with_itself"]
 

@@ -18,10 +18,17 @@ import msgspec
 
 from divergence.comparison.gate.fitness import why_no_golden
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
-from divergence.run.command import command_line
-from divergence.run.location import ARCHIVES, Location, Url, archive_kind, folder_of, location_of
-from divergence.run.packing import write_directory
-from divergence.run.site import natural_key
+from divergence.run.schema.site import natural_key
+from divergence.run.storage.location import (
+    ARCHIVES,
+    Location,
+    Url,
+    archive_kind,
+    folder_of,
+    location_of,
+)
+from divergence.run.storage.packing import write_directory
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["Blessing", "bless"]
 

@@ -36,29 +36,27 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import os
 from typing import Annotated
 
 import msgspec
 
-from divergence.comparison.gate.bounds import LIMITS, check_bounds
 from divergence.comparison.result import SiteResult, VerdictKind
-from divergence.config import decode, find_config, load_toml
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.run.record import PassName
-from divergence.run.site import compile_patterns
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.run.schema.record import PassName
+from divergence.run.schema.site import compile_patterns
 
 __all__ = [
-    "DEFAULT_POLICY",
+    "LIMITS",
     "Known",
     "Policy",
     "PreflightPolicy",
     "TokensPolicy",
     "Tolerance",
-    "load_policy",
 ]
 
-DEFAULT_POLICY = "ci"
+LIMITS = ("rel_l2", "one_minus_cosine", "max_abs", "ratio", "ratio_max")
+"""Numbers of a SiteResult that a tolerance may bound; ``ratio`` is the median token's difference
+in floor units, ``ratio_max`` the worst token's."""
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -206,15 +204,3 @@ class Policy(_Strict, frozen=True, kw_only=True):
     def tolerance_for(self, site: SiteResult) -> Tolerance | None:
         """The first tolerance that matches, or None."""
         return next((item for item in self.tolerance if item.matches(site)), None)
-
-
-def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy:
-    """A policy by path or name; ``None`` is configs/ci.toml."""
-    if isinstance(policy, Policy):
-        check_bounds(policy, where=policy.name or "the policy")
-        return policy
-    wanted = DEFAULT_POLICY if policy is None else policy
-    path = find_config(wanted, what="policy")
-    loaded = decode(load_toml(path), Policy, where=str(path))
-    check_bounds(loaded, where=str(path))
-    return msgspec.structs.replace(loaded, name=loaded.name or path.stem)

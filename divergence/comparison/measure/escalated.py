@@ -11,8 +11,8 @@ from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import Truth, inputs_of
 from divergence.comparison.result import SiteResult
-from divergence.numerics.floor import Thresholds
 from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run
 
 __all__ = ["compare_escalated", "drop_escalated"]

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
 from divergence.numerics.formats import Format
-from divergence.numerics.pair import SINK_FACTOR
-from divergence.numerics.pair_metrics import RowMetrics
+from divergence.numerics.pairs.metrics import RowMetrics
+from divergence.numerics.pairs.pair import SINK_FACTOR
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds, floor_weights
 
 if TYPE_CHECKING:
     import torch

@@ -30,15 +30,15 @@ from divergence.comparison.measure.site_fields import (
 )
 from divergence.comparison.measure.truth import Tallies, Truth, truth_diff
 from divergence.comparison.result import LogitsDiff, PromptRatio, SiteResult
-from divergence.numerics.against import AgainstTruth, measure_against, with_rounding
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
-from divergence.numerics.logits import measure_logits
-from divergence.numerics.pair import PairMetrics, RowMetrics, measure_pair
-from divergence.numerics.pair_metrics import Estimate
+from divergence.numerics.pairs.against import AgainstTruth, measure_against, with_rounding
+from divergence.numerics.pairs.logits import measure_logits
+from divergence.numerics.pairs.metrics import Estimate
+from divergence.numerics.pairs.pair import PairMetrics, RowMetrics, measure_pair
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import module_of
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import module_of
 
 if TYPE_CHECKING:
     import torch

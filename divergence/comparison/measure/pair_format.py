@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.comparison.align.pairs import Pair
 from divergence.numerics.formats import Format, format_named
-from divergence.run.manifest import Manifest
+from divergence.run.schema.manifest import Manifest
 
 __all__ = ["storage_format", "work_format"]
 

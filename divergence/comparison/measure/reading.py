@@ -12,7 +12,7 @@ from divergence.comparison.align.pairs import Pair
 from divergence.comparison.measure.truth import Truth
 from divergence.errors import RunFormatError
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.record import Record
 
 __all__ = ["Reading", "equal_by_record"]
 

@@ -2,7 +2,7 @@
 
 Equal digests are equal tensors. A digest that only one side has is computed from the other's bytes,
 where it has them; of a tensor that ranks hold in parts, part by part. Where the digests differ,
-floats are estimated from sketches (divergence.numerics.estimate); a side in full is projected like
+floats are estimated from sketches (numerics.summaries.estimate); a side in full is projected like
 the other, row by row of the same number. Where no sketch is left, the statistics say how far apart
 the two are at least
 
@@ -22,15 +22,15 @@ import numpy as np
 from divergence.comparison.align.pairs import Alignment, Pair, Piece
 from divergence.comparison.align.pieces import Pieces
 from divergence.comparison.result import Skipped
-from divergence.numerics.estimate import estimate_pair
-from divergence.numerics.fold import fold_tensor
 from divergence.numerics.formats import format_named
-from divergence.numerics.pair_metrics import Estimate, PairMetrics, RowMetrics
-from divergence.numerics.sketch import resolution, rows_of, sketch_tensor
-from divergence.run.fingerprint import digest_tensor
+from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
+from divergence.numerics.summaries.estimate import estimate_pair
+from divergence.numerics.summaries.fold import fold_tensor
+from divergence.numerics.summaries.sketch import resolution, rows_of, sketch_tensor
+from divergence.run.ranks.unshard import Digests, digests_of
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.unshard import Digests, digests_of
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Record
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from divergence.comparison.result import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
-from divergence.numerics.pair import measure_pair
-from divergence.numerics.pair_metrics import PairMetrics
-from divergence.run.record import Record, Summary
+from divergence.numerics.pairs.metrics import PairMetrics
+from divergence.numerics.pairs.pair import measure_pair
+from divergence.run.schema.record import Record, Summary
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ from divergence.comparison.align.pairs import Pair, replayed_from
 from divergence.comparison.preflight.owner import other_code
 from divergence.comparison.result import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
-from divergence.numerics.against import AgainstTruth
-from divergence.run.command import command_line
+from divergence.numerics.pairs.against import AgainstTruth
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.record import Record
+from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     import torch

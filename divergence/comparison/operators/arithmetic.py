@@ -13,7 +13,7 @@ import msgspec
 from divergence.comparison.arithmetic.facts import Explained, sentences
 from divergence.comparison.operators.result import OperatorsResult
 from divergence.comparison.result import Evidence, Verdict
-from divergence.run.arithmetic import ArithmeticFact, is_about
+from divergence.run.schema.arithmetic import ArithmeticFact, is_about
 
 __all__ = ["with_arithmetic"]
 

@@ -15,8 +15,8 @@ import math
 from divergence.comparison.operators.inputs import argument_names
 from divergence.comparison.operators.measure import OperatorUnit
 from divergence.comparison.operators.result import OperatorResult, RegionResult
-from divergence.numerics.chance import rare_ratio
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.chance import rare_ratio
+from divergence.numerics.rounding.floor import Thresholds
 
 __all__ = ["judge_operands", "judge_roundings", "region_result"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import is_operator_site
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site
 
 __all__ = ["Forward", "Node", "forwards_of", "maker_of", "operator_passes"]
 

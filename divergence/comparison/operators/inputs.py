@@ -18,9 +18,9 @@ import torch
 
 from divergence.comparison.operators.graph import Node, maker_of
 from divergence.comparison.operators.result import OtherInput
-from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import Record
 
 __all__ = ["argument_names", "operand_record", "other_inputs", "relative_difference"]
 

@@ -34,11 +34,11 @@ from divergence.comparison.operators.result import (
     OtherInput,
     UnmatchedOperator,
 )
-from divergence.numerics.chance import rare_ratio
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.numerics.operator import slices_of
-from divergence.run.manifest import ModuleNote
-from divergence.run.site import module_of
+from divergence.numerics.pairs.operator import slices_of
+from divergence.numerics.rounding.chance import rare_ratio
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.site import module_of
 
 __all__ = ["judge_operators"]
 

@@ -25,8 +25,8 @@ from typing import Literal
 
 from divergence.comparison.operators.graph import Node, maker_of
 from divergence.comparison.operators.places import COMMUTE, Places, is_copy
-from divergence.run.call import Operand
-from divergence.run.scalars import other_scalars
+from divergence.run.schema.call import Operand
+from divergence.run.schema.scalars import other_scalars
 
 __all__ = ["Apart", "Match", "match_calls", "match_paths"]
 

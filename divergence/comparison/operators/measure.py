@@ -19,7 +19,7 @@ from divergence.comparison.operators.result import OtherInput, OtherOperand
 from divergence.comparison.operators.rights import Rights, distance_of
 from divergence.comparison.suite.codes import Codes, count_codes
 from divergence.numerics.formats import format_named
-from divergence.numerics.operator import OperatorErrors, measure_operator
+from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
 
 __all__ = ["Measured", "OperatorUnit", "measure_operators", "num_terms"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from divergence.comparison.operators.measure import Measured
 from divergence.comparison.operators.result import OperatorResult
-from divergence.numerics.floor import Thresholds
+from divergence.numerics.rounding.floor import Thresholds
 
 __all__ = ["first_source"]
 

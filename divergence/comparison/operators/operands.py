@@ -21,9 +21,9 @@ from divergence.comparison.operators.inputs import (
 )
 from divergence.comparison.operators.result import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
-from divergence.run.call import Operand
 from divergence.run.reader import Run
-from divergence.run.scalars import OtherScalar, other_scalars, scalar_words
+from divergence.run.schema.call import Operand
+from divergence.run.schema.scalars import OtherScalar, other_scalars, scalar_words
 
 __all__ = ["given_inputs", "operands_text", "other_operands"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from divergence.comparison.operators.graph import Node, maker_of
-from divergence.run.call import Operand
+from divergence.run.schema.call import Operand
 
 __all__ = ["COMMUTE", "COPIES", "Places", "Source", "is_copy"]
 

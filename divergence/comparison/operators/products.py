@@ -25,9 +25,9 @@ import torch
 from divergence.comparison.operators.graph import Node, maker_of
 from divergence.comparison.operators.places import is_copy
 from divergence.numerics.formats import format_named
-from divergence.run.call import Operand
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.call import Operand
+from divergence.run.schema.record import Record
 
 __all__ = ["CONSTANTS", "OwnError", "is_product_region", "own_error"]
 

@@ -22,7 +22,7 @@ from divergence.comparison.operators.graph import Node
 from divergence.comparison.operators.match import Match
 from divergence.comparison.operators.places import Places, Source, is_copy
 from divergence.comparison.operators.products import CONSTANTS
-from divergence.run.call import Operand
+from divergence.run.schema.call import Operand
 
 __all__ = ["Region", "Regions", "in_words", "regions_in"]
 

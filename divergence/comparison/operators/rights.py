@@ -8,7 +8,7 @@ from divergence.comparison.operators.graph import Node
 from divergence.comparison.operators.inputs import operand_record
 from divergence.comparison.operators.match import match_calls
 from divergence.run.reader import Run
-from divergence.run.record import Record
+from divergence.run.schema.record import Record
 
 __all__ = ["Rights", "distance_of"]
 

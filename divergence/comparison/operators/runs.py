@@ -13,9 +13,9 @@ from divergence.comparison.measure.truth import Truth
 from divergence.comparison.operators.judge import judge_operators
 from divergence.comparison.operators.measure import measure_operators
 from divergence.comparison.operators.result import OperatorsResult
-from divergence.numerics.floor import Thresholds
-from divergence.run.manifest import Manifest
+from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
 
 __all__ = ["compare_operators", "operator_notes"]
 

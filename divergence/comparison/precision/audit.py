@@ -25,9 +25,9 @@ from divergence.comparison.precision.graph import Found, accumulates
 from divergence.comparison.precision.parts import find_parts
 from divergence.comparison.precision.result import PARTS, AuditedPlace, AuditResult, AuditRow
 from divergence.numerics.formats import format_named
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.site import is_operator_site, module_of
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.site import is_operator_site, module_of
 
 __all__ = ["audit_runs", "audited_places"]
 

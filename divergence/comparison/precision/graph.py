@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from divergence.comparison.operators.graph import Node
 from divergence.comparison.precision.result import Part
 from divergence.numerics.formats import format_named
-from divergence.run.call import Operand
+from divergence.run.schema.call import Operand
 
 __all__ = [
     "SOFTMAX",

@@ -23,7 +23,7 @@ from divergence.comparison.precision.graph import (
 )
 from divergence.comparison.precision.norms import find_norms, is_norm_kernel
 from divergence.numerics.formats import format_named
-from divergence.run.call import Operand
+from divergence.run.schema.call import Operand
 
 __all__ = ["find_parts"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from divergence.run.manifest import Manifest, ModelIdentity, SampleTokens
-from divergence.run.site import starred
+from divergence.run.schema.manifest import Manifest, ModelIdentity, SampleTokens
+from divergence.run.schema.site import starred
 
 __all__ = ["first_difference", "template_cause", "text_cause", "tokenizer_cause", "weight_causes"]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from divergence.comparison.result import Evidence, PreflightLine, Verdict
-from divergence.run.manifest import CodeNote, Manifest
-from divergence.run.site import starred
+from divergence.run.schema.manifest import CodeNote, Manifest
+from divergence.run.schema.site import starred
 
 __all__ = ["CodeDifference", "code_differences", "code_evidence", "code_line", "with_code"]
 

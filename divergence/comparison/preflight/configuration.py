@@ -7,7 +7,7 @@ another) is found by its last name.
 from __future__ import annotations
 
 from divergence.comparison.result import PreflightLine
-from divergence.run.manifest import ConfigValue, Manifest
+from divergence.run.schema.manifest import ConfigValue, Manifest
 
 __all__ = ["config_differences", "config_line"]
 

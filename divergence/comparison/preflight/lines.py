@@ -18,9 +18,9 @@ from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.configuration import config_line
 from divergence.comparison.preflight.structure import block_lines, list_names, match_parameters
 from divergence.comparison.result import PreflightLine
-from divergence.run.manifest import Manifest, Switch
-from divergence.run.mesh import describe_mesh
+from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest, Switch
 
 __all__ = ["preflight"]
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from divergence.comparison.align.names import NameMap, find_prefix
 from divergence.comparison.result import PreflightLine
-from divergence.run.manifest import Manifest
-from divergence.run.site import unescape_path
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.site import unescape_path
 
 __all__ = ["Matching", "block_lines", "list_names", "match_parameters"]
 

@@ -18,10 +18,10 @@ from divergence.comparison.align.pairs import Pair
 from divergence.comparison.ranks.result import RankShare, ReplicaCheck, ReplicaDiff, Side
 from divergence.comparison.result import Evidence, Onset, SiteResult, Verdict
 from divergence.numerics.formats import format_named
-from divergence.run.mesh import describe_mesh
+from divergence.run.ranks.mesh import describe_mesh
+from divergence.run.ranks.unshard import Disagreement, UnshardedRun
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.unshard import Disagreement, UnshardedRun
+from divergence.run.schema.record import Record
 
 __all__ = ["check_replicas", "with_replicas"]
 

@@ -43,11 +43,11 @@ from divergence.comparison.suite.result import (
 from divergence.comparison.suite.verdict import judge_suites
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.formats import format_of
-from divergence.run.command import command_line
-from divergence.run.manifest import Manifest
 from divergence.run.reader import Run
-from divergence.run.record import Record
-from divergence.run.site import module_of, operator_of, split_site
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import module_of, operator_of, split_site
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["compare_suites", "is_suite", "report_on_suites"]
 

@@ -28,8 +28,8 @@ import torch
 
 from divergence.comparison.suite.result import SuiteSide
 from divergence.numerics.formats import Format, format_of
-from divergence.numerics.spacing import ROUNDING_RMS, spacing
-from divergence.numerics.ulp import ulp_distance
+from divergence.numerics.pairs.ulp import ulp_distance
+from divergence.numerics.rounding.spacing import ROUNDING_RMS, spacing
 
 __all__ = [
     "GAIN_LIMIT",

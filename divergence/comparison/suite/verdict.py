@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from divergence.comparison.result import Coverage, Evidence, Onset, Verdict
 from divergence.comparison.suite.result import SuiteOperator, SuiteResult
-from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.site import module_of
+from divergence.run.schema.site import module_of
+from divergence.run.untrusted.command import command_line
 
 __all__ = ["judge_suites"]
 

@@ -18,10 +18,10 @@ from divergence.comparison.blocks.allowed import Allowed
 from divergence.comparison.result import Onset, TokenChoice, TokenDifference, TokensResult
 from divergence.comparison.tokens.deciding import Distances, Place, distances_of, logits_row
 from divergence.comparison.tokens.flips import deviations, judge_by_model, judge_flip, kl_fields
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.numerics.logits import top_choices
-from divergence.run.manifest import Tokens
+from divergence.numerics.pairs.logits import top_choices
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Tokens
 
 if TYPE_CHECKING:
     import torch

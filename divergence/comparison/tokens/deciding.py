@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from divergence.numerics.formats import format_named
-from divergence.numerics.logits import kl_divergence
+from divergence.numerics.pairs.logits import kl_divergence
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:

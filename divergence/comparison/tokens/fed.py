@@ -6,7 +6,7 @@ met its end by itself has no further steps; in a batch that goes on it is fed pa
 
 from __future__ import annotations
 
-from divergence.run.manifest import Manifest
+from divergence.run.schema.manifest import Manifest
 
 __all__ = ["first_different_token", "last_comparable_steps", "why_no_step"]
 

@@ -34,9 +34,9 @@ import msgspec
 from divergence.comparison.decide.figures import figure
 from divergence.comparison.result import Evidence, TokenDifference, TokensResult
 from divergence.comparison.tokens.deciding import Distances
-from divergence.numerics.chance import spread
-from divergence.numerics.floor import Thresholds
-from divergence.numerics.logits import logit_error
+from divergence.numerics.pairs.logits import logit_error
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""The sums of divergence.numerics.against in compiled loops, all in float64.
+"""The sums of divergence.numerics.pairs.against in compiled loops, all in float64.
 
 One pass gathers the rows' sums; a second, over the rows that count in the columns, the columns'.
 A row with a nan or inf has a sum that is neither finite nor used.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from divergence.numerics.blocks import Grid
 from divergence.numerics.compiled.numbers import jit, number
 from divergence.numerics.compiled.sums import stored
+from divergence.numerics.pairs.blocks import Grid
 
 __all__ = ["add_channels", "row_sums"]
 
@@ -77,7 +77,7 @@ def _channels(a, b, truth, rows, out):
 def row_sums(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None
 ) -> torch.Tensor:
-    """Twelve sums per row, (12, T), numbered as divergence.numerics.against does."""
+    """Twelve sums per row, (12, T), numbered as divergence.numerics.pairs.against does."""
     x, y, r = (stored(Grid(tensor)) for tensor in (a, b, truth))
     out = np.full((12, len(r)), np.nan)
     _rows(x, y, r, out)

@@ -2,7 +2,7 @@
 
 Runs of 2048 are counted in integers of the patterns' own width, so that a vector holds as many
 as it can; each run's counts are then added up in 64 bits. What is counted and why:
-divergence.numerics.ulp_counts.
+divergence.numerics.pairs.ulp_counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two sums of the device digest in one compiled pass; definitions: divergence.numerics.fold."""
+"""The two sums of the device digest in one compiled pass; definitions: numerics.summaries.fold."""
 
 from __future__ import annotations
 

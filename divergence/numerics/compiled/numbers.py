@@ -94,7 +94,7 @@ def sign_of_order(typing, value):
 
 @intrinsic
 def key(typing, bits):
-    """Position on the lattice of a signed bit pattern; see divergence.numerics.ulp."""
+    """Position on the lattice of a signed bit pattern; see divergence.numerics.pairs.ulp."""
 
     def generate(context, builder, signature, arguments):
         kind = arguments[0].type

@@ -1,4 +1,4 @@
-"""The sketch of a tensor's rows in one compiled pass; definitions: divergence.numerics.sketch.
+"""The sketch of a tensor's rows in one compiled pass; definitions: numerics.summaries.sketch.
 
 Signed features go through a buffer of one row: added up as they are widened, they would wait for
 one another. A row that holds a nan or inf is read a second time, those counting as 0.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from divergence.numerics.blocks import Grid
 from divergence.numerics.compiled.numbers import jit, larger, magnitude, number
 from divergence.numerics.compiled.sums import stored
+from divergence.numerics.pairs.blocks import Grid
 
 __all__ = ["projections_of"]
 

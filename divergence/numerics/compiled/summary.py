@@ -1,4 +1,4 @@
-"""A tensor's summary in one compiled pass; definitions: divergence.numerics.summary.
+"""A tensor's summary in one compiled pass; definitions: divergence.numerics.summaries.summary.
 
 Squares are float64, so those of 16- and 32-bit values cannot leave the range; whether those of
 float64 values did is for the caller to see from the largest magnitude.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from divergence.numerics.blocks import Grid
 from divergence.numerics.compiled.numbers import (
     add_if,
     jit,
@@ -18,6 +17,7 @@ from divergence.numerics.compiled.numbers import (
     sign_of_order,
 )
 from divergence.numerics.compiled.sums import stored
+from divergence.numerics.pairs.blocks import Grid
 
 __all__ = ["Totals", "totals_of"]
 

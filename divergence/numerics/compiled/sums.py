@@ -1,4 +1,4 @@
-"""The sums of divergence.numerics.sums in one compiled pass.
+"""The sums of divergence.numerics.pairs.sums in one compiled pass.
 
 Everything is float64, so no finite 16- or 32-bit value leaves the range, and a row's sums are
 exact to 1e-15. A tile of up to 32 rows and 2048 columns keeps its column sums in the first
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from divergence.numerics.blocks import Grid
 from divergence.numerics.compiled.numbers import jit, larger, magnitude, number
-from divergence.numerics.sums import Sums
+from divergence.numerics.pairs.blocks import Grid
+from divergence.numerics.pairs.sums import Sums
 
 __all__ = ["gather_compiled", "largest_magnitude", "stored"]
 

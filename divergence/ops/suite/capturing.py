@@ -24,13 +24,14 @@ from divergence.ops.suite.definition import Arguments, Operator, Unavailable, ou
 from divergence.ops.suite.implementations import DEFAULT, Chosen, Wishes, choose
 from divergence.ops.suite.judging import truth_of, widened
 from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
-from divergence.recording.determinism import Determinism, deterministic_settings
-from divergence.recording.environment import resolve_device
+from divergence.recording.machine.determinism import Determinism, deterministic_settings
+from divergence.recording.machine.environment import resolve_device
+from divergence.recording.options.taken import taken_from
 from divergence.recording.provenance import provenance
-from divergence.recording.suites import SOURCE
-from divergence.recording.taken import taken_from
-from divergence.run.fingerprint import digest_many, digest_tensor
-from divergence.run.manifest import (
+from divergence.run.reader import Run
+from divergence.run.schema.fingerprint import digest_many, digest_tensor
+from divergence.run.schema.manifest import (
+    SUITE,
     Manifest,
     ModelIdentity,
     ModuleNote,
@@ -41,10 +42,9 @@ from divergence.run.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.reader import Run
-from divergence.run.site import compile_patterns, join_site, module_of, operator_path
-from divergence.run.trust import recorded_seed
-from divergence.run.writer import RunWriter
+from divergence.run.schema.site import compile_patterns, join_site, module_of, operator_path
+from divergence.run.untrusted.trust import recorded_seed
+from divergence.run.writing.writer import RunWriter
 
 __all__ = ["capture_suite", "plan_cases", "truth_of_suite"]
 
@@ -98,7 +98,7 @@ def capture_suite(
     if like is None:
         assert suite is not None
         works = _fresh(suite_named(suite))
-        source = SOURCE + suite
+        source = SUITE + suite
     else:
         works, source = _recorded(like, skipped), like.manifest.model.source
     wanted = list(sites) or ["*"]

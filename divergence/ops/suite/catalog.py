@@ -19,7 +19,7 @@ from divergence.ops.suite import (
     sums,
 )
 from divergence.ops.suite.definition import PREFIX, Case, Operator
-from divergence.run.site import near_names
+from divergence.run.schema.site import near_names
 
 __all__ = ["OPERATORS", "SUITES", "case_path", "cases_in", "find", "suite_named"]
 

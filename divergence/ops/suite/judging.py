@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from divergence.numerics.formats import Format, format_named, format_of
-from divergence.numerics.spacing import ROUNDING_RMS, spacing
+from divergence.numerics.rounding.spacing import ROUNDING_RMS, spacing
 from divergence.ops.suite.definition import Arguments, Operator, outputs_of
 from divergence.ops.suite.noise import samples
 from divergence.ops.suite.recording import output_port

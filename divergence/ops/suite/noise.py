@@ -32,7 +32,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.spacing import ROUNDING_RMS, spacing
+from divergence.numerics.rounding.spacing import ROUNDING_RMS, spacing
 
 __all__ = ["RoundingNoise", "samples", "stored"]
 

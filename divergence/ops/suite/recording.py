@@ -25,11 +25,11 @@ import torch
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_of
 from divergence.ops.suite.definition import Arguments
-from divergence.run.call import Call, Operand
 from divergence.run.reader import Run
-from divergence.run.record import PassName, Record
-from divergence.run.site import join_site, operator_path
-from divergence.run.writer import Item, RunWriter
+from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import PassName, Record
+from divergence.run.schema.site import join_site, operator_path
+from divergence.run.writing.writer import Item, RunWriter
 
 __all__ = ["CaseWriter", "arguments_of", "calls_in", "output_port"]
 

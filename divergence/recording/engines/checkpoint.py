@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import ModelError
-from divergence.run.layout import expanded
+from divergence.run.schema.layout import expanded
 
 __all__ = ["ADAPTER", "INDEX", "SINGLE", "check_data_alone"]
 

@@ -11,8 +11,8 @@ import math
 import re
 from typing import Any
 
-from divergence.run.fingerprint import digest_json
-from divergence.run.manifest import ConfigValue
+from divergence.run.schema.fingerprint import digest_json
+from divergence.run.schema.manifest import ConfigValue
 
 __all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "size_facts"]
 

@@ -14,12 +14,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import ModelError, UsageError
-from divergence.run.site import escape_path
+from divergence.run.schema.site import escape_path
 
 if TYPE_CHECKING:
     import torch
 
-    from divergence.recording.ranks import Ranks
+    from divergence.recording.ranks.processes import Ranks
 
 __all__ = ["as_loaded", "distribution", "divide", "tensor_plan", "whole_tensor", "why_not"]
 

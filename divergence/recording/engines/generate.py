@@ -20,8 +20,8 @@ from divergence.errors import ModelError
 from divergence.recording.engines.load import LoadedModel
 
 if TYPE_CHECKING:
-    from divergence.recording.ranks import Ranks
-    from divergence.run.manifest import SampleTokens
+    from divergence.recording.ranks.processes import Ranks
+    from divergence.run.schema.manifest import SampleTokens
 
 __all__ = ["GroupResult", "check_ids", "pad_id", "run_group"]
 

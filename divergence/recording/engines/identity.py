@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divergence.numerics.formats import format_of
-from divergence.recording.code import code_notes
 from divergence.recording.engines.config import chat_example, config_values, size_facts
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.offloaded import weights_of
-from divergence.run.fingerprint import digest_json, digest_many, digest_tensor, digest_text
-from divergence.run.manifest import CodeNote, ModelIdentity
+from divergence.recording.model.code import code_notes
+from divergence.run.schema.fingerprint import digest_json, digest_many, digest_tensor, digest_text
+from divergence.run.schema.manifest import CodeNote, ModelIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable

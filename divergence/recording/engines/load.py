@@ -19,15 +19,15 @@ from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.recording.engines.distributed import as_loaded, distribution, divide, why_not
 from divergence.recording.engines.offloaded import DeviceMap, device_map_of, input_device
-from divergence.run.layout import expanded
-from divergence.run.manifest import Task
-from divergence.run.trust import ATTENTION
+from divergence.run.schema.layout import expanded
+from divergence.run.schema.manifest import Task
+from divergence.run.untrusted.trust import ATTENTION
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from divergence.recording.ranks import Ranks
+    from divergence.recording.ranks.processes import Ranks
 
 __all__ = [
     "LoadedModel",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import ModelError, UsageError
-from divergence.run.layout import expanded
+from divergence.run.schema.layout import expanded
 
 if TYPE_CHECKING:
     import torch

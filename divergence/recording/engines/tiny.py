@@ -31,7 +31,7 @@ from divergence.recording.engines._tiny_weights import (
     Shape,
     Size,
 )
-from divergence.run.site import near_names
+from divergence.run.schema.site import near_names
 
 __all__ = ["ARCHITECTURES", "build"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import PromptError
-from divergence.recording.prompts import Prompt
-from divergence.run.manifest import SampleTokens
+from divergence.recording.options.prompts import Prompt
+from divergence.run.schema.manifest import SampleTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from divergence.recording.engines.checkpoint import INDEX, SINGLE
 from divergence.recording.engines.load import load_model
-from divergence.run.fingerprint import digest_tensor
-from divergence.run.layout import expanded
-from divergence.run.manifest import Manifest
-from divergence.run.trust import recorded_attention, recorded_revision
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.layout import expanded
+from divergence.run.schema.manifest import Manifest
+from divergence.run.untrusted.trust import recorded_attention, recorded_revision
 
 if TYPE_CHECKING:
     import torch

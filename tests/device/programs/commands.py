@@ -30,7 +30,7 @@ def divergence(*args: object, **switches: object) -> Said:
     import torch_npu
 
     from divergence.cli.main import app
-    from divergence.numerics import sketch
+    from divergence.numerics.summaries import sketch
 
     torch_npu.configure(**switches)
     for asked in (sketch._sum_dtype, sketch.has_products):  # of another device, as it were

@@ -15,7 +15,7 @@ from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.definition import Unavailable
 from divergence.ops.suite.recording import arguments_of
 from divergence.recording.dry_run import plan_capture
-from divergence.run.writer import Item, RunWriter
+from divergence.run.writing.writer import Item, RunWriter
 
 FEW = ["rms_norm.float32.*", "topk.bfloat16.odd*"]
 

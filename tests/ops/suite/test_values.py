@@ -8,7 +8,7 @@ import torch
 
 from divergence.ops.suite.catalog import case_path, cases_in
 from divergence.ops.suite.values import cancel, draw, integers, normal, outlier_channels, to_tensor
-from divergence.run.fingerprint import digest_many, digest_tensor
+from divergence.run.schema.fingerprint import digest_many, digest_tensor
 
 INPUTS = "49a111c005c23cdf1dd7be5b0cc40720"
 """One digest over the inputs of suite:llm. It changes when a case does, and with nothing else: not

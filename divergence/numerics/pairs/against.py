@@ -1,0 +1,241 @@
+"""Two implementations against the truth: how far each is from what is right.
+
+a = reference, b = candidate, R = truth (float64). Rows are tokens, columns features.
+One pass in float64 gathers, per row, ‖a-R‖, ‖b-R‖, ‖a-b‖, ‖R‖ and ‖R - x‖ (x: the block's
+input) and, per column, Σ(a-R)², Σ(b-R)² and ΣR², so that a wrong head or channel is seen
+which a row's norm dilutes by √D.
+
+The gain of a row is <d, R>/‖R‖² with d = a-R or b-R: a consistent scale error, far below
+the rounding of single elements, since that averages out over D columns. How many columns
+really take part is the participation ratio (ΣR²)²/ΣR⁴: with a few massive channels it is
+small, and their own rounding looks like a gain (PairMetrics.gain sees only a against b).
+
+Rows that are masked, or hold a nan or inf on any side, are left out. Sink rows (norm over
+10 × the median, see numerics.pair) and rows whose error is over 8 × the median row's count in
+the rows, not in the columns: one bad token is no bad channel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from divergence.numerics.formats import format_of
+from divergence.numerics.kernels import Kernel, chosen
+from divergence.numerics.pairs.pair import SINK_FACTOR
+
+__all__ = ["AgainstTruth", "measure_against", "with_rounding"]
+
+_OUTLIER = 8.0
+"""A row is left out of the columns when its relative error exceeds this many medians."""
+_CHUNK_NUMEL = 1 << 18
+"""Elements per chunk: three operands of 2 MiB in float64 stay in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstTruth:
+    """Per kept row (T,) and per column (D,), float64.
+
+    ``norm`` ‖R‖; ``update`` ‖R - x‖, None without a base; ``reference``, ``candidate``: ‖a-R‖,
+    ‖b-R‖; ``between`` ‖a-b‖; ``gain_reference``, ``gain_candidate``: <a-R, R>/‖R‖²;
+    ``update_gain_*``: <·-R, R-x>/‖R-x‖², None without a base; ``spread``: participation ratio of
+    R (of R - x where there is one); ``sink``: bool. ``channel_*``: Σ over rows but sinks,
+    ``channel_norm`` ΣR².
+    ``row_index``: the kept rows' numbers in the whole tensor.
+    """
+
+    norm: torch.Tensor
+    update: torch.Tensor | None
+    reference: torch.Tensor
+    candidate: torch.Tensor
+    between: torch.Tensor
+    gain_reference: torch.Tensor
+    gain_candidate: torch.Tensor
+    update_gain_reference: torch.Tensor | None
+    update_gain_candidate: torch.Tensor | None
+    spread: torch.Tensor
+    sink: torch.Tensor
+    channel_reference: torch.Tensor
+    channel_candidate: torch.Tensor
+    channel_between: torch.Tensor
+    channel_norm: torch.Tensor
+    row_index: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.norm)
+
+
+def with_rounding(against: AgainstTruth, floor: torch.Tensor) -> AgainstTruth:
+    """The same with one more rounding on both sides: what is left of the difference between two
+    dtypes is less than a fault then, also where one side is exact.
+
+    ``floor`` (T,): that of the coarser dtype, of two implementations; one makes 1/√2 of it.
+    """
+    rounding = floor * against.norm / math.sqrt(2)
+    share = rounding[~against.sink].square().sum() / max(1, len(against.channel_reference))
+    return replace(
+        against,
+        reference=torch.hypot(against.reference, rounding),
+        candidate=torch.hypot(against.candidate, rounding),
+        channel_reference=against.channel_reference + share,
+        channel_candidate=against.channel_candidate + share,
+    )
+
+
+def measure_against(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    truth: torch.Tensor,
+    *,
+    row_mask: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
+    kernel: Kernel = "numpy",
+    device: torch.device | None = None,
+) -> AgainstTruth:
+    """Both sides against ``truth``; all of one shape, any float dtype.
+
+    ``row_mask``: bool, one per row, True = measure. ``base``: the block's input x. ``kernel``: see
+    numerics.kernels; formats that compiled loops do not read go torch's way. ``device``: add up
+    there instead.
+    Raises ValueError where shapes differ.
+    """
+    for name, other in (("candidate", b), ("truth", truth), ("base", base)):
+        if other is not None and other.shape != a.shape:
+            raise ValueError(
+                f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
+            )
+    columns = a.shape[-1] if a.ndim else 1
+    flat = [None if t is None else t.reshape(-1, columns) for t in (a, b, truth, base)]
+    count = flat[0].shape[0]
+    kept = torch.ones(count, dtype=torch.bool)
+    if row_mask is not None:
+        kept &= row_mask.reshape(-1).to(torch.bool)
+    forms = [format_of(t.dtype) for t in (a, b, truth, base) if t is not None]
+    if device is None and chosen(kernel, *forms) == "compiled":
+        sums, sink, channels = _in_loops(*flat, kept)
+    else:
+        sums, sink, channels = _in_chunks(*flat, kept, device)
+    good = kept & sums[:4].isfinite().all(0)
+    norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
+    with_base = base is not None
+    top, fourth = (up2, u4) if with_base else (norm2, r4)
+    return AgainstTruth(
+        norm=norm2.sqrt(),
+        update=up2.sqrt() if with_base else None,
+        reference=ref.sqrt(),
+        candidate=cand.sqrt(),
+        between=between.sqrt(),
+        gain_reference=_over(ref_r, norm2),
+        gain_candidate=_over(cand_r, norm2),
+        update_gain_reference=_over(ref_u, up2) if with_base else None,
+        update_gain_candidate=_over(cand_u, up2) if with_base else None,
+        spread=_over(top.square(), fourth),
+        sink=sink[good],
+        channel_reference=channels[0],
+        channel_candidate=channels[1],
+        channel_between=channels[2],
+        channel_norm=channels[3],
+        row_index=good.nonzero().flatten(),
+    )
+
+
+def _in_chunks(
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
+    kept: torch.Tensor, device: torch.device | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The rows' sums (12, T), which rows are sinks (T,), the columns' sums (4, D), in torch."""
+    count, columns = truth.shape
+    chunk = _CHUNK_NUMEL if device is None else 1 << 22
+    rows = max(1, chunk // max(1, columns))
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        if device is None:
+            return tensor.double()
+        from divergence.numerics.on_device import sent
+
+        return sent(tensor, device).double()
+
+    norms = [wide(part).norm(dim=1).cpu() for part in truth.split(rows)]
+    sink = _sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
+    sums = torch.full((12, count), float("nan"), dtype=torch.float64)
+    channels = torch.zeros(4, columns, dtype=torch.float64)
+    for start in range(0, count, rows):
+        part = slice(start, start + rows)
+        x, y, r = (wide(t[part]) for t in (a, b, truth))
+        found = torch.full((12, len(r)), float("nan"), dtype=torch.float64, device=r.device)
+        _gather(x, y, r, None if base is None else wide(base[part]), found)
+        sums[:, part] = found.cpu()
+        good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
+        good = good.to(r.device)
+        channels += _columns(x[good], y[good], r[good]).cpu()
+    bad = _outliers(sums, kept & sums[:4].isfinite().all(0) & ~sink)
+    if len(bad):
+        channels -= _columns(*(t[bad].double() for t in (a, b, truth)))
+        channels.clamp_min_(0.0)
+    return sums, sink, channels
+
+
+def _in_loops(
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
+    kept: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same in compiled loops."""
+    from divergence.numerics.compiled.against import add_channels, row_sums
+
+    sums = row_sums(a, b, truth, base)
+    sink = _sinks(sums[0].sqrt(), kept)
+    usual = kept & sums[:4].isfinite().all(0) & ~sink
+    usual[_outliers(sums, usual)] = False
+    channels = torch.zeros(4, truth.shape[1], dtype=torch.float64)
+    add_channels(a, b, truth, usual.nonzero().flatten(), channels)
+    return sums, sink, channels
+
+
+def _sinks(norms: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    usual = norms[kept & norms.isfinite()]
+    limit = SINK_FACTOR * float(usual.median()) if len(usual) else 0.0
+    return norms > limit if limit > 0 else torch.zeros(len(norms), dtype=torch.bool)
+
+
+def _columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    parts = (a - truth, b - truth, a - b, truth)
+    return torch.stack([part.square().sum(0) for part in parts])
+
+
+def _gather(
+    a: torch.Tensor, b: torch.Tensor, r: torch.Tensor, x: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Twelve sums per row, (T, D) → out (12, T)."""
+    da, db = a - r, b - r
+    squares = r.square()
+    out[0] = squares.sum(1)
+    out[1] = da.square().sum(1)
+    out[2] = db.square().sum(1)
+    out[3] = (a - b).square().sum(1)
+    out[4] = (da * r).sum(1)
+    out[5] = (db * r).sum(1)
+    out[9] = squares.square().sum(1)
+    if x is not None:
+        update = r - x
+        squares = update.square()
+        out[6] = squares.sum(1)
+        out[7] = (da * update).sum(1)
+        out[8] = (db * update).sum(1)
+        out[10] = squares.square().sum(1)
+
+
+def _outliers(sums: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+    """Numbers of the usual rows in which one side's error is far above the median row's."""
+    size = (sums[1:3].amax(0) / sums[0].clamp_min(1e-300)).sqrt()
+    if not bool(usual.any()):
+        return usual.nonzero().flatten()
+    limit = _OUTLIER * size[usual].median()
+    return (usual & (size > limit) & (limit > 0)).nonzero().flatten()
+
+
+def _over(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:
+    """The quotient; 0 where the denominator is 0."""
+    return torch.where(bottom > 0, top / bottom.clamp_min(1e-300), torch.zeros_like(top))

@@ -1,0 +1,187 @@
+"""What one tensor looks like: extremes, mean, rms and counts, cheap enough for every capture.
+
+One pass in cache-sized blocks. A block whose minimum and maximum are finite holds no
+nan and no inf, so that one comparison decides for the fast path. Sums run in float64;
+squares are taken in float32 only where the largest magnitude keeps them in range
+(2^-40 .. 2^50), and are scaled by a power of two before squaring elsewhere, so that
+1e30 in bfloat16 and subnormals come out right to 1e-6 relative.
+
+torch is imported on the first call, not with this module: records name ``Summary``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from divergence.numerics.kernels import Kernel, chosen
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from divergence.numerics.compiled.summary import Totals
+    from divergence.numerics.pairs.blocks import Grid
+
+__all__ = ["Summary", "summarize", "summarize_rows"]
+
+_SAFE_LOW, _SAFE_HIGH = 2.0**-40, 2.0**50
+"""Largest magnitudes between which float32 squares of a block neither overflow when summed
+(2^100 · 2^15 < 2^128) nor lose to underflow (2^15 · 2^-126 against at least 2^-80)."""
+
+_FLOAT64_LOW, _FLOAT64_HIGH = 2.0**-400, 2.0**400
+"""The same for float64 squares."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Statistics of one tensor over its finite elements, accumulated in float64.
+
+    ``min``, ``max``, ``mean``, ``rms``, ``absmax`` are None where no element is
+    finite (an empty or all-NaN tensor). Counts are over all elements.
+    Complex tensors are summarised through their magnitudes.
+    """
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    rms: float | None
+    absmax: float | None
+    num_nan: int = 0
+    num_posinf: int = 0
+    num_neginf: int = 0
+    num_zero: int = 0
+
+
+def summarize(tensor: torch.Tensor, *, kernel: Kernel = "numpy") -> Summary:
+    """Summary of ``tensor`` (any device, any dtype of divergence.numerics.formats).
+
+    mean = Σx / n and rms = sqrt(Σx² / n) over the n finite elements, in the tensor's own
+    unit; mean is exact to 1e-6 of max(|mean|, 1e-9 rms). -0 counts as zero. nan and ±inf
+    are counted and left out. Integers beyond 2^53 are rounded to float64 first. ``kernel``: see
+    numerics.kernels; what compiled loops do not read goes numpy's way.
+    """
+    import numpy as np
+
+    from divergence.numerics.pairs.blocks import BLOCK, Grid, compute_dtype
+
+    if tensor.is_complex():
+        tensor = tensor.detach().to(dtype=_complex128()).abs()
+    grid = Grid(tensor.reshape(1, -1))
+    if chosen(kernel, grid.format) == "compiled":
+        found = summarize_rows(grid)[0]
+        if found is not None:
+            return found
+    dtype = compute_dtype(grid.format)
+    buffer = np.empty(min(BLOCK, grid.num_cols), dtype)
+    tally = _Tally()
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for start in range(0, grid.num_cols, BLOCK):
+            tally.add(grid.load(slice(0, 1), slice(start, start + BLOCK), buffer))
+    return tally.summary()
+
+
+def summarize_rows(grid: Grid) -> list[Summary | None]:
+    """Each row's summary from compiled loops; None where squares left float64's range. The grid
+    must be readable (numerics.kernels)."""
+    from divergence.numerics.compiled.summary import totals_of
+
+    return [_of_totals(totals) for totals in totals_of(grid)]
+
+
+def _of_totals(found: Totals) -> Summary | None:
+    top = max(abs(found.low), abs(found.high)) if found.count else 0.0
+    if not (top == 0.0 or _FLOAT64_LOW <= top <= _FLOAT64_HIGH):
+        return None
+    count = max(1, found.count)
+    known = found.count > 0
+    return Summary(
+        min=found.low if known else None,
+        max=found.high if known else None,
+        mean=found.total / count if known else None,
+        rms=math.sqrt(found.squares / count) if known else None,
+        absmax=top if known else None,
+        num_nan=found.num_nan,
+        num_posinf=found.num_posinf,
+        num_neginf=found.num_neginf,
+        num_zero=found.num_zero,
+    )
+
+
+def _complex128() -> torch.dtype:
+    import torch
+
+    return torch.complex128
+
+
+class _Tally:
+    """Running sums of one tensor: Σx is ``total`` · 2^``exponent``, Σx² is ``squares`` ·
+    4^``exponent``, so that neither leaves float64's range whatever the values are."""
+
+    def __init__(self) -> None:
+        self.low, self.high = math.inf, -math.inf
+        self.total = self.squares = 0.0
+        self.exponent = -2000  # below every float64
+        self.count = self.num_nan = self.num_posinf = self.num_neginf = self.num_zero = 0
+
+    def add(self, block: np.ndarray) -> None:
+        import numpy as np
+
+        from divergence.numerics.pairs.blocks import row_dots
+
+        low, high = float(block.min()), float(block.max())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self.num_nan += int(np.count_nonzero(np.isnan(block)))
+            self.num_posinf += int(np.count_nonzero(block == np.inf))
+            self.num_neginf += int(np.count_nonzero(block == -np.inf))
+            block = block[np.isfinite(block)].reshape(1, -1)
+            if block.size == 0:
+                return
+            low, high = float(block.min()), float(block.max())
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.count += block.size
+        if low <= 0.0 <= high:
+            self.num_zero += int(np.count_nonzero(block == 0))
+        top = max(abs(low), abs(high))
+        if top == 0.0:
+            return
+        exponent = 0
+        if not _SAFE_LOW <= top <= _SAFE_HIGH:
+            exponent = math.frexp(top)[1]
+            block = np.ldexp(block.astype(np.float64), -exponent)
+        if exponent > self.exponent:
+            shift = max(self.exponent - exponent, -1100)
+            self.total = math.ldexp(self.total, shift)
+            self.squares = math.ldexp(self.squares, 2 * shift)
+            self.exponent = exponent
+        shift = exponent - self.exponent
+        self.total += math.ldexp(_sum64(block), shift)
+        squares = row_dots(block, block)[0]
+        self.squares += math.ldexp(float(squares), 2 * shift)
+
+    def summary(self) -> Summary:
+        counts = {
+            "num_nan": self.num_nan,
+            "num_posinf": self.num_posinf,
+            "num_neginf": self.num_neginf,
+            "num_zero": self.num_zero,
+        }
+        if self.count == 0:
+            return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
+        return Summary(
+            min=self.low,
+            max=self.high,
+            mean=math.ldexp(self.total / self.count, self.exponent),
+            rms=math.ldexp(math.sqrt(self.squares / self.count), self.exponent),
+            absmax=max(abs(self.low), abs(self.high)),
+            **counts,
+        )
+
+
+def _sum64(block: np.ndarray) -> float:
+    """Σx in float64, in pieces on which torch starts no threads."""
+    import torch
+
+    flat = torch.from_numpy(block).reshape(-1)
+    return sum(float(piece.sum(dtype=torch.float64)) for piece in flat.split(32767))

@@ -1,0 +1,391 @@
+"""Hooks: seeing every wanted tensor without changing a bit of the result.
+
+One pre-hook and one hook a module. The pre-hook puts a recorded input in place
+(anchored pass), then a planted fault, then records; the hook plants, then
+records. What is kept of a tensor is the keeper's to say, and taken at once, because later
+operators may write to it in place. A tensor that passes through unchanged from one module to
+the next is kept once. A kernel that bypasses torch's counter of writes is noticed where its
+module returns the tensor it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from divergence.errors import PlantError
+from divergence.recording.hooks.leaves import (
+    argument_names,
+    input_leaves,
+    map_inputs,
+    map_output,
+    output_leaves,
+)
+from divergence.recording.hooks.operators import OperatorRecorder
+from divergence.recording.hooks.plant import FORWARDS, Plant
+from divergence.recording.keep.keeper import CopyKeeper, Keeper, Recent
+from divergence.recording.model.compiled import compiled_regions, hooked
+from divergence.recording.model.routing_sites import by_token
+from divergence.recording.options.selection import select_positions, step_selected
+from divergence.run.schema.call import Call
+from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.record import PassName
+from divergence.run.schema.site import ROOT, escape_path, join_site
+from divergence.run.writing.item import Item
+
+__all__ = ["Anchor", "Recorder", "Sink", "inside"]
+
+
+class Sink(Protocol):
+    """Where records go: a RunWriter, or something that only compares digests."""
+
+    def put(
+        self,
+        item: Item,
+        *,
+        pass_: PassName,
+        sample: int,
+        step: int,
+        site: str,
+        order: int,
+        positions: tuple[int, ...] | None = None,
+        call: Call | None = None,
+    ) -> None: ...
+
+
+class Anchor(Protocol):
+    """Recorded inputs by coordinates; None where nothing was recorded. ``own``: what this run has
+    there."""
+
+    def __call__(
+        self, sample: int, step: int, site: str, own: torch.Tensor
+    ) -> torch.Tensor | None: ...
+
+
+class Recorder:
+    """Installs the hooks of one pass over one model; ``with recorder.installed():``.
+
+    ``wanted(path, port, tensor)`` decides what is recorded. ``logit_paths``: modules of
+    whose output only the last position decides (causal models). ``fired`` holds the
+    plants that met a tensor, ``anchored`` the number of inputs that were replaced.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        notes: Mapping[str, ModuleNote],
+        *,
+        wanted: Callable[[str, str, torch.Tensor], bool],
+        hooked: set[str],
+        sink: Sink,
+        pass_: PassName = "free",
+        steps: str | None = None,
+        positions: str | None = None,
+        logit_paths: frozenset[str] = frozenset(),
+        plants: Sequence[Plant] = (),
+        anchor: Anchor | None = None,
+        on_step: Callable[[int], None] | None = None,
+        on_block: Callable[[str], None] | None = None,
+        keeper: Keeper | None = None,
+        flat: Callable[[str, str, torch.Tensor], bool] | None = None,
+        operators: set[str] | None = None,
+        weights: bool = False,
+        substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
+    ) -> None:
+        self._model = model
+        self._notes = notes
+        self._wanted, self._flat = wanted, flat
+        self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
+        if anchor is not None or on_block is not None:
+            self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
+        self.sink = sink
+        self._pass: PassName = pass_
+        self._steps = steps
+        self._positions = positions
+        self._logit_paths = logit_paths
+        self._plants: dict[str, list[Plant]] = {}
+        for plant in plants:
+            self._plants.setdefault(plant.path, []).append(plant)
+        self._anchor = anchor
+        self._on_step, self._on_block = on_step, on_block
+        self._keep = (keeper or CopyKeeper()).keep
+        self.operators: OperatorRecorder | None = None
+        if operators:
+            self.operators = OperatorRecorder(
+                model,
+                operators,
+                emit=self._emit_operator,
+                call_of=lambda path: self._calls.get(path, ""),
+                active=lambda: self._selected and not self._anchor_broken,
+                keep=self._keep,
+                weights=weights,
+                substitute=None
+                if substitute is None
+                else lambda site: substitute(self._pass, self._sample, self._step, site),
+            )
+            self._hooked |= {path for path in notes if inside(path, operators)}
+        self.fired: set[str] = set()
+        self.anchored = self.num_emitted = 0
+        self._recent = Recent()
+        self._sites: dict[tuple[str, str], str | None] = {}
+        self.begin(sample=0, batch=1, num_tokens=0)
+
+    def begin(
+        self, *, sample: int, batch: int, num_tokens: int, num_kept: int | None = None
+    ) -> None:
+        """A new group of samples: ``batch`` sequences of ``num_tokens`` prompt tokens, of which
+        the last ``num_kept`` are recorded (logits of the last one alone where that is None)."""
+        self._sample, self._batch, self._num_tokens = sample, batch, num_tokens
+        self._num_kept = num_kept
+        self._step = self._order = 0
+        self._selected = step_selected(self._steps, 0)
+        self._anchor_broken = False
+        self._calls: dict[str, str] = {}
+        self._num_calls: dict[str, int] = {}
+        if self.operators is not None:
+            self.operators.end_of_forward()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Recorder]:
+        """Hooks on; off again on any exit."""
+        compiled = bool(compiled_regions(self._model))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._recent.clear)
+            for name, module in self._model.named_modules():
+                path = escape_path(name)
+                if path in self._hooked:
+                    pre = self._pre_hook(path, argument_names(module))
+                    post = self._post_hook(path)
+                    stack.enter_context(hooked(module, pre, post, compiled=compiled))
+            # its hooks come after these: what an anchor puts in place is no operator, what a
+            # plant does is one
+            with contextlib.nullcontext() if self.operators is None else self.operators.installed():
+                yield self
+
+    def _pre_hook(self, path: str, names: Sequence[str]) -> Callable:
+        anchors = (
+            self._anchor is not None
+            and path != ROOT
+            and (self._notes[path].role in ("block", "trunk"))
+        )
+        plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("in")]
+        plain = not (anchors or plants)
+
+        def pre_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
+            call = self._next_call(path, args, kwargs)
+            if plain and len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+                self._emit(path, call, "in", args[0])  # nearly always
+                return None
+            changed = None
+            done: set[str] = set()
+            if anchors and not self._anchor_broken:
+                site_path = path + call
+
+                def put_recorded(port: str, tensor: torch.Tensor) -> torch.Tensor:
+                    return self._recorded_input(site_path, port, tensor, done)
+
+                with self._quiet():
+                    changed = args, kwargs = map_inputs(args, kwargs, put_recorded, names)
+            if plants:
+                changed = args, kwargs = map_inputs(args, kwargs, self._planter(plants), names)
+            for port, tensor in input_leaves(args, kwargs, names):
+                if port not in done:  # an anchored input is the other run's, not news of this one
+                    self._emit(path, call, port, tensor)
+            return changed
+
+        return pre_hook
+
+    def _post_hook(self, path: str) -> Callable:
+        plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("out")]
+
+        def post_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
+            new = map_output(output, self._planter(plants)) if plants else output
+            call = self._calls.get(path, "")
+            leaves = list(output_leaves(new))
+            if any(tensor in self._recent for _, tensor in leaves):
+                given = {id(tensor) for _, tensor in input_leaves(args, kwargs)}
+                for _, tensor in leaves:
+                    if id(tensor) in given:
+                        # Given back, so perhaps written to by a kernel that advances no counter.
+                        self._recent.forget(tensor)
+            for port, tensor in leaves:
+                self._emit(path, call, port, tensor)
+            if self._on_block is not None and self._notes[path].role == "block":
+                self._on_block(path)
+            if path == ROOT:
+                self._end_of_forward()
+            return new if plants else None
+
+        return post_hook
+
+    def _next_call(self, path: str, args: tuple, kwargs: Mapping[str, Any]) -> str:
+        """What this call adds to the module's path: nothing, ``#2`` for the second one, or the
+        word it is told apart by. Rotary tables are asked for by layer type, and in the order of
+        a set of strings, which differs from process to process."""
+        call = ""
+        if path != ROOT:
+            for value in (*args, *kwargs.values()):
+                if type(value) is str and value.isidentifier():
+                    call = f"#{value}"
+                    break
+        count = self._num_calls[path + call] = self._num_calls.get(path + call, 0) + 1
+        if count > 1:
+            call += f"#{count}"
+        self._calls[path] = call
+        return call
+
+    def _end_of_forward(self) -> None:
+        self._step += 1
+        self._order = 0
+        self._selected = step_selected(self._steps, self._step)
+        self._calls.clear()
+        if self.operators is not None:
+            self.operators.end_of_forward()
+        self._recent.clear()  # nothing of a forward is held beyond it
+        self._num_calls.clear()
+        if self._on_step is not None:
+            self._on_step(self._step)
+
+    def _recorded_input(
+        self, path: str, port: str, tensor: torch.Tensor, done: set[str]
+    ) -> torch.Tensor:
+        """The other run's tensor for this input; the own one where none was recorded."""
+        if not tensor.is_floating_point() or "mask" in port:
+            return tensor
+        recorded = self._anchor(self._sample, self._step, join_site(path, port), tensor)
+        if recorded is None:
+            if port == "in" and self._notes[path.partition("#")[0]].role == "block":
+                # From here on the caches would hold own values: no longer anchored.
+                self._anchor_broken = True
+            return tensor
+        if recorded.shape != tensor.shape:
+            recorded = self._completed(path, recorded, tensor)
+            if recorded is None:
+                if port == "in" and self._notes[path.partition("#")[0]].role == "block":
+                    self._anchor_broken = True
+                return tensor
+        done.add(port)
+        self.anchored += 1
+        # A copy: the model may write to its inputs in place, and the recording must not change.
+        return recorded.to(device=tensor.device, dtype=tensor.dtype, copy=True)
+
+    def _completed(
+        self, path: str, recorded: torch.Tensor, tensor: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Of what enters the head only the deciding positions were kept: the others stay own."""
+        num = (self._num_kept or 0) + 1
+        if path not in self._logit_paths or recorded.shape != tensor[:, -num:].shape:
+            return None
+        whole = tensor.clone()
+        whole[:, -num:] = recorded.to(device=tensor.device, dtype=tensor.dtype)
+        return whole
+
+    def _planter(self, plants: Sequence[Plant]) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        def change(port: str, tensor: torch.Tensor) -> torch.Tensor:
+            forward = self._sample * FORWARDS + self._step
+            for plant in plants:
+                if plant.port == port and plant.meets(forward):
+                    self.fired.add(plant.site)
+                    tensor = plant.apply(tensor, forward)
+            return tensor
+
+        return change
+
+    def _emit(self, path: str, call: str, port: str, tensor: torch.Tensor) -> None:
+        """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
+        if not self._selected or self._anchor_broken:
+            return
+        key = (path, port)
+        try:
+            site = self._sites[key]
+        except KeyError:
+            wanted = self._wanted(path, port, tensor)
+            site = self._sites[key] = join_site(path, port) if wanted else None
+        if site is None:
+            return
+        if call:
+            site = join_site(path + call, port)
+        if self._flat is not None and self._flat(path, port, tensor):
+            tensor = by_token(tensor, self._batch)
+        if self.operators is None:
+            item, positions = self._kept(path, port, tensor)
+        else:
+            with self.operators.paused():
+                item, positions = self._kept(path, port, tensor)
+        self._put(site, item, positions)
+
+    def _kept(
+        self, path: str, port: str, tensor: torch.Tensor
+    ) -> tuple[Item, tuple[int, ...] | None]:
+        """What is kept of the tensor, or was when this very tensor last came by; and of which
+        token positions, where not of all."""
+        if self._step == 0:
+            tensor, positions = self._narrowed(path, port, tensor)
+            if positions is not None:
+                return self._keep(tensor), positions
+        item = self._recent.find(tensor)
+        if item is None:
+            item = self._keep(tensor)
+            self._recent.add(tensor, item)
+        return item, None
+
+    def _emit_operator(self, site: str, item: Item, call: Call | None = None) -> None:
+        self._put(site, item, None, call)
+
+    def _put(
+        self, site: str, item: Item, positions: tuple[int, ...] | None, call: Call | None = None
+    ) -> None:
+        self.sink.put(
+            item,
+            pass_=self._pass,
+            sample=self._sample,
+            step=self._step,
+            site=site,
+            order=self._order,
+            positions=positions,
+            call=call,
+        )
+        self._order += 1
+        self.num_emitted += 1
+
+    def _quiet(self) -> contextlib.AbstractContextManager:
+        """What this recorder itself does is no operator of the model."""
+        return contextlib.nullcontext() if self.operators is None else self.operators.paused()
+
+    def _narrowed(
+        self, path: str, port: str, tensor: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+        """The part of a tensor that is kept, and the token indices of its rows."""
+        tokens = self._num_tokens
+        if tensor.ndim < 2 or tensor.shape[0] != self._batch:
+            return tensor, None
+        if tensor.ndim > 3 and tensor.shape[-1] == tensor.shape[-2] == tokens:
+            return tensor, None  # attention weights: axis 1 is the heads, however many they are
+        kept = self._num_kept or 0
+        few = kept + 1  # logits are asked for of the deciding positions alone
+        if path in self._logit_paths and tensor.ndim == 3 and tensor.shape[1] in (few, tokens):
+            kept = max(kept, 1)
+            return tensor[:, -kept:, :], tuple(range(tokens - kept, tokens))
+        if not (self._positions or kept) or tensor.shape[1] != tokens:
+            return tensor, None
+        positions = select_positions(f"last:{kept}" if kept else self._positions, tokens)
+        return tensor[:, list(positions)], positions
+
+    def check_plants(self) -> None:
+        """Raise PlantError for a plant whose site was never reached."""
+        for plants in self._plants.values():
+            for plant in plants:
+                if plant.site not in self.fired:
+                    raise PlantError(
+                        f"the fault {plant.fault} was never planted: no tensor passed {plant.site}",
+                        hint="`divergence inspect RUN` lists the sites of a run "
+                        "captured with --sites modules",
+                    )
+
+
+def inside(path: str, roots: set[str]) -> bool:
+    """Is the module one of ``roots`` or in one?"""
+    return any(path == root or root == ROOT or path.startswith(root + ".") for root in roots)

@@ -1,0 +1,265 @@
+"""Known faults, planted on purpose: proof that a set-up would see a real one.
+
+``SITE=FAULT``: a fault is ``NAME`` or ``NAME:ARGUMENT``, with ``@RANK`` behind it for one process
+of several, or ``@sample=N``, ``@step=N``, ``@rank=N`` (several with commas) for one prompt, one
+forward or one process alone. A padded batch counts as its first prompt. Random faults draw from
+torch's CPU generator under a seed made of the fault's own seed and the forward
+number, so that the same plant is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from divergence.errors import PlantError, UsageError
+from divergence.numerics.formats import format_named
+from divergence.run.schema.site import near_names, split_site
+
+__all__ = ["FAULTS", "FORWARDS", "Plant", "check_places", "parse_plant"]
+
+FORWARDS = 100_003
+"""A forward's number is sample · FORWARDS + step: more than any run has steps, and a prime, so
+that seeds made of it differ."""
+
+FAULTS = {
+    "scale": "scale:FACTOR         multiply by FACTOR, for example scale:1.01",
+    "bias": "bias:SHARE           add SHARE × the tensor's rms to every element",
+    "noise": "noise:SHARE[:SEED]   add Gaussian noise of SHARE × the tensor's rms",
+    "channel": "channel:INDEX:FACTOR multiply one feature (last axis) by FACTOR",
+    "zero": "zero[:FIRST-LAST]    set to zero, all of it or a range of features (a head)",
+    "cast": "cast:FORMAT          round through a lower format, e.g. cast:float8_e4m3fn",
+    "roll": "roll[:N]             shift along the token axis by N (default 1)",
+    "nan": "nan[:INDEX]          one element (flat index, default 0) becomes nan",
+    "inf": "inf[:INDEX]          one element becomes +inf",
+}
+"""Every fault with its syntax."""
+
+Change = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """A fault at a site. ``apply(tensor, forward)`` gives the faulty tensor, a new one.
+
+    ``rank``, ``sample``, ``step``: the one process, prompt or forward that gets it; None for all.
+    ``change`` is any function of the tensor and the forward's number (see FORWARDS); ``fault``
+    its name in the manifest."""
+
+    site: str
+    path: str
+    port: str
+    fault: str
+    change: Change
+    rank: int | None = None
+    sample: int | None = None
+    step: int | None = None
+
+    def meets(self, forward: int) -> bool:
+        """Whether that forward gets it."""
+        sample, step = divmod(forward, FORWARDS)
+        return self.sample in (None, sample) and self.step in (None, step)
+
+    def apply(self, tensor: torch.Tensor, forward: int) -> torch.Tensor:
+        """Raises PlantError where the fault does not fit the tensor."""
+        if not tensor.is_floating_point():
+            raise PlantError(
+                f"cannot plant {self.fault} at {self.site}: the tensor there is "
+                f"{str(tensor.dtype).removeprefix('torch.')}, not floating point"
+            )
+        if tensor.numel() == 0:
+            return tensor
+        try:
+            return self.change(tensor, forward).to(tensor.dtype)
+        except (IndexError, RuntimeError, TypeError) as error:
+            raise PlantError(
+                f"cannot plant {self.fault} at {self.site} of shape {tuple(tensor.shape)}: {error}"
+            ) from error
+
+
+def parse_plant(text: str) -> Plant:
+    """``"model.layers.3:out=scale:1.01"`` → Plant. Raises PlantError with the list of faults."""
+    site, equals, fault = text.partition("=")
+    if not equals or not fault:
+        raise PlantError(f"{text!r} is not SITE=FAULT", hint=_list_of_faults())
+    try:
+        path, port = split_site(site)
+    except UsageError as error:
+        raise PlantError(error.message, where=f"--plant {text}", hint=error.hint) from error
+    does, at, place = fault.partition("@")
+    only = _only(place, text) if at else {}
+    name, *arguments = does.split(":")
+    maker = _MAKERS.get(name)
+    if maker is None:
+        near = near_names(name, FAULTS)
+        first, *faults = _list_of_faults()
+        known = f"did you mean {near[0]}? " if near else ""
+        raise PlantError(
+            f"unknown fault {name!r}", where=f"--plant {text}", hint=(known + first, *faults)
+        )
+    try:
+        change = maker(*arguments)
+    except (TypeError, ValueError, UsageError) as error:
+        raise PlantError(
+            f"cannot understand fault {fault!r}: {str(error).splitlines()[0]}",
+            where=f"--plant {text}",
+            hint=FAULTS[name],
+        ) from error
+    return Plant(site, path, port, fault, change, **only)
+
+
+def _only(place: str, text: str) -> dict[str, int]:
+    """``"1"`` → rank 1; ``"sample=2,step=0"`` → that prompt's prefill."""
+    only: dict[str, int] = {}
+    for part in place.split(","):
+        name, equals, number = part.partition("=")
+        name, number = (name, number) if equals else ("rank", name)
+        if name not in ("rank", "sample", "step") or not number.isdecimal() or name in only:
+            raise PlantError(
+                f"{part!r} is no rank, sample or step",
+                where=f"--plant {text}",
+                hint="for example scale:1.05@1 (rank 1), scale:1.05@sample=2,step=0",
+            )
+        only[name] = int(number)
+    return only
+
+
+def check_places(plants: Iterable[Plant], modules: Collection[str], *, num_ranks: int) -> None:
+    """Raise PlantError for a module or rank that is not there."""
+    for plant in plants:
+        if plant.path not in modules:
+            near = near_names(plant.path, modules)
+            raise PlantError(
+                f"no module {plant.path!r} to plant a fault at",
+                hint=f"did you mean {', '.join(near)}?" if near else None,
+            )
+        if plant.rank is not None and plant.rank >= num_ranks:
+            raise PlantError(
+                f"there is no rank {plant.rank} to plant {plant.site}={plant.fault} on",
+                hint="ranks are those of torchrun and --mesh, counted from 0",
+            )
+
+
+def _list_of_faults() -> tuple[str, ...]:
+    return ("for example --plant model.layers.6:out=scale:1.05; faults:", *FAULTS.values())
+
+
+def _rms(tensor: torch.Tensor) -> torch.Tensor:
+    # On the CPU: not every device has float64.
+    return tensor.detach().to("cpu").double().square().mean().sqrt().to(torch.float32)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Compute the fault above the storage format, so that only the result is rounded."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+
+
+def _scale(factor: str) -> Change:
+    value = float(factor)
+    return lambda tensor, _: _wide(tensor) * value
+
+
+def _bias(share: str) -> Change:
+    value = float(share)
+    return lambda tensor, _: _wide(tensor) + value * _rms(tensor).to(tensor.device)
+
+
+def _noise(share: str, seed: str = "0") -> Change:
+    value, base = float(share), int(seed)
+
+    def change(tensor: torch.Tensor, forward: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed((base * 1_000_003 + forward) % 2**63)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        return _wide(tensor) + value * _rms(tensor).to(tensor.device) * noise.to(tensor.device)
+
+    return change
+
+
+def _channel(index: str, factor: str) -> Change:
+    which, value = int(index), float(factor)
+
+    def change(tensor: torch.Tensor, _: int) -> torch.Tensor:
+        out = _wide(tensor).clone()
+        out[..., which] *= value
+        return out
+
+    return change
+
+
+def _zero(features: str = "") -> Change:
+    low, _, high = features.partition("-")
+    first, last = (int(low), int(high or low)) if features else (0, -1)
+    if features and last < first:
+        raise ValueError(f"the range {features} holds nothing")
+
+    def change(tensor: torch.Tensor, _: int) -> torch.Tensor:
+        out = tensor.clone()
+        if not features:
+            return out.zero_()
+        if last >= tensor.shape[-1]:
+            raise IndexError(f"feature {last} of {tensor.shape[-1]}")
+        out[..., first : last + 1] = 0
+        return out
+
+    return change
+
+
+def _cast(name: str) -> Change:
+    form = format_named(name)
+    if form.kind == "int":
+        top = float(torch.iinfo(form.torch_dtype).max)
+
+        def change(tensor: torch.Tensor, _: int) -> torch.Tensor:
+            # symmetric per-tensor quantisation: scale = absmax / top code
+            wide = _wide(tensor)
+            scale = wide.abs().amax().clamp_min(1e-30) / top
+            return (wide / scale).round() * scale
+
+        return change
+    if form.kind != "float":
+        raise ValueError(f"{name} is no number format to round through")
+    limit = torch.finfo(form.torch_dtype).max
+    # Saturating, as accelerators cast: float8_e4m3fn would otherwise make nan of large values.
+    return lambda tensor, _: (
+        _wide(tensor).clamp(-limit, limit).to(form.torch_dtype).to(torch.float32)
+    )
+
+
+def _roll(count: str = "1") -> Change:
+    shift = int(count)
+
+    def change(tensor: torch.Tensor, _: int) -> torch.Tensor:
+        if tensor.ndim < 2:
+            raise IndexError("a tensor with a token axis is needed")
+        return torch.roll(tensor, shift, dims=-2)
+
+    return change
+
+
+def _poke(value: float) -> Callable[..., Change]:
+    def make(index: str = "0") -> Change:
+        where = int(index)
+
+        def change(tensor: torch.Tensor, _: int) -> torch.Tensor:
+            out = tensor.clone(memory_format=torch.contiguous_format)
+            out.view(-1)[where] = value
+            return out
+
+        return change
+
+    return make
+
+
+_MAKERS: dict[str, Callable[..., Change]] = {
+    "scale": _scale,
+    "bias": _bias,
+    "noise": _noise,
+    "channel": _channel,
+    "zero": _zero,
+    "cast": _cast,
+    "roll": _roll,
+    "nan": _poke(float("nan")),
+    "inf": _poke(float("inf")),
+}

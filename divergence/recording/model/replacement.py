@@ -1,0 +1,213 @@
+"""What stands where something else should: functions that were put in place of a class' own, of a
+module's, or of torch's.
+
+What runs is held against what the file says: a method whose code lies in another file, or under
+another name, than its class declares; a name of a module that is bound to another function than the
+module defines or imports. It claims nothing where the file says nothing (classes and functions made
+at run time), nor of what a library's own decorators made.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+from divergence.recording.model.source import (
+    declared,
+    file_of,
+    innermost,
+    is_library,
+    layers,
+    place_of,
+    syntax_of,
+)
+
+__all__ = [
+    "kernels_replaced",
+    "module_text",
+    "put_by",
+    "put_in_namespace",
+    "put_in_place",
+    "replaced_in_torch",
+]
+
+_TORCH_FUNCTIONS = {
+    "torch.nn.functional": (
+        "linear", "embedding", "silu", "gelu", "relu", "softmax", "log_softmax", "rms_norm",
+        "layer_norm", "group_norm", "scaled_dot_product_attention", "softplus", "sigmoid", "conv1d",
+    ),
+    "torch": (
+        "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "softmax", "rsqrt", "exp", "sigmoid",
+        "tanh", "cos", "sin", "add", "mul", "sum", "mean", "cumsum", "topk",
+    ),
+    "torch.Tensor": (
+        "matmul", "__matmul__", "__add__", "__mul__", "softmax", "pow", "mean", "sum", "exp",
+        "float", "to", "type_as", "masked_fill", "transpose", "rsqrt",
+    ),
+}  # fmt: skip
+_OPERATORS = (
+    "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "embedding", "silu", "gelu", "relu",
+    "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "cos", "sin", "_softmax", "_log_softmax", "topk",
+    "cumsum", "mean.dim", "sum.dim_IntList", "pow.Tensor_Scalar", "mul.Tensor", "add.Tensor",
+    "sub.Tensor", "div.Tensor", "cat", "native_layer_norm", "_fused_rms_norm", "rms_norm",
+    "index_select", "gather", "where.self", "_to_copy", "copy_", "convolution", "_grouped_mm",
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+"""What language models compute with, for which a kernel may be registered again."""
+_REGISTERED = re.compile(r"^(\w+)( \(inactive\))?: registered at (.*?):(\d+) ::", re.MULTILINE)
+
+
+def module_text(name: str) -> str:
+    """A module's name; of code that came with a checkpoint the last part: the rest is where the
+    checkpoint lay."""
+    return name.rpartition(".")[2] if name.startswith("transformers_modules") else name
+
+
+def put_by(function: types.FunctionType | None) -> str:
+    """Who put it there, in words."""
+    if function is None:
+        return "something without Python source"
+    place, name = place_of(function), str(function.__globals__.get("__name__", ""))
+    top = name.partition(".")[0]
+    if top == "liger_kernel":
+        return f"Liger ({name})"
+    if top == "kernels" or "kernels--" in function.__code__.co_filename:
+        return f"a kernel of the hub ({place})"
+    return place
+
+
+def put_in_place(
+    chain: list[types.FunctionType], definer: type | None, name: str
+) -> types.FunctionType | None:
+    """The function that stands where the class' own should; None where it is the class' own."""
+    if definer is None:
+        return None
+    file, inner = file_of(definer.__module__), chain[-1]
+    if file is None:
+        own = innermost(definer.__dict__.get("__init__"))
+        file = None if own is None else own.__code__.co_filename
+    outer = next((one for one in chain[:-1] if _added(one, chain, file)), None)
+    if outer is not None:
+        return outer
+    if file is None or (
+        inner.__code__.co_filename == file
+        and inner.__qualname__.rpartition("<locals>.")[2].endswith(f"{definer.__name__}.{name}")
+    ):
+        return None
+    if "<locals>" in definer.__qualname__:
+        return None if inner.__code__.co_filename == file else inner
+    says = declared(inspect.getsourcefile(definer) or file, definer.__qualname__)
+    if says is None:
+        return None  # a class made at run time: nothing to hold it against
+    method = declared(file, f"{definer.__qualname__}.{name}")
+    return None if isinstance(method, ast.Assign | ast.AnnAssign | ast.ImportFrom) else inner
+
+
+def _added(wrapper: types.FunctionType, chain: list[types.FunctionType], file: str | None) -> bool:
+    """Was this wrapper put around a method after its class was made? Decorators in the source say
+    how many belong there."""
+    if is_library(wrapper) or wrapper.__code__.co_filename == file:
+        return False
+    inner = syntax_of(chain[-1])
+    decorators = len(getattr(inner, "decorator_list", ()))
+    return is_library(chain[-1]) or len(chain) - 1 > decorators
+
+
+def put_in_namespace(
+    function: types.FunctionType, chain: tuple[str, ...], value: Any
+) -> str | None:
+    """The name of a function that another was put in place of, in the namespace where ``chain``
+    leads; None where it is what the file says."""
+    inner = innermost(value)
+    if inner is None or chain[0] in function.__code__.co_freevars:
+        return None
+    if len(chain) > 1:
+        module = function.__globals__[chain[0]]
+        for part in chain[1:-1]:
+            module = getattr(module, part)
+        space = module.__dict__
+    else:
+        space = function.__globals__
+    file, name = space.get("__file__"), chain[-1]
+    says = declared(file, name)
+    title = module_text(str(space.get("__name__", "?")))
+    title = f"{title if title.startswith('torch.') else title.rpartition('.')[2]}.{name}"
+    actual = inner.__code__.co_filename
+    if isinstance(says, ast.FunctionDef):
+        same = actual == file and inner.__name__ == name
+        return None if same or _decorated(says, inner) else title
+    if isinstance(says, ast.ImportFrom):
+        source = _source_module(says, str(space.get("__package__") or ""))
+        asked = next(one.name for one in says.names if (one.asname or one.name) == name)
+        there = None if source is None else source.__dict__.get(asked)
+        if there is not None and there is not value:
+            return title
+        original = None if source is None else declared(source.__dict__.get("__file__"), asked)
+        if isinstance(original, ast.FunctionDef) and actual != source.__dict__.get("__file__"):
+            return None if _decorated(original, inner) else title
+    return None
+
+
+def _decorated(node: ast.FunctionDef, inner: types.FunctionType) -> bool:
+    """May a decorator of the source have made this function? Then nothing is claimed."""
+    return bool(node.decorator_list) and is_library(inner)
+
+
+def _source_module(node: ast.ImportFrom, package: str) -> types.ModuleType | None:
+    name = node.module or ""
+    if node.level:
+        base = package.split(".")
+        base = base[: len(base) - node.level + 1]
+        name = ".".join([*base, name] if name else base)
+    return sys.modules.get(name)
+
+
+def replaced_in_torch() -> Iterator[tuple[str, Any]]:
+    import torch
+
+    holders = {"torch": torch, "torch.nn.functional": torch.nn.functional,
+               "torch.Tensor": torch.Tensor}  # fmt: skip
+    for holder, names in _TORCH_FUNCTIONS.items():
+        for name in names:
+            function = getattr(holders[holder], name, None)
+            chain = layers(function)
+            if chain and any(
+                one.__globals__.get("__name__", "").partition(".")[0] != "torch" for one in chain
+            ):
+                yield f"{holder}.{name}", function
+
+
+def kernels_replaced() -> list[str]:
+    """Operators of torch whose kernel another registration (``torch.library``, an extension in C++)
+    stands in place of, with the dispatch key; those without values (``Meta``) do not count."""
+    import torch
+
+    found = []
+    for name in _OPERATORS:
+        try:
+            text = torch._C._dispatch_dump(f"aten::{name}")
+        except (AttributeError, RuntimeError):  # another torch: it has it not, or does not tell
+            continue
+        if "(inactive)" not in text:
+            continue
+        active: dict[str, str] = {}
+        hidden: set[str] = set()
+        for key, inactive, file, line in _REGISTERED.findall(text):
+            if inactive:
+                hidden.add(key)
+            else:
+                active[key] = f"{PurePath(file.replace(chr(92), '/')).name}:{line}"
+        found += [
+            f"the {key} kernel of aten.{name} was replaced by {active[key]}"
+            for key in sorted(hidden - {"Meta"})
+            if key in active
+        ]
+    return found

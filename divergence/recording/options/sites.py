@@ -1,0 +1,141 @@
+"""Which sites are recorded: built-in words, presets, globs and regular expressions.
+
+``blocks``   what one forward passes through once, in order: every block and every
+             trunk module (embedding, rotary table, final norm, head), their
+             floating-point inputs and outputs; masks are left out (their size is
+             tokens², and they are an input, not a result). Of blocks with experts also which
+             token goes to which (capture.routing_sites).
+``modules``  every module's inputs and outputs.
+``ops@PATH``  every operator called inside the modules that PATH (a path or glob) names, and
+             those modules' own inputs and outputs.
+Anything else is a preset in configs/ (``attention`` → sites-attention.toml) or a
+pattern on site names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from divergence.config import BUILTIN_SITES, expand_sites
+from divergence.errors import UsageError
+from divergence.recording.model.routing_sites import is_routing, routing_modules
+from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.site import ROOT, compile_patterns, join_site, near_names
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OPERATORS", "SiteSelection"]
+
+OPERATORS = "ops@"
+"""Before a module's path: every operator inside it."""
+
+Wanted = Callable[[str, str, "torch.Tensor"], bool]
+
+
+class SiteSelection:
+    """``wanted(path, port, tensor)`` and the set of modules that need a hook.
+
+    Raises UsageError for a pattern that no module of this model can satisfy.
+    """
+
+    def __init__(
+        self, sites: Sequence[str], notes: Mapping[str, ModuleNote], *, anchors: bool = True
+    ) -> None:
+        self.sites = expand_sites(sites or ["blocks"])
+        self._notes = notes
+        self._modules = "modules" in self.sites
+        self._blocks = "blocks" in self.sites
+        patterns = [site for site in self.sites if site not in BUILTIN_SITES]
+        inside = [site.removeprefix(OPERATORS) for site in patterns if site.startswith(OPERATORS)]
+        self.operators = _roots(inside, notes)
+        patterns = [site for site in patterns if not site.startswith(OPERATORS)]
+        for pattern in patterns:
+            _check(pattern, notes)
+        self._match = compile_patterns(patterns)
+        self._known: dict[tuple[str, str], bool] = {}
+        self._routing = routing_modules(notes)
+        everything = self._modules or any(pattern.startswith("re:") for pattern in patterns)
+        heads = compile_patterns([_path_part(pattern) + ":*" for pattern in patterns])
+        self.hooked = {
+            path
+            for path, note in notes.items()
+            if everything
+            or self._is_trunk(path, note)
+            or path in self.operators
+            or (self._blocks and path in self._routing)
+            or heads(f"{path}:")
+        }
+
+    def wanted(self, path: str, port: str, tensor: torch.Tensor) -> bool:
+        """Is this tensor to be recorded?"""
+        key = (path, port)
+        known = self._known.get(key)
+        if known is None:
+            note = self._notes[path]
+            # An integer or a mask is no result of a block; `modules` and patterns still get it.
+            plain = tensor.is_floating_point() and "mask" not in port
+            known = (
+                self._modules
+                or (plain and self._is_trunk(path, note) and not _root_input(path, port))
+                or (plain and path in self.operators)
+                or (self._blocks and self.is_routing(path, port, tensor))
+                or self._match(join_site(path, port))
+            )
+            self._known[key] = known
+        return known
+
+    def is_routing(self, path: str, port: str, tensor: torch.Tensor) -> bool:
+        """Does it tell which token goes to which expert? Then its rows are all prompts' tokens."""
+        return is_routing(self._routing.get(path), port, tensor)
+
+    def _is_trunk(self, path: str, note: ModuleNote) -> bool:
+        return self._blocks and note.role in ("block", "trunk")
+
+
+def _roots(globs: Sequence[str], notes: Mapping[str, ModuleNote]) -> set[str]:
+    """The outermost modules that the globs name: what is called inside them is recorded."""
+    found: set[str] = set()
+    for glob in globs:
+        _check(glob.rstrip(":"), notes)
+        match = compile_patterns([glob.rstrip(":") + ":*"])
+        found |= {path for path in notes if match(f"{path}:")}
+    return {
+        path
+        for path in found
+        if not any(path != one and path.startswith(one + ".") for one in found)
+    }
+
+
+def _root_input(path: str, port: str) -> bool:
+    return path == ROOT and port != "out"
+
+
+def _path_part(pattern: str) -> str:
+    return pattern.rpartition(":")[0] if ":" in pattern else pattern
+
+
+def _check(pattern: str, notes: Mapping[str, ModuleNote]) -> None:
+    """A pattern must be able to match a module of this model."""
+    if pattern.startswith("re:"):
+        test = compile_patterns([pattern])
+        ports = ("in", "out", "in.1", "out.1", "in.0", "out.0", "in.hidden_states")
+        if any(test(join_site(path, port)) for path in notes for port in ports):
+            return
+        raise UsageError(
+            f"no site of this model matches {pattern!r}",
+            hint="a regular expression must match the whole site, for example "
+            r"re:model\.layers\.\d+\.mlp:out",
+        )
+    path = _path_part(pattern)
+    test = compile_patterns([path + ":*"])
+    if any(test(f"{name}:") for name in notes):
+        return
+    near = near_names(path, notes)
+    raise UsageError(
+        f"no module of this model matches {pattern!r}",
+        hint=f"did you mean {', '.join(near)}?"
+        if near
+        else "`divergence capture MODEL --sites modules --dry-run` lists every site",
+    )

@@ -1,0 +1,152 @@
+"""Rows: recorded prompts laid into other batches than those they were recorded in.
+
+``--like RUN --batch`` runs together what RUN ran one by one (``--no-batch`` the other way
+round). The anchored pass is then put together row by row: of each prompt, RUN's recorded tokens
+go where the new batch has that prompt's tokens.
+
+What is not a recorded token stays the forward's own:
+
+* pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a mask that is
+  wrong, a kernel whose result depends on the whole batch), that is what the batch does to the
+  tokens, and it must show. Zeros in their place would hide half of it.
+* rows of prompts that had ended in RUN while others go on. They are fed padding, and have no
+  partner there.
+* masks, positions and whatever else has no row of tokens for each prompt: those of single
+  prompts do not fit a batch.
+
+Refuses nothing: a tensor that cannot be put together is left as it is, as in any anchored pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from divergence.recording.engines.generate import pad_id
+from divergence.recording.engines.tokenizing import group_samples
+from divergence.run.schema.manifest import SampleTokens
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.recording.engines.load import LoadedModel
+    from divergence.recording.options.request import Request
+    from divergence.run.reader import Run
+
+__all__ = ["RecordedRows", "end_choices", "repeated_tokens", "unpadded"]
+
+
+def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
+    """The same prompts, each by itself."""
+    return [SampleTokens(text=one.text, prompt_ids=one.prompt_ids) for one in samples]
+
+
+def repeated_tokens(
+    request: Request, loaded: LoadedModel
+) -> tuple[list[SampleTokens], list[list[int]], list[list[int]]]:
+    """(samples, groups, forced tokens) of the run that is repeated, in the batches asked for."""
+    assert request.like is not None
+    recorded = request.like.manifest.tokens
+    forced = [sample.generated_ids for sample in recorded.samples]
+    samples = unpadded(recorded.samples)
+    if request.regrouped:
+        pad_left = loaded.task == "causal-lm"
+        groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
+        return samples, groups, _fed_alike(forced, groups, pad_id(loaded))
+    for sample, theirs in zip(samples, recorded.samples, strict=True):
+        sample.num_left_pad, sample.num_right_pad = theirs.num_left_pad, theirs.num_right_pad
+    return samples, recorded.groups, forced
+
+
+def end_choices(sample: SampleTokens, theirs: SampleTokens) -> None:
+    """Leave out what a prompt chose after it had ended in the run that is repeated."""
+    del sample.chosen_ids[len(theirs.chosen_ids or theirs.generated_ids) :]
+
+
+def _fed_alike(
+    forced: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], pad: int
+) -> list[list[int]]:
+    """Tokens to feed, equally many for each prompt of a batch: ``pad`` after one that has ended."""
+    filled = [list(tokens) for tokens in forced]
+    for group in groups:
+        longest = max(len(filled[number]) for number in group)
+        for number in group:
+            filled[number] += [pad] * (longest - len(filled[number]))
+    return filled
+
+
+class RecordedRows:
+    """An Anchor over a run's free pass, for ``samples`` that run in other ``groups`` than there."""
+
+    def __init__(
+        self, run: Run, samples: Sequence[SampleTokens], groups: Sequence[Sequence[int]]
+    ) -> None:
+        self._run, self._samples = run, samples
+        self._groups = {group[0]: list(group) for group in groups}
+        self._theirs = {
+            number: (group, row)
+            for group in run.manifest.tokens.groups
+            for row, number in enumerate(group)
+        }
+
+    def __call__(self, sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        """``own`` (B, ...) with the recorded rows in it; of the last tokens alone (B, n, ...) where
+        no more were recorded. None where nothing was, or it does not fit."""
+        import torch
+
+        group = self._groups[sample]
+        found = [self._recorded(number, step, site) for number in group]
+        known = [rows for rows in found if rows is not None]
+        if not known or own.ndim < 2:
+            return None
+        if self._narrowed(group, step, site):
+            return torch.cat(known) if len(known) == len(group) else None
+        if own.shape[0] == 1 < len(group):  # one table for all
+            same = all(rows.shape == own.shape and torch.equal(rows, known[0]) for rows in known)
+            return known[0] if same else None
+        if own.shape[0] != len(group):
+            return None
+        laid = own.clone()
+        for row, (number, rows) in enumerate(zip(group, found, strict=True)):
+            if rows is None:
+                continue
+            place = self._place(number, rows, own)
+            if place is None:
+                return None
+            laid[row, place] = rows[0].to(device=own.device, dtype=own.dtype)
+        return laid
+
+    def _narrowed(self, group: Sequence[int], step: int, site: str) -> bool:
+        """Were the last tokens alone kept, as of what enters the head?"""
+        records = (self._run.find(("free", self._theirs[n][0][0], step, site)) for n in group)
+        return any(record is not None and record.positions is not None for record in records)
+
+    def _recorded(self, number: int, step: int, site: str) -> torch.Tensor | None:
+        """A prompt's own rows (1, T, ...) in the recorded run, without the pads it had there."""
+        group, row = self._theirs[number]
+        record = self._run.find(("free", group[0], step, site))
+        if record is None or not self._run.has_bytes(record):
+            return None
+        tensor, theirs = self._run.read(record), self._run.manifest.tokens.samples[number]
+        pads = theirs.num_left_pad, theirs.num_right_pad
+        if len(group) > 1:
+            if tensor.ndim < 2 or (tensor.shape[0] == 1 and any(pads)):
+                return None
+            if tensor.shape[0] == len(group):
+                tensor = tensor[row : row + 1]
+        if any(pads) and tensor.ndim > 2 and tensor.shape[1] == sum(pads) + self._length(number):
+            tensor = tensor[:, pads[0] : tensor.shape[1] - pads[1]]
+        return tensor
+
+    def _length(self, number: int) -> int:
+        return len(self._samples[number].prompt_ids)
+
+    def _place(self, number: int, rows: torch.Tensor, own: torch.Tensor) -> slice | None:
+        """Where in its row of ``own`` a prompt's recorded tokens belong."""
+        if rows.shape[0] != 1 or rows.shape[2:] != own.shape[2:]:
+            return None
+        mine = self._samples[number]
+        padded = mine.num_left_pad + self._length(number) + mine.num_right_pad
+        if own.ndim > 2 and own.shape[1] == padded and rows.shape[1] == self._length(number):
+            return slice(mine.num_left_pad, mine.num_left_pad + self._length(number))
+        return slice(None) if rows.shape[1] == own.shape[1] else None

@@ -1,0 +1,144 @@
+"""The whole pass: one forward over the prompt and every token that was fed to decoding.
+
+A decode step with a cache must compute what one forward over the whole sequence computes
+for that token. So the tokens of this run's own free pass are run once more, in one forward
+without a cache from before, and each block gets as input the rows that the free pass
+recorded: its prefill's, then each decode step's. What then differs at a block's output, in
+the row of a token that was decoded, was made there: by the cache or the state, or by the
+kernel of the other shape. Of every tensor only the rows of decoded tokens are kept.
+
+The recorded rows are read back from the shards that this run has written so far, one input
+at a time: no more memory than that input and the forward itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from divergence.recording.engines.generate import run_group
+from divergence.recording.options.selection import step_selected
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.recording.engines.load import LoadedModel
+    from divergence.recording.hooks.modules import Anchor, Recorder
+    from divergence.recording.hooks.plant import Plant
+    from divergence.recording.options.request import Request
+    from divergence.recording.options.sites import SiteSelection
+    from divergence.run.reader import Run
+    from divergence.run.schema.manifest import ModuleNote, SampleTokens
+
+__all__ = ["own_inputs", "own_plants", "run_whole", "why_not_whole"]
+
+
+def why_not_whole(
+    request: Request, task: str, selection: SiteSelection, notes: Mapping[str, ModuleNote]
+) -> str | None:
+    """None if this capture can make a whole pass, else why it cannot."""
+    import torch
+
+    if task == "encoder":
+        return "an encoder makes no decode steps"
+    if task == "encoder-decoder":
+        return "it is made for causal language models alone, and this is an encoder-decoder"
+    if request.max_new_tokens < 2:
+        return (
+            f"with --max-new-tokens {request.max_new_tokens} there is no decode step; "
+            "ask for 2 or more"
+        )
+    if request.positions is not None:
+        return f"only the token positions {request.positions} are recorded; leave out --positions"
+    if request.store != "full":
+        return (
+            f"it repeats the free pass block by block, of which --store {request.store} keeps no "
+            "bytes; give --store full"
+        )
+    if request.only_changed and request.like.manifest.plan.store != "full":
+        return "what has not changed is in no run; leave out --only-changed"
+    if not all(step_selected(request.steps, step) for step in range(request.max_new_tokens)):
+        return f"only the steps {request.steps} are recorded; leave out --steps"
+    some = torch.empty(0)
+    missing = [
+        path
+        for path, note in notes.items()
+        if note.role == "block"
+        and not (path in selection.hooked and selection.wanted(path, "in", some))
+    ]
+    if missing:
+        return f"the input of {missing[0]} is not recorded; add --sites blocks"
+    return None
+
+
+def own_inputs(run: Run) -> Anchor:
+    """An Anchor over a run's own free pass: the rows of all steps of a group, one after another.
+
+    None where a site was not seen in every step, or where its tensors are not made of rows.
+    """
+    import torch
+
+    samples = run.manifest.tokens.samples
+
+    def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        records = [
+            run.find(("free", sample, number, site))
+            for number in range(len(samples[sample].generated_ids))
+        ]
+        if any(record is None for record in records):
+            return None
+        rows = [record.shape[:1] + record.shape[2:] for record in records]
+        if any(len(record.shape) < 2 for record in records) or len(set(rows)) > 1:
+            return None
+        return torch.cat([run.read(record) for record in records], dim=1)  # (B, T, ...)
+
+    return anchor
+
+
+def own_plants(plants: Sequence[Plant], notes: Mapping[str, ModuleNote]) -> list[Plant]:
+    """The faults to plant in the whole pass: not those in inputs that come from the free pass,
+    which have them already."""
+    return [
+        plant
+        for plant in plants
+        if not (plant.port.startswith("in") and notes[plant.path].role != "inner")
+    ]
+
+
+def run_whole(
+    loaded: LoadedModel,
+    recorder: Recorder,
+    samples: Sequence[SampleTokens],
+    groups: Sequence[list[int]],
+) -> int:
+    """Run every group that made decode steps once, whole; returns how many did.
+
+    The last generated token was never fed forward, so it is left out.
+    """
+    count = 0
+    with recorder.installed():
+        for group in groups:
+            num_decoded = len(samples[group[0]].generated_ids) - 1
+            if num_decoded < 1:
+                continue
+            count += 1
+            members = [
+                msgspec.structs.replace(
+                    sample,
+                    prompt_ids=sample.prompt_ids + sample.generated_ids[:-1],
+                    generated_ids=[],
+                )
+                for sample in (samples[number] for number in group)
+            ]
+            first = members[0]
+            recorder.begin(
+                sample=group[0],
+                batch=len(group),
+                num_tokens=first.num_left_pad + len(first.prompt_ids),
+                num_kept=num_decoded,
+            )
+            # logits of the prefill's last token too: what the free pass handed to the head
+            run_group(loaded, members, max_new_tokens=1, num_logits=num_decoded + 1)
+    return count

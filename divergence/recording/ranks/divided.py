@@ -1,0 +1,333 @@
+"""What changes in a capture when several ranks make it: whose tensor it is, and what of it.
+
+``Division`` stands between the recorder and the writer. It lets through what this rank answers for
+(of a pipeline its own stretch, of dealt prompts its own), says how each tensor lies on the mesh,
+and brings the ranks' parts of the manifest together. Everything else in a capture goes on as if
+this rank were alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from divergence.errors import UsageError
+from divergence.recording.dry_run import forward_shapes
+from divergence.recording.engines.distributed import tensor_plan
+from divergence.recording.options.selection import step_selected
+from divergence.recording.ranks.placement import TensorPlacement
+from divergence.run.reader import Run
+from divergence.run.schema.layout import MANIFEST
+from divergence.run.schema.manifest import Environment, Manifest, ModuleNote, SampleTokens
+from divergence.run.schema.site import ROOT, escape_path, module_of, split_site
+from divergence.run.storage.location import Url, archive_kind, location_of
+from divergence.run.writing.item import Item
+
+if TYPE_CHECKING:
+    import os
+
+    import torch
+
+    from divergence.recording.engines.load import LoadedModel
+    from divergence.recording.hooks.modules import Sink
+    from divergence.recording.hooks.plant import Plant
+    from divergence.recording.options.request import Request
+    from divergence.recording.options.sites import SiteSelection
+    from divergence.recording.ranks.processes import Ranks
+    from divergence.run.writing.writer import RunWriter
+
+__all__ = [
+    "Division",
+    "LocalKeeper",
+    "check_request",
+    "closed",
+    "on_all",
+    "own_part",
+    "started",
+]
+
+_STAGE = 10**6
+"""Added to the order of each pipeline stage: what it runs comes after the stage before it."""
+
+
+@contextlib.contextmanager
+def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunWriter]:
+    """The writer; of ranks the first begins, and the others when the directory is there."""
+    if ranks is not None and not ranks.is_first:
+        ranks.gather(None)
+    with make() as writer:
+        if ranks is not None and ranks.is_first:
+            ranks.gather(None)
+        # inside the writer, so that a run which ends early says which rank ended it
+        with contextlib.nullcontext() if ranks is None else ranks.watched():
+            yield writer
+
+
+def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
+    """The counts of all ranks, added; all must ask, and so wait for one another."""
+    if ranks is None:
+        return list(counts)
+    return [sum(column) for column in zip(*ranks.gather(counts), strict=True)]
+
+
+def closed(
+    ranks: Ranks, manifest: Manifest, out: str | os.PathLike[str] | Url, note: Callable[[str], None]
+) -> Run:
+    """The run, when all have closed their part. Nodes without a common disk each hold some of its
+    files, and nobody can read it yet: then there is its manifest alone."""
+    ranks.gather(None)
+    place = location_of(out)
+    end = place if isinstance(place, Url) or archive_kind(place) is not None else place / MANIFEST
+    if all(ranks.gather(isinstance(end, Url) or end.exists())):
+        return Run.open(place)
+    note(
+        f"the ranks have no disk in common: {place} can be read when the files of all nodes are "
+        "copied into one directory"
+    )
+    return Run(place, manifest, [])
+
+
+def own_part(run: Run, rank: int) -> Run:
+    """What this rank itself has written so far of a run that several write."""
+    if run.manifest.mesh is not None:
+        run.records = [record for record in run.records if record.rank == rank]
+    return run
+
+
+def check_request(request: Request, selection: SiteSelection, axes: Collection[str]) -> None:
+    """Refuse what needs the whole model in one process, and what would tell no tensor's place."""
+    if "tp" in axes and not step_selected(request.steps, 0):
+        raise UsageError(
+            f"--mesh tp needs the prefill, and --steps {request.steps} leaves it out: what a rank "
+            "holds of a tensor is settled there",
+            hint=f"--steps 0,{request.steps}",
+        )
+    operators = "operators are seen whole in one process"
+    asked = (
+        ("--escalate", request.escalate, "the float32 pass is made by one process"),
+        ("ops@ sites", bool(selection.operators), operators),
+        ("--substitute", bool(request.substitutes), operators),
+    )
+    for name, wanted, why in asked:
+        if wanted:
+            raise UsageError(
+                f"{name} cannot be combined with --mesh: {why}",
+                hint="repeat the run without torchrun: divergence capture --like RUN -o RUN2",
+            )
+
+
+class Division:
+    """This rank's share of one capture."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        loaded: LoadedModel,
+        request: Request,
+        selection: SiteSelection,
+        notes: Mapping[str, ModuleNote],
+        samples: Sequence[SampleTokens],
+        groups: Sequence[list[int]],
+    ) -> None:
+        check_request(request, selection, ranks.sizes)
+        self.ranks = ranks
+        module: Any = loaded.module
+        together = bool(getattr(module, "_is_fsdp_managed_module", False))
+        self.groups = ranks.deal(groups, together=together)
+        self._notes = notes
+        blocks = [path for path, note in notes.items() if note.role == "block"]
+        self._containers = {
+            path
+            for path in notes
+            if path == ROOT or any(block.startswith(path + ".") for block in blocks)
+        }
+        self._stages = self._who_has_what(module, notes) if "pp" in ranks.sizes else None
+        self._first = self.groups[0][0] if self.groups else -1
+        self._tensor: TensorPlacement | None = None
+        if "tp" in ranks.sizes and self.groups:
+            group = self.groups[0]
+            first = samples[group[0]]
+            length = first.num_left_pad + len(first.prompt_ids) + first.num_right_pad
+            self._tensor = TensorPlacement(
+                tensor_plan(module),
+                forward_shapes(request, loaded, selection, notes, batch=len(group), tokens=length),
+                size=ranks.sizes["tp"],
+                place=ranks.places["tp"],
+                containers=self._containers,
+            )
+        self._owned: dict[str, bool] = {}
+
+    def sink(self, sink: Sink) -> _Share:
+        return _Share(self, sink)
+
+    def has(self, path: str) -> bool:
+        """Does this rank run the module? Of a pipeline a stage has its own alone."""
+        return self._stages is None or self.ranks.places["pp"] in self._stages.get(path, ())
+
+    def plants(self, plants: Sequence[Plant]) -> list[Plant]:
+        """Those that this rank gets."""
+        return [
+            plant
+            for plant in plants
+            if plant.rank in (None, self.ranks.rank) and self.has(plant.path)
+        ]
+
+    def answers(self, sample: int, site: str) -> bool:
+        """Is this tensor this rank's to record?"""
+        if self.ranks.idle or not self.ranks.owns(sample):
+            return False
+        if self._stages is None:
+            return True
+        known = self._owned.get(site)
+        if known is None:
+            known = self._owned[site] = self._stage_answers(site)
+        return known
+
+    def place(
+        self, site: str, item: Item, *, sample: int, step: int, pass_: str
+    ) -> tuple[str, ...] | None:
+        """The record's placement; None where one axis leaves it open."""
+        words: list[str] = []
+        for axis in self.ranks.mesh.axes:
+            word: str | None
+            if axis.name == "pp":
+                word = "single"
+            elif axis.name == "tp":
+                settled = sample == self._first and step == 0 and pass_ != "whole"
+                if item.placement is not None:  # where it has no word the shape would mislead
+                    word = item.placement.get("tp")
+                else:
+                    word = self._tensor and self._tensor(site, item.shape, settled=settled)
+            else:
+                word = "single" if self.ranks.dealt else "replicate"
+            if word is None:
+                return None
+            words.append(word)
+        return tuple(words)
+
+    def join_tokens(self, samples: Sequence[SampleTokens], manifest: Manifest) -> None:
+        """What other ranks' prompts became, and the texts of their tokens."""
+        mine = {
+            number: sample
+            for group in self.groups
+            if self.ranks.owns(group[0])
+            for number, sample in ((number, samples[number]) for number in group)
+        }
+        for theirs, texts in self.ranks.gather((mine, manifest.tokens.texts)):
+            for number, sample in theirs.items():
+                samples[number].generated_ids = sample.generated_ids
+                samples[number].chosen_ids = sample.chosen_ids
+                samples[number].decoder_prompt_ids = sample.decoder_prompt_ids
+            manifest.tokens.texts = texts | manifest.tokens.texts
+
+    def note_environments(self, manifest: Manifest) -> None:
+        """The mesh, and the ranks' machines where they are not all like the first."""
+        found: list[Environment] = self.ranks.gather(manifest.environment)
+        differing = any(environment != found[0] for environment in found)
+        manifest.mesh = msgspec.structs.replace(
+            self.ranks.mesh, environments=found if differing else []
+        )
+
+    def count(self, manifest: Manifest) -> None:
+        """All ranks have written all they have: their sizes make the run's; and what any of them
+        was warned of, or did not repeat."""
+        repeated, settings = manifest.repeatability, manifest.settings
+        mine = (manifest.sizes, repeated, settings.nondeterministic_warnings,
+                settings.cpu_fallbacks)  # fmt: skip
+        for rank, (sizes, theirs, warnings, fallbacks) in enumerate(self.ranks.gather(mine)):
+            if rank == self.ranks.rank:
+                continue
+            _add(manifest.sizes, sizes, sizes.__struct_fields__)
+            _add(repeated, theirs, ("num_compared", "num_different"))
+            if repeated.first_difference is None and theirs.first_difference is not None:
+                repeated.first_difference = f"{theirs.first_difference} on rank {rank}"
+            settings.nondeterministic_warnings = list(
+                dict.fromkeys([*settings.nondeterministic_warnings, *warnings])
+            )
+            settings.cpu_fallbacks = list(dict.fromkeys([*settings.cpu_fallbacks, *fallbacks]))
+
+    def _who_has_what(
+        self, module: torch.nn.Module, notes: Mapping[str, ModuleNote]
+    ) -> dict[str, list[int]]:
+        """Module path → the pipeline stages that have it, and not a stand-in."""
+        own = {
+            escape_path(name)
+            for name, part in module.named_modules()
+            if type(part).__name__ != "PipelineIdentityLayer"
+        }
+        stages: dict[str, list[int]] = {path: [] for path in notes}
+        for place, paths in self.ranks.gather((self.ranks.places["pp"], own)):
+            for path in paths & stages.keys():
+                if place not in stages[path]:
+                    stages[path].append(place)
+        return stages
+
+    def _stage_answers(self, site: str) -> bool:
+        """What holds blocks begins on the first stage and ends on the last; of what several stages
+        have (a rotary table) the first has the input that one process would see."""
+        path, port = module_of(site), split_site(site)[1]
+        own, last = self.ranks.places["pp"], self.ranks.sizes["pp"] - 1
+        if path in self._containers:
+            return own == (0 if port.startswith("in") else last)
+        return own == min(self._stages.get(path) or [own])
+
+    def order(self, order: int) -> int:
+        return order + _STAGE * self.ranks.places.get("pp", 0)
+
+
+def _add(total: msgspec.Struct, other: msgspec.Struct, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(total, name, getattr(total, name) + getattr(other, name))
+
+
+class _Share:
+    """Hands on what this rank answers for, with its placement."""
+
+    def __init__(self, division: Division, sink: Sink) -> None:
+        self._division, self._sink = division, sink
+
+    def put(
+        self, item: Item, *, pass_: Any, sample: int, step: int, site: str, order: int, **rest: Any
+    ) -> None:
+        division = self._division
+        if not division.answers(sample, site):
+            return
+        self._sink.put(
+            item, pass_=pass_, sample=sample, step=step, site=site, order=division.order(order),
+            placement=division.place(site, item, sample=sample, step=step, pass_=pass_), **rest,
+        )  # fmt: skip
+
+
+class LocalKeeper:
+    """Keeps this rank's part of a DTensor, and how it lies along the axes of its mesh."""
+
+    def __init__(self, keeper: Any) -> None:
+        self._keeper = keeper
+
+    def keep(self, tensor: torch.Tensor) -> Item:
+        local = getattr(tensor, "to_local", None)
+        if local is None:
+            return self._keeper.keep(tensor)
+        item = self._keeper.keep(local())
+        names = tensor.device_mesh.mesh_dim_names or ()
+        item.placement = {
+            name: word
+            for name, placement in zip(names, tensor.placements, strict=False)
+            if (word := _word(placement, tensor.ndim)) is not None
+        }
+        return item
+
+
+def _word(placement: Any, ndim: int) -> str | None:
+    """DTensor's placement in the words of the format; None for one that it has no word for."""
+    if placement.is_replicate():
+        return "replicate"
+    if placement.is_partial():
+        how = {"sum": "sum", "avg": "mean", "max": "max", "min": "min"}.get(placement.reduce_op)
+        return None if how is None else f"partial:{how}"
+    if type(placement).__name__ == "Shard":  # a strided one is none of contiguous parts
+        return f"shard:{placement.dim % ndim}"
+    return None

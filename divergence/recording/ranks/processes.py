@@ -1,0 +1,342 @@
+"""The processes of one capture: who is who, what they tell one another, how they stop together.
+
+``torchrun`` starts the processes and names them (RANK, WORLD_SIZE); ``--mesh`` says how the work is
+divided among them. Axes, outermost first, as transformers lays out its device mesh:
+
+``pp``    blocks: each rank runs a stretch of them (pipeline)
+``dp``    prompts: each rank has the whole model
+``fsdp``  prompts, and each weight lies in pieces on all ranks until it is needed (FSDP2)
+``tp``    the matrices of each block, by the model's own plan (tensor parallel)
+
+Prompts are dealt over dp × fsdp where there is one batch for each rank at least. Fewer are run by
+all ranks, which is a check of its own: the ranks then must agree bit for bit.
+
+What the ranks say to one another beside the model's own communication goes through a gloo group of
+its own, with a limit in time. A rank that fails leaves a note in torchrun's store before it goes,
+so that the others, whose next collective breaks, can say who stopped and why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.run.own_thread import set_device
+from divergence.run.ranks.mesh import describe_mesh, places_of
+from divergence.run.schema.manifest import Mesh, MeshAxis
+from divergence.run.untrusted.command import quoted
+
+__all__ = ["AXES", "Ranks", "joined", "parse_mesh", "start_ranks"]
+
+AXES = ("pp", "dp", "fsdp", "tp")
+DATA_AXES = ("dp", "fsdp")
+TIMEOUT = datetime.timedelta(minutes=30)
+"""What one rank may be behind the others: loading from a shared disk skews them by minutes."""
+_CAPTURES = itertools.count()
+"""All ranks make the same captures in the same order, so that they number them alike."""
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}
+_LOST = re.compile(r"gloo|nccl|hccl|connection (closed|reset|refused)|timed out|timeout", re.I)
+
+
+def parse_mesh(text: str, num_ranks: int) -> Mesh:
+    """``"dp=2,tp=4"`` or ``"tp"`` (one axis may leave its size open) → a mesh of ``num_ranks``."""
+    sizes: dict[str, int | None] = {}
+    for word in text.split(","):
+        name, equals, size = (part.strip() for part in word.partition("="))
+        if name not in AXES or name in sizes or (equals and not size.isdecimal()):
+            raise UsageError(
+                f"--mesh {text!r} cannot be understood at {word.strip()!r}",
+                hint=f"axes {', '.join(AXES)}, each with its size: tp, or dp=2,tp=4",
+            )
+        sizes[name] = int(size) if equals else None
+    known = 1
+    for size in sizes.values():
+        known *= size or 1
+    still = [name for name, size in sizes.items() if size is None]
+    if still:
+        sizes[still[0]] = num_ranks // known if known and num_ranks % known == 0 else 0
+    total = 1
+    for size in sizes.values():
+        total *= size or 0
+    if len(still) > 1 or total != num_ranks:
+        raise UsageError(
+            f"--mesh {text} does not make {num_ranks} rank{'s' if num_ranks != 1 else ''}",
+            hint="the sizes must multiply to torchrun's --nproc-per-node (times --nnodes); one "
+            "axis may leave its size open: tp, or dp=2,tp",
+        )
+    return Mesh(
+        axes=[
+            MeshAxis(name=name, size=sizes[name])
+            for name in AXES
+            if sizes.get(name) is not None and (sizes[name] > 1 or total == 1)
+        ]
+    )
+
+
+def start_ranks(mesh: str | None, device: str) -> Ranks | None:
+    """Join the other processes; None where there is one alone.
+
+    Raises UsageError for a mesh without ranks, and for ranks without a mesh.
+    """
+    started, count = "RANK" in os.environ, int(os.environ.get("WORLD_SIZE", "1"))
+    if mesh is None:
+        if count > 1:
+            raise UsageError(
+                f"this is one of {count} processes, and nothing says how they divide the work",
+                hint="--mesh tp, --mesh fsdp, --mesh dp, --mesh pp, or several: --mesh dp=2,tp=4",
+            )
+        return None
+    if not started:
+        parse_mesh(mesh, _product(mesh))
+        raise UsageError(
+            "--mesh needs one process for each place of the mesh, and this is one alone",
+            hint=f"torchrun --nproc-per-node N -m divergence capture ... --mesh {quoted(mesh)}",
+        )
+    parsed = parse_mesh(mesh, count)
+    return None if count == 1 else Ranks(parsed, device)
+
+
+@contextlib.contextmanager
+def joined(mesh: str | None, device: str) -> Iterator[Ranks | None]:
+    """``start_ranks``, watched over."""
+    ranks = start_ranks(mesh, device)
+    if ranks is None:
+        yield None
+        return
+    with ranks.watched():
+        yield ranks
+
+
+def _product(mesh: str) -> int:
+    product = 1
+    for number in re.findall(r"=\s*(\d+)", mesh):
+        product *= int(number)
+    return product
+
+
+class Ranks:
+    """This process among its peers. ``places``: its index by axis; ``device``: its own."""
+
+    def __init__(self, mesh: Mesh, device: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            raise UsageError("this torch was built without torch.distributed", hint="leave --mesh")
+        self.mesh = mesh
+        self.device = _own_device(device)
+        set_device(torch.device(self.device))  # before anything else makes a context elsewhere
+        if not dist.is_initialized():
+            # for good: a second one would meet the addresses of the first in torchrun's store
+            dist.init_process_group(_backend(self.device), timeout=TIMEOUT)
+            atexit.register(_leave)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        found = places_of(self.rank, mesh)
+        self.places = {axis.name: place for axis, place in zip(mesh.axes, found, strict=True)}
+        self.sizes = {axis.name: axis.size for axis in mesh.axes}
+        self._control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._note = f"divergence/stopped/{next(_CAPTURES)}"
+        self._depth = 0
+        self._alike, self._speaker = self._control, 0
+        self.dealt = False
+        self.idle = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {describe_mesh(self.mesh)}"
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of ranks. All must ask, and so this is a barrier too."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def deal(self, groups: Sequence[list[int]], *, together: bool) -> list[list[int]]:
+        """The batches that this rank runs, all of them where there are fewer than ranks.
+
+        ``together``: ranks must make equally many forwards (FSDP gathers weights from all): who
+        has nothing left then runs a batch that ``owns`` is false of. All ranks call this once.
+        """
+        import torch.distributed as dist
+
+        count = self._num_data()
+        self.dealt = 1 < count <= len(groups)
+        self._mine = {group[0] for group in groups}
+        if not self.dealt:
+            return list(groups)
+        members: dict[int, list[int]] = {}
+        for rank in range(self.size):
+            places = dict(zip(self.sizes, places_of(rank, self.mesh), strict=True))
+            members.setdefault(self._data_place(places), []).append(rank)
+        for place, ranks in sorted(members.items()):
+            group = dist.new_group(ranks, backend="gloo", timeout=TIMEOUT)
+            if self.rank in ranks:
+                self._alike, self._speaker, mine = group, ranks[0], place
+        own = [list(group) for group in groups[mine::count]]
+        self._mine = {group[0] for group in own}
+        rounds = -(-len(groups) // count)
+        if together and len(own) < rounds:
+            own.append(list(groups[0]))
+        return own
+
+    def owns(self, sample: int) -> bool:
+        """Does this rank answer for the batch that begins with ``sample``?"""
+        return sample in self._mine
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self.idle = False
+
+    def finish(self) -> None:
+        """This rank's batch is done; forwards that follow only keep the others company."""
+        self.idle = True
+
+    def agree(self, tokens: list[int]) -> list[int]:
+        """The tokens that the first of the ranks with the same prompts has chosen: they are fed to
+        all, so that ranks which differ still run the same steps."""
+        import torch
+        import torch.distributed as dist
+
+        told = torch.tensor(tokens, dtype=torch.int64)
+        dist.broadcast(told, src=self._speaker, group=self._alike)
+        return told.tolist()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Leave word for the others when this rank fails; say who did where another was first."""
+        before, self._depth = self._on_sigterm(), self._depth + 1
+        try:
+            yield
+        except BaseException as error:
+            if before is not None:  # no more signals: what follows is closing
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._explain(error)
+        finally:
+            self._depth -= 1
+            if before is not None and self._depth == 0:
+                signal.signal(signal.SIGTERM, before)
+
+    def _num_data(self) -> int:
+        count = 1
+        for name in DATA_AXES:
+            count *= self.sizes.get(name, 1)
+        return count
+
+    def _data_place(self, places: Mapping[str, int]) -> int:
+        return places.get("dp", 0) * self.sizes.get("fsdp", 1) + places.get("fsdp", 0)
+
+    def _on_sigterm(self) -> Any:
+        """torchrun ends the others when one has failed: an error like any, so that the run on disk
+        is closed."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+
+        def stop(*_: object) -> NoReturn:
+            raise _ToldToStopError("this rank was told to stop")
+
+        return signal.signal(signal.SIGTERM, stop)
+
+    def _explain(self, error: BaseException) -> NoReturn:
+        if isinstance(error, _PeerStoppedError):
+            raise error
+        text = (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__
+        lost = isinstance(error, DivergenceError | RuntimeError) and _LOST.search(str(error))
+        told = isinstance(error, _ToldToStopError)
+        # who only noticed that somebody is gone is not the one to be named
+        first = self._first_word(None if lost or told else f"rank {self.rank}: {text}")
+        if first is not None and not first.startswith(f"rank {self.rank}:"):
+            name, _, reason = first.partition(": ")
+            if reason == text:
+                raise error  # all ranks met the same: each says it itself
+            if reason == KeyboardInterrupt.__name__:  # Ctrl-C is for all, whoever meets it first
+                raise KeyboardInterrupt from error
+            raise _PeerStoppedError(
+                f"{name} stopped: {reason}",
+                where=f"this is {self}",
+                hint="what all ranks had written before is readable (divergence inspect)",
+            ) from error
+        if first is not None or not (lost or told):
+            raise error
+        raise _PeerStoppedError(
+            "another rank is gone, without a word",
+            where=f"this is {self}: {text[:200]}",
+            hint="a killed process says nothing: look for the out-of-memory killer in the system's "
+            "log; torchrun names the rank",
+        ) from error
+
+    def _first_word(self, text: str | None) -> str | None:
+        """The word of the rank that failed first; ``text`` where no other has left one."""
+        import torch.distributed as dist
+
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            if text is not None:
+                return store.compare_set(self._note, "", text[:500]).decode()
+            for _ in range(20):  # a rank's end is noticed sooner than its word
+                if store.check([self._note]):
+                    return store.get(self._note).decode()
+                time.sleep(0.1)
+        except Exception:  # the store went with the process that kept it
+            return text
+        return None
+
+
+class _PeerStoppedError(ModelError):
+    """Another rank ended first, so this one could not go on."""
+
+
+class _ToldToStopError(ModelError):
+    """torchrun ends all ranks when one has ended."""
+
+
+def _leave() -> None:
+    """At the end of the process; torch complains of groups that nobody took down."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _own_device(device: str) -> str:
+    """Of several accelerators in a node, the one of this process."""
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind == "cpu" or index:
+        return device
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    count = getattr(torch, kind).device_count()
+    if place >= count:
+        raise UsageError(
+            f"process {place} of this node has no {kind} device of its own: there "
+            + (f"are {count}" if count != 1 else "is 1"),
+            hint=f"--nproc-per-node {count}, or --device cpu",
+        )
+    return f"{kind}:{place}"
+
+
+def _backend(device: str) -> str:
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return "gloo"
+    if kind not in _BACKENDS:
+        raise UsageError(
+            f"no way is known for several ranks to communicate on {kind}", hint="--device cpu"
+        )
+    return f"cpu:gloo,{kind}:{_BACKENDS[kind]}"

@@ -1,0 +1,313 @@
+"""A run of several ranks, seen as a run of one: shards joined, terms added, replicas held together.
+
+What a model computes does not depend on how it is divided, so two runs are compared by their
+whole tensors, whatever mesh made each of them. ``unsharded(run)`` is a view: its records are whole
+tensors, and reading one joins the parts of that one alone, so that no more than a tensor is ever
+held. Three things are found on the way, and never passed over:
+
+* a tensor whose parts are not all there, or whose placement no rank has stated, is no tensor:
+  ``unmade`` has it with the reason;
+* replicas must agree bit for bit, since each is the same operators on the same numbers:
+  ``disagreements`` has those that do not, with their ranks. The version of most ranks (of the
+  lowest, where none has most) then stands for the tensor.
+* what a single rank's part differs by can be asked for: ``shares``.
+
+A tensor that is joined has no digest: its bytes are nowhere in one piece. So it is compared by its
+values; where its parts' bytes were not kept, by the digests of parts (``digests_of``), with a run
+that is divided alike or that has the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from divergence.numerics.summaries.summary import summarize
+from divergence.run.ranks.joining import (
+    Joined,
+    NotWholeError,
+    Share,
+    adds,
+    along,
+    combined,
+    leaves_of,
+    merged,
+    shape_of,
+    shares_of,
+)
+from divergence.run.ranks.mesh import places_of
+from divergence.run.reader import Run
+from divergence.run.schema.record import Coordinates, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from divergence.run.storage.blob import Buffer
+
+__all__ = ["Digests", "Disagreement", "Share", "UnshardedRun", "digests_of", "unsharded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """Ranks that should hold the same tensor and do not.
+
+    ``ranks``: those whose version is not that of ``peers``. ``records``: one of each version, that
+    of ``peers`` first.
+    """
+
+    pass_: str
+    sample: int
+    step: int
+    site: str
+    order: int
+    ranks: tuple[int, ...]
+    peers: tuple[int, ...]
+    records: tuple[Record, ...]
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return (self.pass_, self.sample, self.step, self.site)
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """A tensor's digests: of the parts that ``cuts`` cut out of it, one after the other; of itself
+    where one cut takes all. None of a kind that not each part has."""
+
+    cuts: tuple[tuple[slice, ...], ...]
+    xxh3: tuple[str, ...] | None
+    fold: tuple[str, ...] | None
+
+
+def digests_of(run: Run, record: Record) -> Digests:
+    """What was recorded to tell a tensor by. Of terms of a sum nothing: other ones may add up to
+    the same."""
+    parts = run.shares(record) if isinstance(run, UnshardedRun) else []
+    cuts = tuple(part.index for part in parts) or ((),)
+    records = [part.record for part in parts] or [record]
+    if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
+        return Digests(cuts, None, None)
+    xxh3, fold = [one.xxh3 for one in records], [one.fold for one in records]
+    return Digests(cuts, *(None if None in kind else tuple(kind) for kind in (xxh3, fold)))
+
+
+def unsharded(run: Run) -> Run:
+    """The run as it would look from one process; the run itself where one made it."""
+    if run.manifest.mesh is None or isinstance(run, UnshardedRun):
+        return run
+    return UnshardedRun(run)
+
+
+class UnshardedRun(Run):
+    """Whole tensors of a run of several ranks. ``run``: the run as it lies on disk."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.path, run.manifest, [], torn_tail=run.torn_tail)
+        self.run = run
+        self.disagreements: list[Disagreement] = []
+        self.unmade: dict[Coordinates, str] = {}
+        self._whole: dict[Coordinates, Joined | Record] = {}
+        self._view: dict[Coordinates, Record] = {}
+        groups: dict[Coordinates, list[Record]] = {}
+        for record in run.records:
+            groups.setdefault(record.coordinates, []).append(record)
+        for coordinates, members in groups.items():
+            try:
+                whole = self._join(members)
+                record = self._record(members, whole)
+            except NotWholeError as reason:
+                self.unmade[coordinates] = str(reason)
+                continue
+            self._whole[coordinates] = whole
+            self._view[coordinates] = record
+        # forward by forward: ranks wrote side by side
+        self.records = sorted(
+            self._view.values(),
+            key=lambda record: (_PASSES[record.pass_], record.sample, record.step, record.order),
+        )
+
+    def find(self, coordinates: Coordinates) -> Record | None:
+        return self._view.get(coordinates)
+
+    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+        """As of a run of one process; a tensor in parts is joined, which makes a copy."""
+        whole = self._whole.get(record.coordinates)
+        if not isinstance(whole, Joined) or not self._is_whole(record):
+            return self.run.read(record, verify=verify)
+        return self._read(whole, verify)
+
+    def check(self, record: Record) -> None:
+        for leaf in self._leaves(record):
+            self.run.check(leaf)
+
+    def shares(self, record: Record) -> list[Share]:
+        """The parts of a tensor that ranks hold pieces of; empty where each rank holds all."""
+        whole = self._whole.get(record.coordinates, record)
+        return shares_of(whole, len(record.shape))
+
+    @property
+    def far(self) -> bool:
+        return self.run.far
+
+    def expect(self, records: Iterable[Record]) -> None:
+        self.run.expect(leaf for record in records for leaf in self._leaves(record))
+
+    def files(self) -> dict[str, int]:
+        return self.run.files()
+
+    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
+        return self.run.whole_files()
+
+    def borrow_from(self, other: Run | None) -> None:
+        self.run.borrow_from(other)
+
+    @property
+    def lender(self) -> Run | None:
+        return self.run.lender
+
+    def has_bytes(self, record: Record) -> bool:
+        return all(self.run.has_bytes(leaf) for leaf in self._leaves(record))
+
+    def holding(self, other: Record) -> Record | None:
+        return self.run.holding(other)
+
+    def read_sketch(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+        return self.run.read_sketch(record, verify=verify)
+
+    def will_read(self, record: Record) -> None:
+        for leaf in self._leaves(record):
+            self.run.will_read(leaf)
+
+    def release(self, record: Record) -> None:
+        for leaf in self._leaves(record):
+            self.run.release(leaf)
+
+    def verify(self, progress: Callable[[str, int, int | None, str], None] | None = None):
+        return self.run.verify(progress)
+
+    def close(self) -> None:
+        self.run.close()
+
+    def _is_whole(self, record: Record) -> bool:
+        """Is it of this view? By value: a record may have been sent by another process."""
+        known = self._view.get(record.coordinates)
+        return known is record or known == record
+
+    def _leaves(self, record: Record) -> Iterable[Record]:
+        """The records on disk that make it."""
+        if not self._is_whole(record):
+            return (record,)
+        return leaves_of(self._whole[record.coordinates])
+
+    def _read(self, whole: Joined | Record, verify: bool) -> torch.Tensor:
+        import torch
+
+        if isinstance(whole, Record):
+            return self.run.read(whole, verify=verify)
+        if whole.dim is not None:
+            return torch.cat([self._read(part, verify) for part in whole.parts], dim=whole.dim)
+        return combined((self._read(part, verify) for part in whole.parts), whole.how)
+
+    def _join(self, members: Sequence[Record]) -> Joined | Record:
+        """One tensor of what the ranks hold, axis by axis from the innermost."""
+        mesh = self.manifest.mesh
+        first = members[0]
+        silent = [record.rank for record in members if record.placement is None]
+        if silent:
+            raise NotWholeError(
+                f"what of it each rank holds is not known (rank {silent[0]} has "
+                f"{list(next(r for r in members if r.rank == silent[0]).shape)})"
+            )
+        if any(record.placement != first.placement for record in members):
+            raise NotWholeError(
+                "its ranks state different placements: "
+                + " and ".join(sorted({", ".join(r.placement) for r in members}))
+            )
+        if any(record.dtype != first.dtype for record in members):
+            raise NotWholeError("its ranks hold it in different dtypes")
+        if any(record.positions != first.positions for record in members):
+            raise NotWholeError("its ranks hold different token positions of it")
+        level: dict[tuple[int, ...], Joined | Record] = dict(self._agreed(members))
+        for axis in reversed(range(len(mesh.axes))):
+            word = first.placement[axis]
+            columns: dict[tuple[int, ...], dict[int, Joined | Record]] = {}
+            for place, part in level.items():
+                columns.setdefault(place[:axis], {})[place[axis]] = part
+            level = {
+                place: along(column, word, mesh.axes[axis].name, mesh.axes[axis].size)
+                for place, column in columns.items()
+            }
+        return level[()]
+
+    def _agreed(self, members: Sequence[Record]) -> dict[tuple[int, ...], Record]:
+        """The version that counts, by place with 0 on the axes that replicate; others are noted.
+
+        Grouped by the axes that do not replicate: within a group all must be equal.
+        """
+        mesh = self.manifest.mesh
+        copies = [word == "replicate" for word in members[0].placement]
+        groups: dict[tuple[int, ...], list[Record]] = {}
+        for record in members:
+            places = places_of(record.rank, mesh)
+            key = tuple(0 if copied else p for p, copied in zip(places, copies, strict=True))
+            groups.setdefault(key, []).append(record)
+        if not any(copies):
+            return {place: group[0] for place, group in groups.items()}
+        agreed: dict[tuple[int, ...], Record] = {}
+        for place, group in groups.items():
+            kind = next((k for k in ("xxh3", "fold") if all(getattr(r, k) for r in group)), None)
+            if kind is None:
+                raise NotWholeError("its ranks hold digests of two kinds, which cannot be compared")
+            versions: dict[tuple, list[Record]] = {}
+            for record in sorted(group, key=lambda record: record.rank):
+                versions.setdefault((record.shape, getattr(record, kind)), []).append(record)
+            best = max(versions.values(), key=len)  # of equally many, the lowest rank's
+            agreed[place] = best[0]
+            if len(versions) > 1:
+                odd = [v for v in versions.values() if v is not best]
+                first = best[0]
+                self.disagreements.append(
+                    Disagreement(
+                        pass_=first.pass_, sample=first.sample, step=first.step, site=first.site,
+                        order=first.order,
+                        ranks=tuple(sorted(record.rank for v in odd for record in v)),
+                        peers=tuple(record.rank for record in best),
+                        records=(first, *(v[0] for v in odd)),
+                    )
+                )  # fmt: skip
+        return agreed
+
+    def _record(self, members: Sequence[Record], whole: Joined | Record) -> Record:
+        """What the record of the whole tensor says."""
+        if isinstance(whole, Record):
+            return whole
+        leaves = list(leaves_of(whole))
+        kept = all(leaf.place is not None for leaf in leaves)
+        added = adds(whole)
+        if added and not kept:
+            raise NotWholeError("its ranks hold terms of a sum, of which no bytes are kept")
+        if added:
+            summary = summarize(self._read(whole, True))
+        elif any(leaf.summary is None for leaf in leaves):
+            summary = None  # digests alone were kept
+        else:
+            summary = merged([leaf.summary for leaf in leaves], [leaf.numel for leaf in leaves])
+        return msgspec.structs.replace(
+            leaves[0],
+            shape=shape_of(whole),
+            summary=summary,
+            place=leaves[0].place if kept else None,
+            xxh3=None,
+            fold=None,
+            sketch=None,
+            rank=min(record.rank for record in members),
+            order=min(record.order for record in members),
+        )
+
+
+_PASSES = {"free": 0, "anchored": 1, "escalated": 2, "whole": 3, "replayed": 4}

@@ -1,0 +1,197 @@
+"""Sites: where in a model a tensor was seen.
+
+A site is ``MODULE_PATH:PORT``. The module path is torch's fully qualified name
+(``model.layers.3.self_attn``; the root module is written ``.``). A module called
+again within one forward adds the call: ``shared#2:out``. An operator inside a module adds
+its name without the overload, and from its second call in that module on the number:
+``model.layers.3.mlp/aten.mm#2:out``. A port is
+
+* ``in``            the first tensor argument,
+* ``in.NAME``       another argument by the name it has in ``forward`` (``in.N`` where it has
+                    none), ``in.NAME.N`` one of a tuple of them,
+* ``out``           the output, or the first tensor of a tuple or a ModelOutput,
+* ``out.N``, ``out.NAME``   the others.
+
+In a module path ``/``, ``:``, ``#``, ``%``, spaces and control characters would mean something
+else or break a line; torch allows them in a module's name. They are written ``%2F``, ``%3A`` … as
+in URLs (``escape_path``).
+
+Patterns select sites: a glob (``model.layers.*.mlp:*``; ``*`` also crosses dots)
+or ``re:`` and a regular expression that must match the whole site. A pattern
+without a port matches every port of the module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from divergence.errors import UsageError
+from divergence.run.untrusted.linear import fullmatcher
+
+__all__ = [
+    "ROOT",
+    "compile_patterns",
+    "escape_path",
+    "is_operator_site",
+    "join_site",
+    "module_of",
+    "natural_key",
+    "near_names",
+    "one_or_more",
+    "operator_of",
+    "operator_path",
+    "split_site",
+    "starred",
+    "unescape_path",
+]
+
+ROOT = "."
+"""How the root module is written in a site."""
+
+MAX_PATTERNS = 1_000
+"""With wildcards, in one list; names in full are not counted."""
+
+_WILD = re.compile(r"[*?[]")
+
+_SITE = re.compile(r"(?P<path>[^:\s]+):(?P<port>(?:in|out)(?:\.[^:\s]+)?)")
+
+
+_RESERVED = re.compile(r"[/:#%\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def escape_path(name: str) -> str:
+    """A module's torch name as a module path: ``"blocks.enc/dec"`` → ``"blocks.enc%2Fdec"``."""
+
+    def quoted(match: re.Match[str]) -> str:
+        return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
+
+    return _RESERVED.sub(quoted, name) or ROOT
+
+
+def unescape_path(path: str) -> str:
+    """The torch name of a module path; the root's is empty."""
+    if path == ROOT:
+        return ""
+    if "%" not in path:
+        return path
+    parts = re.split(r"((?:%[0-9A-F]{2})+)", path)
+    for index in range(1, len(parts), 2):
+        parts[index] = bytes.fromhex(parts[index].replace("%", "")).decode("utf-8", "surrogatepass")
+    return "".join(parts)
+
+
+def join_site(path: str, port: str) -> str:
+    """``("model.layers.3", "out")`` → ``"model.layers.3:out"``."""
+    return f"{path or ROOT}:{port}"
+
+
+def split_site(site: str) -> tuple[str, str]:
+    """``"model.layers.3:out"`` → ``("model.layers.3", "out")``; UsageError if it is no site."""
+    match = _SITE.fullmatch(site)
+    if match is None:
+        raise UsageError(
+            f"{site!r} is not a site",
+            hint="a site is MODULE_PATH:PORT, for example model.layers.3:out or lm_head:in",
+        )
+    return match["path"], match["port"]
+
+
+def module_of(site: str) -> str:
+    """``"shared#2:out"``, ``"shared#2/aten.mm#3:out"`` → ``"shared"``: the module path alone."""
+    return site.partition(":")[0].partition("/")[0].partition("#")[0]
+
+
+def operator_path(path: str, operator: str, call: int) -> str:
+    """``("model.layers.3.mlp", "aten.mm", 2)`` → ``"model.layers.3.mlp/aten.mm#2"``."""
+    return f"{path or ROOT}/{operator}" + (f"#{call}" if call > 1 else "")
+
+
+def is_operator_site(site: str) -> bool:
+    """Was the tensor seen at an operator, not at a module?"""
+    return "/" in site.partition(":")[0]
+
+
+def operator_of(site: str) -> str:
+    """``"model.layers.3.mlp/aten.mm#2:out"`` → ``"aten.mm"``; empty for a module's site."""
+    return site.partition(":")[0].partition("/")[2].partition("#")[0]
+
+
+def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """A predicate on sites that is true where any of the patterns matches.
+
+    The patterns may be a run's: matching takes time in proportion to pattern and site. Raises
+    UsageError for a regular expression that does not compile, and for more patterns with wildcards
+    than MAX_PATTERNS.
+    """
+    names: set[str] = set()
+    tests: list[Callable[[str], object]] = []
+    for pattern in patterns:
+        if len(tests) >= MAX_PATTERNS:
+            raise UsageError(
+                f"more than {MAX_PATTERNS} patterns of sites",
+                hint="name the sites in full, or say more with one pattern",
+            )
+        if pattern.startswith("re:"):
+            try:
+                tests.append(fullmatcher(pattern[3:]))
+            except re.error as error:
+                raise UsageError(
+                    f"{pattern!r} is not a regular expression: {error}",
+                    hint="quote it for the shell, or use a glob such as 'model.layers.*.mlp:out'",
+                ) from error
+            continue
+        full = pattern if ":" in pattern else pattern + ":*"
+        if _WILD.search(full) is None:
+            names.add(full)
+        else:  # each star takes the first match of what follows it, once and for all
+            tests.append(re.compile(fnmatch.translate(full)).fullmatch)
+    known: dict[str, bool] = {}
+
+    def matches(site: str) -> bool:
+        found = known.get(site)
+        if found is None:
+            found = known[site] = site in names or any(test(site) for test in tests)
+        return found
+
+    return matches
+
+
+def natural_key(site: str) -> list[tuple[int, int, str]]:
+    """Sort key under which ``layers.10`` follows ``layers.9``."""
+    parts = re.split(r"([0-9]+)", site)
+    # digits by length, then as text: int() refuses more than some thousand of them
+    digits = [(0, len(part.lstrip("0")), part.lstrip("0")) for part in parts[1::2]]
+    words = [(1, 0, part) for part in parts[::2]]
+    key = [words[0]]
+    for pair in zip(digits, words[1:], strict=True):
+        key.extend(pair)
+    return key
+
+
+_MAX_NEAR, _MAX_NEAR_CHARS = 20_000, 200
+"""Beyond this a suggestion takes longer than the answer; a run's names may be of any length."""
+
+
+def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str]:
+    """The ``count`` names most like ``wanted``, best first: for "did you mean"."""
+    if len(wanted) > _MAX_NEAR_CHARS:
+        return []
+    short = itertools.islice((one for one in names if len(one) <= _MAX_NEAR_CHARS), _MAX_NEAR)
+    return difflib.get_close_matches(wanted, short, n=count, cutoff=0.5)
+
+
+def one_or_more(value: Any) -> list[Any]:
+    """A name (or a run) alone as a list of one: ``sites="blocks"`` is no list of letters."""
+    single = isinstance(value, str | os.PathLike) or not isinstance(value, Iterable)
+    return [value] if single else list(value)
+
+
+def starred(path: str) -> str:
+    """``model.layers.3.mlp`` → ``model.layers.*.mlp``: what modules of every block share."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))

@@ -1,0 +1,326 @@
+"""Where a run's files are read from: a directory, an archive, or either of them far away.
+
+Two questions, answered apart: where bytes come from (blob.py: a local file, a remote object), and
+how a run's names map to them (here: a directory's entries, an archive's members, a store's
+objects). The reader sees names and blobs only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import BinaryIO, Protocol
+
+from divergence.errors import RunFormatError
+from divergence.run.schema.layout import MANIFEST, SHARD_PATTERN, checked_file, is_records_name
+from divergence.run.storage.archive import Member, archive_kind_of, members_of
+from divergence.run.storage.blob import Blob, Buffer, LocalBlob, reader
+from divergence.run.storage.location import Location, Url, archive_kind
+from divergence.run.storage.ranges import SPAN_BYTES, Ranges
+from divergence.run.storage.remote import Object, Remote
+from divergence.run.storage.shard import HEADER_BYTES
+
+__all__ = ["Store", "open_store"]
+
+
+class Store(Protocol):
+    """The files of one run. Methods raise RunFormatError, or OSError of this machine's files.
+
+    ``far``: bytes cost time and money to bring here, so only those are read that must be.
+    """
+
+    place: Location
+    far: bool
+
+    def has(self, name: str) -> bool:
+        """Is there anything under this name?"""
+
+    def where(self, name: str) -> str:
+        """What to call a file of the run in messages."""
+
+    def blob(self, name: str) -> Blob:
+        """A file's bytes; RunFormatError where it is missing, a link, or no regular file."""
+
+    def open(self, name: str) -> BinaryIO:
+        """A file from end to end."""
+
+    def size(self, name: str) -> int:
+        """Bytes of what ``open`` gives."""
+
+    def whole(self, name: str) -> Iterator[Buffer]:
+        """A file from end to end, in pieces, without a copy where it lies here as it is."""
+
+    def has_changed(self, name: str) -> bool:
+        """Is a file another one now than when the store was opened?"""
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        """(name, begin, end) of what will be read, in about this order."""
+
+    def close(self) -> None:
+        """Let go of maps and connections."""
+
+
+class _Directory:
+    """A directory of this machine."""
+
+    far = False
+
+    def __init__(self, place: Location) -> None:
+        self.place = place
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.place / name)
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        return LocalBlob(checked_file(self.place, name))
+
+    def open(self, name: str) -> BinaryIO:
+        return open(checked_file(self.place, name), "rb")
+
+    def size(self, name: str) -> int:
+        return os.stat(checked_file(self.place, name)).st_size
+
+    def whole(self, name: str) -> Iterator[Buffer]:
+        return _pieces(self.blob(name))
+
+    def has_changed(self, name: str) -> bool:
+        return False  # a map shows what is there now; nothing is compared with before
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Archive:
+    """One file that holds the run's files."""
+
+    def __init__(
+        self, place: Location, archive: Blob, kind: str, *, ranges: Ranges | None = None,
+        remote: Remote | None = None, found: Object | None = None,
+    ) -> None:  # fmt: skip
+        self.place = place
+        self.far = ranges is not None
+        self._archive, self._ranges = archive, ranges
+        self._remote, self._found = remote, found
+        self._members: dict[str, Member] = members_of(archive, kind)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._members)
+
+    def has(self, name: str) -> bool:
+        return name in self._members
+
+    def where(self, name: str) -> str:
+        return f"{self.place}: {name}"
+
+    def blob(self, name: str) -> Blob:
+        return self._member(name).part(self._archive, name)
+
+    def open(self, name: str) -> BinaryIO:
+        return self._member(name).open(self._archive, name)
+
+    def size(self, name: str) -> int:
+        return self._member(name).size
+
+    def whole(self, name: str) -> Iterator[Buffer]:
+        if not self._member(name).deflated:
+            return _pieces(self.blob(name))
+        return iter(partial(self.open(name).read, SPAN_BYTES), b"")
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote is not None and self._remote.look() != self._found
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        if self._ranges is None:
+            return
+        wanted = []
+        for name, begin, end in stretches:
+            member = self._members.get(name)
+            if member is not None:  # of a zip member the header lies before, some 100 bytes
+                first = member.begin + begin
+                wanted.append(("", first, min(member.begin + end + 1024, self._archive.size)))
+        self._ranges.expect(wanted)
+
+    def close(self) -> None:
+        self._archive.close()
+        if self._ranges is not None:
+            self._ranges.close()
+
+    def _member(self, name: str) -> Member:
+        if name not in self._members:
+            raise RunFormatError(
+                f"{name} is missing", where=str(self.place),
+                hint="pack the whole run; a run is not complete without it",
+            )  # fmt: skip
+        return self._members[name]
+
+
+class _Objects:
+    """Objects below a URL."""
+
+    far = True
+
+    def __init__(self, place: Url, remote: Remote, objects: dict[str, Object]) -> None:
+        self.place = place
+        self._remote, self._objects = remote, objects
+        self._ranges = Ranges(remote.fetch)
+
+    def has(self, name: str) -> bool:
+        return name in self._objects
+
+    def where(self, name: str) -> str:
+        return str(self.place / name)
+
+    def blob(self, name: str) -> Blob:
+        found = self._objects.get(name)
+        if found is None:
+            raise RunFormatError(
+                f"{name} is missing", where=str(self.place),
+                hint="copy the whole run; a run is not complete without it",
+            )  # fmt: skip
+        return _RemoteBlob(self._ranges, name, size=found.size, shown=self.where(name))
+
+    def open(self, name: str) -> BinaryIO:
+        return reader(self.blob(name), ahead_bytes=SPAN_BYTES)
+
+    def size(self, name: str) -> int:
+        return self.blob(name).size
+
+    def whole(self, name: str) -> Iterator[Buffer]:
+        return _pieces(self.blob(name))
+
+    def has_changed(self, name: str) -> bool:
+        return self._remote.look(name) != self._objects.get(name)
+
+    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
+        self._ranges.expect(
+            (name, begin, min(end, self._objects[name].size))
+            for name, begin, end in stretches
+            if name in self._objects
+        )
+
+    def close(self) -> None:
+        self._ranges.close()
+
+
+class _RemoteBlob:
+    """A stretch of a remote object."""
+
+    def __init__(self, ranges: Ranges, key: str, *, size: int, shown: str, offset: int = 0) -> None:
+        self.name, self.size = shown, size
+        self._ranges, self._key, self._offset = ranges, key, offset
+
+    def read(self, begin: int, num_bytes: int) -> bytes:
+        return bytes(self.view(begin, num_bytes))
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        end = min(begin + num_bytes, self.size)
+        return self._ranges.get(self._key, self._offset + begin, self._offset + end)
+
+    def part(self, begin: int, num_bytes: int, name: str) -> _RemoteBlob:
+        return _RemoteBlob(
+            self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
+        )
+
+    def will_need(self, begin: int, num_bytes: int) -> None:
+        pass  # Store.expect says it, of everything at once
+
+    def release(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_store(place: Location) -> Store:
+    """The store of the run at ``place``. RunFormatError where there is none."""
+    store = _open_url(place) if isinstance(place, Url) else _open_path(place)
+    if not store.has(MANIFEST):
+        store.close()
+        raise RunFormatError(
+            f"{place} is not a run: it has no {MANIFEST}",
+            hint="give what `divergence capture MODEL -o RUN` wrote: a directory, or a .tar or "
+            ".zip of one, or its URL",
+        )
+    return store
+
+
+def _open_path(place: Location) -> Store:
+    if place.is_dir():
+        return _Directory(place)
+    if not place.is_file():
+        kind = "is neither a directory nor a file" if place.exists() else "does not exist"
+        raise RunFormatError(
+            f"{place} {kind}",
+            hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
+        )
+    archive = LocalBlob(place)
+    kind = archive_kind_of(archive)
+    if kind is None:
+        raise RunFormatError(
+            f"{place} is not a directory, and no tar or zip archive either",
+            hint="a run is what `divergence capture MODEL -o RUN` wrote",
+        )
+    return _Archive(place, archive, kind)
+
+
+def _open_url(place: Url) -> Store:
+    remote = Remote(place, refused=RunFormatError)
+    if archive_kind(place) is None:
+        objects = remote.objects()
+        if not objects:
+            raise RunFormatError(
+                f"there is nothing at {place}",
+                hint="is the bucket's name right, and the path in it?",
+            )
+        if "" not in objects:
+            store = _Objects(place, remote, objects)
+            store.expect(_needed_to_open({name: one.size for name, one in objects.items()}))
+            return store
+        found = objects[""]
+    else:
+        found = remote.look()
+        if found is None:
+            raise RunFormatError(f"there is nothing at {place}", hint="is the URL right?")
+    if not found.size:
+        raise RunFormatError(f"{place} is empty", hint="copy it again")
+    ranges = Ranges(remote.fetch)
+    # where a tar begins and a zip has its directory
+    ranges.expect([("", 0, min(HEADER_BYTES, found.size)),
+                   ("", max(0, found.size - HEADER_BYTES), found.size)])  # fmt: skip
+    archive = _RemoteBlob(ranges, "", size=found.size, shown=str(place))
+    kind = archive_kind_of(archive)
+    if kind is None:
+        raise RunFormatError(f"{place} is neither a tar nor a zip archive")
+    store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=found)
+    store.expect(_needed_to_open({name: store.size(name) for name in store.names}))
+    return store
+
+
+def _pieces(blob: Blob) -> Iterator[Buffer]:
+    for begin in range(0, blob.size, SPAN_BYTES):
+        yield blob.view(begin, SPAN_BYTES)
+    blob.close()
+
+
+_MOST_AHEAD_BYTES = 1 << 34
+
+
+def _needed_to_open(sizes: dict[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Manifest, lines, and the beginning of each shard."""
+    for name in (MANIFEST, *sorted(filter(is_records_name, sizes))):
+        for begin in range(0, sizes.get(name, 0), SPAN_BYTES):
+            if begin > _MOST_AHEAD_BYTES:
+                break  # a hint; the size is what a server says
+            yield name, begin, min(begin + SPAN_BYTES, sizes[name])
+    for name in sorted(sizes):
+        if re.match(SHARD_PATTERN, name):
+            yield name, 0, min(HEADER_BYTES, sizes[name])

@@ -1,0 +1,188 @@
+"""What is kept of a tensor in place of its bytes: digest, statistics and projections.
+
+``Reducer`` stands before the writer's own completion of items, on the writer's thread, and takes
+over those of which no bytes are to be stored: by mode (``--store``), or because another run holds
+them (``--only-changed``). The rest it hands back. In the mode
+
+``full``    nothing is taken over but what ``held`` holds;
+``sketch``  floats are sketched (numerics.sketch says which), other tensors stay whole;
+``stats``   summary and digest; ``hash``: the digest alone.
+
+An item that a device has reduced already (``Item.reduced``, divergence.recording.keep.reduced) has
+its numbers on the device: they are fetched here, those of a batch in one transfer a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from divergence.numerics.formats import format_named
+from divergence.numerics.kernels import Kernel
+from divergence.numerics.summaries.fold import fold_tensor, folds_of
+from divergence.numerics.summaries.many import summarize_many
+from divergence.numerics.summaries.on_device import summaries_of
+from divergence.numerics.summaries.sketch import num_projections, rows_of, sketch_many
+from divergence.run.schema.contents import Content, contents_of
+from divergence.run.schema.record import Sketch
+from divergence.run.writing.piece import Piece, flat_parts, piece_of, piece_of_item
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.run.reader import Run
+    from divergence.run.schema.manifest import Store
+    from divergence.run.schema.record import Place, Summary
+    from divergence.run.writing.item import Item
+
+__all__ = ["Reducer", "reducer_for", "wants_fold"]
+
+StoreBytes = Callable[[bytes, Piece], "Place"]
+
+_REMEMBERED = 4096
+"""Reduced tensors kept for recognition: an output comes by again as the next input, or not."""
+
+
+def wants_fold(run: Run | None) -> bool:
+    """Does ``run`` hold digests of the kind that accelerators make?"""
+    return run is not None and any(record.fold is not None for record in run.records)
+
+
+def reducer_for(
+    store: Store, *, like: Run | None, only_changed: bool, kernel: Kernel = "numpy"
+) -> Reducer | None:
+    """The reducer of a capture, or None where the writer keeps everything by itself."""
+    fold = wants_fold(like) or store == "sketch"  # sketches are no proof that two are equal
+    if store == "full" and not only_changed and not fold:
+        return None
+    records = like.records if only_changed and like is not None else ()
+    held = frozenset(content for record in records for content in contents_of(record))
+    return Reducer(store, fold=fold, held=held, kernel=kernel)
+
+
+class Reducer:
+    """``take(items, store)`` completes items, and returns those whose bytes are to be stored.
+
+    ``fold``: note the device digest as well. ``held``: contents whose bytes another run has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        fold: bool = False,
+        held: frozenset[Content] = frozenset(),
+        kernel: Kernel = "numpy",
+    ) -> None:
+        self._store_mode, self._fold, self._held, self._kernel = store, fold, held, kernel
+        self._known: dict[Content, tuple[Summary | None, Sketch | None]] = {}
+
+    def take(self, items: Sequence[Item], store: StoreBytes) -> list[Item]:
+        """``store(digest, piece)`` says where bytes will be."""
+        self._fetch([item for item in items if item.reduced is not None], store)
+        whole: list[Item] = []
+        reduced: list[tuple[Item, Piece]] = []
+        for item in items:
+            if not item.has_bytes:
+                continue  # twice in one batch, or reduced before
+            if self._fold:
+                item.fold = fold_tensor(item.tensor, kernel=self._kernel)
+            piece = piece_of_item(item)
+            item.digest = piece.digest().hex()
+            if self._stays_whole(item) and not self._is_held(item):
+                whole.append(item)
+                continue
+            item.tensor = None
+            reduced.append((item, piece))
+        self._complete(reduced, store)
+        return whole
+
+    def _fetch(self, items: list[Item], store: StoreBytes) -> None:
+        """What devices made of tensors, to the host: one transfer for each kind of number."""
+        by_device: dict[str, dict[int, Item]] = {}
+        for item in items:
+            device = str(item.reduced.sums[0].device)
+            by_device.setdefault(device, {})[id(item)] = item
+        for group in by_device.values():
+            _fetch(list(group.values()), store)
+
+    def _stays_whole(self, item: Item) -> bool:
+        if self._store_mode == "sketch":
+            return num_projections(item.shape, format_named(item.dtype)) is None
+        return self._store_mode == "full"
+
+    def _is_held(self, item: Item) -> bool:
+        return any(
+            (digest, item.dtype, item.shape) in self._held for digest in (item.digest, item.fold)
+        )
+
+    def _complete(self, items: list[tuple[Item, Piece]], store: StoreBytes) -> None:
+        fresh: dict[Content, Piece] = {}
+        for item, piece in items:
+            content = _content(item)
+            if content not in self._known:
+                fresh[content] = piece
+        contents = iter(fresh)
+        for part in [] if self._store_mode == "hash" else flat_parts(fresh.values()):
+            summaries = summarize_many(part, kernel=self._kernel)
+            flat = {content: one for one, content in zip(part, contents, strict=False)}
+            sketches = self._sketches(flat, store)
+            for content, summary in zip(flat, summaries, strict=True):
+                self._known[content] = (summary, sketches.get(content))
+        for content in contents:  # of a digest alone
+            self._known[content] = (None, None)
+        for item, _ in items:
+            item.summary, item.sketch = self._known[_content(item)]
+        while len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    def _sketches(
+        self, flat: dict[Content, torch.Tensor], store: StoreBytes
+    ) -> dict[Content, Sketch]:
+        """By content, of its elements on one axis."""
+        if self._store_mode != "sketch":
+            return {}
+        wanted = {
+            content: k
+            for content in flat
+            if (k := num_projections(content[2], format_named(content[1]))) is not None
+        }
+        tensors = [flat[content].view(rows_of(content[2])) for content in wanted]
+        found = sketch_many(tensors, list(wanted.values()), kernel=self._kernel)
+        return {
+            content: stored_sketch(one, k, store, sums="float64")
+            for (content, k), one in zip(wanted.items(), found, strict=True)
+        }
+
+
+def _fetch(items: list[Item], store: StoreBytes) -> None:
+    """Complete items whose numbers lie on one device."""
+    import torch
+
+    reduced = [item.reduced for item in items]
+    for item, fold in zip(items, folds_of([one.sums for one in reduced]), strict=True):
+        item.fold, item.reduced = fold, None
+    counted = [(i, one.statistics) for i, one in enumerate(reduced) if one.statistics is not None]
+    summaries = summaries_of([statistics for _, statistics in counted])
+    for (i, _), summary in zip(counted, summaries, strict=True):
+        items[i].summary = summary
+    sketched = [(i, one) for i, one in enumerate(reduced) if one.projections is not None]
+    if not sketched:
+        return
+    flat = torch.cat([one.projections.reshape(-1) for _, one in sketched]).cpu()
+    parts = flat.split([one.projections.numel() for _, one in sketched])
+    for (i, one), part in zip(sketched, parts, strict=True):
+        projections = part.reshape(one.projections.shape).clone()
+        k = projections.shape[1] - 2
+        items[i].sketch = stored_sketch(projections, k, store, sums=one.sum_dtype)
+
+
+def stored_sketch(projections: torch.Tensor, k: int, store: StoreBytes, *, sums: str) -> Sketch:
+    """Queue a sketch's own bytes, and say where they will be."""
+    piece = piece_of(projections)
+    digest = piece.digest()
+    return Sketch(place=store(digest, piece), xxh3=digest.hex(), num_projections=k, sums=sums)
+
+
+def _content(item: Item) -> Content:
+    return (item.digest or item.fold or "", item.dtype, item.shape)

@@ -1,0 +1,400 @@
+"""Writing a run as it happens.
+
+The caller hands over finished CPU tensors; one background thread hashes them,
+shares equal ones, summarises and writes them, so that the model does not wait
+for the disk. A shard is written under a temporary name and renamed, and only
+then are its records appended: a record never points at bytes that are not
+there, and a killed capture leaves everything before the last shard readable.
+(A crash of the process is survived; a power failure is left to the file system.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from divergence.errors import RunWriteError
+from divergence.numerics.summaries.many import summarize_many
+from divergence.run.own_thread import set_device, without_team
+from divergence.run.schema.call import Call
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import PassName, Place, Placement, Record
+from divergence.run.storage.location import Location, Url, location_of
+from divergence.run.storage.target import open_target
+from divergence.run.untrusted.command import command_line
+from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, Slot
+from divergence.run.writing.item import Item
+from divergence.run.writing.pending import Pending
+from divergence.run.writing.piece import Piece, flat_parts, piece_of_item
+from divergence.run.writing.reduction import Reducer
+from divergence.run.writing.stored import Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+
+__all__ = ["Item", "RunWriter", "new_run_id"]
+
+SHARD_BYTES = 64 << 20
+"""Bytes gathered before a shard is written: also bounds what a kill can lose."""
+SHARD_SECONDS = 2.0
+"""Seconds after which a smaller shard is written all the same."""
+BATCH_ITEMS = 4096
+"""Tensors taken at once: their summaries share what interpreting costs."""
+WAKE_BYTES = 64 << 20
+WAKE_SECONDS = 1.0
+"""The writer works in batches: woken by this many waiting bytes (or an eighth of the buffer, or
+half of the records that may wait), or after this time. Between batches it leaves the processor,
+its caches and Python's lock to the model."""
+
+
+def new_run_id() -> str:
+    """A fresh run id: 32 hex digits."""
+    return uuid.uuid4().hex
+
+
+class RunWriter:
+    """Writes one rank's part of a run directory. Use as a context manager.
+
+    Leaving the ``with`` block normally closes the run as complete; leaving it by an
+    exception writes what was gathered and closes it as incomplete.
+
+    ``rank``: the first one makes the directory (so it begins first) and writes the manifest; the
+    others write their own records and shards beside, and nothing else. ``device``: where what is
+    put was made, for whose copies the background thread waits.
+
+    Raises RunExistsError if ``path`` holds anything and ``force`` is false, and
+    RunWriteError when the disk refuses (also later, from ``put`` or ``close``).
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Url,
+        manifest: Manifest,
+        *,
+        force: bool = False,
+        rank: int = 0,
+        reducer: Reducer | None = None,
+        buffer: Buffer | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.path = location_of(path)  # as the reader does
+        self.manifest = manifest
+        self._rank, self._reducer, self._device = rank, reducer, device
+        self._buffer = buffer
+        self._limits = Limits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
+        self._pending = Pending(rank=rank)
+        self._stored = Stored(max_bytes=self._limits.stored_bytes, rank=rank)
+        self._last_flush = time.monotonic()
+        self._queue: deque[tuple] = deque()
+        self._wake_bytes = min(WAKE_BYTES, self._limits.ring_bytes // 8)
+        self._put_bytes = self._put_count = 0  # the caller's thread's alone, as the next two
+        self._new_bytes = self._new_count = 0
+        self._done_bytes = self._done_count = 0  # the background thread's
+        self._wake, self._progress = threading.Event(), threading.Event()
+        self._closing = self._flush_asked = False
+        self._failure: BaseException | None = None
+        self._closed = False
+        try:
+            self._target = open_target(self.path, force=force, rank=rank)
+        except OSError as error:
+            raise RunWriteError(
+                f"nothing can be written there: {error.strerror or error}",
+                where=str(self.path),
+                hint=f"{_free_space(error)}choose another place with -o",
+            ) from error
+        try:
+            self.update_manifest()
+        except BaseException:
+            self._target.close()
+            raise
+        self._thread = threading.Thread(target=self._work, name="divergence-writer", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object):
+        if error is None:
+            self.close(complete=True)
+            return
+        stopped_by = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        with contextlib.suppress(RunWriteError):  # the first error is the one to report
+            self.close(
+                complete=False,
+                stopped_by=stopped_by.splitlines()[0] if stopped_by else type(error).__name__,
+            )
+
+    def put(
+        self,
+        item: Item,
+        *,
+        pass_: PassName,
+        sample: int,
+        step: int,
+        site: str,
+        order: int,
+        positions: tuple[int, ...] | None = None,
+        call: Call | None = None,
+        placement: tuple[Placement, ...] | None = None,
+    ) -> None:
+        """Record ``item`` (which may have been put before) under these coordinates."""
+        if self._failure is not None:
+            raise self._failure
+        own_bytes = item.num_bytes if item.slot is None and item.has_bytes else 0
+        self._queue.append(
+            (item, own_bytes, pass_, sample, step, site, order, positions, call, placement)
+        )
+        self._put_count += 1
+        self._put_bytes += own_bytes
+        self._new_bytes += item.num_bytes
+        self._new_count += 1
+        if self._new_bytes > self._wake_bytes or self._new_count > self._limits.num_queued // 2:
+            self._new_bytes = self._new_count = 0
+            self._wake.set()
+        if self._too_much():
+            self._wait_until(lambda: not self._too_much())
+
+    def _too_much(self) -> bool:
+        """Does more wait than may, beside what is in the ring? (A place there is waited for
+        before.)"""
+        waiting = self._put_bytes - self._done_bytes
+        count = self._put_count - self._done_count
+        return count > self._limits.num_queued or waiting > self._limits.ring_bytes
+
+    def make_room(self, num_bytes: int) -> Slot | None:
+        """A place in the buffer, waited for; None where all that is there is held elsewhere."""
+        slot = None
+        while slot is None:
+            idle = self._done_count >= self._put_count and not self._pending.num_bytes
+            slot = self._buffer.take(num_bytes)
+            if slot is None and idle:
+                return None
+            if slot is None:
+                self._flush_asked = True
+                self._wait_until(lambda: not self._flush_asked)
+                self._raise_failure()
+        return slot
+
+    def drain(self) -> None:
+        """Wait until everything put so far has been hashed (and most of it written)."""
+        self._wait_until(lambda: self._done_count >= self._put_count)
+        self._raise_failure()
+
+    def flush(self) -> Location:
+        """Wait until everything put so far can be read; returns where, for ``Run.open``."""
+        self.drain()
+        self._flush_asked = True
+        self._wait_until(lambda: not self._flush_asked)
+        self._raise_failure()
+        try:
+            return self._target.flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        while not done() and self._failure is None and self._thread.is_alive():
+            self._wake.set()
+            self._progress.clear()
+            self._progress.wait(0.05)
+
+    def update_manifest(self) -> None:
+        """Write manifest.json as it stands now, atomically. The first rank's alone."""
+        if self._rank > 0:
+            return
+        try:
+            data = msgspec.json.encode(self.manifest)
+        except UnicodeEncodeError:  # a file name or argument that is no UTF-8
+            data = msgspec.json.encode(_printable(msgspec.to_builtins(self.manifest)))
+        try:
+            self._target.replace_manifest(msgspec.json.format(data, indent=1))
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self, *, complete: bool, stopped_by: str | None = None) -> None:
+        """Finish the background work and the manifest. Raises the writer's own failure."""
+        if self._closed:
+            return
+        self._closed = True
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+        self._try(self._target.flush)
+        if self._failure is not None:
+            complete, stopped_by = False, str(self._failure).splitlines()[0]
+        self.manifest.complete = complete
+        self.manifest.stopped_by = stopped_by
+        self._try(self.update_manifest)
+        self._try(self._target.close)
+        if self._buffer is not None:
+            self._buffer.trim()
+        self._raise_failure()
+
+    def _try(self, step: Callable[[], object]) -> None:
+        """A step of closing, which goes on after it failed; the first failure is kept."""
+        try:
+            step()
+        except Exception as error:
+            if self._failure is None:
+                failed = isinstance(error, OSError)
+                self._failure = self._refused(error) if failed else error
+
+    def _refused(self, error: OSError) -> RunWriteError:
+        return RunWriteError(
+            f"writing failed: {error.strerror or error}",
+            where=str(self.path),
+            hint=f"{_free_space(error)}choose another place with -o; what was finished before is "
+            f"readable: {command_line('inspect', self._target.place)}",
+        )
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # The background thread, from here on.
+
+    def _work(self) -> None:
+        without_team()
+        try:
+            set_device(self._device)
+        except Exception as error:
+            self._failure = error
+        while True:
+            self._wake.wait(WAKE_SECONDS)
+            self._wake.clear()
+            closing = self._closing  # read before the queue: nothing is put after it is set
+            try:
+                self._take_all()
+                late = time.monotonic() - self._last_flush > SHARD_SECONDS
+                asked = self._flush_asked
+                if self._failure is None and (closing or late or asked):
+                    self._flush()
+                if asked:
+                    self._flush_asked = False
+            except OSError as error:
+                self._failure = self._refused(error)
+            except Exception as error:
+                self._failure = error
+            self._progress.set()
+            if closing:
+                return
+
+    def _take_all(self) -> None:
+        """Everything that waits, in batches that leave room for a shard in between."""
+        shard_bytes = min(SHARD_BYTES, self._limits.shard_bytes)
+        while self._queue:
+            batch, num_bytes = [], 0
+            while self._queue and num_bytes < shard_bytes and len(batch) < BATCH_ITEMS:
+                batch.append(self._queue.popleft())
+                num_bytes += batch[-1][0].num_bytes
+            num, own_bytes = len(batch), sum(entry[1] for entry in batch)
+            try:
+                if self._failure is None:
+                    self._take(batch)
+                    lines = self._pending.line_bytes
+                    if self._pending.num_bytes >= shard_bytes or lines >= self._limits.line_bytes:
+                        self._flush()
+            finally:
+                batch.clear()  # before it is said to be done: its places are free then
+                self._done_bytes += own_bytes
+                self._done_count += num
+                self._progress.set()
+
+    def _take(self, batch: list[tuple]) -> None:
+        slots = [entry[0].slot for entry in batch]  # held until all is done
+        items = [entry[0] for entry in batch]
+        if self._reducer is not None:
+            items = self._reducer.take(items, self._store)
+        self._complete(items)
+        rank = self._rank
+        records = [
+            Record(
+                pass_=pass_,
+                sample=sample,
+                step=step,
+                site=site,
+                order=order,
+                shape=item.shape,
+                dtype=item.dtype,
+                summary=item.summary,
+                place=item.place,
+                xxh3=item.digest,
+                fold=item.fold,
+                sketch=item.sketch,
+                rank=rank,
+                positions=positions,
+                call=call,
+                placement=placement,
+            )
+            for item, _, pass_, sample, step, site, order, positions, call, placement in batch
+        ]
+        self._pending.add_records(records, seen_bytes=sum(entry[0].num_bytes for entry in batch))
+        del slots
+
+    def _complete(self, items: list[Item]) -> None:
+        """Digest, place and summary of items that hold their bytes, which are then let go."""
+        fresh: dict[tuple[bytes, str, tuple], tuple[Item, Piece]] = {}
+        same: list[tuple[Item, Item]] = []
+        for item in items:
+            if not item.has_bytes:  # it was put before, or keeps none
+                continue
+            piece = piece_of_item(item)
+            if item.digest is None:
+                digest = piece.digest()
+                item.digest = digest.hex()
+            else:
+                digest = bytes.fromhex(item.digest)
+            identity = (digest, item.dtype, item.shape)
+            first = fresh.get(identity)
+            if first is not None:
+                same.append((item, first[0]))
+            elif (known := self._stored.find(digest, identity[1:])) is not None:
+                item.place, item.summary = known
+            else:
+                fresh[identity] = (item, piece)
+            item.tensor = None
+        parts = flat_parts(piece for _, piece in fresh.values())
+        kernel = self._limits.kernel
+        summaries = [one for part in parts for one in summarize_many(part, kernel=kernel)]
+        found = zip(fresh.items(), summaries, strict=True)
+        for ((digest, *kind), (item, piece)), summary in found:
+            shard = self._pending.shard
+            item.place, clash = self._pending.add(digest, piece)
+            item.summary = summary
+            self._stored.add(digest, tuple(kind), shard=shard, clash=clash, summary=summary)
+        for item, first in same:
+            item.place, item.summary = first.place, first.summary
+
+    def _store(self, digest: bytes, piece: Piece) -> Place:
+        """Queue bytes that are made beside (a sketch's), and say where they will be."""
+        return self._pending.add(digest, piece)[0]
+
+    def _flush(self) -> None:
+        self._last_flush = time.monotonic()
+        self._pending.write(self._target, self.manifest.sizes)
+
+
+def _printable(value: Any) -> Any:
+    """The value with what UTF-8 cannot hold (undecodable bytes of a file name) replaced."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value
+
+
+def _free_space(error: OSError) -> str:
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return "free some space or " if error.errno in full else ""

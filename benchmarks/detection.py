@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._axis import axis
 from divergence.comparison.api import compare
-from divergence.comparison.blocks.units import build_units
+from divergence.analyses.blocks.units import build_units
 from divergence.recording.api import capture
 from divergence.recording.engines.tiny import build
 

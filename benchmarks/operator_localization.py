@@ -47,8 +47,8 @@ from benchmarks._machines import SWITCHES, Machine
 from benchmarks._operator_faults import FAULTS, site_of
 from benchmarks._trials import upper
 from divergence.comparison.api import compare
-from divergence.comparison.operators.graph import forwards_of
-from divergence.comparison.operators.measure import num_terms
+from divergence.comparison.calls.graph import forwards_of
+from divergence.analyses.operators.errors import num_terms
 from divergence.comparison.result import Report
 from divergence.numerics.pairs.operator import measure_operator
 from divergence.recording.engines.tiny import build

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from divergence._version import __version__
     from divergence.arithmetic.api import probe
     from divergence.comparison.api import compare
-    from divergence.comparison.fleet.many import compare_many
-    from divergence.comparison.fleet.result import Matrix
-    from divergence.comparison.gate.check import check
     from divergence.comparison.result import Report
     from divergence.experiments.localize import localize
     from divergence.experiments.selftest import selftest
     from divergence.experiments.sensitivity import sensitivity
+    from divergence.fleet.many import compare_many
+    from divergence.fleet.result import Matrix
+    from divergence.gate.check import check
     from divergence.ops.replay import replay
     from divergence.ops.repro import repro
     from divergence.recording.api import capture, truth
@@ -53,14 +53,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Matrix": "divergence.comparison.fleet.result",
+    "Matrix": "divergence.fleet.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
     "__version__": "divergence._version",
     "capture": "divergence.recording.api",
-    "check": "divergence.comparison.gate.check",
+    "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
-    "compare_many": "divergence.comparison.fleet.many",
+    "compare_many": "divergence.fleet.many",
     "localize": "divergence.experiments.localize",
     "pack": "divergence.run.storage.packing",
     "probe": "divergence.arithmetic.api",

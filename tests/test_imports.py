@@ -56,7 +56,7 @@ APART = {("recording", "comparison"), ("comparison", "recording")}
 """Level 3 rooms may use each other (ops uses recording's hooks), except these pairs."""
 
 REPORT_READS = (
-    "divergence.comparison.fleet.result",
+    "divergence.fleet.result",
     "divergence.comparison.result",
     "divergence.experiments.localization",
     "divergence.experiments.selftest_result",
@@ -203,14 +203,14 @@ def test_folders_stay_small():
         ("report/tokens.py", "divergence.experiments.explain.explain_token"),
         ("comparison/api.py", "divergence.experiments.explain.explain_token"),
         ("report/sensitivity.py", "divergence.experiments.trials.Trials"),
-        ("comparison/decide/judge.py", "divergence.experiments.trials.Trials"),
+        ("analyses/blocks/find.py", "divergence.experiments.trials.Trials"),
         ("report/html.py", "rich.table.Table"),
         ("recording/hooks/modules.py", "transformers.PreTrainedModel"),
         ("recording/api.py", "typer"),
         ("numerics/pairs/pair.py", "numba.njit"),
         ("utils/misc.py", "divergence.errors.UsageError"),
-        ("comparison/decide/judge.py", "divergence"),
-        ("comparison/decide/judge.py", "divergence.Run"),
+        ("analyses/blocks/find.py", "divergence"),
+        ("analyses/blocks/find.py", "divergence.Run"),
     ],
 )
 def test_the_rules_can_fail(path, target):
@@ -230,9 +230,9 @@ def test_the_rules_can_fail(path, target):
         ("ops/replay.py", "divergence.recording.hooks.modules"),
         ("experiments/explain.py", "divergence.recording.api.capture"),
         ("experiments/explain.py", "divergence.comparison.align.pairs.align"),
-        ("experiments/trials.py", "divergence.comparison.decide.judge"),
+        ("experiments/trials.py", "divergence.analyses.blocks.find"),
         ("experiments/sensitivity.py", "divergence.recording.api"),
-        ("comparison/decide/judge.py", "divergence.numerics.pairs.pair"),
+        ("analyses/blocks/find.py", "divergence.numerics.pairs.pair"),
         ("recording/api.py", "divergence.config.load_settings"),
         ("numerics/pairs/pair.py", "torch"),
     ],

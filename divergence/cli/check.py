@@ -75,7 +75,7 @@ def command(
         return
 
     from divergence.cli.compare import show_report
-    from divergence.comparison.gate.check import check
+    from divergence.gate.check import check
     from divergence.report.machine import check_json
     from divergence.report.outcome import check_lines
     from divergence.report.terminal import print_lines
@@ -113,7 +113,7 @@ def _bless(
     json: bool,
     quiet: bool,
 ) -> None:
-    from divergence.comparison.gate.golden import bless
+    from divergence.gate.golden import bless
     from divergence.report.machine import blessing_json
     from divergence.report.outcome import blessing_lines
     from divergence.report.terminal import print_lines

@@ -21,8 +21,8 @@ from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 
 if TYPE_CHECKING:
-    from divergence.comparison.fleet.result import Matrix
     from divergence.comparison.result import Report
+    from divergence.fleet.result import Matrix
 
 __all__ = ["EPILOG", "command", "show_report"]
 
@@ -180,15 +180,15 @@ def command(
     if name_map is None and candidate is not None:
         name_map = settings("compare").map
 
-    from divergence.comparison.gate.loading import load_policy
     from divergence.comparison.measure.processes import shared_with_ranks
+    from divergence.gate.loading import load_policy
 
     options: dict[str, Any] = {
         "force": force, "name_map": name_map, "truth": truth, "floor": floor or (),
         "thresholds": load_policy(policy).thresholds, "device": device,
     }  # fmt: skip
     if many:
-        from divergence.comparison.fleet.many import compare_many
+        from divergence.fleet.many import compare_many
 
         with shared_with_ranks() as here, progress_bars(quiet=quiet or json) as progress:
             if not here:

@@ -46,7 +46,7 @@ def command(
     """
     import msgspec
 
-    from divergence.comparison.precision.audit import audit_runs
+    from divergence.analyses.precision.audit import audit_runs
     from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
     from divergence.report.machine import strict_json
     from divergence.report.terminal import print_lines

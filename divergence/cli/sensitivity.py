@@ -99,8 +99,8 @@ def command(
     Plants faults of growing size in what the candidate recorded and asks the judge of
     compare each time. The model does not run for it.
     """
-    from divergence.comparison.gate.loading import load_policy
     from divergence.experiments.sensitivity import sensitivity
+    from divergence.gate.loading import load_policy
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
     from divergence.report.terminal import print_lines
 

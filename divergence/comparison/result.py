@@ -7,12 +7,23 @@ this. The JSON form is stable and versioned; numbers that JSON cannot hold
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from divergence.comparison.align.coverage_result import PassCoverage
-from divergence.comparison.operators.result import (
+from divergence.comparison.results.coverage import Coverage, PassCoverage, Skipped
+from divergence.comparison.results.findings import (
+    Check,
+    Claim,
+    Evidence,
+    Finding,
+    Onset,
+    Role,
+    SiteKey,
+    Verdict,
+    VerdictKind,
+)
+from divergence.comparison.results.operators import (
     CausalCheck,
     OperatorResult,
     OperatorsResult,
@@ -21,17 +32,23 @@ from divergence.comparison.operators.result import (
     RegionResult,
     UnmatchedOperator,
 )
-from divergence.comparison.precision.result import AuditedPlace, AuditFinding, AuditResult, AuditRow
-from divergence.comparison.ranks.result import RankShare, ReplicaCheck, ReplicaDiff
-from divergence.comparison.site_result import (
+from divergence.comparison.results.precision import (
+    AuditedPlace,
+    AuditFinding,
+    AuditResult,
+    AuditRow,
+)
+from divergence.comparison.results.preflight import PreflightLine
+from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff
+from divergence.comparison.results.sites import (
     LogitsDiff,
     NonfiniteCount,
     PromptRatio,
     SiteResult,
     TruthDiff,
 )
-from divergence.comparison.suite.result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
-from divergence.comparison.tokens.result import (
+from divergence.comparison.results.suite import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
+from divergence.comparison.results.tokens import (
     Explanation,
     TokenChoice,
     TokenDifference,
@@ -48,10 +65,12 @@ __all__ = [
     "AuditedPlace",
     "CausalCheck",
     "Check",
+    "Claim",
     "Coverage",
     "Estimate",
     "Evidence",
     "Explanation",
+    "Finding",
     "LogitsDiff",
     "NonfiniteCount",
     "Onset",
@@ -67,7 +86,9 @@ __all__ = [
     "ReplicaCheck",
     "ReplicaDiff",
     "Report",
+    "Role",
     "RunSummary",
+    "SiteKey",
     "SiteResult",
     "Skipped",
     "SuiteCase",
@@ -87,104 +108,9 @@ __all__ = [
 
 REPORT_SCHEMA_VERSION = 1
 
-VerdictKind = Literal[
-    "identical",
-    "within_floor",
-    "systematic",
-    "localized",
-    "drift",
-    "nonfinite",
-    "incomparable",
-    "undetermined",
-]
-
 
 class _Part(msgspec.Struct, kw_only=True):
     """Shared options; no fields of its own."""
-
-
-class Onset(_Part, frozen=True, kw_only=True):
-    """The first site, in execution order, where the error is made rather than inherited.
-
-    ``block``: module path of the repeated block the site is or lies in, or None.
-    ``position``: token index of the worst row there, where rows are tokens. ``pass``:
-    where it was found; ``anchored`` is exact.
-    """
-
-    site: str
-    block: str | None
-    sample: int
-    step: int
-    position: int | None
-    pass_: str = msgspec.field(name="pass", default="free")
-
-
-class Evidence(_Part, frozen=True, kw_only=True):
-    """One fact the verdict rests on: a sentence, and its numbers by name. ``block``: one that it
-    points at, to look into, though nothing is beyond a limit there."""
-
-    text: str
-    values: dict[str, float] = {}
-    block: str | None = None
-
-
-class Check(_Part, frozen=True, kw_only=True):
-    """One thing that a verdict's confidence rests on. ``detail``: what is lacking, where it is."""
-
-    name: str
-    state: Literal["met", "failed", "not_made"]
-    detail: str = ""
-
-
-class Verdict(_Part, frozen=True, kw_only=True):
-    """The judgement. ``side``: which run is wrong, where that can be told.
-
-    ``summary``: one line for people. ``checks``: what the confidence is computed from, where it is
-    computed. ``next``: commands that go deeper.
-    """
-
-    kind: VerdictKind
-    summary: str
-    onset: Onset | None = None
-    confidence: Literal["high", "medium", "low"]
-    side: Literal["reference", "candidate", "both", "neither"] | None = None
-    evidence: list[Evidence] = []
-    next: list[str] = []
-    checks: list[Check] = []
-
-
-class PreflightLine(_Part, frozen=True, kw_only=True):
-    """One thing checked before any number. ``detail``: e.g. the first parameters that differ."""
-
-    check: str
-    status: Literal["same", "differs", "blocking"]
-    reference: str
-    candidate: str
-    detail: str | None = None
-
-
-class Skipped(_Part, frozen=True, kw_only=True):
-    """Tensors that were not compared, and why; never counted as passes."""
-
-    pass_: str = msgspec.field(name="pass")
-    sample: int
-    step: int
-    site: str
-    reason: str
-    side: Literal["reference", "candidate", "both"]
-
-
-class Coverage(_Part, frozen=True, kw_only=True):
-    """How much of what was recorded was compared. ``passes``: by pass, what the reference holds
-    and what became of it; the other numbers are sums over pairs of tensors. Operators and tokens
-    are in ``passes`` alone, and in ``num_only_reference`` where the candidate lacks them."""
-
-    num_compared: int
-    num_only_reference: int
-    num_only_candidate: int
-    num_skipped: int
-    unmatched: list[Skipped] = []
-    passes: list[PassCoverage] = []
 
 
 class RunSummary(_Part, frozen=True, kw_only=True):
@@ -210,7 +136,7 @@ class Report(_Part, kw_only=True):
     """The answer of `compare`. ``operators``: None where not both sides recorded any; ``audit``:
     None where neither did; ``replicas``: of each side that several ranks made, its ranks against
     one another; ``suite``: None unless both runs are of an operator suite, which has no
-    other sites."""
+    other sites; ``findings``: what each analysis claimed, of which the verdict was made."""
 
     schema_version: int = REPORT_SCHEMA_VERSION
     tool_version: str
@@ -226,6 +152,7 @@ class Report(_Part, kw_only=True):
     audit: AuditResult | None = None
     replicas: list[ReplicaCheck] = []
     suite: SuiteResult | None = None
+    findings: list[Finding] = []
 
     def __repr__(self) -> str:
         """``<Report a b: localized>``: all fields are megabytes."""

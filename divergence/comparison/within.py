@@ -12,20 +12,26 @@ Only tensors whose rows are tokens (axis 1) have a row to compare. Others are sk
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import msgspec
 
-from divergence.comparison.align.pairs import Alignment, Pair, Piece
+from divergence.comparison.align.pairs import Alignment, Pair, Piece, why_nothing
 from divergence.comparison.decide.advice import WithinAdvice
-from divergence.comparison.result import Skipped, Verdict
-from divergence.errors import UsageError
+from divergence.comparison.measured import Measured
+from divergence.comparison.measuring import measure_tensors, run_notes
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.result import Report
+from divergence.comparison.results.coverage import Skipped
+from divergence.errors import IncomparableError, UsageError
+from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
 from divergence.run.untrusted.command import command_line
 
-__all__ = ["align_within", "check_alone", "explain_within"]
+__all__ = ["align_within", "check_alone", "compare_within", "explain_within"]
 
 WHAT = "decode steps with the cache against one forward over the whole sequence"
 
@@ -84,17 +90,40 @@ def check_alone(*, truth: object, floor: object, name_map: object) -> None:
         )
 
 
-def explain_within(verdict: Verdict) -> Verdict:
-    """The verdict's sentence with what was compared in front of it; one run is made again in
-    float32 where two would be escalated."""
-    summary = verdict.summary.replace("the runs differ", "they differ")
+def compare_within(
+    run: Run, thresholds: Thresholds, progress: Callable[..., None] | None
+) -> Measured:
+    """The run's decode steps with the cache, measured against its whole pass."""
+    alignment = align_within(run)
+    if not alignment.pairs:
+        raise IncomparableError(
+            "nothing was compared: the decode steps and the whole pass share no rows of tokens",
+            where=str(run.path),
+            hint=why_nothing(alignment),
+        )
+    measured = measure_tensors(
+        run, run, alignment, inputs=run, thresholds=thresholds, progress=progress
+    )
+    unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
+    return replace(
+        measured, alignment=replace(alignment, notes=[]), preflight=preflight(run, run),
+        advice=WithinAdvice(run), missing=len(unmatched), notes=run_notes(run, run, alignment),
+    )  # fmt: skip
+
+
+def explain_within(report: Report) -> Report:
+    """The report's sentences with what was compared in front; one run is made again in float32
+    where two would be escalated."""
+    verdict = report.verdict
     evidence = [
         msgspec.structs.replace(
             fact, text=fact.text.replace("without an escalated pass", "unless made in float32")
         )
         for fact in verdict.evidence
     ]
-    return msgspec.structs.replace(verdict, summary=f"{WHAT}: {summary}", evidence=evidence)
+    summary = f"{WHAT}: {verdict.summary.replace('the runs differ', 'they differ')}"
+    verdict = msgspec.structs.replace(verdict, summary=summary, evidence=evidence)
+    return msgspec.structs.replace(report, verdict=verdict)
 
 
 def _nothing_whole(run: Run) -> UsageError:

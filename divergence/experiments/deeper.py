@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from divergence.comparison.api import Measured
 from divergence.comparison.decide.advice import Advice, beside
+from divergence.comparison.measured import Measured
 from divergence.numerics.rounding.chance import spread
 from divergence.run.untrusted.command import command_line
 
@@ -15,7 +15,7 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     and more tokens where so few are judged that chance widens the limits."""
     a, b = measured.reference, measured.candidate
     advice, commands = Advice(a, b), []
-    known, narrow = measured.truth is not None, measured.case.narrow
+    known, narrow = measured.truth is not None, measured.narrow
     here, there = str(a.path), str(b.path)
     truth = str(measured.truth.run.path) if known else beside(here, "-truth")
     candidate = None if made_here else there

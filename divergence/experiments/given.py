@@ -7,8 +7,8 @@ or where it comes from. Nothing is said of what was not recorded.
 
 from __future__ import annotations
 
-from divergence.comparison.operators.graph import Node, forwards_of
-from divergence.comparison.operators.operands import given_inputs
+from divergence.analyses.operators.operands import given_inputs
+from divergence.comparison.calls.graph import Node, forwards_of
 from divergence.comparison.result import OperatorResult, OtherInput
 from divergence.run.reader import Run
 

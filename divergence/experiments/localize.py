@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
-from divergence.comparison.operators.verdict import onset_result
 from divergence.comparison.preflight.owner import Disagreement, disagreement
 from divergence.comparison.result import Onset, Report
 from divergence.errors import UsageError
@@ -251,7 +251,7 @@ def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
 
 
 def _is_outside(onset: Onset) -> bool:
-    """Between modules, or behind the last of them (decide.ends)?"""
+    """Between modules, or behind the last of them (ends.find)?"""
     path, _, port = onset.site.partition(":")
     at_the_edge = port.startswith("in") and onset.block in (None, path)
     return onset.pass_ == "free" and (at_the_edge or path == ROOT)

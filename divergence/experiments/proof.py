@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
-from divergence.comparison.operators.result import CausalCheck
-from divergence.comparison.operators.verdict import onset_result
 from divergence.comparison.result import Report, SiteResult
+from divergence.comparison.results.operators import CausalCheck
 from divergence.errors import DivergenceError
 from divergence.experiments.given import stands_alone
 from divergence.experiments.localization import OwnError

@@ -294,7 +294,7 @@ def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> str:
     verdict = report.verdict
     if verdict.kind not in (*_HEALTHY, *also):
         raise _Failed(f"{verdict.kind}: {verdict.summary}")
-    used = max((site.strain for site in report.sites if site.strain is not None), default=0.0)
+    used = max((s.limit_usage for s in report.sites if s.limit_usage is not None), default=0.0)
     worst = max((s.rel_l2 for s in report.sites if s.pass_ == "anchored"), default=0.0)
     told = f"{verdict.kind}, {_num_compared(report)} tensors, "
     return told + f"rel L2 of blocks up to {worst:.1e}, {used:.2f} of a limit"

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from divergence._version import __version__
-from divergence.comparison.api import measure_runs, summary_of
-from divergence.comparison.decide.judge import judge
+from divergence.comparison.api import measure_runs
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Verdict
+from divergence.comparison.run_summary import summary_of
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.confirm import confirm_sizes
 from divergence.experiments.deeper import deeper
@@ -215,7 +215,7 @@ def _healthy(
             "that follow it",
             hint=command_line("capture", like=a.path, o="CANDIDATE"),
         )
-    verdict = judge(measured.case, thresholds=thresholds)
+    verdict = trials.verdict_of(measured)
     if verdict.kind not in _HEALTHY:
         again = command_line(
             "compare", a.path, b.path, truth=measured.truth and measured.truth.run.path,

@@ -16,13 +16,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from divergence.analyses.blocks.find import find as find_in_blocks
 from divergence.comparison.align.pairs import Pair
-from divergence.comparison.api import Measured
-from divergence.comparison.decide.judge import judge
+from divergence.comparison.answer import applying
+from divergence.comparison.decide.decide import decide
 from divergence.comparison.measure.escalated import compare_escalated
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import inputs_of
+from divergence.comparison.measured import Measured
 from divergence.comparison.result import SiteResult, Verdict
 from divergence.experiments.faults import Fault
 from divergence.experiments.overlay import Overlay
@@ -50,6 +52,12 @@ class Trials:
 
     def __init__(self, measured: Measured, *, thresholds: Thresholds = THRESHOLDS) -> None:
         self.measured, self._thresholds = measured, thresholds
+        self._unchanged = [
+            finding
+            for one in applying(measured, ("tokens", "ends"))
+            if one.find is not None
+            for finding in one.find(measured).findings
+        ]
         self._a, self._b = measured.reference, measured.candidate
         self._inputs = inputs_of(self._a, self._b) or self._a
         notes = self._a.manifest.plan.modules
@@ -59,7 +67,7 @@ class Trials:
             note = notes.get(module_of(pair.reference.record.site))
             if pair.pass_ == "anchored" and port == "out" and note and note.role == "block":
                 self._pairs.setdefault(module_of(path), []).append(pair)
-        self.escalated = any(_of_candidate(site) for site in measured.case.sites)
+        self.escalated = any(_of_candidate(site) for site in measured.sites)
         self.num_trials = 0
         self._channels: dict[str, int] = {}
 
@@ -84,7 +92,7 @@ class Trials:
         """The verdict with this fault. ``escalated``: planted in and judged with the escalated
         pass too; else that pass is left out."""
         self.num_trials += 1
-        measured, case = self.measured, self.measured.case
+        measured = self.measured
         pairs = self._pairs[block]
         site = pairs[0].reference.record.site
         records = {pair.candidate.record.coordinates: pair.candidate.record for pair in pairs}
@@ -97,7 +105,7 @@ class Trials:
             truth=measured.truth,
         )
         changed = [_with_record(pair, overlay) for pair in pairs]
-        sites = [s for s in case.sites if s.pass_ == "free" or (
+        sites = [s for s in measured.sites if s.pass_ == "free" or (
             s.pass_ == "anchored" and s.site != site)]  # fmt: skip
         sites += _measure(measurer, changed)
         if escalated:
@@ -108,11 +116,17 @@ class Trials:
             theirs = {result.site for result in again}
             sites += again
             sites += [
-                s for s in case.sites
+                s for s in measured.sites
                 if s.pass_ == "escalated" and not (_of_candidate(s) and s.site in theirs)
             ]  # fmt: skip
-        tallies = case.tallies and case.tallies.with_changed(measurer.tallies)
-        return judge(replace(case, sites=sites, tallies=tallies), thresholds=self._thresholds)
+        tallies = measured.tallies and measured.tallies.with_changed(measurer.tallies)
+        return self.verdict_of(replace(measured, sites=sites, tallies=tallies))
+
+    def verdict_of(self, measured: Measured) -> Verdict:
+        """What the blocks, the ends and the tokens say together. The ends and the tokens are those
+        of the pair as it is: no trial changes them."""
+        findings = [*find_in_blocks(measured).findings, *self._unchanged]
+        return decide(findings, measured.preflight).verdict
 
     def _changed(
         self, block: str, fault: Fault, size: float, records, escalated: bool

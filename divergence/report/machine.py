@@ -27,7 +27,7 @@ __all__ = ["blessing_json", "check_json", "csv_columns", "strict_json", "write_c
 
 
 def check_json(result: Any) -> str:
-    """The answer of `check`, a CheckResult of divergence.comparison.gate.check.
+    """The answer of `check`, a CheckResult of divergence.gate.check.
 
     Its report is the one that `compare --json` gives.
     """
@@ -47,7 +47,7 @@ def check_json(result: Any) -> str:
 
 
 def blessing_json(blessing: Any) -> str:
-    """The answer of `check --bless`, a Blessing of divergence.comparison.gate.golden."""
+    """The answer of `check --bless`, a Blessing of divergence.gate.golden."""
     return strict_json(
         {"schema_version": REPORT_SCHEMA_VERSION, "blessed": msgspec.to_builtins(blessing)}
     )

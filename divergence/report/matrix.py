@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from divergence.comparison.fleet.result import Matrix, MatrixRow
+from divergence.fleet.result import Matrix, MatrixRow
 from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
 from divergence.report.numbers import count, decimal, share, times
 from divergence.report.summary import VERDICT_STYLES
@@ -130,7 +130,7 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
         mark = (">" if odd else " ") + _MARKS.get(state, " ")
         lines.append(line(f" {mark} ", (_joined(cells, widths), style)))
     if hidden:
-        most = max(matrix.rows[number - 1].strain or 0.0 for number in hidden)
+        most = max(matrix.rows[number - 1].limit_usage or 0.0 for number in hidden)
         said = f"  … {len(hidden):,} more that agree, at most {times(most)} of a limit (--all)"
         lines.append(line((said, "dim")))
     lines.append(line(("    each against the first; > odd, ! diverged, ? not told", "dim")))
@@ -151,7 +151,7 @@ def _cells(row: MatrixRow) -> tuple[str, ...]:
         row.verdict or ("unreadable" if run is None else "not compared"),
         "-" if onset is None else onset.block or onset.site,
         row.side or "-",
-        times(row.strain),
+        times(row.limit_usage),
         decimal(row.logits_rel_l2),
         share(row.top1_agreement),
         tokens,

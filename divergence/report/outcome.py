@@ -1,6 +1,6 @@
 """What `check` says before it shows the report: passed or failed, or blessed.
 
-CheckResult and Blessing come from divergence.comparison.gate.check and .golden, which open
+CheckResult and Blessing come from divergence.gate.check and .golden, which open
 runs and are therefore not imported here.
 """
 
@@ -21,7 +21,7 @@ def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> l
     """PASSED or FAILED with each rule that is not met and each known difference, then the report
     it rests on; ``brief``: without that.
 
-    ``result``: a CheckResult of divergence.comparison.gate.check, which may open runs and is
+    ``result``: a CheckResult of divergence.gate.check, which may open runs and is
     therefore not imported here.
     """
     policy = result.policy
@@ -66,7 +66,7 @@ def _known_lines(result: Any) -> list[Line]:
 def blessing_lines(blessing: Any) -> list[Line]:
     """What became the golden, what it replaces and how the two differ.
 
-    ``blessing``: a Blessing of divergence.comparison.gate.check.
+    ``blessing``: a Blessing of divergence.gate.check.
     """
     lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
     if blessing.previous is None:

@@ -10,7 +10,7 @@ from divergence.arithmetic.notebook import Notebook
 from divergence.arithmetic.order import find_order, typical_error
 from divergence.arithmetic.orders import note_finding
 from divergence.arithmetic.trees import balanced, sequential
-from divergence.comparison.arithmetic.facts import expected_w
+from divergence.comparison.facts import expected_w
 from divergence.run.schema.arithmetic import ArithmeticFact
 
 

@@ -178,8 +178,8 @@ def test_the_policy_can_be_a_setting(invoke, answering, reports, tmp_path, monke
 
 def test_bless_tells_what_changes(invoke, monkeypatch):
     """The answer to --bless is what the golden is now, was before, and how they differ."""
-    from divergence.comparison.gate import golden
-    from divergence.comparison.gate.golden import Blessing
+    from divergence.gate import golden
+    from divergence.gate.golden import Blessing
 
     blessing = Blessing(
         golden="golden",
@@ -206,8 +206,8 @@ def test_bless_tells_what_changes(invoke, monkeypatch):
 def matching(monkeypatch, reports):
     """``matching(*kinds)`` makes compare_many() return rows of these verdicts (None: unreadable);
     returns its calls."""
-    from divergence.comparison.fleet import many
-    from divergence.comparison.fleet.result import Camp, Matrix, MatrixRow
+    from divergence.fleet import many
+    from divergence.fleet.result import Camp, Matrix, MatrixRow
 
     def answer(*kinds):
         rows = [

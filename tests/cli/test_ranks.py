@@ -63,7 +63,7 @@ def test_errors_are_held_back_until_rank_0_had_its_say(as_rank, monkeypatch, cap
 )
 def test_faults_are_said_by_who_has_them(as_rank, monkeypatch, error, code, said):
     """With the rank's number, once."""
-    from divergence.comparison.gate import loading
+    from divergence.gate import loading
 
     def fail(_):
         raise error
@@ -77,7 +77,7 @@ def test_faults_are_said_by_who_has_them(as_rank, monkeypatch, error, code, said
 
 def test_nobody_waits_after_ctrl_c(as_rank, monkeypatch, capsys):
     """It is said once, by rank 0, and all end at once."""
-    from divergence.comparison.gate import loading
+    from divergence.gate import loading
 
     def stop(_):
         raise KeyboardInterrupt

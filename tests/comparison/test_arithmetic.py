@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from divergence.comparison.arithmetic.facts import expected_w, explain_arithmetic
-from divergence.comparison.arithmetic.probes import judge_probes
+from divergence.comparison.facts import expected_w, explain_arithmetic
+from divergence.analyses.arithmetic.find import judge_probes
 from divergence.comparison.decide.case import Case
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import (

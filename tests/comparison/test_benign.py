@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.blocks.units import build_units, flag
+from divergence.analyses.blocks.units import build_units, flag
 from divergence.recording.api import capture
 from divergence.recording.engines import tiny
 from divergence.run.reader import Run

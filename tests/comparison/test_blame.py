@@ -8,9 +8,9 @@ import statistics
 import pytest
 import torch
 
-from divergence.comparison.blocks.blame import forward_controls, questions
-from divergence.comparison.blocks.standing import standing_of
-from divergence.comparison.decide.figures import figure
+from divergence.analyses.blocks.blame import forward_controls, questions
+from divergence.comparison.measure.truth_stats import standing_of
+from divergence.comparison.figures import figure
 from divergence.comparison.measure.truth import Tally
 from divergence.comparison.result import SiteResult
 from divergence.numerics.pairs.against import measure_against

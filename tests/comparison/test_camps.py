@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.comparison.fleet.camps import (
+from divergence.fleet.agreement import (
     agreement_text,
     agrees,
     find_camps,

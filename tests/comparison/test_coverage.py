@@ -12,7 +12,7 @@ import torch
 from divergence.comparison.align.coverage import UNACCOUNTED
 from divergence.comparison.align.kinds import kinds_of
 from divergence.comparison.api import compare
-from divergence.comparison.gate.check import check
+from divergence.gate.check import check
 from divergence.errors import IncomparableError, UsageError
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

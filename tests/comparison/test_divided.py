@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.fleet.camps import fingerprints
-from divergence.comparison.fleet.many import compare_many
+from divergence.fleet.agreement import fingerprints
+from divergence.fleet.many import compare_many
 from divergence.errors import IncomparableError
 from divergence.numerics.summaries.fold import fold_tensor
 from divergence.run.ranks.unshard import unsharded

@@ -7,9 +7,9 @@ import torch
 
 import divergence.recording.api as capture_api
 from divergence.comparison.api import compare
-from divergence.comparison.blocks.drift import find_drift
-from divergence.comparison.gate.check import check
-from divergence.comparison.tokens import sampling
+from divergence.analyses.blocks.drift import find_drift
+from divergence.gate.check import check
+from divergence.analyses.ends import sampling
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

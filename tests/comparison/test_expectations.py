@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.precision.expectations import FAMILIES, expectation, family_of, is_below
-from divergence.comparison.precision.result import PARTS
+from divergence.analyses.precision.expectations import FAMILIES, expectation, family_of, is_below
+from divergence.comparison.results.precision import PARTS
 
 MODELS = Path(importlib.util.find_spec("transformers").origin).parent / "models"
 

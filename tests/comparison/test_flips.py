@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.blocks.drift import find_drift
-from divergence.comparison.gate.check import evaluate, is_tie
-from divergence.comparison.gate.policy import Policy
-from divergence.comparison.tokens import deciding
-from divergence.comparison.tokens.choices import compare_tokens
-from divergence.comparison.tokens.flips import TIE
+from divergence.analyses.blocks.drift import find_drift
+from divergence.gate.check import evaluate, is_tie
+from divergence.gate.policy import Policy
+from divergence.analyses.tokens import deciding
+from divergence.analyses.tokens.measure import compare_tokens
+from divergence.analyses.tokens.flips import TIE
 from divergence.numerics.pairs.logits import kl_divergence, logit_error
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.recording.api import capture

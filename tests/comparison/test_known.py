@@ -7,8 +7,8 @@ import datetime
 import msgspec
 import pytest
 
-from divergence.comparison.gate.check import check, evaluate
-from divergence.comparison.gate.policy import Policy
+from divergence.gate.check import check, evaluate
+from divergence.gate.policy import Policy
 from divergence.recording.api import capture
 from divergence.report.machine import check_json
 from divergence.report.outcome import check_lines

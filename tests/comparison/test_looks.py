@@ -8,9 +8,9 @@ import statistics
 import numpy as np
 import pytest
 
-from divergence.comparison.blocks.looks import controls
-from divergence.comparison.blocks.units import build_units, flag
-from divergence.comparison.decide.evidence import only_in
+from divergence.analyses.blocks.looks import controls
+from divergence.analyses.blocks.units import build_units, flag
+from divergence.analyses.blocks.evidence import only_in
 from divergence.comparison.result import PromptRatio, SiteResult
 from divergence.numerics.rounding.chance import spread
 
@@ -167,7 +167,7 @@ def test_the_limit_of_the_largest_holds_for_the_number_of_looks():
 def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
     """Of a golden of decode steps alone: compare and check say what they have not seen."""
     from divergence.comparison.api import compare
-    from divergence.comparison.gate.check import check
+    from divergence.gate.check import check
     from divergence.recording.api import capture
     from divergence.recording.engines.tiny import build
 

@@ -14,7 +14,7 @@ import torch
 
 import divergence
 from divergence.comparison.api import compare
-from divergence.comparison.fleet.many import compare_many
+from divergence.fleet.many import compare_many
 from divergence.errors import RunFormatError, UsageError
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

@@ -12,7 +12,7 @@ import torch
 
 from divergence.comparison.align.pairs import align
 from divergence.comparison.api import compare
-from divergence.comparison.fleet.many import compare_many
+from divergence.fleet.many import compare_many
 from divergence.comparison.measure import pipeline as measuring
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer

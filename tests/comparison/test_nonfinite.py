@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.blocks.nonfinite import find_nonfinite
+from divergence.analyses.blocks.nonfinite import find_nonfinite
 from divergence.comparison.decide.case import Case
-from divergence.comparison.gate.golden import bless
+from divergence.gate.golden import bless
 from divergence.comparison.result import NonfiniteCount
 from divergence.errors import UsageError
 from divergence.recording.api import capture

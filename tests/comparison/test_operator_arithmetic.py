@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.arithmetic.facts import Explained
-from divergence.comparison.operators.arithmetic import with_arithmetic
-from divergence.comparison.operators.result import OperatorResult, OperatorsResult
+from divergence.comparison.facts import Explained
+from divergence.analyses.operators.arithmetic import with_arithmetic
+from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.comparison.result import Evidence, Verdict
 from divergence.run.schema.arithmetic import ArithmeticFact, subjects_of
 

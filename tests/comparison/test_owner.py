@@ -8,8 +8,8 @@ import pytest
 
 from divergence.comparison.api import compare
 from divergence.comparison.decide.contradiction import contradicts
-from divergence.comparison.operators.result import OperatorResult, OperatorsResult
-from divergence.comparison.operators.verdict import with_operators
+from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+from divergence.analyses.operators.find import with_operators
 from divergence.comparison.preflight.owner import disagreement, other_code, replaced_in, with_owner
 from divergence.comparison.result import Evidence, Onset, Verdict
 from divergence.errors import IncomparableError

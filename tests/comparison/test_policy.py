@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.comparison.gate.check import check, coverage_share, evaluate
-from divergence.comparison.gate.golden import bless
-from divergence.comparison.gate.loading import load_policy
-from divergence.comparison.gate.policy import Policy, Tolerance
+from divergence.gate.check import check, coverage_share, evaluate
+from divergence.gate.golden import bless
+from divergence.gate.loading import load_policy
+from divergence.gate.policy import Policy, Tolerance
 from divergence.comparison.result import Coverage, PassCoverage, Report
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError

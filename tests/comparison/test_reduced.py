@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.gate.check import check
+from divergence.gate.check import check
 from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
 from divergence.numerics.summaries.fold import fold_tensor

@@ -13,7 +13,7 @@ import torch
 
 from divergence import Run, capture, compare
 from divergence import truth as make_truth
-from divergence.comparison.suite.measure import Truths, between, excess, look
+from divergence.analyses.suite.measure import Truths, between, excess, look
 from divergence.errors import IncomparableError, UsageError
 
 _spec = importlib.util.spec_from_file_location(

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from divergence.comparison.blocks.units import build_units, flag
+from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.result import SiteResult
 from divergence.numerics.rounding.floor import THRESHOLDS
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.blocks.units import build_units, flag
+from divergence.analyses.blocks.units import build_units, flag
 from divergence.errors import UsageError
 from divergence.recording.api import capture
 

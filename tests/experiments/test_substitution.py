@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.gate.golden import bless
+from divergence.gate.golden import bless
 from divergence.errors import RunExistsError, UsageError
 from divergence.recording.api import capture
 from divergence.report.capturing import captured_lines

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.gate.check import check
+from divergence.gate.check import check
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.site import (

@@ -8,8 +8,8 @@ import json
 
 import msgspec
 
-from divergence.comparison.gate.check import evaluate
-from divergence.comparison.gate.policy import Policy
+from divergence.gate.check import evaluate
+from divergence.gate.policy import Policy
 from divergence.comparison.result import Estimate, TruthDiff
 from divergence.report.machine import check_json, csv_columns, strict_json, write_csv
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.comparison.suite.result import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
+from divergence.comparison.results.suite import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
 from divergence.report.suite import suite_lines
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.gate.check import evaluate
-from divergence.comparison.gate.policy import Policy
+from divergence.gate.check import evaluate
+from divergence.gate.policy import Policy
 from divergence.comparison.result import Coverage, Evidence, Skipped
 from divergence.report.lines import MAX_WIDTH, fold, line, prose
 from divergence.report.outcome import check_lines

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.gate.golden import bless
+from divergence.gate.golden import bless
 from divergence.errors import RunFormatError
 from divergence.run.reader import Run
 from divergence.run.storage.packing import pack, unpack

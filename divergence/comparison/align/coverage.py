@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from divergence.comparison.align.coverage_result import PassCoverage
 from divergence.comparison.align.kinds import kinds_of
 from divergence.comparison.align.names import NameMap
 from divergence.comparison.align.pairs import Alignment, Piece, compared_passes, indexed
-from divergence.comparison.operators.result import OperatorsResult
 from divergence.comparison.result import SiteResult, Skipped, TokensResult
+from divergence.comparison.results.coverage import PassCoverage
+from divergence.comparison.results.operators import OperatorsResult
 from divergence.config import BUILTIN_SITES
 from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
@@ -248,7 +248,7 @@ class _Ledger:
             self._lacks(pass_, sample, step, site, reason)
 
     def operators(self) -> None:
-        """Of operators the module and forward count: the calls may differ (operators.match)."""
+        """Of operators the module and forward count: the calls may differ (calls.match)."""
         lone = set()
         if self._operators is not None:
             lone = {one.site for one in self._operators.unmatched if one.side == "reference"}

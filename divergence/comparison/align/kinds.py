@@ -20,7 +20,7 @@ Kind = Literal["tensor", "operator", "weight", "whole"]
 
 def kinds_of(run: Run) -> Callable[[Record], Kind]:
     """What a record of the run is, and with that how it is compared: an ``operator``'s by its
-    place in the sequence of calls, which may differ (operators.match); a ``weight``, stored for
+    place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
     replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
     (comparison.within); any other ``tensor`` with the one at the same site.
 

@@ -4,7 +4,7 @@ By (pass, sample, step, site). What has no partner is listed with its reason and
 never a pass. A batch is split into its samples where the other run formed other
 batches, so that a batched run can be compared with a run of single prompts.
 
-Operators are matched elsewhere (operators.match). A replay holds nothing else: its operators each
+Operators are matched elsewhere (calls.match). A replay holds nothing else: its operators each
 got the inputs that its source recorded, so the source and other replays of it are its partners.
 """
 
@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from divergence.comparison.align.fed import last_comparable_steps, why_no_step
 from divergence.comparison.align.kinds import kinds_of
 from divergence.comparison.align.names import NameMap, find_prefix
 from divergence.comparison.result import Skipped
-from divergence.comparison.tokens.fed import last_comparable_steps, why_no_step
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record

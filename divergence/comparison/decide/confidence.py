@@ -10,13 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from divergence.comparison.blocks.units import Unit
-from divergence.comparison.result import Check
+from divergence.comparison.results.findings import Check
 
-__all__ = ["RANK", "check", "checks_of", "confidence_of"]
+__all__ = ["RANK", "check", "confidence_of"]
 
 RANK = {"low": 0, "medium": 1, "high": 2}
-_BASIS = frozenset({"anchored", "measured"})
+_BASIS = frozenset(
+    {
+        "anchored",  # seen where both sides got the same inputs
+        "measured",  # by how much the two differ is known
+        "told_by_truth",  # of operators: held against the truth, not against the other side
+        "one_side_alone",  # between modules: one side hands on what it got
+        "agreement",  # no level blames the other side
+        "same_experiment",  # nothing that blocks a comparison was overridden
+        "two_runs",  # the two are not one run
+    }
+)
 """Where one of these failed nothing better than low is left."""
 
 
@@ -32,14 +41,3 @@ def check(name: str, met: bool, lacking: str, *, made: bool = True) -> Check:
     if met:
         return Check(name=name, state="met")
     return Check(name=name, state="failed" if made else "not_made", detail=lacking)
-
-
-def checks_of(unit: Unit) -> list[Check]:
-    """What a verdict about one site rests on: equal inputs, and an error clearly over its limit."""
-    return [
-        check("anchored", unit.pass_ != "free", "judged from free runs alone: no anchored pass"),
-        check(
-            "clear", unit.margin > 2,
-            f"{unit.margin:.1f} × its limit; above 2 × it would be high",
-        ),
-    ]  # fmt: skip

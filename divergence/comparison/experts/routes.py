@@ -1,9 +1,4 @@
-"""Experts: what the tokens that are far off have in common, where a block has experts.
-
-One expert of many that is wrong shows in the tokens that were sent to it, and in no other. So where
-all tokens beyond the limit share an expert, it is named; tokens that went there and are fine
-speak against it and are counted. Rerouted tokens (experts.routing) are in none of the counts.
-"""
+"""Routes: each judged token's error and the experts that it was sent to."""
 
 from __future__ import annotations
 
@@ -11,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from divergence.comparison.experts.routing import Routed
-from divergence.comparison.result import Evidence, SiteResult, Verdict
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.pairs.metrics import RowMetrics
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Routes", "kept_rows", "routing_notes", "with_experts"]
+__all__ = ["Routes", "kept_rows", "route_key", "routing_notes"]
 
 
 def kept_rows(rows: RowMetrics, routed: Routed) -> RowMetrics:
@@ -47,55 +40,11 @@ class Routes:
         if routed.margin is not None:
             self.margin = max(routed.margin, self.margin or 0.0)
         if ratio is not None and routed.experts is not None and len(ratio) == len(routed.experts):
-            self.found[_key(result)] = ratio, routed.experts
+            self.found[route_key(result)] = ratio, routed.experts
 
 
-def _key(result: SiteResult) -> tuple:
+def route_key(result: SiteResult) -> tuple:
     return result.of, result.pass_, result.sample, result.step, result.site
-
-
-def with_experts(verdict: Verdict, sites: Sequence[SiteResult], routes: Routes) -> Verdict:
-    """The verdict with the expert that its onset's tokens share, if they share one."""
-    onset = verdict.onset
-    if onset is None or onset.block is None:
-        return verdict
-    mine = [
-        s for s in sites
-        if s.site == onset.site and s.pass_ == onset.pass_ and _key(s) in routes.found
-        and (s.of is None or s.of == verdict.side)
-    ]  # fmt: skip
-    said = _shared(mine, routes)
-    if said is None:
-        return verdict
-    return msgspec.structs.replace(
-        verdict, evidence=[*verdict.evidence[:1], said, *verdict.evidence[1:]]
-    )
-
-
-def _shared(results: Sequence[SiteResult], routes: Routes) -> Evidence | None:
-    off: list[set[int]] = []
-    fine: list[set[int]] = []
-    for result in results:
-        ratio, experts = routes.found[_key(result)]
-        for value, chosen in zip(ratio.tolist(), experts.tolist(), strict=True):
-            if value != value:
-                continue  # not judged
-            (off if value > (result.limit or 0.0) else fine).append(set(chosen))
-    if not off or not fine:
-        return None
-    shared = set.intersection(*off)
-    # an expert that most tokens go to is shared by whatever is wrong
-    named = sorted(e for e in shared if sum(e in chosen for chosen in fine) <= len(off) // 2)
-    if not named:
-        return None
-    there = sum(any(e in chosen for e in named) for chosen in fine)
-    tokens = "token" if len(off) == 1 else f"{len(off)} tokens"
-    all_ = "" if len(off) == 1 else "all "
-    text = f"the {tokens} beyond the limit {all_}went to expert" + (
-        f" {named[0]}" if len(named) == 1 else f"s {', '.join(map(str, named))}"
-    )
-    text += f"; of the {len(fine)} that are fine, {there or 'none'} did"
-    return Evidence(text=text, values={"num_tokens": len(off), "num_fine": there})
 
 
 def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:

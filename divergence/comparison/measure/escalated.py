@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from divergence.comparison.align.pairs import Alignment, Pair, pieces_in, why_no_pair
 from divergence.comparison.experts.routes import Routes
 from divergence.comparison.measure.floors import ModelFloor
@@ -101,9 +103,9 @@ def _measured(
                                  pair.reference.record.order))  # fmt: skip
     float32 = format_named("float32")
     measurer = Measurer(one, two, ModelFloor(thresholds), inputs=inputs, work=float32)
-    results = measure(measurer, pairs, progress)
-    for result in results:
-        result.of = of
+    results = [
+        msgspec.structs.replace(result, of=of) for result in measure(measurer, pairs, progress)
+    ]
     if routes is not None:
         routes.take(measurer.routes, of)
     return results

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from divergence.comparison.align.pairs import Pair
 from divergence.comparison.align.pieces import Pieces, same_positions
-from divergence.comparison.blocks.looks import num_rows
 from divergence.comparison.experts.routes import Routes, kept_rows
 from divergence.comparison.experts.routing import Routing
 from divergence.comparison.measure.floors import Floor, row_floor
@@ -29,7 +30,7 @@ from divergence.comparison.measure.site_fields import (
     shared_fields,
 )
 from divergence.comparison.measure.truth import Tallies, Truth, truth_diff
-from divergence.comparison.result import LogitsDiff, PromptRatio, SiteResult
+from divergence.comparison.results.sites import LogitsDiff, PromptRatio, SiteResult, num_rows
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
 from divergence.numerics.pairs.against import AgainstTruth, measure_against, with_rounding
@@ -186,9 +187,7 @@ class Measurer:
         }
         if found is None or (equal_by_record(pair) and self.reading.has_both(pair)):
             result = self._identical(pair, place)
-            if found is not None:
-                self._tally(result, found, pair)
-            return result
+            return result if found is None else self._with_truth(result, found, pair)
         # a sketch's rows are all that lies behind the first two axes
         rows = found.shape if found.estimate is None else (*found.shape[:2], 1)[: len(found.shape)]
         sample, position = self._pieces.locate(pair.reference, rows, found.metrics.worst_row)
@@ -205,21 +204,21 @@ class Measurer:
             at_least=found.least,
         )
         if result.rel_l2 is not None:
-            self._judge_routed(pair, result, found)
-        self._tally(result, found, pair)
-        return result
+            result = self._with_ratios(pair, result, found)
+        return self._with_truth(result, found, pair)
 
-    def _tally(self, result: SiteResult, found: Found, pair: Pair) -> None:
-        """Note how far both sides are from the truth."""
+    def _with_truth(self, result: SiteResult, found: Found, pair: Pair) -> SiteResult:
+        """How far both sides are from the truth, noted in the tallies too."""
         against = found.against
         if against is None:
-            return
-        result.truth = truth_diff(against)
+            return result
+        result = msgspec.structs.replace(result, truth=truth_diff(against))
         floor = self._row_floor(pair, result, against.norm, against.update)
         if floor is not None:
             if self._reference.manifest.model.dtype != self._candidate.manifest.model.dtype:
                 against = with_rounding(against, floor)
             self.tallies.add(result, against, floor)
+        return result
 
     def _row_floor(
         self, pair: Pair, result: SiteResult, norm: torch.Tensor, update: torch.Tensor | None
@@ -232,39 +231,41 @@ class Measurer:
     def _identical(self, pair: Pair, place: dict) -> SiteResult:
         record = pair.reference.record
         result = identical_site(record, place)
+        more: dict[str, Any] = {"num_rerouted": 0 if self.routing.is_known(pair) else None}
         if result.nonfinite is not None and self._reference.has_bytes(record):
             mask = self._pieces.row_mask(pair.reference, record.shape)
             if mask is not None:  # the statistics count rows of padding, too
-                result.nonfinite = nonfinite_in(self._reference.read(record), mask)
-        result.num_rerouted = 0 if self.routing.is_known(pair) else None
+                more["nonfinite"] = nonfinite_in(self._reference.read(record), mask)
         if result.ulp_format is not None:
-            result.ratio = result.ratio_max = 0.0
             members = self._pieces.members(pair.reference, result.shape)
             rows = num_rows(result) // max(1, len(members))
-            result.prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=rows) for n in members]
-        return result
+            prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=rows) for n in members]
+            more |= {"ratio": 0.0, "ratio_max": 0.0, "prompts": prompts}
+        return msgspec.structs.replace(result, **more)
 
-    def _judge_routed(self, pair: Pair, result: SiteResult, found: Found) -> None:
-        """Judge the tokens that both sides sent to the same experts, if any choose."""
+    def _with_ratios(self, pair: Pair, result: SiteResult, found: Found) -> SiteResult:
+        """Floor and ratios of the tokens that both sides sent to the same experts, if any
+        choose."""
         routed = self.routing.of(pair, len(found.rows.rel_l2))
         rows = found.rows if routed is None else kept_rows(found.rows, routed)
-        self._judge_rows(pair, result, rows)
+        result = self._with_floor(pair, result, rows)
         if routed is None:
-            return
-        result.num_rerouted = routed.num_rerouted
+            return result
+        more: dict[str, Any] = {"num_rerouted": routed.num_rerouted}
         if result.ratio is not None:
             floor = self._row_floor(pair, result, rows.norm, rows.update_norm)
             self.routes.add(result, routed, None if floor is None else rows.rel_l2 / floor)
         if routed.kept is not None and bool(routed.kept.any()):
             worst = int(rows.rel_l2.nan_to_num(-1.0).argmax())
             place = self._pieces.locate(pair.reference, found.shape, worst)
-            result.worst_sample, result.worst_position = place
+            more["worst_sample"], more["worst_position"] = place
+        return msgspec.structs.replace(result, **more)
 
-    def _judge_rows(self, pair: Pair, result: SiteResult, rows: RowMetrics) -> None:
-        """Fill floor and ratios. In the free pass a block answers only for what it adds."""
+    def _with_floor(self, pair: Pair, result: SiteResult, rows: RowMetrics) -> SiteResult:
+        """Floor and ratios. In the free pass a block answers only for what it adds."""
         one, two = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
         if one.kind != "float" or two.kind != "float":
-            return
+            return result
         inherited, beside = None, 0.0
         members = [] if result.estimated else self._pieces.members(pair.reference, result.shape)
         if pair.pass_ == "free":
@@ -287,13 +288,19 @@ class Measurer:
             beside=beside,
             num_members=max(1, len(members)),
         )
-        if found is not None:
-            result.prompts = [
+        if found is None:
+            return result
+        return msgspec.structs.replace(
+            result,
+            floor=found.floor,
+            ratio=found.typical,
+            ratio_max=found.worst,
+            ratio_sink=found.sink,
+            prompts=[
                 PromptRatio(sample=members[number], ratio=ratio, num_rows=rows)
                 for number, ratio, rows in found.members
-            ]
-            result.floor, result.ratio, result.ratio_max = found.floor, found.typical, found.worst
-            result.ratio_sink = found.sink
+            ],
+        )
 
     def _enter(
         self, key: tuple[int, int, str], port: str, result: SiteResult, rows: RowMetrics

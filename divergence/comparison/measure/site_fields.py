@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from divergence.comparison.result import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
@@ -14,7 +17,8 @@ from divergence.run.schema.record import Record, Summary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["identical_site", "nonfinite_in", "nonfinite_of", "shared_fields"]
+__all__ = ["identical_site", "nonfinite_in", "nonfinite_of", "shared_fields",
+           "without_floor"]  # fmt: skip
 
 
 def identical_site(record: Record, place: dict) -> SiteResult:
@@ -72,3 +76,13 @@ def nonfinite_of(metrics: PairMetrics) -> NonfiniteCount | None:
         mask_alike=metrics.mask_alike,
     )
     return found if found.total else None
+
+
+def without_floor(sites: Sequence[SiteResult]) -> list[SiteResult]:
+    """Sites of two probes: their inputs cancel on purpose, and no model's floor fits."""
+    return [
+        msgspec.structs.replace(
+            site, floor=None, ratio=None, ratio_max=None, ratio_sink=None, prompts=[]
+        )
+        for site in sites
+    ]

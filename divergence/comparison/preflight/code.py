@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from divergence.comparison.result import Evidence, PreflightLine, Verdict
+from divergence.comparison.results.findings import Evidence
+from divergence.comparison.results.preflight import PreflightLine
 from divergence.run.schema.manifest import CodeNote, Manifest
 from divergence.run.schema.site import starred
 
-__all__ = ["CodeDifference", "code_differences", "code_evidence", "code_line", "with_code"]
+__all__ = ["CodeDifference", "code_differences", "code_evidence", "code_line"]
 
 _MOST = 3
 _PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel", "tensor parallel")
@@ -84,16 +83,6 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]
     if not texts:
         return []
     return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts[:_MOST]]
-
-
-def with_code(verdict: Verdict, a: Manifest, b: Manifest) -> Verdict:
-    """The verdict, with what its onset's block runs otherwise among its evidence."""
-    if verdict.onset is None:
-        return verdict
-    found = code_evidence(a, b, verdict.onset.block)
-    if not found:
-        return verdict
-    return msgspec.structs.replace(verdict, evidence=[*verdict.evidence, *found])
 
 
 def code_differences(a: Manifest, b: Manifest) -> list[CodeDifference]:

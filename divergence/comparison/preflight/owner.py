@@ -15,7 +15,7 @@ and more; 64 allows for some. That is near 1e-13 in small models and 1e-12 in la
 orders below what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
 
 Where the two sides' own code differs, a truth cannot tell whose is right: it has the reference's.
-``with_owner`` then names no side, unless a forward was replaced on the candidate alone. And where
+``why_no_side`` says so then, unless a forward was replaced on the candidate alone. And where
 nothing is known of the code, the reference is not blamed by a truth with which the candidate
 agrees: so it looks where the candidate's code made it.
 
@@ -29,9 +29,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from divergence.comparison.result import Evidence, Verdict
+from divergence.comparison.results.findings import Verdict
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import floor_weights
 from divergence.run.reader import Run
@@ -50,7 +48,7 @@ __all__ = [
     "limit_of",
     "other_code",
     "replaced_in",
-    "with_owner",
+    "why_no_side",
     "without_pads",
 ]
 
@@ -238,24 +236,13 @@ def _concerns(note: Any, name: str, manifest: Manifest, block: str | None) -> bo
     return not kinds or name in kinds or name.rpartition(".")[2] in kinds
 
 
-def with_owner(verdict: Verdict, truth: Run | None, a: Manifest, b: Manifest) -> Verdict:
-    """The verdict without a side that the truth cannot tell, and why."""
-    if truth is None or verdict.side not in ("reference", "candidate"):
-        return verdict
-    reason = None
+def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:
+    """Why the truth cannot tell the side that the verdict names; None where it can."""
     if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
-        reason = _unknown_owner(truth.manifest, a if truth.manifest.like != b.id else b)
-    elif verdict.side == "candidate":
-        reason = _whose_code(a, b, None if verdict.onset is None else verdict.onset.block)
-    if reason is None:
-        return verdict
-    return msgspec.structs.replace(
-        verdict,
-        side=None,
-        summary=verdict.summary.replace(f", by the {verdict.side}", ""),
-        confidence="low" if verdict.confidence == "low" else "medium",
-        evidence=[*verdict.evidence, Evidence(text=reason)],
-    )
+        return _unknown_owner(truth.manifest, a if truth.manifest.like != b.id else b)
+    if verdict.side == "candidate":
+        return _whose_code(a, b, None if verdict.onset is None else verdict.onset.block)
+    return None
 
 
 def _unknown_owner(truth: Manifest, own: Manifest) -> str | None:

@@ -1,0 +1,240 @@
+"""Blame: which side is farther from the truth than correct rounding explains.
+
+For every site W = err(b, R) / err(a, R) is held against the median W of its siblings, the
+same place in the other blocks of its kind. That is a difference of differences: what makes
+a block hard (sharp attention, large activations) troubles both sides alike and cancels in
+W; what makes one side's kernels coarser troubles all blocks alike and cancels in the
+comparison with the siblings. Left is what happened to one side in one block.
+
+Beside the typical token, five narrower questions: one forward of one prompt, its W over its
+siblings' there, held against the largest that a sibling shows among as many (blocks.looks); and
+one side's error over the other's at one token, one sink token, one channel, and a consistent
+scale error (the gain), which averages rounding away.
+
+A family's W itself beyond ``truth_systematic`` blames a side for all of it, in one forward as over
+all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from divergence.analyses.blocks.looks import FEW_ROWS, Controls, Place, controls
+from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, Standing
+from divergence.comparison.result import SiteResult
+from divergence.numerics.rounding.chance import normal_deviate, spread
+from divergence.numerics.rounding.floor import Thresholds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "TABLES",
+    "Blame",
+    "forward_controls",
+    "least_of",
+    "questions",
+    "usages",
+]
+
+Side = Literal["reference", "candidate", "both"]
+TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
+_LEAST_FAMILY = 0.05
+
+
+Why = Literal["typical", "forward", "token", "sink", "channel", "gain", "both"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """One question's answer. ``value`` over ``control`` is held against ``limit``; ``share`` is
+    how much of the limit is used, > 1 blames ``side``; ``at``: where it is largest."""
+
+    side: Side
+    why: Why
+    value: float
+    control: float
+    limit: float
+    at: SiteResult
+    detail: str = ""
+    place: Place | None = None
+
+    @property
+    def share(self) -> float:
+        if self.control <= 0:
+            return math.inf
+        return self.value / self.control / self.limit
+
+
+def questions(
+    mine: Standing,
+    siblings: list[Standing],
+    *,
+    lone_w: float | None,
+    forwards: Controls,
+    routed: bool,
+    widened: float,
+    thresholds: Thresholds,
+) -> list[Blame]:
+    """Every question's answer, the plainest question first.
+
+    ``siblings``: at least two, or none count; the median is taken over them and this one, so that
+    one bad block among three moves nobody's control. ``lone_w``: the W of all blocks, for a site
+    without them. ``forwards``: the controls of this one's forwards. ``routed``: one token may go to
+    another expert by rounding. ``widened``: what trusted runs have shown, as a factor >= 1.
+    """
+    family = [mine, *siblings] if len(siblings) >= 2 else []
+    assert mine.first is not None
+    found = [_typical(mine, family, lone_w, widened, thresholds)]
+    if TABLES not in mine.kind.lower():
+        limit = thresholds.typical * spread(mine.num_values) * widened
+        found.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
+    found += _forward(mine, family, forwards, routed, widened, thresholds)
+    for why, room, count in (
+        ("channel", thresholds.truth_channel, mine.num_rows),
+        ("token", thresholds.truth_token, mine.num_columns),
+        ("sink", thresholds.truth_token, mine.num_columns),
+    ):
+        # one forward's only row is no outlier among its like: a rerouted token fills the channels
+        few = ("token", "sink", "channel") if mine.first.step else ("token", "sink")
+        if not (routed and why in few):
+            found += _excess(mine, family[1:], why, room * widened, spread(count))
+    return found + _gain(mine, family, thresholds, widened)
+
+
+def _typical(
+    mine: Standing,
+    family: list[Standing],
+    lone_w: float | None,
+    widened: float,
+    thresholds: Thresholds,
+) -> Blame:
+    least = least_of(mine, family, thresholds)
+    w = mine.w(least)
+    control = statistics.median(o.w(least) for o in family) if family else (lone_w or 1.0)
+    room = thresholds.truth_sibling if family else thresholds.truth_lone
+    limit = room * spread(mine.num_values) * widened
+    assert mine.first is not None
+    if (w > 1) != (w > control):  # the side with the smaller error is to blame for nothing
+        return Blame("candidate", "typical", 1.0, 1.0, limit, mine.first)
+    if w >= control:
+        return Blame("candidate", "typical", w, control, limit, mine.first)
+    return Blame(
+        "reference", "typical", 1 / max(w, 1e-300), 1 / max(control, 1e-300), limit, mine.first
+    )
+
+
+def forward_controls(family: Sequence[Standing], thresholds: Thresholds) -> list[Controls]:
+    """What a family shows for the forwards of each of its members."""
+    values = []
+    for one in family:
+        least = least_of(one, list(family) if len(family) >= 3 else [], thresholds)
+        values.append({at: forward.w(least) for at, forward in one.forwards.items()})
+    return controls(values, _apart, own=True)
+
+
+def usages(
+    mine: Standing,
+    family: list[Standing],
+    held: Controls,
+    routed: bool,
+    widened: float,
+    thresholds: Thresholds,
+) -> dict[Place, tuple[float, float, float]]:
+    """By forward: (W over its control, the control, the limit of either direction). Nothing where
+    there is but one forward, which is judged as a whole."""
+    if len(mine.forwards) < 2:
+        return {}
+    least = least_of(mine, family, thresholds)
+    room = thresholds.truth_sibling if family else thresholds.truth_lone
+    found: dict[Place, tuple[float, float, float]] = {}
+    for place, forward in mine.forwards.items():
+        if place not in held.at or (routed and forward.num_rows < FEW_ROWS):
+            continue
+        width = spread(forward.num_values, num_looks=len(mine.forwards))
+        limit = max(room * width, thresholds.truth_forward * held.largest) * widened
+        control, w = max(held.at[place], 1e-300), forward.w(least)
+        # the side with the smaller error is to blame for nothing, however its siblings fare
+        excess = w / control if (w > 1) == (w > control) else 1.0
+        found[place] = excess, control, limit
+    return found
+
+
+def _apart(value: np.ndarray, control: np.ndarray) -> np.ndarray:
+    """How far a W is from its control, in either direction."""
+    over = np.maximum(value, 1e-300) / np.maximum(control, 1e-300)
+    return np.maximum(over, 1 / over)
+
+
+def _forward(
+    mine: Standing,
+    family: list[Standing],
+    held: Controls,
+    routed: bool,
+    widened: float,
+    thresholds: Thresholds,
+) -> list[Blame]:
+    """The forward that stands out most."""
+    found = usages(mine, family, held, routed, widened, thresholds)
+    if not found:
+        return []
+    place = max(found, key=lambda at: max(found[at][0], 1 / max(found[at][0], 1e-300))
+                / found[at][2])  # fmt: skip
+    excess, control, limit = found[place]
+    at = mine.forwards[place].result
+    if excess >= 1:
+        return [Blame("candidate", "forward", excess * control, control, limit, at, place=place)]
+    value, control = 1 / max(excess * control, 1e-300), 1 / max(control, 1e-300)
+    return [Blame("reference", "forward", value, control, limit, at, place=place)]
+
+
+def least_of(mine: Standing, family: list[Standing], thresholds: Thresholds) -> float:
+    """Added to both errors, in floor units: two tiny errors make no large ratio."""
+    if not family:
+        return LEAST_LONE
+    usual = statistics.median(math.sqrt(math.prod(o.typical.values())) for o in family)
+    return max(_LEAST_FAMILY, thresholds.truth_least * usual)
+
+
+def _excess(
+    mine: Standing, siblings: list[Standing], why: Why, limit: float, chance: float
+) -> list[Blame]:
+    """``chance``: what few numbers do by themselves; the siblings' own excess shows it as well."""
+    found: list[Blame] = []
+    for side, (value, at) in mine.peak.get(why, {}).items():
+        others = [o.peak[why][side][0] for o in siblings if side in o.peak.get(why, {})]
+        control = max(chance, statistics.median(others)) if others else chance
+        found.append(Blame(side, why, value, control, limit, at))
+    return sorted(found, key=lambda one: -one.share)[:1]
+
+
+def _gain(
+    mine: Standing, family: list[Standing], thresholds: Thresholds, widened: float
+) -> list[Blame]:
+    """A scale error that stands out among the siblings'."""
+    found: list[Blame] = []
+    for number, own in enumerate(mine.gains):
+        others = [o.gains[number] for o in family if len(o.gains) > number]
+        if len(others) < 3:
+            continue
+        usual = statistics.median(o["difference"] for o in others)
+        width = 1.4826 * statistics.median(abs(o["difference"] - usual) for o in others)
+        common = own["common"] * statistics.median(max(o.typical.values()) for o in family)
+        sigma = math.sqrt(own["error"] ** 2 + width**2 + common**2)
+        if not 0 < sigma < math.inf:
+            continue
+        deviations = normal_deviate(abs(own["difference"] - usual) / sigma, mine.num_rows - 1)
+        off = {s: abs(own[s] - statistics.median(o[s] for o in others)) for s in SIDES}
+        side = max(SIDES, key=lambda s: off[s])
+        assert mine.first is not None
+        what = ("output", "update")[number]
+        found.append(
+            Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, mine.first,
+                  detail=f"the {what} is scaled by {1 + own[side]:.6g}")
+        )  # fmt: skip
+    return sorted(found, key=lambda one: -one.share)[:1]

@@ -1,0 +1,134 @@
+"""Drift: the free run ends farther off than its parts explain, though none is beyond its limit.
+
+Looked at in every sample and step, at the last block's output and behind it up to the logits. There
+the blocks' and modules' errors are added as squares (measure.allowed); what blocks make of each
+other's is left room for by ``drift``, what the final norm and the head make of what reaches them by
+``free_gain``. With a truth the two sides' distances from it are compared instead, over the rows of
+a prefill or for the one row of a decode step. Where a model routes tokens, one row may have gone
+to another expert, so that the median of fewer than eight tells nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from divergence.comparison.figures import figure
+from divergence.comparison.measure.allowed import allowed_errors, main_path
+from divergence.comparison.results.findings import Evidence
+from divergence.comparison.results.sites import SiteResult
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.schema.site import ROOT, module_of
+
+__all__ = ["Drift", "find_drift"]
+
+
+_MIN_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """``side``: the farther from the truth, where there is one."""
+
+    summary: str
+    evidence: Evidence
+    side: str | None = None
+
+
+def find_drift(
+    sites: Sequence[SiteResult],
+    thresholds: Thresholds,
+    *,
+    two_dtypes: bool = False,
+    routed: bool = False,
+) -> Drift | None:
+    """With a truth: one side's free run is much farther from it than the other's. Without, and
+    where the runs are of ``two_dtypes``, so that one is farther off by rounding: the error at the
+    end is more than the blocks may make together. ``routed``: blocks choose experts."""
+    allowed = allowed_errors(sites)
+    for place, path in sorted(main_path(sites).items()):
+        if sum(site.role == "block" for site in path) < 2:
+            continue
+        last = max(n for n, site in enumerate(path) if site.role == "block")
+        for site in path[last:]:
+            by_truth = site.truth is not None and not two_dtypes
+            if by_truth:
+                found = _against_truth(site, allowed.get(place), thresholds)
+            else:
+                found = _against_floors(site, allowed.get(place), thresholds)
+            if routed and _num_rows(site) < _MIN_ROWS:
+                found = None
+            found = found or _behind_blocks(site, thresholds)
+            if found is not None:
+                return found
+    return None
+
+
+def _where(site: SiteResult) -> str:
+    return f"free pass, sample {site.sample}, step {site.step}, {site.site}"
+
+
+def _num_rows(site: SiteResult) -> int:
+    return math.prod(site.shape[:-1])
+
+
+def _against_truth(site: SiteResult, allowed: float | None, thresholds: Thresholds) -> Drift | None:
+    """The median token; where there is but one row, as in a decode step, its limit is wider."""
+    assert site.truth is not None
+    one_row = _num_rows(site) == 1
+    least = thresholds.truth_least * (allowed or 0.0)  # two tiny errors make no large ratio
+    errors = site.truth.candidate_error + least, site.truth.reference_error + least
+    w = errors[0] / errors[1] if errors[1] else site.truth.w_median
+    limit = thresholds.truth_drift
+    if one_row:
+        limit = max(limit, thresholds.truth_token)
+    limit *= spread(site.shape[-1] if site.shape else 1)
+    if 1 / limit <= w <= limit:
+        return None
+    side = "candidate" if w > limit else "reference"
+    times = w if w > limit else 1 / max(w, 1e-300)
+    return Drift(
+        summary=f"no single block is beyond its limit, but the {side}'s free run ends "
+        f"{figure(times)} × as far from the truth as the other's, at {site.site}",
+        evidence=Evidence(text=_where(site), values={"w": w, "limit": limit}),
+        side=side,
+    )
+
+
+def _against_floors(
+    site: SiteResult, allowed: float | None, thresholds: Thresholds
+) -> Drift | None:
+    """What the blocks make adds as squares where it is rounding; ``drift`` leaves room for what
+    they make of each other's."""
+    if allowed is None or site.token_rel_l2_median is None:
+        return None
+    limit = thresholds.drift * spread(site.numel)
+    if site.role != "block":
+        limit *= thresholds.free_gain
+    ratio = site.token_rel_l2_median / allowed
+    if ratio <= limit:
+        return None
+    together = "the blocks make together"
+    if site.role != "block":
+        together = "the blocks and what follows them make together"
+    return Drift(
+        summary=f"no single block is beyond the floor, but the error grows to "
+        f"{site.token_rel_l2_median:.1e} at {site.site}, {figure(ratio)} × what {together}",
+        evidence=Evidence(text=_where(site), values={"ratio": ratio, "limit": limit}),
+    )
+
+
+def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
+    """A module behind the last block adds more than rounding to what comes in, in the free pass."""
+    if site.role != "trunk" or module_of(site.site) == ROOT or site.ratio is None:
+        return None
+    limit = thresholds.typical * spread(site.numel)
+    if site.ratio <= limit:
+        return None
+    return Drift(
+        summary=f"no single block is beyond its limit, but the error grows at {site.site}, behind "
+        f"the blocks, by {figure(site.ratio)} × what came in and rounding explain",
+        evidence=Evidence(text=_where(site), values={"ratio": site.ratio, "limit": limit}),
+    )

@@ -1,0 +1,123 @@
+"""Evidence: what a verdict rests on, in words and numbers."""
+
+from __future__ import annotations
+
+from divergence.analyses.blocks.blame import Blame
+from divergence.analyses.blocks.units import Unit
+from divergence.comparison.figures import figure
+from divergence.comparison.result import Evidence
+
+__all__ = [
+    "only_in",
+    "unanchored_evidence",
+    "unit_evidence",
+]
+
+
+def only_in(unit: Unit) -> str:
+    """`` in prompt 2 alone (of 8)``, where not all forwards are beyond their limit; begins with a
+    space if there is anything to say."""
+    beyond = {look.place for look in unit.beyond}
+    everywhere = {look.place for look in unit.looks}
+    if not beyond or beyond == everywhere:
+        return ""
+    samples, all_samples = ({sample for sample, _ in places} for places in (beyond, everywhere))
+    steps, all_steps = ({step for _, step in places} for places in (beyond, everywhere))
+    parts = []
+    if samples != all_samples:
+        parts.append(_some("prompt", samples, len(all_samples)))
+    since = ""
+    if steps != all_steps:
+        if len(steps) > 1 and steps == {step for step in all_steps if step >= min(steps)}:
+            since = f" from decode step {min(steps)} on"
+        else:
+            parts.append(_some("decode step", steps, len(all_steps)))
+    return (f" in {' and '.join(parts)}" if parts else "") + since
+
+
+def _some(what: str, numbers: set[int], total: int) -> str:
+    shown = [str(number) for number in sorted(numbers)]
+    if len(shown) == 1:
+        return f"{what} {shown[0]} alone (of {total})"
+    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+    return f"{what}s {', '.join(shown[:4])}{more} (of {total})"
+
+
+def unit_evidence(unit: Unit) -> Evidence:
+    """Why a unit is flagged."""
+    if unit.blame is not None:
+        return _blame_evidence(unit, unit.blame)
+    worst = unit.first
+    if unit.why in ("token", "sink"):
+        what, ratio = ("one token", unit.worst)
+        if unit.why == "sink":
+            what, ratio = ("one sink token", unit.sink)
+        return Evidence(
+            text=f"{unit.site}: {what}'s error is {figure(ratio)} × the floor "
+            f"(limit {unit.worst_limit:.1f}), position {worst.worst_position}",
+            values={"ratio": ratio, "limit": unit.worst_limit},
+        )
+    if unit.why == "forward":
+        look = max(unit.beyond, key=lambda one: one.usage)
+        forward = f"step {look.result.step}" if look.result.step else "prefill"
+        return Evidence(
+            text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "
+            f"{figure(look.typical)} × the floor (limit {look.limit:.1f} for the largest of "
+            f"{len(unit.looks)} forwards); over all of them {figure(unit.typical)} ×",
+            values={"ratio": look.typical, "limit": look.limit, "num_looks": len(unit.looks)},
+        )
+    control = f", its siblings' {unit.control:.2f} ×" if unit.num_siblings else ""
+    floor = "the float32 floor" if unit.pass_ == "escalated" else "the floor"
+    return Evidence(
+        text=f"{unit.site} ({unit.phase}): the typical token's error is {figure(unit.typical)} × "
+        f"{floor}{control} (limit {unit.limit:.1f}); rel L2 {worst.rel_l2:.2e}",
+        values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
+    )
+
+
+_OTHER = {"candidate": "reference", "reference": "candidate"}
+
+
+def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
+    values = {"value": blame.value, "control": blame.control, "limit": blame.limit}
+    truth = unit.first.truth
+    if truth is not None:
+        values["reference_error"] = truth.reference_error
+        values["candidate_error"] = truth.candidate_error
+    place = f"{unit.site} ({unit.phase})"
+    if blame.why == "both":
+        text = (
+            f"{place}: both are {figure(blame.value)} × the rounding model away from the truth "
+            f"(limit {blame.limit:.1f})"
+        )
+        return Evidence(text=text, values=values)
+    far = f"{place}: the {blame.side} is {{}} as far from the truth as the {_OTHER[blame.side]}"
+    held = f"; elsewhere of its kind {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
+    if blame.why == "typical" and blame.detail:
+        held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
+    times = f"{figure(blame.value)} ×"
+    where = f"at step {blame.at.step}" if blame.at.step else "in the prefill"
+    prompt = blame.at.sample if blame.place is None else blame.place[0]
+    looks = f" for the largest of {len(unit.looks)} forwards)" if unit.looks else ")"
+    text = {
+        "typical": far.format(times) + held,
+        "forward": f"{far.format(times)} {where}, prompt {prompt}{held.removesuffix(')')}{looks}",
+        "token": f"{far.format(times)} at one token {where}{held}",
+        "sink": f"{far.format(times)} at a sink token {where}{held}",
+        "channel": f"{far.format(times)} in one channel{held}",
+        "gain": f"{place}: {blame.detail} in the {blame.side}, {blame.value:.0f} standard "
+        f"deviations off the blocks of its kind (limit {blame.limit:.0f})",
+    }[blame.why]
+    if truth is not None and blame.why == "typical":
+        errors = (truth.reference_error, truth.candidate_error)
+        mine, other = errors if blame.side == "reference" else errors[::-1]
+        text += f"; median token off by {mine:.2e} and {other:.2e}"
+    return Evidence(text=text, values=values)
+
+
+def unanchored_evidence(steps: list[int]) -> list[Evidence]:
+    """Forwards that the anchored pass did not reach are judged less exactly."""
+    if not steps:
+        return []
+    names = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
+    return [Evidence(text=f"not anchored, so judged from free runs: step {names}")]

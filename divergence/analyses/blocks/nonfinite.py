@@ -1,0 +1,135 @@
+"""Nan and inf: the first place where a result is no number, and which side it is on.
+
+Two sides agree at an element where both are finite, both nan, or both the same infinity
+(numerics.nonfinite): nan at other places, or +inf against -inf, is a difference although the
+counts are equal. Where both agree, a result is still no result: nan, +inf, or -inf in a block's
+output or input, is a verdict on both sides, however equal the bits are.
+
+Masks hold -inf by right, equal on both sides or against a number that means the same; so may
+logits (a token that must not be chosen) and what is inside a block. A nan inside a block counts
+where it comes out of it: rows of padding may be nan inside.
+
+The first place is the earliest in execution order, in whichever pass: a nan that is made between
+blocks shows in the free pass alone, and one that is made in a block shows in both at one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from divergence.comparison.measured import Measured
+from divergence.comparison.results.findings import Evidence, Finding
+from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
+from divergence.run.nonfinite import is_mask
+from divergence.run.schema.site import module_of
+
+__all__ = ["find_nonfinite"]
+
+
+def find_nonfinite(measured: Measured) -> Finding | None:
+    """The first such place, where there is one."""
+    sites = [site for site in measured.sites if site.nonfinite is not None]
+    if not sites:
+        return None
+    free = {(s.sample, s.step, s.site): s.order for s in measured.sites if s.pass_ == "free"}
+
+    def place(site: SiteResult) -> tuple[int, int, int, bool]:
+        order = free.get((site.sample, site.step, site.site), site.order)
+        return site.sample, site.step, order, site.pass_ != "anchored"
+
+    apart = [site for site in sites if _num_apart(site)]
+    shared = _shared(sites)
+    found = [site for site in (*apart, *shared) if site.pass_ != "escalated"] or apart
+    if not found:
+        return None
+    first = min(found, key=place)
+    assert first.nonfinite is not None
+    side, summary = (_both if first in shared else _unlike)(first, first.nonfinite)
+    flagged = [site for site in apart if site.pass_ == first.pass_]
+    return Finding(
+        claim="nonfinite",
+        kind="nonfinite",
+        summary=summary,
+        onset=onset_at(first),
+        place=order_of(first),
+        equal_inputs=first.pass_ == "anchored",
+        flags=[site.key for site in (*flagged, first)],
+        side=side,
+        evidence=[_counts(first, first.nonfinite)],
+        next=measured.advice.look_at(first.site),
+    )
+
+
+def _num_apart(site: SiteResult) -> int:
+    """Elements at which the two sides do not agree."""
+    counts = site.nonfinite
+    if counts is None:
+        return 0
+    return counts.differ - (counts.mask_alike if is_mask(site.site) else 0)
+
+
+def _shared(sites: Sequence[SiteResult]) -> list[SiteResult]:
+    """Where both sides have what no block should hand on."""
+    found = [site for site in sites if not _num_apart(site) and _is_no_result(site)]
+    outer = {(s.pass_, s.sample, s.step, s.block) for s in found if s.role in ("block", "trunk")}
+    return [s for s in found if (s.pass_, s.sample, s.step, s.block) in outer]
+
+
+def _is_no_result(site: SiteResult) -> bool:
+    counts = site.nonfinite
+    if counts is None:
+        return False
+    if counts.reference_nan and counts.candidate_nan:
+        return True
+    if is_mask(site.site):
+        return False
+    if counts.reference_inf > counts.reference_neginf:
+        return True
+    main = site.site == f"{module_of(site.site)}:out" or site.site == f"{module_of(site.site)}:in"
+    return site.role == "block" and main and counts.reference_neginf > 0
+
+
+def _both(site: SiteResult, counts: NonfiniteCount) -> tuple[str, str]:
+    what = _named(counts.reference_nan, counts.reference_inf)
+    return "both", f"{what} on both sides, first at {site.site}: equal, but no result"
+
+
+def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[str | None, str]:
+    alone = counts.reference_alone, counts.candidate_alone
+    if all(alone):
+        return "both", (
+            f"nan or inf on both sides first at {site.site}, each where the other has a number"
+        )
+    if not any(alone):
+        return None, (f"nan and inf of another kind or sign on the two sides, first at {site.site}")
+    side = "candidate" if alone[1] else "reference"
+    mine = counts.candidate_nan, counts.candidate_inf
+    other = counts.reference_nan + counts.reference_inf
+    if side == "reference":
+        mine, other = (
+            (counts.reference_nan, counts.reference_inf),
+            counts.candidate_nan + counts.candidate_inf,
+        )
+    return side, (
+        f"{_named(*mine)} in the {side} first at {site.site}, where the other side has "
+        + ("fewer" if other else "none")
+    )
+
+
+def _named(num_nan: int, num_inf: int) -> str:
+    counts = ((num_nan, "nan"), (num_inf, "inf"))
+    return " and ".join(f"{count} {name}" for count, name in counts if count)
+
+
+def _counts(site: SiteResult, counts: NonfiniteCount) -> Evidence:
+    reference = counts.reference_nan + counts.reference_inf
+    candidate = counts.candidate_nan + counts.candidate_inf
+    apart = _num_apart(site)
+    told = f"; the sides do not agree at {apart}" if apart else "; the sides agree at each"
+    return Evidence(
+        text=f"{site.site}: reference {counts.reference_nan} nan and {counts.reference_inf} inf "
+        f"({counts.reference_neginf} of them -inf), candidate {counts.candidate_nan} nan and "
+        f"{counts.candidate_inf} inf ({counts.candidate_neginf} of them -inf) among "
+        f"{site.numel} elements{told}",
+        values={"reference": reference, "candidate": candidate, "apart": apart},
+    )

@@ -1,0 +1,234 @@
+"""Suspects: the units that a pass makes answer for something, and which side of them.
+
+Without a truth the difference of the two sides is held against a rounding model and
+against the siblings (blocks.units). With one, each side's own error is (blocks.blame);
+then a difference between the sides counts only where one of them is the farther from what
+is right: two equally good answers may differ, which is a legitimate difference.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from divergence.analyses.blocks.blame import (
+    TABLES,
+    Blame,
+    forward_controls,
+    least_of,
+    questions,
+    usages,
+)
+from divergence.analyses.blocks.looks import FEW_ROWS, Controls, Place
+from divergence.analyses.blocks.units import Unit, flag
+from divergence.comparison.measure.truth import Tallies
+from divergence.comparison.measure.truth_stats import Standing, standing_of
+from divergence.comparison.measured import Shown
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import Thresholds
+
+__all__ = ["find_suspects"]
+
+
+def find_suspects(
+    units: Sequence[Unit],
+    *,
+    tallies: Tallies | None,
+    routed: frozenset[str],
+    thresholds: Thresholds,
+    shown: Shown | None = None,
+) -> tuple[list[Unit], list[Unit]]:
+    """(flagged, excused): units beyond what rounding explains, in execution order, and those
+    whose sides differ by more than the rounding model has it, but are equally near the truth."""
+    units = list(units)
+    for unit in units:
+        used = (shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
+        unit.widened = max(1.0, thresholds.widen * used)
+    flag(units, routed=routed, thresholds=thresholds)
+    if tallies is None:
+        return [unit for unit in units if unit.why is not None], []
+    excused = _blame_all(units, tallies, routed, thresholds)
+    return [unit for unit in units if unit.why is not None], excused
+
+
+def _blame_all(
+    units: list[Unit], tallies: Tallies, routed: frozenset[str], thresholds: Thresholds
+) -> list[Unit]:
+    judged: list[Unit] = []
+    for unit in units:
+        tally = tallies.find(unit.pass_, unit.site, unit.phase)
+        if tally is None or unit.pass_ == "free" or _no_measure(unit):
+            continue
+        unit.standing = tally.once(standing_of)
+        if unit.standing is not None:
+            judged.append(unit)
+    families: dict[tuple, list[Unit]] = {}
+    for unit in judged:
+        families.setdefault((unit.pass_, *unit.kind), []).append(unit)
+    block_w, at_blocks = _block_w(judged, thresholds), _block_forwards(judged, thresholds)
+    excused: list[Unit] = []
+    for family in families.values():
+        held = [Controls(at_blocks, 1.0) for _ in family]
+        if len(family) >= 3:
+            held = forward_controls([unit.standing for unit in family], thresholds)
+        for unit, forwards in zip(family, held, strict=True):
+            others = [other.standing for other in family if other is not unit]
+            answers = questions(
+                unit.standing,
+                others,
+                lone_w=block_w.get(unit.phase),
+                forwards=forwards,
+                routed=unit.results[0].block in routed,
+                widened=unit.widened,
+                thresholds=thresholds,
+            )
+            suspected = {look.place for look in unit.beyond}
+            apart = _use_looks(unit, others, forwards, routed, thresholds)
+            unit.strain = max((answer.share for answer in answers), default=0.0)
+            unit.blame = next((answer for answer in answers if answer.share > 1), None)
+            if unit.blame is None and unit.why is not None:
+                unit.blame = _confirmed(unit, answers, thresholds)
+                if unit.why == "forward":
+                    sure = [at for at in suspected if apart.get(at, 0) >= thresholds.truth_confirm]
+                    unit.blame = unit.blame if sure else None
+                    for look in unit.looks:
+                        if look.place in sure:
+                            look.usage = max(look.usage, apart[look.place])
+                if unit.blame is None:
+                    excused.append(unit)
+            unit.why = None if unit.blame is None else unit.blame.why
+            if unit.why is None:
+                for look in unit.looks:
+                    look.usage = min(look.usage, 1.0)
+        _blame_family(family, thresholds)
+        if all(unit.results[0].block not in routed for unit in family):
+            _blame_forwards(family, thresholds)
+    return excused
+
+
+def _no_measure(unit: Unit) -> bool:
+    """A rotary table is computed from float32 angles whatever the dtype: in two dtypes its
+    distances from the truth have nothing to do with either's rounding."""
+    first = unit.results[0]
+    two_dtypes = first.reference_dtype != first.candidate_dtype
+    return TABLES in (first.kind or "").lower() and two_dtypes
+
+
+def _use_looks(
+    unit: Unit,
+    others: list[Standing],
+    forwards: Controls,
+    routed: frozenset[str],
+    thresholds: Thresholds,
+) -> dict[Place, float]:
+    """Each look of what the truth judges uses the limits of the truth. Returns how far the W of
+    each is from its control, in either direction."""
+    assert unit.standing is not None
+    family = [unit.standing, *others] if len(others) >= 2 else []
+    is_routed = unit.results[0].block in routed
+    found = usages(unit.standing, family, forwards, is_routed, unit.widened, thresholds)
+    for look in unit.looks:
+        if look.place in found:
+            excess, _, limit = found[look.place]
+            look.usage = max(excess, 1 / max(excess, 1e-300)) / limit
+    return {place: max(excess, 1 / max(excess, 1e-300)) for place, (excess, *_) in found.items()}
+
+
+def _confirmed(unit: Unit, answers: list[Blame], thresholds: Thresholds) -> Blame | None:
+    """The sides differ by more than the siblings', over all or in one forward: one of them must be
+    the farther off there, too."""
+    answer = next((answer for answer in answers if answer.why == unit.why), None)
+    if unit.why not in ("typical", "forward") or answer is None:
+        return None
+    if answer.value / answer.control < thresholds.truth_confirm:
+        return None
+    return replace(answer, limit=thresholds.truth_confirm)
+
+
+def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
+    """All of one kind: their own median W, which no comparison among them would show."""
+    if len(family) < 3:
+        return
+    standings = [unit.standing for unit in family]
+    ratios = [s.w(least_of(s, standings, thresholds)) for s in standings]
+    middle = statistics.median(ratios)
+    limit = thresholds.truth_systematic
+    if max(middle, 1 / middle) <= limit * max(unit.widened for unit in family):
+        return
+    side = "candidate" if middle > 1 else "reference"
+    for unit, ratio in zip(family, ratios, strict=True):
+        value = ratio if middle > 1 else 1 / ratio
+        if value > limit / thresholds.truth_confirm:
+            unit.blame = Blame(
+                side, "typical", value, 1.0, limit, unit.results[0], "all of its kind"
+            )
+            unit.why = "typical"
+            unit.strain = max(unit.strain, value / limit)
+
+
+def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
+    """One forward in all of one kind: their median W there, beside that of the others."""
+    if len(family) < 3:
+        return
+    standings = [unit.standing for unit in family]
+    least = {id(s): least_of(s, standings, thresholds) for s in standings}
+    places = [place for place in standings[0].forwards
+              if all(place in s.forwards for s in standings)]  # fmt: skip
+    if len(places) < 2:
+        return
+    middle = {
+        at: statistics.median(s.forwards[at].w(least[id(s)]) for s in standings) for at in places
+    }
+    widened = max(unit.widened for unit in family)
+    for place in places:
+        usual = statistics.median(middle[other] for other in places if other != place)
+        over = middle[place] / max(usual, 1e-300)
+        rows = sum(s.forwards[place].num_rows for s in standings)
+        if rows < FEW_ROWS or (over > 1) != (middle[place] > 1):
+            continue
+        numbers = sum(s.forwards[place].num_values for s in standings)
+        width = spread(numbers, num_looks=len(places))
+        limit = thresholds.truth_systematic * width * widened
+        if max(over, 1 / max(over, 1e-300)) <= limit:
+            continue
+        side = "candidate" if over > 1 else "reference"
+        for unit, standing in zip(family, standings, strict=True):
+            own = standing.forwards[place].w(least[id(standing)]) / max(usual, 1e-300)
+            value = own if over > 1 else 1 / max(own, 1e-300)
+            if value <= limit / thresholds.truth_confirm or unit.why == "typical":
+                continue
+            at = standing.forwards[place].result
+            unit.blame = Blame(side, "forward", value, 1.0, limit, at, "all of its kind", place)
+            unit.why = "forward"
+            unit.strain = max(unit.strain, value / limit)
+            for look in unit.looks:
+                if look.place == place:
+                    look.usage = max(look.usage, value / limit, 1.0 + 1e-9)
+
+
+def _block_forwards(units: list[Unit], thresholds: Thresholds) -> dict[Place, float]:
+    """The same for each forward."""
+    blocks = [
+        unit.standing for unit in units
+        if unit.kind[0] == "block" and not unit.kind[1] and unit.standing is not None
+    ]  # fmt: skip
+    found: dict[Place, list[float]] = {}
+    for standing in blocks:
+        least = least_of(standing, blocks, thresholds)
+        for place, forward in standing.forwards.items():
+            found.setdefault(place, []).append(forward.w(least))
+    return {place: statistics.median(them) for place, them in found.items() if len(them) >= 3}
+
+
+def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
+    """By phase, the median W of the blocks' outputs, where at least three tell."""
+    found: dict[str, list[Standing]] = {}
+    for unit in units:
+        if unit.kind[0] == "block" and not unit.kind[1] and unit.standing is not None:
+            found.setdefault(unit.phase, []).append(unit.standing)
+    return {
+        phase: statistics.median(s.w(least_of(s, them, thresholds)) for s in them)
+        for phase, them in found.items()
+        if len(them) >= 3
+    }

@@ -1,0 +1,270 @@
+"""Units: all measurements of one site, over samples and steps, brought together for judging.
+
+A unit has *siblings*: the units of its kind (the same class of block, or the same
+place inside it), measured in the same pass and phase. They share dtype, shapes and
+kernels, so they are the controls of an experiment in which one block is suspected.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from divergence.analyses.blocks.blame import Blame
+from divergence.analyses.blocks.looks import (
+    FEW_ROWS,
+    Look,
+    Place,
+    controls,
+    looks_of,
+)
+from divergence.comparison.measure.truth_stats import Standing
+from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.run.schema.site import ROOT, module_of
+
+__all__ = ["Unit", "build_units", "flag", "num_values"]
+
+
+@dataclass(slots=True)
+class Unit:
+    """One site in one pass and phase (``prefill`` or ``decode``).
+
+    ``typical``: median over forwards of the median token's ratio; ``worst``: the largest
+    ratio of any token, ``sink``: of any sink token, which is apart; ``limit`` and
+    ``worst_limit`` what they were held against;
+    ``looks``: each forward of each prompt by itself;
+    ``why``: which of these was exceeded, or what the truth blames (blocks.blame), or None.
+    ``widened``: what trusted runs have shown, as a factor on all limits. ``strain``: the
+    largest share of any limit that is used; ``between``: of those on the two sides' difference,
+    which hold without a truth.
+    """
+
+    site: str
+    pass_: str
+    phase: str
+    kind: tuple
+    results: list[SiteResult] = field(default_factory=list)
+    typical: float = 0.0
+    worst: float = 0.0
+    sink: float = 0.0
+    control: float = 0.0
+    num_siblings: int = 0
+    limit: float = 0.0
+    worst_limit: float = 0.0
+    why: str | None = None
+    isolated: bool = False
+    widened: float = 1.0
+    standing: Standing | None = None
+    blame: Blame | None = None
+    strain: float = 0.0
+    between: float = 0.0
+    looks: list[Look] = field(default_factory=list)
+
+    @property
+    def margin(self) -> float:
+        """By how much the unit is beyond its limits: of the two that agree, the larger one."""
+        if self.blame is None:
+            return self.between
+        return (
+            self.blame.share if self.blame.side == "both" else max(self.blame.share, self.between)
+        )
+
+    @property
+    def beyond(self) -> list[Look]:
+        """The looks that are beyond a limit, in execution order."""
+        return sorted(
+            (look for look in self.looks if look.usage > 1), key=lambda x: order_of(x.result)
+        )
+
+    @property
+    def side(self) -> str | None:
+        """Which run is wrong here, where a truth tells."""
+        return None if self.blame is None else self.blame.side
+
+    @property
+    def first(self) -> SiteResult:
+        """The first result in execution order that is beyond the limit (else the first)."""
+        if self.why == "forward" and self.beyond:
+            return self.beyond[0].result
+        if self.blame is not None and self.blame.why in ("forward", "token", "sink"):
+            return self.blame.at
+        if self.why in ("token", "sink"):
+            beyond = [
+                r
+                for r in self.results
+                if max(r.ratio_max or 0, r.ratio_sink or 0) > self.worst_limit
+            ]
+        else:
+            beyond = [r for r in self.results if (r.ratio or 0) > self.limit]
+        return min(beyond or self.results, key=order_of)
+
+
+def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
+    """Units of a pass in execution order; only judged floating-point sites."""
+    results = list(results)
+    stacks = {result.block.rpartition(".")[0] for result in results if result.block is not None}
+    units: dict[tuple[str, str], Unit] = {}
+    for result in results:
+        if result.pass_ != pass_ or result.ratio is None:
+            continue
+        port = result.site.partition(":")[2]
+        if port.startswith("in") and (result.role != "inner" or pass_ == "free"):
+            continue  # what comes in is judged where it goes out
+        if result.block is not None and ".experts." in result.site[len(result.block) :]:
+            continue  # rows are whatever tokens were sent there; judged where they come together
+        if pass_ == "free" and _whole(module_of(result.site), stacks):
+            continue  # the model, or a whole stack of it: what it inherits is everything
+        phase = "prefill" if result.step == 0 else "decode"
+        unit = units.setdefault(
+            (result.site, phase), Unit(result.site, pass_, phase, _kind(result, phase))
+        )
+        unit.results.append(result)
+    for unit in units.values():
+        unit.typical = statistics.median(r.ratio for r in unit.results)
+        unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
+        unit.sink = max(r.ratio_sink or 0.0 for r in unit.results)
+        unit.looks = looks_of(unit.results)
+    return sorted(units.values(), key=lambda unit: min(map(order_of, unit.results)))
+
+
+def flag(
+    units: list[Unit], *, routed: frozenset[str] = frozenset(), thresholds: Thresholds = THRESHOLDS
+) -> list[Unit]:
+    """Set limits and flags; returns the flagged units in execution order.
+
+    A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
+    ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where
+    it has none); or where a single token is beyond both token
+    limits (not in ``routed`` blocks: there, rounding may send a token to another expert;
+    such units are marked ``isolated`` instead); or where one forward of one prompt is beyond the
+    limit that holds for as many looks (blocks.looks). Limits are wider where few numbers are
+    judged.
+    """
+    families: dict[tuple, list[Unit]] = {}
+    for unit in units:
+        families.setdefault((unit.pass_, *unit.kind), []).append(unit)
+    blocks, at_blocks = _block_controls(units), _block_looks(units)
+    for family in families.values():
+        _hold_looks(family, blocks, at_blocks, routed, thresholds)
+        for unit in family:
+            others = [other for other in family if other is not unit]
+            absolute = thresholds.typical
+            unit.limit, unit.worst_limit = absolute, max(thresholds.token, 2 * absolute)
+            # In a free pass a block is allowed what it may make of an error that came in, the
+            # first one nothing: their ratios are no measure for each other.
+            if len(others) >= 2 and unit.pass_ != "free":
+                unit.num_siblings = len(others)
+                unit.control = statistics.median(other.typical for other in others)
+                control = max(unit.control, thresholds.least_sibling)
+                unit.limit = min(absolute, thresholds.sibling * control)
+                tokens = statistics.median(other.worst for other in others)
+                unit.worst_limit = max(thresholds.token, thresholds.token_sibling * tokens)
+            elif unit.phase in blocks and unit.pass_ != "free":
+                control = max(blocks[unit.phase], thresholds.least_sibling)
+                unit.limit = min(absolute, thresholds.lone * control)
+            numel = sum(num_values(result) for result in unit.results)
+            columns = min(_num_columns(result) for result in unit.results)
+            unit.limit *= spread(numel) * unit.widened
+            unit.worst_limit *= spread(columns) * unit.widened
+            unit.strain = unit.typical / unit.limit
+            if unit.results[0].block not in routed:
+                worst = max(unit.worst, unit.sink)
+                unit.strain = max(unit.strain, worst / unit.worst_limit)
+            if unit.typical > unit.limit:
+                unit.why = "typical"
+            elif unit.beyond:
+                unit.why = "forward"
+            elif max(unit.worst, unit.sink) > unit.worst_limit:
+                if unit.results[0].block in routed:
+                    unit.isolated = True
+                else:
+                    unit.why = "token" if unit.worst > unit.worst_limit else "sink"
+            unit.strain = max(unit.strain, *(look.usage for look in unit.looks))
+            unit.between = unit.strain
+    return [unit for unit in units if unit.why is not None]
+
+
+def _hold_looks(
+    family: list[Unit],
+    blocks: Mapping[str, float],
+    at_blocks: Mapping[Place, float],
+    routed: frozenset[str],
+    thresholds: Thresholds,
+) -> None:
+    """Set each look's limit and usage. The only look of a unit is judged as the unit is."""
+    if all(len(unit.looks) < 2 for unit in family):
+        return
+    anchored = family[0].pass_ != "free"  # in a free pass no block is a measure for another
+    least = thresholds.least_sibling
+    values = [
+        {look.place: look.typical for look in unit.looks} if anchored else {} for unit in family
+    ]
+    held = controls(values, lambda value, at: value / np.maximum(at, least))
+    for unit, control in zip(family, held, strict=True):
+        for look in unit.looks:
+            few = look.num_rows < FEW_ROWS
+            if len(unit.looks) < 2 or (few and unit.results[0].block in routed):
+                continue
+            width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
+            lower = least * (2 if few else 1)  # of one row, a few bits are the whole error
+            absolute = (thresholds.token if few else thresholds.typical) * width
+            look.limit = absolute
+            if look.place in control.at:
+                room = max(thresholds.sibling * width, thresholds.forward * control.largest)
+                look.limit = min(absolute, room * max(control.at[look.place], lower))
+            elif anchored and unit.phase in blocks:
+                usual = max(blocks[unit.phase], at_blocks.get(look.place, 0.0), lower)
+                look.limit = min(absolute, thresholds.lone * width * usual)
+            look.limit *= unit.widened
+            look.usage = look.typical / look.limit
+
+
+def num_values(result: SiteResult) -> int:
+    """How many independent numbers the result's errors are made of: of an estimate, projections."""
+    return result.numel if result.estimated is None else result.estimated.num_values
+
+
+def _num_columns(result: SiteResult) -> int:
+    """The same of one row."""
+    if result.estimated is not None:
+        return result.estimated.num_projections
+    return result.shape[-1] if result.shape else 1
+
+
+def _block_controls(units: list[Unit]) -> dict[str, float]:
+    """By phase, the median typical ratio of the blocks' outputs in the anchored pass, where at
+    least three tell."""
+    found: dict[str, list[float]] = {}
+    for unit in units:
+        if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
+            found.setdefault(unit.phase, []).append(unit.typical)
+    return {phase: statistics.median(them) for phase, them in found.items() if len(them) >= 3}
+
+
+def _block_looks(units: list[Unit]) -> dict[Place, float]:
+    """The same for each forward of each prompt."""
+    found: dict[Place, list[float]] = {}
+    for unit in units:
+        if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
+            for look in unit.looks:
+                found.setdefault(look.place, []).append(look.typical)
+    return {place: statistics.median(them) for place, them in found.items() if len(them) >= 3}
+
+
+def _whole(path: str, stacks: set[str]) -> bool:
+    return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
+
+
+def _kind(result: SiteResult, phase: str) -> tuple:
+    path, _, port = result.site.partition(":")
+    if result.block is not None:
+        # the place inside the block: model.layers.3.mlp.up_proj → .mlp.up_proj; an encoder's
+        # blocks are no controls for a decoder's, which run at other shapes
+        stack = result.block.rpartition(".")[0]
+        return ("block", path[len(result.block) :], port, result.kind, phase, stack)
+    return ("trunk", path, port, result.kind, phase)

@@ -1,0 +1,14 @@
+"""Code: what did the onset's block run otherwise, and whose is the truth?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from divergence.comparison.measured import Measured
+
+
+def applies(measured: Measured) -> bool:
+    """Where both sides' code was recorded, or there is a truth."""
+    one, two = (run.manifest.model.code for run in (measured.reference, measured.candidate))
+    return measured.truth is not None or bool(one and two)

@@ -1,0 +1,295 @@
+"""Operators measured: each call of the reference, its partner, and what is right there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from divergence.analyses.operators.inputs import operand_record, other_inputs
+from divergence.analyses.operators.operands import other_operands
+from divergence.analyses.operators.products import OwnError, is_product_region, own_error
+from divergence.analyses.operators.regions import Region, Regions, regions_in
+from divergence.analyses.operators.rights import Rights, distance_of
+from divergence.comparison.calls.codes import Codes, count_codes
+from divergence.comparison.calls.graph import Forward, Node, forwards_of, operator_passes
+from divergence.comparison.calls.match import Match, match_calls, match_paths
+from divergence.comparison.calls.rerouted import Rerouted, rerouted_in
+from divergence.comparison.results.operators import OtherInput, OtherOperand
+from divergence.numerics.formats import format_named
+from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
+from divergence.run.reader import Run
+
+__all__ = ["MeasuredOperators", "OperatorUnit", "measure_operators", "num_terms"]
+
+_Item = TypeVar("_Item", OtherInput, OtherOperand)
+
+
+@dataclass(slots=True)
+class OperatorUnit:
+    """One matched operator, or the common result of a region, over the forwards of a phase, in
+    order. ``feeds``: paths of the reference's pairs and regions that feed it, also through calls
+    without a partner. ``own``: what each side's region adds by itself (operators.products)."""
+
+    match: Match
+    phase: str
+    forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
+    num_equal: int = 0
+    num_codes: int = 0
+    codes: Codes = field(default_factory=lambda: Codes())
+    other_inputs: list[OtherInput] = field(default_factory=list)
+    other_operands: list[OtherOperand] = field(default_factory=list)
+    region: Region | None = None
+    feeds: list[str] = field(default_factory=list)
+    own: tuple[OwnError, OwnError] | None = None
+
+
+@dataclass(slots=True)
+class MeasuredOperators:
+    """``units`` in the reference's execution order; ``lone``: calls without a partner;
+    ``unreached``: of these, what leads to nothing that both sides have; ``in_regions``: paths
+    of those that a region holds. ``frame``: see OperatorsResult."""
+
+    units: list[OperatorUnit]
+    lone: dict[str, list[Node]]
+    frame: str
+    with_truth: bool
+    unreached: dict[str, list[Node]]
+    in_regions: dict[str, set[str]]
+
+
+def measure_operators(
+    a: Run,
+    b: Run,
+    passes: tuple[str, str],
+    *,
+    truth: Run | None = None,
+    truth_pass: str = "anchored",
+    rename: Callable[[str], str] = lambda site: site,
+) -> MeasuredOperators | None:
+    """None where not both sides hold operators in these passes.
+
+    ``passes``: the reference's and the candidate's. Where the reference was computed in float64
+    (a replay with ``--truth``), it is the truth. Raises RunFormatError on bad bytes.
+    """
+    if passes[0] not in operator_passes(a) or passes[1] not in operator_passes(b):
+        return None
+    for run, pass_ in ((a, passes[0]), (b, passes[1]), (truth, truth_pass)):
+        if run is not None:  # most of it will be looked at
+            run.expect(record for record in run.records if record.pass_ == pass_)
+    ours, theirs = forwards_of(a, passes[0]), forwards_of(b, passes[1])
+    right = {} if truth is None else forwards_of(truth, truth_pass)
+    exact = a.manifest.settings.compute_dtype == "float64"
+    replays = "replayed" in passes
+    numbers = any(_takes_numbers(run) for run in (a, b))
+    units: dict[tuple[str, str, str], OperatorUnit] = {}
+    lone: dict[str, list[Node]] = {"reference": [], "candidate": []}
+    unreached: dict[str, list[Node]] = {"reference": [], "candidate": []}
+    in_regions: dict[str, set[str]] = {"reference": set(), "candidate": set()}
+    for forward in sorted(set(ours) & set(theirs)):
+        phase = "prefill" if forward[1] == 0 else "decode"
+
+        def apart(one: Node, two: Node) -> float:
+            return distance_of(a.read(one.results[0]), b.read(two.results[0]))
+
+        if replays:
+            matches, only_a, only_b = match_paths(ours[forward], theirs[forward])
+        else:
+            matches, only_a, only_b = match_calls(
+                ours[forward], theirs[forward], apart=apart, rename=rename
+            )
+        rights = Rights(truth, ours[forward], right.get(forward, []), exact=exact, run=a)
+        partners = {match.reference.path: match.candidate.path for match in matches}
+
+        def read(match: Match, index: int) -> tuple[torch.Tensor | None, ...]:
+            right_there = rights.of(match.reference, index)  # noqa: B023
+            return (
+                a.read(match.reference.results[index]),
+                b.read(match.candidate.results[index]),
+                None if right_there is None else right_there[0].read(right_there[1]),
+            )
+
+        routings = [] if replays else rerouted_in(matches, read)
+        regions = Regions()
+        if not replays:
+            regions = regions_in(ours[forward], theirs[forward], matches, rename)
+        pairs = [(match, regions.by_pair.get(match.reference.path)) for match in matches]
+        pairs += [(_ends(region), region) for region in regions.of_operands]
+        fed = _Feeds(ours[forward], {match.reference.path for match, _ in pairs})
+        for match, region in pairs:
+            key = (match.reference.path, match.candidate.path, phase)
+            unit = units.setdefault(key, OperatorUnit(match, phase))
+            unit.region = unit.region or region
+            unit.feeds = list(dict.fromkeys([*unit.feeds, *fed.of(match, region)]))
+            if region is not None and region.consumer is not None:
+                unit.forwards.append((forward, match, _of_operand(region, a, b, rights)))
+                continue
+            _measure(unit, forward, match, a, b, rights, routings)
+            if region is not None:
+                _add_own(unit, region, a, b)
+            if not replays:
+                unit.other_inputs = _worse(
+                    unit.other_inputs,
+                    other_inputs(match.reference, match.candidate, a, b, partner=partners.get),
+                )
+                others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
+                unit.other_operands = _worse(unit.other_operands, others)
+        for number, (side, nodes) in enumerate((("reference", only_a), ("candidate", only_b))):
+            in_regions[side] |= regions.members[number]
+            for known, more in ((lone[side], nodes), (unreached[side], regions.unreached[number])):
+                paths = {node.path for node in known}
+                known += [node for node in more if node.path not in paths]
+    in_order = sorted(units.values(), key=lambda u: (u.phase == "decode", u.match.reference.order))
+    return MeasuredOperators(
+        units=in_order,
+        lone=lone,
+        frame="operator" if replays else "block",
+        with_truth=exact or truth is not None,
+        unreached=unreached,
+        in_regions=in_regions,
+    )
+
+
+def _takes_numbers(run: Run) -> bool:
+    """Did a module take numbers out of tensors? Such an operator returns no tensor."""
+    return any("returns no tensor" in reason for reason in run.manifest.plan.skipped_operators)
+
+
+def _ends(region: Region) -> Match:
+    """A region whose common result is an argument, by the calls that make it."""
+    return Match(region.reference[-1], region.candidate[-1], "dataflow")
+
+
+class _Feeds:
+    """What feeds a pair or a region of the reference, through calls without a partner too."""
+
+    def __init__(self, nodes: list[Node], known: set[str]) -> None:
+        self._nodes, self._known = {node.path: node for node in nodes}, known
+
+    def of(self, match: Match, region: Region | None) -> list[str]:
+        members = [match.reference] if region is None else region.reference
+        own = {node.path for node in members}
+        found: dict[str, None] = {}
+        waiting, seen = list(members), set(own)
+        while waiting:
+            for feed in waiting.pop(0).feeds:
+                if feed in self._known and feed not in own:
+                    found[feed] = None
+                elif feed not in seen and feed in self._nodes:
+                    seen.add(feed)
+                    waiting.append(self._nodes[feed])
+        return list(found)
+
+
+def _of_operand(region: Region, a: Run, b: Run, rights: Rights) -> OperatorErrors | None:
+    """The common result of a region that a paired call is given as an argument, as it sees it."""
+    consumer, operands = region.consumer, region.operands()
+    if consumer is None or operands is None:
+        return None
+    records = [
+        operand_record(node, operand, run)
+        for node, operand, run in zip(
+            (consumer.reference, consumer.candidate), operands, (a, b), strict=True
+        )
+    ]
+    right = rights.operand(consumer.reference, region.number)
+    if None in records or (right is None and rights.exist):
+        return None
+    if {format_named(record.dtype).kind for record in records} != {"float"}:
+        return None
+    x, y = a.read(records[0]), b.read(records[1])
+    if x.numel() != y.numel() or (right is not None and right.numel() != x.numel()):
+        return None
+    shape = operands[0].shape
+    tensors = [None if t is None else t.reshape(shape) for t in (x, y, right)]
+    return measure_operator(*tensors, num_terms=max(map(num_terms, region.reference)))
+
+
+def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
+    """What both sides' products and additions add by themselves."""
+    members = (region.reference, region.candidate)
+    if not all(is_product_region(nodes) for nodes in members):
+        return
+    found = [own_error(run, nodes) for run, nodes in zip((a, b), members, strict=True)]
+    if None in found:
+        return
+    unit.own = unit.own or (OwnError(), OwnError())
+    for known, more in zip(unit.own, found, strict=True):
+        known.add(more)
+
+
+def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
+    """Of each argument the one that differs most, over the forwards."""
+    by_argument = {item.argument: item for item in known}
+    for item in new:
+        before = by_argument.get(item.argument)
+        if before is None or (item.difference or 0.0) > (before.difference or 0.0):
+            by_argument[item.argument] = item
+    return list(by_argument.values())
+
+
+def _measure(
+    unit: OperatorUnit,
+    forward: Forward,
+    match: Match,
+    a: Run,
+    b: Run,
+    rights: Rights,
+    routings: list[Rerouted],
+) -> None:
+    """All results of one call; the first that is floating-point is the measured one."""
+    errors: OperatorErrors | None = None
+    equal = True
+    for index, (one, two) in enumerate(
+        zip(match.reference.results, match.candidate.results, strict=False)
+    ):
+        right = rights.of(match.reference, index)
+        same = one.xxh3 == two.xxh3 and one.dtype == two.dtype
+        equal = equal and same
+        if one.numel != two.numel or one.numel == 0:
+            continue
+        x, y = a.read(one), b.read(two)
+        r = None if right is None else right[0].read(right[1])
+        kinds = {format_named(record.dtype).kind for record in (one, two)}
+        if kinds <= {"int", "bool"}:
+            unit.num_codes += one.numel
+            if not same:
+                count_codes(unit.codes, match, x, y, r, a, b)
+        elif kinds == {"float"} and errors is None:
+            aligned: tuple[torch.Tensor | None, ...] | None = (x, y, r)
+            for routing in routings:
+                aligned = aligned and routing.align(match.reference.path, aligned)
+            if aligned is not None and (r is not None or not rights.exist):
+                errors = measure_operator(*aligned, num_terms=num_terms(match.reference))
+    unit.num_equal += equal
+    unit.forwards.append((forward, match, errors))
+
+
+def num_terms(node: Node) -> int:
+    """How many products or terms one number of the result is the sum of."""
+    shapes = [operand.shape for operand in node.call.operands]
+    name = node.name.partition(".")[2]
+    if not shapes:
+        return 1
+    if name in ("mm", "bmm", "matmul", "linear", "mv", "dot", "_scaled_mm"):
+        return shapes[0][-1] if shapes[0] else 1
+    if name in ("addmm", "baddbmm", "addmv"):
+        return shapes[1][-1] if len(shapes) > 1 and shapes[1] else 1
+    if "attention" in name:
+        return max(shapes[0][-1], shapes[1][-2]) if len(shapes) > 1 else 1
+    if "conv" in name and len(shapes) > 1:
+        terms = 1
+        for size in shapes[1][1:]:
+            terms *= size
+        return terms
+    if "norm" in name or "softmax" in name:
+        return shapes[0][-1] if shapes[0] else 1
+    total = 1
+    for size in shapes[0]:
+        total *= size
+    if name in ("mean", "sum", "cumsum", "var", "std", "prod", "logsumexp", "linalg_vector_norm"):
+        out = max(1, node.results[0].numel)
+        return max(1, total // out) if name != "cumsum" else max(1, max(shapes[0], default=1))
+    return 1

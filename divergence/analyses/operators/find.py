@@ -1,0 +1,318 @@
+"""Operators: which one makes the error, told to the decision with its evidence."""
+
+from __future__ import annotations
+
+import math
+
+from divergence.analyses.operators.arithmetic import behind_operator
+from divergence.analyses.operators.measure import operator_notes
+from divergence.analyses.operators.operands import operands_text
+from divergence.comparison.answer import Answer
+from divergence.comparison.decide.advice import Advice
+from divergence.comparison.decide.confidence import check
+from divergence.comparison.figures import figure
+from divergence.comparison.measured import Measured
+from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict
+from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+
+__all__ = ["explain", "find", "onset_result", "operator_evidence"]
+
+_WHERE = {"row": " in one row", "column": " in one column", "slice": " in one slice"}
+
+
+def find(measured: Measured) -> Answer:
+    """The first operator that is off while nothing that feeds it is; or that none is."""
+    operators = measured.operators
+    notes = operator_notes(measured.reference, measured.candidate, operators)
+    if operators is None:
+        return Answer(notes=notes)
+    first = onset_result(operators)
+    finding = _fine(operators) if first is None else _off(first, operators, measured.advice)
+    return Answer(findings=[finding], parts={"operators": operators}, notes=notes)
+
+
+def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+    """What was probed of the arithmetic that the operator at the onset stands on."""
+    operators = measured.operators
+    if operators is None or operators.onset is None:
+        return []
+    first = next((r for r in operators.results if r.site == operators.onset), None)
+    if first is None:
+        return []
+    evidence = behind_operator(first, measured.reference.manifest, measured.candidate.manifest)
+    return [Finding(claim="explanation", role="explains", about_onset=True, evidence=evidence)]
+
+
+def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice) -> Finding:
+    site = f"{first.site}:out"
+    side = operators.side
+    by = f", by the {side}" if side in ("reference", "candidate") else ""
+    by = ", equally wrong on both sides" if side == "both" else by
+    if first.why == "operands":
+        by = ""
+    rests_on = _checks(first, operators)
+    seems = "seems to be made at" if rests_on[0].state == "failed" else "is made at"
+    return Finding(
+        claim="operator_off",
+        role="refines",
+        kind="nonfinite" if first.why == "nonfinite" else "localized",
+        summary=f"{_what_happens(first, seems)}{by}",
+        onset=Onset(
+            site=site, block=first.block, sample=first.sample, step=first.step, position=None,
+            pass_=operators.pass_,
+        ),
+        equal_inputs=True,
+        side=side,
+        rests_on=rests_on,
+        evidence=operator_evidence(first, operators),
+        beside=[
+            Evidence(
+                text="the blocks' own outputs are within the floor: seen in the operator alone"
+            )
+        ],
+        next=_next(first, side, advice),
+    )  # fmt: skip
+
+
+def _checks(first: OperatorResult, operators: OperatorsResult) -> list[Check]:
+    """That operands differ is read, not measured; what it does is measured."""
+    if first.why == "operands":
+        return [check("shows", first.measurable, "what it changes here is within rounding")]
+    by_truth = operators.judged != "difference"
+    return [
+        check("told_by_truth", by_truth, "no truth: judged by the two sides' difference"),
+        check(
+            "clear", first.share > 2,
+            f"{first.share:.1f} × its limit; above 2 × it would be high",
+        ),
+    ]  # fmt: skip
+
+
+def _fine(operators: OperatorsResult) -> Finding:
+    """None is to blame. The verdict, where nothing else was compared."""
+    judged = [r for r in operators.results if r.verdict != "unjudged"]
+    largest = max((r.share for r in judged), default=0.0)
+    said = Evidence(
+        text=f"none of {len(judged)} operators is beyond its limit; the largest uses "
+        f"{largest:.0%} of it",
+        values={"num_operators": len(judged), "largest_share": largest},
+    )
+    equal = operators.results and all(r.identical for r in operators.results)
+    lone = len(operators.unmatched) + len(operators.notes)
+    near = "the truth" if operators.judged == "truth" else "the other side"
+    return Finding(
+        claim="operators_fine",
+        kind="identical" if equal else "within_floor",
+        summary=f"all {operators.num_matched} operators are equal bit for bit"
+        if equal
+        else f"every operator is as near to {near} as rounding allows",
+        side="neither" if operators.judged == "truth" else None,
+        rests_on=[check("coverage", not lone, "some operators had no partner")],
+        evidence=[said],
+        beside=[said],
+    )
+
+
+def _next(first: OperatorResult, side: str | None, advice: Advice) -> list[str]:
+    """The operator by itself; where it was given something else, that."""
+    if first.fed_by:
+        return advice.operator_input(f"{first.fed_by[-1]}:out", first.fed_by_side)
+    if first.region is not None or first.other_operands:  # no operator is wrong by itself
+        return [
+            *advice.operator_input(f"{first.site}:out", "reference"),
+            *advice.operator_input(f"{first.candidate_site}:out", "candidate"),
+        ]
+    return advice.operator(first.site, first.candidate_site, side)
+
+
+def _what_happens(first: OperatorResult, seems: str) -> str:
+    if first.other_operands:
+        return f"{first.site} is called with {operands_text(first.other_operands)}"
+    if first.region is not None:
+        region = first.region
+        if first.why == "roundings":
+            times = max(region.reference_times or 0.0, region.candidate_times or 0.0)
+            return (
+                f"sums are rounded too often at {first.site}: {region.text}, {times:.2g} × the "
+                "error of an ideal product"
+            )
+        if region.argument is None:
+            return f"the error {seems} {first.site}: {region.text}"
+        where = f"{first.site}, which {region.consumer} is given as {region.argument}"
+        return f"the error {seems} {where}: {region.text}"
+    if first.fed_by:
+        names = ", ".join(first.fed_by[:3])
+        return (
+            f"the error comes into {first.site} from operators that only the "
+            f"{first.fed_by_side} calls: {names}"
+        )
+    for item in first.other_inputs:
+        how = "is looked at differently" if item.viewed else "comes from elsewhere"
+        return f"the error comes into {first.site}: its input {item.argument} {how}"
+    return f"the error {seems} {first.site}"
+
+
+def onset_result(operators: OperatorsResult) -> OperatorResult | None:
+    """The result that the onset names, of the first phase in which it is beyond its limit."""
+    found = [r for r in operators.results if r.site == operators.onset]
+    beyond = [r for r in found if r.share > 1]
+    if beyond:
+        return min(beyond, key=lambda r: r.phase == "decode")
+    return max(found, key=lambda r: r.share, default=None)
+
+
+def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
+    """Why this operator."""
+    called = f" ({first.source})" if first.source else ""
+    name = f"{first.site}{called}, {first.phase}"
+    values = {
+        key: value
+        for key in ("w", "reference_error", "candidate_error", "floor", "difference", "codes")
+        if (value := getattr(first, key)) is not None
+    }
+    found = [Evidence(text=f"{name}: {_reason(first)}", values=values)]
+    found += _operand_evidence(first)
+    found += _region_evidence(first)
+    if first.reference_dtype != first.candidate_dtype:
+        found.append(
+            Evidence(
+                text=f"its result is {first.reference_dtype} in the reference and "
+                f"{first.candidate_dtype} in the candidate"
+            )
+        )
+    # what feeds it is the question then
+    given = first.fed_by or first.other_inputs or first.other_operands
+    told = first.w_entering is not None and operators.frame == "block" and not given
+    if told and first.why != "codes":
+        found.append(
+            Evidence(text=f"what feeds it is fine: W at most {figure(first.w_entering)} there")
+        )
+    for item in first.other_inputs:
+        differ = "" if item.difference is None else f" (they differ by {item.difference:.2g})"
+        looked = "is looked at differently" if item.viewed else "comes from elsewhere"
+        found.append(
+            Evidence(
+                text=f"its input {item.argument} {looked}: {item.reference} in the reference, "
+                f"{item.candidate} in the candidate{differ}"
+            )
+        )
+    if operators.frame == "operator":
+        found.append(Evidence(text="both sides had the same inputs, bit for bit"))
+    before = [u for u in operators.unmatched if u.site in first.fed_by]
+    if before:
+        names = ", ".join(f"{u.site} ({u.source})" if u.source else u.site for u in before[:3])
+        other = "reference" if first.fed_by_side == "candidate" else "candidate"
+        found.append(Evidence(text=f"what feeds it has no partner in the {other}: {names}"))
+    if operators.causal is not None:
+        check = operators.causal
+        found.append(
+            Evidence(
+                text=(
+                    "with the reference's result put in its place, everything after it is fine "
+                    f"(largest share of a limit {check.before:.2g} → {check.largest_share:.2g})"
+                    if check.holds
+                    else "with the reference's result put in its place, the rest is not fine yet: "
+                    f"{', '.join(check.still[:3])}"
+                ),
+                values={"before": check.before, "after": check.largest_share},
+            )
+        )
+    return found
+
+
+def _operand_evidence(first: OperatorResult) -> list[Evidence]:
+    if not first.other_operands:
+        return []
+    found = []
+    for item in first.other_operands:
+        values = {} if item.difference is None else {"difference": item.difference}
+        where = "made outside the recorded modules" if item.kind == "constant" else "in the call"
+        by = f", {item.difference:.2%} off" if item.difference not in (None, math.inf) else ""
+        found.append(
+            Evidence(
+                text=f"{item.argument}, {where}: {item.reference} in the reference, "
+                f"{item.candidate} in the candidate{by}",
+                values=values,
+            )
+        )
+    if first.why == "operands" and not first.measurable:
+        found.append(
+            Evidence(text="what that changes here is within rounding: the number differs for sure")
+        )
+    if first.verdict in ("candidate", "reference"):
+        found.append(
+            Evidence(
+                text="the truth is of the reference's code: it cannot tell which value is meant"
+            )
+        )
+    return found
+
+
+def _region_evidence(first: OperatorResult) -> list[Evidence]:
+    region = first.region
+    if region is None:
+        return []
+    begin = f", from {', '.join(region.inputs[:3])}" if region.inputs else ""
+    found = [Evidence(text=f"compared as one step{begin}: {region.text}")]
+    if region.candidate_times is not None and region.reference_times is not None:
+        found.append(
+            Evidence(
+                text="by themselves, computed again in float64 from each side's own inputs, they "
+                f"add {region.candidate_times:.3g} × what an ideal product does (it rounds once), "
+                f"the reference's {region.reference_times:.3g} ×",
+                values={
+                    "candidate_times": region.candidate_times,
+                    "reference_times": region.reference_times,
+                },
+            )
+        )
+    return found
+
+
+def _reason(first: OperatorResult) -> str:
+    if first.why == "operands":
+        text = f"called with {operands_text(first.other_operands)}"
+        if first.w is None or not first.measurable or first.verdict == "differs":
+            return text
+        return f"{text}; {_farther(first)}"
+    if first.why == "roundings":
+        assert first.region is not None
+        times = {"reference": first.region.reference_times,
+                 "candidate": first.region.candidate_times}  # fmt: skip
+        mine = "reference" if (times["reference"] or 0) > (times["candidate"] or 0) else "candidate"
+        return (
+            f"{first.region.text}: what the {mine} adds there is {times[mine]:.3g} × the error of "
+            f"an ideal product, so sums are rounded to {first.candidate_dtype} on the way"
+        )
+    if first.why == "codes":
+        return (
+            f"{first.codes:.2%} of its integers differ, and rounding of its inputs does not "
+            "explain it (exact ties, or values too far apart)"
+        )
+    if first.why == "nonfinite":
+        return f"the {first.verdict} has nan or inf where the other side has none"
+    if first.verdict == "both":
+        return (
+            f"both are far from the truth: {first.reference_error:.2e} and "
+            f"{first.candidate_error:.2e}, ideal {first.floor:.2e}"
+        )
+    if first.w is None:
+        return f"the sides differ by {first.difference:.2e}, more than what came in explains"
+    return _farther(first)
+
+
+def _farther(first: OperatorResult) -> str:
+    """Who is farther from the truth, and by how much."""
+    assert first.w is not None
+    mine, other = ("candidate", "reference") if first.w >= 1 else ("reference", "candidate")
+    if first.verdict in ("reference", "candidate"):
+        mine = first.verdict
+        other = "reference" if mine == "candidate" else "candidate"
+    where = _WHERE.get(first.why or "", "")
+    times = first.peak if where else max(first.w, 1 / first.w)
+    errors = {"reference": first.reference_error, "candidate": first.candidate_error}
+    shown = f"{times:.3g}" if math.isfinite(times) else "infinitely"
+    return (
+        f"the {mine} is {shown} × as far from the truth as the {other}{where}; typically off by "
+        f"{errors[mine]:.2e} and {errors[other]:.2e}, ideal {first.floor:.2e}"
+    )

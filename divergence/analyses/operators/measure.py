@@ -1,0 +1,104 @@
+"""Operators of two runs, in the passes where both sides' blocks had equal inputs.
+
+The anchored pass, or where nothing is found there the escalated one, which in float32 sees a
+wrong formula far below the floor of a 16-bit dtype. Both sides must have recorded operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from divergence.analyses.operators.errors import measure_operators
+from divergence.analyses.operators.judge import judge_operators
+from divergence.comparison.align.pairs import anchored_passes
+from divergence.comparison.measure.truth import Truth
+from divergence.comparison.measured import Measured
+from divergence.comparison.results.operators import OperatorsResult
+from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
+
+__all__ = ["compare_operators", "measure", "operator_notes"]
+
+_ESCALATED = "escalated"
+
+
+def measure(measured: Measured) -> OperatorsResult | None:
+    """The operators of two runs, each with its limit."""
+    return compare_operators(
+        measured.reference, measured.candidate, measured.truth, rename=measured.rename,
+        thresholds=measured.thresholds,
+    )  # fmt: skip
+
+
+def compare_operators(
+    a: Run,
+    b: Run,
+    truth: Truth | None,
+    *,
+    rename: Callable[[str], str],
+    thresholds: Thresholds,
+) -> OperatorsResult | None:
+    """None where not both sides recorded operators from equal inputs."""
+    right = truth if truth is not None and truth.anchors else None
+    first: OperatorsResult | None = None
+    for passes in _passes(a.manifest, b.manifest):
+        measured = measure_operators(
+            a, b, passes, truth=None if right is None else right.run,
+            truth_pass="anchored" if right is None else right.anchored_pass, rename=rename,
+        )  # fmt: skip
+        if measured is None:
+            continue
+        found = judge_operators(
+            measured, notes=a.manifest.plan.modules, thresholds=thresholds,
+            two_dtypes=_two_dtypes(a.manifest, b.manifest),
+        )  # fmt: skip
+        if passes[1] == _ESCALATED:
+            found.pass_ = _ESCALATED
+        if found.onset is not None:
+            return found
+        first = first or found
+    return first
+
+
+def _passes(a: Manifest, b: Manifest) -> list[tuple[str, str]]:
+    """(the reference's, the candidate's), the anchored ones first."""
+    if a.tokens.groups != b.tokens.groups:
+        return []  # of other batches: other shapes, and rows of other prompts
+    found = anchored_passes(a, b, [])
+    passes = [] if found is None else [found]
+    plans = (a.plan, b.plan)
+    same = a.plan.anchored_to is not None and a.plan.anchored_to == b.plan.anchored_to
+    if same and all(_ESCALATED in plan.passes for plan in plans):
+        passes.append((_ESCALATED, _ESCALATED))
+    return passes
+
+
+def _two_dtypes(a: Manifest, b: Manifest) -> bool:
+    return a.model.dtype != b.model.dtype
+
+
+def operator_notes(a: Run, b: Run, found: OperatorsResult | None) -> list[str]:
+    """Why operators that were recorded are not compared; nothing where they are."""
+    counts = {
+        name: sum(record.call is not None for record in run.records)
+        for name, run in (("reference", a), ("candidate", b))
+    }
+    if found is not None and _two_dtypes(a.manifest, b.manifest):
+        return ["the runs are of two dtypes: their operators are shown, but not judged"]
+    if found is not None or not any(counts.values()):
+        return []
+    if all(counts.values()) and a.manifest.tokens.groups != b.manifest.tokens.groups:
+        return [
+            "both runs recorded operators, but of other batches: those are no pairs, and are not "
+            "compared (modules are)"
+        ]
+    if all(counts.values()):
+        return [
+            "both runs recorded operators, but in passes whose blocks had other inputs: they are "
+            "not compared (repeat one from the other: capture --like)"
+        ]
+    one, other = sorted(counts, key=lambda name: -counts[name])
+    return [
+        f"the {one} recorded {counts[one]:,} operators, the {other} none: they are not compared"
+    ]

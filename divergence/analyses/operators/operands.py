@@ -1,0 +1,172 @@
+"""Operands that are no results: scalars and constants, compared for each pair of calls.
+
+A scalar or keyword argument (an attention scale, an epsilon, a flag) is as much an operand as a
+tensor is, and a difference in it is a fact, not a measurement: two calls with other numbers do
+other jobs. So are constants: small tensors, masks and integers that were made outside the recorded
+modules, and small buffers. Numbers are compared as they stand in the record (run.scalars); small
+floating-point constants may differ by 4 u of their dtype, two roundings of two values each within
+one ulp; integers and masks must be equal. Large tables (rotary angles) are left to the
+comparison of inputs (operators.inputs), since correct code makes them differ by more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from divergence.analyses.operators.inputs import (
+    argument_names,
+    operand_record,
+    relative_difference,
+)
+from divergence.comparison.calls.graph import Node, maker_of
+from divergence.comparison.results.operators import OtherInput, OtherOperand
+from divergence.numerics.formats import format_named
+from divergence.run.reader import Run
+from divergence.run.schema.call import Operand
+from divergence.run.schema.scalars import OtherScalar, other_scalars, scalar_words
+
+__all__ = ["given_inputs", "operands_text", "other_operands"]
+
+_SMALL = 64
+"""Elements of a constant: more are a table."""
+_SHOWN = 4
+"""Elements that are printed."""
+_ROUNDINGS = 4
+_MEASURED = 2.0**-5
+"""Four ulp of bfloat16."""
+
+
+def other_operands(
+    one: Node, two: Node, a: Run, b: Run, *, measured: bool = False
+) -> list[OtherOperand]:
+    """Scalars and constants that differ between the reference's call and its partner.
+
+    ``measured``: the model takes numbers out of tensors (``.item()``), so a scalar may be a result,
+    which rounding moves: one that is off by less than ``_MEASURED`` is told, and is no fact.
+    """
+    if one.name != two.name:
+        return []
+    found = [
+        OtherOperand(
+            argument=item.argument,
+            kind="scalar",
+            reference=scalar_words(item.reference),
+            candidate=scalar_words(item.candidate),
+            is_value=item.is_number and not (measured and _is_near(item)),
+            difference=_relative(item.reference, item.candidate),
+        )
+        for item in other_scalars(one.call, two.call)
+    ]
+    if len(one.call.operands) != len(two.call.operands):
+        return found
+    names = argument_names(one.call)
+    for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
+        if _is_written(one, names.get(number, "")):
+            continue  # what it writes to may be memory that nothing was written to before
+        item = _other_constant(names.get(number, str(number)), (one, mine, a), (two, other, b))
+        if item is not None:
+            found.append(item)
+    return found
+
+
+def _is_near(item: OtherScalar) -> bool:
+    apart = _relative(item.reference, item.candidate)
+    return apart is not None and apart < _MEASURED
+
+
+def _is_written(node: Node, argument: str) -> bool:
+    name = node.call.operator.split(".")[1] if "." in node.call.operator else ""
+    return argument == "out" or (argument == "self" and name.endswith("_"))
+
+
+def _other_constant(
+    name: str, mine: tuple[Node, Operand, Run], other: tuple[Node, Operand, Run]
+) -> OtherOperand | None:
+    operands = mine[1], other[1]
+    if any(maker_of(one) is not None for one in operands):
+        return None
+    records = operand_record(*mine), operand_record(*other)
+    if None in records or records[0].xxh3 == records[1].xxh3:
+        return None
+    weights = [one.weight is not None for one in operands]
+    if any(weights) and (not all(weights) or records[0].numel > _SMALL):
+        return None  # a weight; a small buffer is a constant
+    if operands[0].shape != operands[1].shape or operands[0].dtype != operands[1].dtype:
+        return None
+    if not (mine[2].has_bytes(records[0]) and other[2].has_bytes(records[1])):
+        return None
+    x, y = mine[2].read(records[0]), other[2].read(records[1])
+    if x.numel() != y.numel():
+        return None
+    difference = relative_difference(x, y)
+    if not _differs(x, y, operands[0].dtype, difference):
+        return None
+    return OtherOperand(
+        argument=name, kind="constant", reference=_values(x), candidate=_values(y), is_value=True,
+        difference=difference,
+    )  # fmt: skip
+
+
+def _differs(x: torch.Tensor, y: torch.Tensor, dtype: str, difference: float | None) -> bool:
+    form = format_named(dtype)
+    if form.kind in ("int", "bool"):
+        return bool((x.reshape(-1) != y.reshape(-1)).any())
+    if form.kind != "float" or difference is None:
+        return False
+    if _is_mask(x) and _is_mask(y):
+        return difference > 0
+    return x.numel() <= _SMALL and difference > _ROUNDINGS * form.unit_roundoff
+
+
+def _is_mask(values: torch.Tensor) -> bool:
+    """Nothing but zeros and numbers far below every score."""
+    return values.is_floating_point() and bool(((values == 0) | (values < -1e4)).all())
+
+
+def _values(values: torch.Tensor) -> str:
+    if values.numel() <= _SHOWN:
+        shown = ", ".join(f"{v:.9g}" if isinstance(v, float) else str(v)
+                          for v in values.reshape(-1).tolist())  # fmt: skip
+        return shown if values.ndim == 0 else f"[{shown}]"
+    if not values.is_floating_point():
+        return f"{int((values != 0).sum())} of {values.numel()} set"
+    if _is_mask(values):
+        return f"{int((values != 0).sum())} of {values.numel()} masked"
+    return f"{values.numel()} values of norm {float(values.double().norm()):.6g}"
+
+
+def _relative(mine: object, other: object) -> float | None:
+    """By how much the candidate's number is off the reference's; None for what is no number."""
+    if type(mine) not in (int, float) or type(other) not in (int, float):
+        return None
+    return abs(other - mine) / abs(mine) if mine else float("inf")  # type: ignore[operator]
+
+
+def operands_text(items: list[OtherOperand]) -> str:
+    """``other=0.13125 (reference 0.125)``."""
+    return " and ".join(
+        f"{one.argument}={one.candidate} (reference {one.reference})" for one in items[:3]
+    )
+
+
+def given_inputs(one: Node, two: Node, a: Run, b: Run) -> list[OtherInput]:
+    """By how much each tensor operand of two calls differs, the largest first; equal ones are left
+    out. For a pair that is right on both sides: what it is given then tells."""
+    if len(one.call.operands) != len(two.call.operands):
+        return []
+    names = argument_names(one.call)
+    found = []
+    for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
+        records = operand_record(one, mine, a), operand_record(two, other, b)
+        if None in records or mine.shape != other.shape or records[0].xxh3 == records[1].xxh3:
+            continue
+        difference = relative_difference(a.read(records[0]), b.read(records[1]))
+        found.append(
+            OtherInput(
+                argument=names.get(number, str(number)),
+                reference=mine.weight or maker_of(mine) or mine.origin or "outside the block",
+                candidate=other.weight or maker_of(other) or other.origin or "outside the block",
+                difference=difference,
+            )
+        )
+    return sorted(found, key=lambda item: -(item.difference or 0.0))

@@ -1,0 +1,217 @@
+"""Regions: where the sides compute one thing by other operators, as one step.
+
+A region reaches from the last inputs that both sides have to the first result that both have: a
+fused attention against its products and its softmax, one matrix product against eight of its
+parts, three projections against one. Its members are the calls without a partner that lead to the
+common result, and those that give it. The common result is a pair that was matched by its value or
+by dataflow, or what a paired call was given as the same argument (a part of a fused projection's
+result, say, which is no call's result by itself).
+
+A call of one side alone that both sides' values lead through (a cast, a copy, a plant) makes no
+region: what it feeds tells of it (``fed_by``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from divergence.analyses.operators.places import Places, Source, is_copy
+from divergence.analyses.operators.products import CONSTANTS
+from divergence.comparison.calls.graph import Node
+from divergence.comparison.calls.match import Match
+from divergence.run.schema.call import Operand
+
+__all__ = ["Region", "Regions", "in_words", "regions_in"]
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """``reference``, ``candidate``: the members in execution order; the last gives the common
+    result. ``operands``: where that is an argument of a paired call, its operand on each side and
+    the two calls (``consumer``). ``inputs``: the sources that both sides begin from."""
+
+    reference: list[Node]
+    candidate: list[Node]
+    inputs: list[Source]
+    match: Match | None = None
+    consumer: Match | None = None
+    number: int = 0
+    """Of the operand among the consumer's."""
+
+    def operands(self) -> tuple[Operand, Operand] | None:
+        if self.consumer is None:
+            return None
+        calls = self.consumer.reference.call, self.consumer.candidate.call
+        return calls[0].operands[self.number], calls[1].operands[self.number]
+
+    @property
+    def text(self) -> str:
+        """``8 products and 7 additions in place of one product``."""
+        theirs, ours = in_words(self.candidate), in_words(self.reference)
+        if theirs == ours:  # then their shapes tell
+            sizes = ["x".join(map(str, side[-1].results[0].shape)) or "scalar"
+                     for side in (self.candidate, self.reference)]  # fmt: skip
+            if sizes[0] == sizes[1]:
+                return f"{theirs} with other casts or layouts"
+            theirs, ours = f"{theirs} ({sizes[0]})", f"{ours} ({sizes[1]})"
+        return f"{theirs} in place of {ours}"
+
+
+@dataclass(slots=True)
+class Regions:
+    """Of one forward. ``by_pair``: of a pair's reference path; ``of_operands``: those whose common
+    result is an argument; ``unreached``: calls without a partner that lead to nothing that both
+    sides have, on each side: what could not be compared."""
+
+    by_pair: dict[str, Region] = field(default_factory=dict)
+    of_operands: list[Region] = field(default_factory=list)
+    unreached: tuple[list[Node], list[Node]] = field(default_factory=lambda: ([], []))
+    members: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+
+
+def regions_in(
+    reference: Sequence[Node],
+    candidate: Sequence[Node],
+    matches: Sequence[Match],
+    rename: Callable[[str], str] = lambda site: site,
+) -> Regions:
+    """The regions of one forward, given its pairs."""
+    places = Places(reference, candidate, rename)
+    for match in matches:
+        places.pair(match.reference, match.candidate)
+    found = Regions()
+    reached: tuple[set[str], set[str]] = (set(), set())
+    for match in matches:
+        nodes = match.reference, match.candidate
+        before = [_before(places, side, nodes[side]) for side in (0, 1)]
+        for side in (0, 1):
+            reached[side].update(node.path for node in before[side])
+        if match.method in ("value", "dataflow") or nodes[0].name != nodes[1].name:
+            region = _region(places, [*before[0], nodes[0]], [*before[1], nodes[1]], match=match)
+            found.by_pair[match.reference.path] = region
+            _hold(found, region, places)
+            continue
+        for number, makers in enumerate(_open_operands(places, match)):
+            if makers is None:
+                continue
+            chains = [[*_before(places, side, makers[side]), makers[side]] for side in (0, 1)]
+            region = _region(places, *chains, consumer=match, number=number)
+            _keep_largest(found.of_operands, region)
+            _hold(found, region, places)
+    for side, nodes in enumerate((reference, candidate)):
+        found.unreached[side].extend(
+            node
+            for node in nodes
+            if places.lone(side, ("made", node.path))
+            and node.path not in reached[side]
+            and not is_copy(node)
+        )
+    return found
+
+
+def _hold(found: Regions, region: Region, places: Places) -> None:
+    """Its members, and the copies of one side alone among them, are in a region."""
+    for side, members in enumerate((region.reference, region.candidate)):
+        own = found.members[side]
+        own.update(node.path for node in members)
+        waiting = list(members)
+        while waiting:
+            for feed in waiting.pop().feeds:
+                node = places.nodes[side].get(feed)
+                lone = node is not None and places.lone(side, ("made", feed))
+                if lone and feed not in own and is_copy(node):
+                    own.add(feed)
+                    waiting.append(node)
+
+
+def _keep_largest(known: list[Region], region: Region) -> None:
+    """Of one common result that several calls are given, the call that is given most of it."""
+    for index, other in enumerate(known):
+        if (other.reference[-1], other.candidate[-1]) == (
+            region.reference[-1], region.candidate[-1]
+        ):  # fmt: skip
+            sizes = [math.prod(one.operands()[0].shape) for one in (other, region)]
+            if sizes[1] > sizes[0]:
+                known[index] = region
+            return
+    known.append(region)
+
+
+def _open_operands(places: Places, match: Match) -> list[tuple[Node, Node] | None]:
+    """Of each operand the calls without a partner that made it on both sides."""
+    mine, theirs = places.sources(0, match.reference), places.sources(1, match.candidate)
+    found: list[tuple[Node, Node] | None] = []
+    for x, y in zip(mine, theirs, strict=False):
+        both = places.lone(0, x) and places.lone(1, y)
+        found.append((places.nodes[0][x[1]], places.nodes[1][y[1]]) if both else None)
+    return found
+
+
+def _before(places: Places, side: int, node: Node) -> list[Node]:
+    """Calls without a partner that lead to it, in order; copies are looked through."""
+    reached: dict[str, Node] = {}
+    waiting = [node]
+    while waiting:
+        for source in places.sources(side, waiting.pop()):
+            if places.lone(side, source) and source[1] not in reached and source[1] != node.path:
+                reached[source[1]] = places.nodes[side][source[1]]
+                waiting.append(reached[source[1]])
+    return sorted(reached.values(), key=lambda one: one.order)
+
+
+def _region(places: Places, mine: list[Node], theirs: list[Node], **where: object) -> Region:
+    begins: list[Source] = []
+    for members in (mine,):
+        own = {node.path for node in members}
+        for node in members:
+            begins += [s for s in places.sources(0, node) if s[1] not in own]
+    return Region(mine, theirs, list(dict.fromkeys(begins)), **where)  # type: ignore[arg-type]
+
+
+_WORDS = {
+    "product": ("mm", "bmm", "matmul", "linear", "mv", "dot", "_scaled_mm", "_grouped_mm", "einsum",
+                "convolution"),
+    "product with bias": ("addmm", "baddbmm", "addmv", "addbmm"),
+    "addition": ("add", "sub", "rsub", "__iadd__"),
+    "multiplication": ("mul", "__imul__"),
+    "division": ("div",),
+    "softmax": ("_softmax", "_safe_softmax", "_log_softmax"),
+    "sum": ("sum", "cumsum"),
+    "mean": ("mean",),
+    "power": ("pow", "square"),
+    "root": ("rsqrt", "sqrt"),
+    "concatenation": ("cat", "stack"),
+    "cast": ("_to_copy", "to"),
+    "copy": ("clone", "copy", "contiguous"),
+}  # fmt: skip
+_NAMES = {name: word for word, names in _WORDS.items() for name in names}
+_PLURALS = {"product with bias": "products with bias", "softmax": "softmaxes"}
+
+
+def in_words(nodes: Sequence[Node]) -> str:
+    """How many of what: ``8 products and 7 additions``. Copies and casts only where nothing else
+    is there."""
+    computing = [n for n in nodes if not is_copy(n) and n.name not in CONSTANTS] or list(nodes)
+    counts = Counter(_word(node) for node in computing)
+    parts = [
+        f"one {word}" if count == 1 else f"{count} {_PLURALS.get(word, word + 's')}"
+        for word, count in counts.items()
+    ]
+    if len(parts) > 4:
+        rest = sum(list(counts.values())[3:])
+        parts = [*parts[:3], f"{rest} more"]
+    if not parts:
+        return "nothing"
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _word(node: Node) -> str:
+    name = node.name.partition(".")[2]
+    if "attention" in name:
+        return "fused attention"
+    if "norm" in name and name != "linalg_vector_norm":
+        return "fused norm"
+    return _NAMES.get(name, name or node.name)

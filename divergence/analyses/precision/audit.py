@@ -1,0 +1,237 @@
+"""The precision audit: in which dtype each part of a model really ran, beside what is expected.
+
+Read from operator records alone: no tensor is opened. Every operator rounds its result to the
+result's dtype, so a part made of several was computed in the narrowest dtype among their
+results; that much is known. Not known, and not claimed: what one kernel does inside. A
+fused attention or norm is named as such; a 16-bit softmax or matrix product says what it took
+and gave, and what it adds up in is for the probe to tell.
+
+A part is below what is expected where that narrowest dtype has fewer bits or less range than every
+dtype that would do (precision.expectations). A run computed in float64 is not audited.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from divergence.analyses.precision.expectations import Family, expectation, family_of, is_below
+from divergence.analyses.precision.graph import Found, accumulates
+from divergence.analyses.precision.parts import find_parts
+from divergence.analyses.precision.sentences import differing, finding
+from divergence.comparison.calls.graph import forwards_of, operator_passes
+from divergence.comparison.results.precision import PARTS, AuditedPlace, AuditResult, AuditRow
+from divergence.numerics.formats import format_named
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.site import is_operator_site, module_of
+
+__all__ = ["audit_runs", "audited_places"]
+
+MAX_OPERATORS = 64
+"""Named at one place; a scan calls the same line once for every token."""
+
+_PASSES = ("anchored", "free", "whole", "replayed")
+
+
+def audit_runs(
+    reference: Run, candidate: Run | None = None, *, rename: Callable[[str], str] = lambda s: s
+) -> AuditResult | None:
+    """The audit of one run or two; None where neither holds operators that can be audited.
+
+    ``rename``: a site of the reference → the candidate's.
+    """
+    ours = audited_places(reference)
+    theirs = None if candidate is None else audited_places(candidate)
+    if ours is None and theirs is None:
+        return None
+    notes = []
+    alike = candidate is None or reference.manifest.model.dtype == candidate.manifest.model.dtype
+    if ours is not None and theirs is not None and not alike:
+        notes.append(
+            "the runs have different dtypes: each is held to what is expected, not to the other"
+        )
+    told: dict[str, list[str]] = {}
+    for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
+        if run is not None and places is not None:
+            whose = "the run" if candidate is None else f"the {name}"
+            notes += _unknown(whose, run.manifest)
+            for text in _probed(run.manifest, places):
+                told.setdefault(text, []).append(whose)
+    notes += [f"{' and '.join(names)}: {text}" for text, names in told.items()]
+    rows, findings = [], []
+    for part in PARTS:
+        mine, other = ([p for p in places or () if p.part == part] for places in (ours, theirs))
+        if not mine and not other:
+            continue
+        pairs = differing(mine, other, rename) if alike else []
+        row = _row(mine, other)
+        row.reference = None if ours is None else _computed(mine)
+        row.candidate = None if theirs is None else _computed(other)
+        row.differs = bool(pairs)
+        rows.append(row)
+        said = finding(row, mine, other, pairs, alone=candidate is None)
+        if said is not None:
+            findings.append(said)
+    return AuditResult(rows=rows, findings=findings, reference=ours, candidate=theirs, notes=notes)
+
+
+def _row(mine: list[AuditedPlace], other: list[AuditedPlace]) -> AuditRow:
+    judged = next((place for place in (*mine, *other) if place.expected), None)
+    below = [any(place.below for place in side) for side in (mine, other)]
+    whose = {(True, True): "both", (True, False): "reference", (False, True): "candidate"}
+    return AuditRow(
+        part=(*mine, *other)[0].part,
+        expected=judged.expected if judged else [],
+        expected_by=judged.expected_by if judged else "",
+        own=judged.own if judged else False,
+        below=whose.get(tuple(below)),
+        num_places=max(sum(place.num_calls for place in side) for side in (mine, other)),
+    )
+
+
+def audited_places(run: Run) -> list[AuditedPlace] | None:
+    """Each part at each place, in execution order; None where the run is not to be audited."""
+    manifest = run.manifest
+    passes = operator_passes(run)
+    chosen = next((name for name in _PASSES if name in passes), None)
+    if chosen is None or manifest.settings.compute_dtype or manifest.model.task == "operators":
+        return None
+    family = family_of(manifest.model.model_class)
+    blocks = {path for path, note in manifest.plan.modules.items() if note.role == "block"}
+    logits = manifest.plan.logits_site
+    head = None if logits is None else module_of(logits)
+    places: dict[tuple, AuditedPlace] = {}
+    for nodes in forwards_of(run, chosen).values():
+        for found in find_parts(nodes, blocks, head):
+            place = _place(found, manifest, family)
+            key = (place.part, place.module, place.source, place.computed, place.kernel,
+                   place.result, *place.operands)  # fmt: skip
+            seen = places.get(key)
+            places[key] = place if seen is None else _again(seen, place)
+    kept = list(places.values())
+    if logits is not None and not any(place.part == "logits" for place in kept):
+        kept += _recorded_logits(run, logits, family)
+    return kept
+
+
+def _place(found: Found, manifest: Manifest, family: Family | None) -> AuditedPlace:
+    root = found.root
+    results = [(node, _component(node.results[0].dtype)) for node in found.nodes]
+    narrow, narrowest = min(results, key=lambda item: _width(item[1]))
+    same = {dtype for _, dtype in results} == {narrowest}
+    computed = narrowest
+    taken = [_component(operand.dtype) for operand in found.nodes[0].call.operands]
+    if found.part in ("matrix product", "router product", "logits"):
+        # what is multiplied is rounded to the operands' dtype before anything is added up
+        computed = min([computed, *_multiplied(taken)], key=_width)
+    chosen = root if same else narrow
+    dtype = manifest.model.dtype
+    wanted = expectation(found.part, family, dtype)
+    if manifest.model.quantization is not None and found.part != "norm statistics":
+        wanted = None if found.part in ("matrix product", "logits", "kv cache") else wanted
+    expected = () if wanted is None else wanted.dtypes
+    note = manifest.plan.modules.get(root.module.partition("#")[0])
+    return AuditedPlace(
+        part=found.part,
+        module=root.module,
+        kind=None if note is None else note.kind,
+        site=chosen.path,
+        operators=[node.path for node in found.nodes],
+        near=list(found.near),
+        source=chosen.call.source,
+        operands=list(dict.fromkeys(taken)),
+        result=found.nodes[-1].results[0].dtype,
+        computed=None if found.kernel else computed,
+        kernel=root.name if found.kernel else None,
+        accumulates=not found.kernel
+        and all(accumulates(node) for node, dtype in results if dtype == narrowest),
+        expected=list(expected),
+        expected_by="" if wanted is None else wanted.by,
+        own=wanted is not None and wanted.own,
+        below=not found.kernel and is_below(computed, expected),
+    )
+
+
+def _again(seen: AuditedPlace, place: AuditedPlace) -> AuditedPlace:
+    """The place once more: in another forward, or for another tensor there."""
+    operators, near = (
+        list(dict.fromkeys([*old, *new]))[:MAX_OPERATORS]
+        for old, new in ((seen.operators, place.operators), (seen.near, place.near))
+    )
+    return msgspec.structs.replace(
+        seen, operators=operators, near=near, num_calls=seen.num_calls + 1
+    )
+
+
+def _recorded_logits(run: Run, site: str, family: Family | None) -> Iterable[AuditedPlace]:
+    """The logits as the model gave them, where the operators of the head were not recorded."""
+    found = [r for r in run.records if r.site == site and not is_operator_site(r.site)]
+    if not found:
+        return []
+    manifest = run.manifest
+    wanted = expectation("logits", family, manifest.model.dtype)
+    expected = () if wanted is None else wanted.dtypes
+    dtype = found[0].dtype
+    return [
+        AuditedPlace(
+            part="logits", module=module_of(site), site=site, operators=[], operands=[],
+            result=dtype, computed=dtype, expected=list(expected),
+            expected_by="" if wanted is None else wanted.by,
+            own=wanted is not None and wanted.own, below=is_below(dtype, expected),
+            num_calls=len(found),
+        )
+    ]  # fmt: skip
+
+
+_PARTS_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_CODES = ("int8", "uint8")
+
+
+def _component(dtype: str) -> str:
+    """Of a complex number the dtype of its parts."""
+    return _PARTS_OF.get(dtype, dtype)
+
+
+def _multiplied(dtypes: list[str]) -> list[str]:
+    """Of a product's operands those that are factors: no offsets, no indices."""
+    return [name for name in dtypes if format_named(name).kind == "float" or name in _CODES]
+
+
+def _width(dtype: str) -> tuple[int, float]:
+    form = format_named(dtype)
+    return (form.mantissa_bits, form.max) if form.kind == "float" else (0, 0.0)
+
+
+def _computed(places: list[AuditedPlace]) -> list[str]:
+    counts: Counter[str] = Counter()
+    for place in places:
+        counts[place.computed or f"inside {place.kernel}"] += place.num_calls
+    return [name for name, _ in counts.most_common()]
+
+
+def _unknown(name: str, manifest: Manifest) -> list[str]:
+    if family_of(manifest.model.model_class) is not None:
+        return []
+    return [
+        f"what {manifest.model.model_class} itself expects is not known: {name} is held to common "
+        "practice"
+    ]
+
+
+def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[str]:
+    """What verified probes say of the accumulators behind these places, dtype by dtype."""
+    stored = {place.computed for place in places if place.accumulates}
+    found: dict[tuple[str, str], list[str]] = {}
+    for fact in manifest.arithmetic:
+        *words, dtype = fact.subject.split() or [""]
+        if fact.probe == "accumulator" and fact.verified and dtype in stored:
+            what = " ".join(itertools.takewhile(lambda word: "=" not in word, words))
+            found.setdefault((dtype, fact.value), []).append(what)
+    return [
+        f"{dtype} is accumulated in {value} (probed: {', '.join(dict.fromkeys(names))})"
+        for (dtype, value), names in found.items()
+    ]

@@ -1,0 +1,289 @@
+"""Ranks against one another: replicas must agree bit for bit, and a part may be wrong alone.
+
+In a run of several ranks much is computed by each of them from the same numbers with the same
+operators. Where two such replicas differ, a rank is at fault, whatever the other run says: no
+rounding explains it, since both round alike (a collective may add in another order on each rank
+and still be right: then the difference is of the size of rounding, and is told but decides
+nothing). Which rank it is, most of the others say; of two ranks, the other run does. Where a
+divided tensor is off, its parts tell which rank made the wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from divergence.comparison.align.pairs import Pair
+from divergence.comparison.answer import Answer
+from divergence.comparison.decide.confidence import check
+from divergence.comparison.measured import Measured
+from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict
+from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff, Side
+from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.numerics.formats import format_named
+from divergence.run.ranks.mesh import describe_mesh
+from divergence.run.ranks.unshard import Disagreement, UnshardedRun
+from divergence.run.reader import Run
+from divergence.run.schema.record import Record
+
+__all__ = ["check_replicas", "explain", "find"]
+
+_FAR = 8.0
+"""A version this many times farther from the other run than the other version is the wrong one."""
+_ROUNDING = 64.0
+"""Unit roundoffs by which replicas may differ where no floor is known: a sum over ranks in another
+order moves each element by a few."""
+_LIMIT = 6.0
+"""Floors beyond which a disagreement is a fault: the judge's own limit for a site with siblings."""
+
+_UNMEASURED = (
+    "; by how much digests do not tell, so that a sum taken in another order on each rank is not "
+    "excluded"
+)
+
+Where = dict[tuple[str, tuple], Pair]
+
+
+def find(measured: Measured) -> Answer:
+    """One finding for each side whose ranks disagree, of the first place where they do."""
+    checks = check_replicas(measured.reference, measured.candidate, measured.alignment.pairs)
+    told = [(held, _telling(held)) for held in checks]
+    return Answer(
+        findings=[_finding(measured, held, diff) for held, diff in told if diff is not None],
+        parts={"replicas": checks},
+    )
+
+
+def check_replicas(a: Run, b: Run, pairs: Sequence[Pair]) -> list[ReplicaCheck]:
+    """One check for each side that several ranks made; empty where none was."""
+    where: Where = {}
+    for pair in pairs:
+        where[("reference", pair.reference.record.coordinates)] = pair
+        where[("candidate", pair.candidate.record.coordinates)] = pair
+    checks: list[ReplicaCheck] = []
+    for side, run, other in (("reference", a, b), ("candidate", b, a)):
+        if isinstance(run, UnshardedRun):
+            checks.append(_check(side, run, other, where))
+    return checks
+
+
+def _check(side: Side, run: UnshardedRun, other: Run, where: Where) -> ReplicaCheck:
+    copied = {
+        record.coordinates
+        for record in run.run.records
+        if record.placement is not None and "replicate" in record.placement
+    }
+    first: dict[str, Disagreement] = {}
+    for found in sorted(run.disagreements, key=lambda d: (d.sample, d.step, d.order)):
+        first.setdefault(found.pass_, found)
+    return ReplicaCheck(
+        side=side,
+        mesh=describe_mesh(run.manifest.mesh),
+        num_tensors=len(copied),
+        num_different=len({found.coordinates for found in run.disagreements}),
+        first=[_measured(side, run, other, found, where) for found in first.values()],
+    )
+
+
+def _measured(
+    side: Side, run: UnshardedRun, other: Run, found: Disagreement, where: Where
+) -> ReplicaDiff:
+    """How far apart the versions are, and which is wrong."""
+    ranks, peers, told_by = found.ranks, found.peers, "majority"
+    size: float | None = None
+    records = list(found.records)
+    if all(run.has_bytes(record) for record in records):
+        if len(ranks) >= len(peers):
+            told_by = "nobody"
+            nearer = _nearer(side, run, other, found, where)
+            if nearer is not None:
+                told_by = "other run"
+                if nearer == 1:
+                    ranks, peers = peers, ranks
+                    records.reverse()
+        size = max(_apart(run.run, records[0], run.run, odd) for odd in records[1:])
+    elif len(ranks) >= len(peers):
+        told_by = "nobody"
+    return ReplicaDiff(
+        side=side, pass_=found.pass_, sample=found.sample, step=found.step, site=found.site,
+        ranks=ranks, peers=peers, told_by=told_by, rel_l2=size,
+    )  # fmt: skip
+
+
+def _nearer(
+    side: Side, run: UnshardedRun, other: Run, found: Disagreement, where: Where
+) -> int | None:
+    """Which of two versions (0 or 1) is clearly nearer to the other run's tensor, if one is."""
+    pair = where.get((side, found.coordinates))
+    if pair is None or len(found.records) != 2:
+        return None
+    theirs = (pair.candidate if side == "reference" else pair.reference).record
+    if not other.has_bytes(theirs) or theirs.shape != found.records[0].shape:
+        return None
+    far = [_apart(other, theirs, run.run, version) for version in found.records]
+    if far[0] * _FAR < far[1]:
+        return 0
+    return 1 if far[1] * _FAR < far[0] else None
+
+
+def _apart(one: Run, a: Record, two: Run, b: Record) -> float:
+    """‖a - b‖ / ‖a‖; nan and inf count as infinitely far."""
+    return _rel_l2(one.read(a), two.read(b))
+
+
+def _rel_l2(a, b) -> float:
+    import torch
+
+    x, y = a.to(torch.float64), b.to(torch.float64)
+    apart, norm = float(torch.linalg.vector_norm(x - y)), float(torch.linalg.vector_norm(x))
+    if apart != apart:
+        return float("inf")
+    if norm == 0.0:
+        return 0.0 if apart == 0.0 else float("inf")
+    return apart / norm
+
+
+def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
+    """The one rank whose part of the onset's tensor is off, where that is so."""
+    if verdict.onset is None:
+        return []
+    share = _share(verdict.onset, measured)
+    if share is None:
+        return []
+    fact = Evidence(
+        text=f"at {share.site} the {share.side}'s rank {share.rank} holds the share that "
+        f"is off: rel L2 {share.rel_l2:.2e}, in the others' shares {share.rest_rel_l2:.2e}",
+        values={"share": share.rel_l2, "others": share.rest_rel_l2},
+    )
+    return [
+        Finding(
+            claim="explanation", role="explains", clause=f", in the share of rank {share.rank}",
+            evidence=[fact],
+        )
+    ]  # fmt: skip
+
+
+def _telling(check: ReplicaCheck) -> ReplicaDiff | None:
+    """The disagreement that a verdict may rest on: where inputs were anchored, if anywhere."""
+    by_pass = {diff.pass_: diff for diff in check.first}
+    return by_pass.get("anchored") or by_pass.get("free")
+
+
+def _finding(measured: Measured, held: ReplicaCheck, diff: ReplicaDiff) -> Finding:
+    pairs = measured.alignment.pairs
+    pair = next((p for p in pairs if _is_at(p, diff)), None)
+    result = None if pair is None else _result_of(pair, measured.sites)
+    fact = Evidence(
+        text=f"{_sentence(diff)} at {diff.site} ({diff.pass_} pass, sample {diff.sample}, step "
+        f"{diff.step}) and at {held.num_different - 1:,} more of {held.num_tensors:,} tensors "
+        "that both hold"
+        + (_UNMEASURED if diff.rel_l2 is None else f"; rel L2 {diff.rel_l2:.2e} there")
+        + {"nobody": "; which of them is wrong cannot be told", "majority": ""}.get(
+            diff.told_by, "; the other run agrees with the latter"
+        ),
+        values={} if diff.rel_l2 is None else {"rel_l2": diff.rel_l2},
+    )
+    if not _is_fault(diff, result, pair):
+        note = Evidence(text=f"{fact.text}: no more than adding in another order explains")
+        return Finding(claim="replicas_disagree", role="hints", evidence=[note])
+    return Finding(
+        claim="replicas_disagree",
+        kind="localized",
+        summary=f"{_sentence(diff)} at {diff.site}",
+        onset=Onset(
+            site=diff.site if result is None else result.site,
+            block=None if result is None else result.block,
+            sample=diff.sample,
+            step=diff.step,
+            position=None,
+            pass_=diff.pass_ if result is None else result.pass_,
+        ),
+        place=None if result is None else order_of(result),
+        equal_inputs=result is not None and result.pass_ == "anchored",
+        side=diff.side,
+        rests_on=[check("bytes", diff.rel_l2 is not None, "known by digests alone")],
+        evidence=[fact],
+        clause=_sentence(diff),
+        flags=[] if result is None else [result.key],
+    )
+
+
+def _sentence(diff: ReplicaDiff) -> str:
+    """``rank 1 of the candidate disagrees with ranks 0, 2, 3``"""
+    ours, peers = _names(diff.ranks), _names(diff.peers)
+    verb = "disagrees" if len(diff.ranks) == 1 else "disagree"
+    return f"{ours} of the {diff.side} {verb} with {peers}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6])) + (
+        f" and {len(ranks) - 6} more" if len(ranks) > 6 else ""
+    )
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _is_fault(diff: ReplicaDiff, result: SiteResult | None, pair: Pair | None) -> bool:
+    """More than adding in another order on each rank would do?"""
+    if diff.rel_l2 is None:
+        return True  # other bytes, and no way to see that it is little
+    if result is not None and result.floor:
+        return diff.rel_l2 > _LIMIT * result.floor
+    record = (
+        None
+        if pair is None
+        else (pair.reference if diff.side == "reference" else pair.candidate).record
+    )
+    form = None if record is None else format_named(record.dtype)
+    if form is None or form.kind != "float":
+        return True
+    return diff.rel_l2 > _ROUNDING * form.unit_roundoff
+
+
+def _is_at(pair: Pair, diff: ReplicaDiff) -> bool:
+    piece = pair.reference if diff.side == "reference" else pair.candidate
+    return piece.record.coordinates == (diff.pass_, diff.sample, diff.step, diff.site)
+
+
+def _result_of(pair: Pair, sites: Sequence[SiteResult]) -> SiteResult | None:
+    wanted = _key(pair)
+    return next((s for s in sites if (s.pass_, s.sample, s.step, s.site) == wanted), None)
+
+
+def _key(pair: Pair) -> tuple[str, int, int, str]:
+    one = pair.reference
+    return (pair.pass_, one.sample, pair.candidate.record.step, one.record.site)
+
+
+def _result_at(onset: Onset, sites: Sequence[SiteResult]) -> SiteResult | None:
+    """The one that the onset was taken from: its sample may be any of a batch."""
+    at = (onset.pass_, onset.step, onset.site)
+    return next(
+        (s for s in sites if (s.pass_, s.step, s.site) == at
+         and onset.sample in (s.sample, s.worst_sample)), None,
+    )  # fmt: skip
+
+
+def _share(onset: Onset, measured: Measured) -> RankShare | None:
+    at = _result_at(onset, measured.sites)
+    a, b = measured.reference, measured.candidate
+    for pair in measured.alignment.pairs:
+        one, two = pair.reference.record, pair.candidate.record
+        if at is None or _key(pair) != (at.pass_, at.sample, at.step, at.site):
+            continue
+        for side, run, own in (("candidate", b, two), ("reference", a, one)):
+            if not isinstance(run, UnshardedRun) or pair.reference.row is not None:
+                continue
+            if one.shape != two.shape or not (a.has_bytes(one) and b.has_bytes(two)):
+                continue
+            parts = run.shares(own)
+            if len({repr(part.index) for part in parts}) < max(2, len(parts)):
+                continue  # whole on each rank, or terms of a sum
+            x, y = a.read(one), b.read(two)
+            errors = [_rel_l2(x[part.index], y[part.index]) for part in parts]
+            worst = max(range(len(parts)), key=errors.__getitem__)
+            rest = max(error for n, error in enumerate(errors) if n != worst)
+            if errors[worst] > _FAR * rest:
+                return RankShare(
+                    side=side, site=onset.site, rank=parts[worst].rank, rel_l2=errors[worst],
+                    rest_rel_l2=rest,
+                )  # fmt: skip
+    return None

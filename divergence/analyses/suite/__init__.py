@@ -1,0 +1,14 @@
+"""Suite: operators by themselves. Which does which side compute worse?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from divergence.run.reader import Run
+
+
+def applies(a: Run, b: Run) -> bool:
+    """Where both runs are of operator suites."""
+    models = (a.manifest.model, b.manifest.model)
+    return all(one.task == "operators" and one.source.startswith("suite:") for one in models)

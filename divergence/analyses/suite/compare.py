@@ -1,0 +1,353 @@
+"""Two runs of an operator suite: which operators does which side compute worse?
+
+Cases are paired by name, whatever the pass; only those with the same input bytes are compared.
+Each output is held to the truth by itself (see suite.measure), so a side that is wrong
+is named without trusting the other. Without a truth it is said how far apart the sides are, and
+no more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from divergence._version import __version__
+from divergence.analyses.suite.find import find_in_suites
+from divergence.analyses.suite.measure import (
+    GAIN_LIMIT,
+    SCORE_LIMIT,
+    Truths,
+    between,
+    excess,
+    ideal_error,
+    kind_of,
+    look,
+)
+from divergence.comparison.decide.decide import decide
+from divergence.comparison.facts import explain_arithmetic
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.result import (
+    Coverage,
+    PreflightLine,
+    Report,
+    Skipped,
+)
+from divergence.comparison.results.suite import (
+    SuiteCase,
+    SuiteOperator,
+    SuiteResult,
+    SuiteSide,
+    SuiteStatus,
+)
+from divergence.comparison.run_summary import summary_of
+from divergence.errors import IncomparableError, UsageError
+from divergence.numerics.formats import format_of
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import module_of, operator_of, split_site
+from divergence.run.untrusted.command import command_line
+
+__all__ = ["compare_suites", "report_on_suites"]
+
+_RANK: dict[SuiteStatus, int] = {
+    "wrong": 0, "differs": 1, "flushed": 2, "ties": 3, "healthy": 4, "identical": 5,
+}  # fmt: skip
+Progress = Callable[[str, int, int | None, str], None]
+
+
+def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
+    """Preflight without what a suite has none of; nothing blocks, cases are checked one by one."""
+    absent = ("weights", "config", "quantization", "prompt ids", "tokenizer", "chat template",
+              "generated ids", "attention", "batch shape", "dtype", "model class")  # fmt: skip
+    return [line for line in lines if line.check not in absent]
+
+
+def report_on_suites(
+    a: Run,
+    b: Run,
+    *,
+    truth: Run | None,
+    floor: Sequence[object],
+    progress: Progress | None,
+) -> Report:
+    """The whole report on two suites. Raises what ``compare`` raises."""
+    if floor:
+        raise UsageError(
+            "--floor means nothing to suites: what rounding explains is in their truth",
+            hint=command_line("truth", a.path, o="TRUTH"),
+        )
+    result, coverage = compare_suites(a, b, truth=truth, progress=progress)
+    arithmetic = explain_arithmetic(a.manifest, b.manifest)
+    finding = find_in_suites(result, a, b, coverage)
+    if finding.kind != "identical":
+        evidence = [*finding.evidence, *arithmetic.brief()]
+        finding = msgspec.structs.replace(finding, evidence=evidence)
+    return Report(
+        tool_version=__version__,
+        reference=summary_of(a),
+        candidate=summary_of(b),
+        verdict=decide([finding]).verdict,
+        findings=[finding],
+        preflight=[*_preflight(preflight(a, b)), *arithmetic.lines],
+        tokens=None,
+        coverage=coverage,
+        sites=[],
+        notes=_notes(a, b),
+        suite=result,
+    )
+
+
+def _notes(a: Run, b: Run) -> list[str]:
+    """What each side skipped or was told to use."""
+    notes = []
+    for name, run in (("reference", a), ("candidate", b)):
+        for reason, count in run.manifest.plan.skipped_operators.items():
+            notes.append(f"the {name} skipped {count} cases: {reason}")
+        for item in run.manifest.overrides:
+            notes.append(f"the {name} used {item.name} {item.used} instead of {item.reference}")
+    return notes
+
+
+def compare_suites(
+    a: Run, b: Run, *, truth: Run | None = None, progress: Progress | None = None
+) -> tuple[SuiteResult, Coverage]:
+    """Measure every output that both runs hold. Raises IncomparableError where there is none, and
+    UsageError for a truth of other inputs."""
+    if truth is not None:
+        _check_truth(truth, a, b)
+    ours, theirs = _outputs(a), _outputs(b)
+    a.expect(ours.values())
+    b.expect(theirs.values())
+    if truth is not None:
+        truth.expect(truth.records)
+    skipped: list[Skipped] = []
+    cases: list[SuiteCase] = []
+    inputs_a, inputs_b = _inputs(a, b), _inputs(b, a)
+    for number, (site, record) in enumerate(ours.items()):
+        if progress is not None:
+            progress("compare", number, len(ours), site)
+        other = theirs.get(site)
+        if other is None:
+            skipped.append(_skip(record, "no partner", "reference"))
+            continue
+        path = module_of(site)
+        if inputs_a.get(path) != inputs_b.get(path):
+            skipped.append(_skip(record, "the inputs are not the same bytes", "both"))
+        elif (record.shape, record.dtype) != (other.shape, other.dtype):
+            reason = f"{record.dtype} {list(record.shape)} and {other.dtype} {list(other.shape)}"
+            skipped.append(_skip(record, reason, "both"))
+        else:
+            cases.append(_case(a, b, truth, record, other))
+    skipped += [
+        _skip(theirs[site], "no partner", "candidate") for site in theirs if site not in ours
+    ]
+    if not cases:
+        raise IncomparableError(
+            "nothing was compared: the two suites have no case in common",
+            where=f"{a.path} and {b.path}",
+            hint=f"the first was left out because: {skipped[0].reason}" if skipped else None,
+        )
+    result = SuiteResult(
+        judged=truth is not None,
+        score_limit=SCORE_LIMIT,
+        gain_limit=GAIN_LIMIT,
+        operators=_operators(cases, a.manifest, b.manifest),
+        cases=cases,
+    )
+    sides = Counter(item.side for item in skipped)
+    coverage = Coverage(
+        num_compared=len(cases),
+        num_only_reference=sides["reference"],
+        num_only_candidate=sides["candidate"],
+        num_skipped=sides["both"],
+        unmatched=skipped,
+    )
+    return result, coverage
+
+
+def _outputs(run: Run) -> dict[str, Record]:
+    """Results of all cases by site, in order."""
+    return {
+        record.site: record
+        for record in run.records
+        if split_site(record.site)[1].partition(".")[0] == "out"
+    }
+
+
+def _inputs(run: Run, other: Run) -> dict[str, tuple]:
+    """Case → its scalars, and the digests and strides of its tensors. A replay of the other run
+    (``divergence replay``) holds no inputs of its own: they are the other's."""
+    found: dict[str, tuple] = {}
+    digests = {record.site: record.xxh3 for record in run.records}
+    if run.manifest.plan.anchored_to == other.manifest.id:
+        digests = {record.site: record.xxh3 for record in other.records} | digests
+    for record in run.records:
+        if record.call is not None:
+            operands = tuple(
+                (digests.get(one.site or ""), one.stride) for one in record.call.operands
+            )
+            found[module_of(record.site)] = (record.call.arguments, operands)
+    return found
+
+
+def _check_truth(truth: Run, a: Run, b: Run) -> None:
+    manifest = truth.manifest
+    if manifest.settings.compute_dtype is None:
+        raise UsageError(
+            f"{truth.path} is no truth: it was not computed in float64",
+            hint=command_line("truth", a.path, o="TRUTH"),
+        )
+    if not any(record.site.endswith(".floor") for record in truth.records):
+        raise UsageError(
+            f"{truth.path} does not hold what a suite is judged by",
+            hint=command_line("truth", a.path, o="TRUTH") + " makes one that does",
+        )
+    known = {a.manifest.id, b.manifest.id, a.manifest.plan.anchored_to, b.manifest.plan.anchored_to}
+    digests = {a.manifest.model.digest, b.manifest.model.digest}
+    if manifest.plan.anchored_to not in known and manifest.model.digest not in digests:
+        raise UsageError(
+            f"{truth.path} is the truth of other inputs",
+            hint=command_line("truth", a.path, o="TRUTH"),
+        )
+
+
+def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> SuiteCase:
+    one, two = a.read(record), b.read(other)
+    kind = kind_of(one.dtype)
+    rel_l2, p99, largest = between(one, two)
+    same = record.xxh3 == other.xxh3
+    base = {
+        "site": record.site, "operator": operator_of(record.site), "dtype": record.dtype,
+        "kind": kind, "same": same, "rel_l2": rel_l2, "ulp_p99": p99, "ulp_max": largest,
+    }  # fmt: skip
+    right = None if truth is None else _truths(truth, record.site)
+    if right is None or right.value.shape != one.shape:
+        return SuiteCase(**base, status="identical" if same else "differs")
+    subnormal = "subnormals" in module_of(record.site).split(".")
+    sides = [look(x, right, subnormal=subnormal) for x in (one, two)]
+    count = one.numel()
+    expected = None
+    if kind == "codes":
+        judged = ~right.value.float().isnan()
+        floor = right.floor
+        expected = None if floor is None else float(floor[judged].double().sum()) / max(1, count)
+    over = [excess(side, expected_off=expected, count=count) for side in sides]
+    status, side, why = _status(sides, over, same)
+    if kind == "values":
+        ideal, before = ideal_error(right, format_of(one.dtype))
+        base |= {"ideal_error": ideal, "floor": before, "w": _w(sides)}
+    return SuiteCase(
+        **base, status=status, side=side, why=why, expected_off=expected,
+        reference=sides[0], candidate=sides[1],
+    )  # fmt: skip
+
+
+def _truths(truth: Run, site: str) -> Truths | None:
+    found = {
+        port: truth.find(("replayed", 0, 0, site + port))
+        for port in ("", ".floor", ".gain", ".scores")
+    }
+    if found[""] is None:
+        return None
+    value, floor, gain, scores = (
+        None if one is None else truth.read(one) for one in found.values()
+    )
+    assert value is not None
+    return Truths(value, floor, gain, scores)
+
+
+def _w(sides: list[SuiteSide]) -> float:
+    top, bottom = sides[1].error or 0.0, sides[0].error or 0.0
+    if bottom == 0.0:
+        return 1.0 if top == 0.0 else float("inf")
+    return top / bottom
+
+
+def _status(
+    sides: list[SuiteSide], over: list[float], same: bool
+) -> tuple[SuiteStatus, str | None, str | None]:
+    wrong = [value > 1.0 for value in over]
+    if any(wrong):
+        worst = sides[0] if over[0] >= over[1] else sides[1]
+        return "wrong", _side(wrong), _reason(worst)
+    if same:
+        return "identical", None, None
+    zeros = [side.num_flushed for side in sides]
+    # some round to 0 on every side
+    flushed = [zeros[0] > 2 * zeros[1], zeros[1] > 2 * zeros[0]]
+    if any(flushed):
+        return "flushed", _side(flushed), "subnormals become 0"
+    tied = [bool(side.rows_tied) for side in sides]
+    if any(tied):
+        return "ties", _side(tied), "another of exactly equal scores than the first"
+    return "healthy", None, None
+
+
+def _side(which: list[bool]) -> str:
+    return "both" if all(which) else "reference" if which[0] else "candidate"
+
+
+def _reason(side: SuiteSide) -> str:
+    """What the limit was exceeded by."""
+    if side.num_nonfinite:
+        return f"{side.num_nonfinite} values are nan or inf"
+    if side.score is not None:
+        if side.score > SCORE_LIMIT:
+            return f"{_short(side.score)} times what rounding explains"
+        return f"rows are scaled by {_short(side.gain or 0.0)} standard deviations"
+    if side.off_by_one is not None:
+        return f"{side.off_by_one:.2%} of codes off by one, {side.off_by_more:.2%} by more"
+    return f"{side.rows_wrong:.1%} of rows choose otherwise than the definition"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.2g}"
+
+
+def _badness(case: SuiteCase) -> tuple[int, float]:
+    """Sort key, worst first."""
+    size = case.rel_l2
+    if case.reference is not None and case.candidate is not None:
+        sides = (case.reference, case.candidate)
+        size = max(excess(side, expected_off=case.expected_off, count=1) for side in sides)
+    return _RANK[case.status], -size
+
+
+def _operators(cases: list[SuiteCase], a: Manifest, b: Manifest) -> list[SuiteOperator]:
+    found: dict[str, list[SuiteCase]] = {}
+    for case in cases:
+        found.setdefault(case.operator, []).append(case)
+    operators = []
+    for name, mine in found.items():
+        worst = min(mine, key=_badness)
+        sides = {case.side for case in mine if case.status == worst.status} - {None}
+        path = module_of(worst.site)
+        operators.append(
+            SuiteOperator(
+                operator=name,
+                reference_implementation=_implementation(a, path),
+                candidate_implementation=_implementation(b, path),
+                status=worst.status,
+                side=None if not sides else sides.pop() if len(sides) == 1 else "both",
+                num_cases=len(mine),
+                num_same=sum(case.same for case in mine),
+                num_by_status=dict(Counter(case.status for case in mine)),
+                worst=worst,
+            )
+        )
+    return sorted(operators, key=lambda one: _badness(one.worst))
+
+
+def _implementation(manifest: Manifest, path: str) -> str:
+    note = manifest.plan.modules.get(path)
+    return "-" if note is None else note.kind
+
+
+def _skip(record: Record, reason: str, side: str) -> Skipped:
+    return Skipped(
+        pass_=record.pass_, sample=record.sample, step=record.step, site=record.site,
+        reason=reason, side=side,
+    )  # fmt: skip

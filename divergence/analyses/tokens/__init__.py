@@ -1,0 +1,16 @@
+"""Tokens: is the text the same, and if not, may rounding have done that?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from divergence.comparison.measured import Measured
+
+
+def applies(measured: Measured) -> bool:
+    """Where a side generated tokens. A replay chose none: its tokens are its source's."""
+    runs = (measured.reference.manifest, measured.candidate.manifest)
+    return all(run.plan.replayed_pass is None for run in runs) and any(
+        sample.chosen_ids for run in runs for sample in run.tokens.samples
+    )

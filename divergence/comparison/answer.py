@@ -1,0 +1,86 @@
+"""What an analysis is to the comparison: three functions, looked up by the name of its folder.
+
+An analysis is a folder of ``divergence.analyses``. Its ``__init__`` says whether it applies, so
+that only what applies is imported; its ``find`` module claims, and explains. It knows neither the
+other analyses nor the verdict of which they become a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from divergence.comparison.results.findings import Finding, Verdict
+
+if TYPE_CHECKING:
+    from divergence.comparison.measured import Measured, Shown
+    from divergence.comparison.result import Report
+    from divergence.run.reader import Run
+
+__all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers_of", "suites"]
+
+ANALYSES = (
+    "blocks", "tokens", "arithmetic", "ends", "experts", "operators", "precision", "ranks", "code",
+)  # fmt: skip
+"""Folders of divergence.analyses, in the order in which they are asked. Suites have no sites, and
+are compared by analyses.suite alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an analysis found in two runs."""
+
+    findings: Sequence[Finding] = ()
+    parts: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the Report that it fills, by name."""
+    notes: Sequence[str] = ()
+    """Lines below the report: no findings, and worth knowing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """One folder of divergence.analyses."""
+
+    name: str
+    find: Callable[[Measured], Answer] | None
+    """What it claims, from the numbers alone."""
+    explain: Callable[[Measured, Verdict, Answer], list[Finding]] | None
+    """What it has to say of a verdict, given its own answer: why it is so."""
+
+
+def applying(measured: Measured, names: Sequence[str] = ANALYSES) -> list[Analysis]:
+    """The analyses that have something to look at in these runs, imported."""
+    found = []
+    for name in names:
+        if not import_module(f"divergence.analyses.{name}").applies(measured):
+            continue
+        module = import_module(f"divergence.analyses.{name}.find")
+        found.append(
+            Analysis(
+                name=name, find=getattr(module, "find", None),
+                explain=getattr(module, "explain", None),
+            )
+        )  # fmt: skip
+    return found
+
+
+def numbers_of(name: str, measured: Measured) -> Any:
+    """What one analysis measures before coverage is accounted for; None where it does not
+    apply."""
+    if not import_module(f"divergence.analyses.{name}").applies(measured):
+        return None
+    return import_module(f"divergence.analyses.{name}.measure").measure(measured)
+
+
+def limits_used(measured: Measured) -> Shown:
+    """What the blocks of two runs use of their limits."""
+    return import_module("divergence.analyses.blocks.find").limits_used(measured)
+
+
+def suites(a: Run, b: Run) -> Callable[..., Report] | None:
+    """What compares two runs of operator suites; None where they are not."""
+    if not import_module("divergence.analyses.suite").applies(a, b):
+        return None
+    return import_module("divergence.analyses.suite.compare").report_on_suites

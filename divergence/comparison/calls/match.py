@@ -1,0 +1,347 @@
+"""Matching two sequences of operators: the same model code need not call the same kernels.
+
+Two calls are a pair only if they do the same job: the same operator in the same module, operands
+and result of equal shapes, and an equal place in the data flow (operators.places). From the block's
+inputs on, calls whose operands are the same things are paired; calls that differ in a scalar
+alone are a pair too, and are reported for it. Where nothing more can be paired so, the first call
+that can only be one other call is (other wiring, or behind a stretch that the sides compute
+differently), and it goes on from there.
+
+What is left between two pairs are stretches where one side took other operators (a fused kernel, a
+vendor's, another release's): there the last results of equally many numbers that are the same
+value, up to an error far beyond any rounding, are laid side by side. Where a fault is so large that
+no value is the same, dataflow decides: what a matched call was given as the same argument on
+both sides is the same thing, whatever its value. A pair whose result the other side only holds
+after more calls (a product in two parts, the first of which alone is near) is moved to where both
+hold it. What has no partner is said to have none: nothing is paired by guess.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from divergence.analyses.operators.places import COMMUTE, Places, is_copy
+from divergence.comparison.calls.graph import Node, maker_of
+from divergence.run.schema.call import Operand
+from divergence.run.schema.scalars import other_scalars
+
+__all__ = ["Apart", "Match", "match_calls", "match_paths"]
+
+Apart = Callable[[Node, Node], float]
+"""How far two calls' first results are apart, relatively; infinity where nothing can be said."""
+
+_SAME = 0.2
+"""Two results are the same value where they differ by less, relatively: far beyond any rounding
+and any fault worth the name, and far below what two different values of a block differ by."""
+_NEARER = 0.25
+"""A pair moves behind calls of one side alone where what those make is four times as near."""
+_JOINS = ("aten.cat", "aten.stack")
+_MOST = 32
+"""Of one module, operator and shape: how many, in order, one call is held against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A reference's call and the candidate's of the same meaning."""
+
+    reference: Node
+    candidate: Node
+    method: Literal["exact", "sequence", "value", "dataflow"]
+
+
+def match_paths(
+    reference: Sequence[Node], candidate: Sequence[Node]
+) -> tuple[list[Match], list[Node], list[Node]]:
+    """The same for two recordings of the very same calls, as a replay is one: by their names."""
+    theirs = {node.path: node for node in candidate}
+    found = [Match(one, theirs[one.path], "exact") for one in reference if one.path in theirs]
+    matched = {match.reference.path for match in found}
+    return (
+        found,
+        [node for node in reference if node.path not in matched],
+        [node for node in candidate if node.path not in matched],
+    )
+
+
+def match_calls(
+    reference: Sequence[Node],
+    candidate: Sequence[Node],
+    *,
+    apart: Apart | None = None,
+    rename: Callable[[str], str] = lambda site: site,
+) -> tuple[list[Match], list[Node], list[Node]]:
+    """(matches in order, reference's alone, candidate's alone).
+
+    ``rename``: the reference's module names in the candidate's words. ``apart``: the distance of
+    two calls' results; without it, stretches stay unmatched.
+    """
+    matcher = _Matcher(reference, candidate, apart, rename)
+    matcher.match()
+    return matcher.found, *matcher.lone
+
+
+class _Matcher:
+    def __init__(
+        self,
+        reference: Sequence[Node],
+        candidate: Sequence[Node],
+        apart: Apart | None,
+        rename: Callable[[str], str],
+    ) -> None:
+        self.found: list[Match] = []
+        self.lone = list(reference), list(candidate)
+        self._apart, self._rename = apart, rename
+        self._places = Places(reference, candidate, rename)
+        self._index = [{n.path: i for i, n in enumerate(ns)} for ns in (reference, candidate)]
+        self._known: dict[tuple[str, str], float] = {}
+
+    def match(self) -> None:
+        self._forward()
+        while self._next():
+            self._forward()
+        while self._apart is not None and self._by_value():
+            self._forward()
+            while self._next():
+                self._forward()
+        while self._by_dataflow():
+            self._forward()
+        if self._apart is not None:
+            self._move_behind_casts()
+            self._move_behind()
+        self.found.sort(key=lambda match: match.reference.order)
+
+    def _add(self, one: Node, two: Node, method: str | None = None) -> None:
+        if method is None:
+            exact = self._rename(f"{one.path}:out").rpartition(":")[0] == two.path
+            method = "exact" if exact else "sequence"
+        self.found.append(Match(one, two, method))  # type: ignore[arg-type]
+        self._places.pair(one, two)
+        self.lone[0].remove(one)
+        self.lone[1].remove(two)
+
+    def _key(self, side: int, node: Node) -> tuple:
+        module = node.module
+        if side == 0:
+            module = self._rename(f"{module}:out").rpartition(":")[0]
+        operands = node.call.operands
+        if node.name in _JOINS:  # of rows sorted by expert: as many as were sent to each
+            return module, node.name, len(operands), node.results[0].shape
+        shapes = [one.shape for one in operands]
+        if node.name in COMMUTE:  # w * x and x * w are one job
+            shapes.sort()
+        return module, node.name, tuple(shapes), node.results[0].shape
+
+    def _by_key(self) -> tuple[dict[tuple, list[Node]], dict[tuple, list[Node]]]:
+        found: list[dict[tuple, list[Node]]] = []
+        for side in (0, 1):
+            groups: dict[tuple, list[Node]] = defaultdict(list)
+            for node in self.lone[side]:
+                groups[self._key(side, node)].append(node)
+            found.append(groups)
+        return found[0], found[1]
+
+    def _forward(self) -> None:
+        """Pairs of calls with the same operands, in the reference's order, until no more."""
+        while True:
+            theirs = self._by_key()[1]
+            added = 0
+            for one in list(self.lone[0]):
+                group = theirs.get(self._key(0, one), [])
+                same = [two for two in group if set(self._places.compare(one, two)) <= {"same"}]
+                alike = [two for two in same if not other_scalars(one.call, two.call)]
+                if alike:
+                    group.remove(alike[0])
+                    self._add(one, alike[0])
+                    added += 1
+            if not added:
+                return
+
+    def _next(self) -> bool:
+        """One pair more: the first of the reference's calls that can only be one other call."""
+        mine, theirs = self._by_key()
+        for one in self.lone[0]:
+            key = self._key(0, one)
+            group = theirs.get(key, [])
+            fits = [(two, self._places.compare(one, two)) for two in group[:_MOST]]
+            never = {"other", "rewired"} if is_copy(one) else {"other"}
+            fits = [(two, places) for two, places in fits if not never & set(places)]
+            if not fits:
+                continue
+            named = self._rename(f"{one.path}:out").rpartition(":")[0]
+            fits.sort(
+                key=lambda fit: (
+                    -fit[1].count("same"), fit[0].path != named,
+                    bool(other_scalars(one.call, fit[0].call)),
+                )
+            )  # fmt: skip
+            best, places = fits[0]
+            equal_counts = len(mine[key]) == len(group)
+            if set(places) == {"rewired"} and best.path != named:
+                continue  # nothing that it is given is the same
+            unknown = set(places) == {"open"} and self._apart is not None and not is_copy(one)
+            if unknown and self._distance(one, best) > _SAME:
+                continue  # nor known to be, nor what it makes of it
+            if set(places) <= {"same"} or len(fits) == 1 or equal_counts:
+                if len(fits) > 1 and not equal_counts and self._is_taken(one, best, mine[key]):
+                    continue
+                self._add(one, best)
+                return True
+            near = [two for two, _ in fits if self._distance(one, two) <= _SAME]
+            if near:
+                self._add(one, min(near, key=lambda two: self._distance(one, two)))
+                return True
+        return False
+
+    def _is_taken(self, one: Node, two: Node, group: list[Node]) -> bool:
+        """Does another of the reference's calls fit it better, with equal scalars?"""
+        return bool(other_scalars(one.call, two.call)) and any(
+            not other_scalars(other.call, two.call)
+            and set(self._places.compare(other, two)) <= {"same"}
+            for other in group
+            if other is not one
+        )
+
+    def _distance(self, one: Node, two: Node) -> float:
+        if self._apart is None or one.results[0].numel != two.results[0].numel:
+            return float("inf")
+        key = (one.path, two.path)
+        if key not in self._known:
+            self._known[key] = self._apart(one, two)
+        return self._known[key]
+
+    def _by_value(self) -> bool:
+        """Between two pairs, from the end: where a stretch ends both sides hold the same again."""
+        stretches: dict[tuple[int, int], list[Node]] = defaultdict(list)
+        for one in self.lone[0]:
+            stretches[self._bounds(one)].append(one)
+        added = False
+        for (low, high), ours in stretches.items():
+            theirs = [n for n in self.lone[1] if low < self._index[1][n.path] < high]
+            end = len(theirs)
+            for one in reversed(ours):
+                for index in reversed(range(end)):
+                    two = theirs[index]
+                    if self._common_input(one, two) and self._distance(one, two) <= _SAME:
+                        self._add(one, two, "value")
+                        added, end = True, index
+                        break
+        return added
+
+    def _bounds(self, node: Node) -> tuple[int, int]:
+        """Between which of the candidate's calls its partner stands, if it has one."""
+        place = node.order
+        before = [m for m in self.found if m.reference.order < place]
+        after = [m for m in self.found if m.reference.order > place]
+        low = high = None
+        if before:
+            low = self._index[1][max(before, key=lambda m: m.reference.order).candidate.path]
+        if after:
+            high = self._index[1][min(after, key=lambda m: m.reference.order).candidate.path]
+        if low is not None and high is not None and low > high:
+            return -1, len(self._index[1])  # called in another order: anywhere
+        return (-1 if low is None else low), (len(self._index[1]) if high is None else high)
+
+    def _common_input(self, one: Node, two: Node) -> bool:
+        """Does something that both sides have lead to both?"""
+        places = self._places
+        mine = places.leaves(0, ("made", one.path)) if one.call.operands else set()
+        theirs = places.leaves(1, ("made", two.path))
+        return bool({places.in_candidates_words(leaf) for leaf in mine} & theirs)
+
+    def _by_dataflow(self) -> bool:
+        """Calls without a partner whose results go into the same argument of paired ones."""
+        lone = [{node.path: node for node in nodes} for nodes in self.lone]
+        for match in list(self.found):
+            if match.reference.name != match.candidate.name:
+                continue  # their arguments need not mean the same
+            pairs = zip(match.reference.call.operands, match.candidate.call.operands, strict=False)
+            for one, two in pairs:
+                chains = _makers(one, lone[0]), _makers(two, lone[1])
+                pair = next(((x, y) for x in chains[0] for y in chains[1] if _alike(x, y)), None)
+                if pair is not None:
+                    self._add(*pair, "dataflow")
+                    return True
+        return False
+
+    def _move_behind_casts(self) -> None:
+        """Pairs of two dtypes, where a cast of one side alone makes them one: laid behind it."""
+        for match in list(self.found):
+            ends = match.reference, match.candidate
+            dtypes = [end.results[0].dtype for end in ends]
+            if dtypes[0] == dtypes[1]:
+                continue
+            for side in (0, 1):
+                casts = [
+                    node
+                    for node in self.lone[side]
+                    if is_copy(node)
+                    and ends[side].path in node.feeds
+                    and node.results[0].dtype == dtypes[1 - side]
+                    and node.results[0].numel == ends[side].results[0].numel
+                ]
+                if casts:
+                    pair = (casts[0], ends[1]) if side == 0 else (ends[0], casts[0])
+                    self._replace(match, pair)
+                    break
+
+    def _replace(self, match: Match, pair: tuple[Node, Node]) -> None:
+        """Another pair in a pair's place."""
+        self.found.remove(match)
+        self._places.part(match.reference, match.candidate)
+        self.lone[0].append(match.reference)
+        self.lone[1].append(match.candidate)
+        self._add(*pair, "value")
+        for nodes in self.lone:
+            nodes.sort(key=lambda node: node.order)
+
+    def _move_behind(self) -> None:
+        """Pairs whose result the other side holds only after calls of its own: laid where it is."""
+        for match in list(self.found):
+            for side, own, other in (
+                (1, match.candidate, match.reference), (0, match.reference, match.candidate)
+            ):  # fmt: skip
+                ends = self._behind(side, own)
+                if not ends:
+                    continue
+                pairs = [(other, end) if side == 1 else (end, other) for end in ends]
+                here = self._distance(match.reference, match.candidate)
+                best = min(pairs, key=lambda pair: self._distance(*pair))
+                if self._distance(*best) < _NEARER * here and self._distance(*best) <= _SAME:
+                    self._replace(match, best)
+                    break
+
+    def _behind(self, side: int, node: Node) -> list[Node]:
+        """Calls without a partner that work on its result, and on theirs."""
+        reached = {node.path}
+        found = []
+        for one in sorted(self.lone[side], key=lambda n: n.order):
+            sources = self._places.sources(side, one)
+            if any(source[0] == "made" and source[1] in reached for source in sources):
+                reached.add(one.path)
+                if not is_copy(one):
+                    found.append(one)
+        return found
+
+
+def _makers(operand: Operand, by_path: dict[str, Node]) -> list[Node]:
+    """The call without a partner that made it, and, while that only copied, the one before."""
+    found: list[Node] = []
+    made = maker_of(operand)
+    while made in by_path:
+        node = by_path[made]
+        if node in found:
+            break
+        found.append(node)
+        if not is_copy(node):
+            break
+        made = maker_of(node.call.operands[0])
+    return found
+
+
+def _alike(one: Node, two: Node) -> bool:
+    """The same shape but for axes of length 1: the numbers are in the same order."""
+    shapes = [[size for size in node.results[0].shape if size != 1] for node in (one, two)]
+    return shapes[0] == shapes[1]

@@ -1,0 +1,247 @@
+"""The decision: findings in, one verdict out. Nothing else makes a verdict.
+
+1. Of the findings that convict, the first of ``PRECEDENCE`` is the verdict; of those of one rank,
+   what happens first. The others stand beside it.
+2. A rank that disagrees with its replicas is named where it comes first, or nothing else is wrong.
+3. An operator makes the place more precise, or convicts where the blocks are quiet. Where it blames
+   the other side in the same block, the evidence contradicts itself, and no side is named.
+4. What explains the verdict stands in its evidence. It changes neither kind nor onset.
+5. The confidence is computed from the checks of all that the verdict rests on (decide.confidence).
+
+docs/verdicts.md has the same table, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from divergence.comparison.decide.confidence import RANK, confidence_of
+from divergence.comparison.decide.qualify import qualified
+from divergence.comparison.results.findings import (
+    Check,
+    Claim,
+    Evidence,
+    Finding,
+    SiteKey,
+    Verdict,
+)
+from divergence.comparison.results.preflight import PreflightLine
+
+__all__ = ["PRECEDENCE", "Decision", "decide", "explained"]
+
+PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
+    ("other_experiment",),
+    ("arithmetic", "suite"),
+    ("nonfinite",),
+    ("integers_differ", "error_made_here", "error_everywhere_of_kind"),
+    ("error_below_floor",),
+    ("error_between",),
+    ("not_the_largest_logit",),
+    ("equal",),
+    ("drift",),
+    ("within_rounding", "not_known"),
+    ("operators_fine",),
+)
+"""What decides before what. Of the claims of one line the earliest in the run decides."""
+_AMONG_FREE_RUNS = 3
+"""Index of the line at which ``error_between`` stands where nothing was seen in equal inputs."""
+
+_MADE = ("error_made_here", "error_everywhere_of_kind")
+_QUIET = ("identical", "within_floor", "undetermined", "drift")
+_NOT_MEASURED = ("nonfinite", "equal", "arithmetic", "other_experiment", "suite", "operators_fine")
+"""Claims that do not rest on measured differences: what is to be known beside those is not told."""
+_SIDES = ("reference", "candidate")
+_FIRST = (-1, -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The verdict, and the sites that are flagged for it beside those beyond their own limit."""
+
+    verdict: Verdict
+    flags: frozenset[SiteKey] = frozenset()
+
+
+def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ()) -> Decision:
+    """One verdict of all findings. ``preflight``: settings that differ, or that were overridden."""
+    convicting = [f for f in findings if f.role == "convicts" and f.claim != "replicas_disagree"]
+    first = min(convicting, key=lambda f: _rank(f, convicting), default=None)
+    verdict = None if first is None else _verdict_of(first)
+    if verdict is not None and first is not None:
+        if first.claim not in _NOT_MEASURED:
+            verdict = _with(verdict, *_all(findings, "hints"), *_all(findings, "context"))
+        if first.claim not in ("other_experiment", "nonfinite"):
+            verdict = _with(verdict, *(fact for f in convicting for fact in f.beside))
+    flags = frozenset(first.flags if first is not None else ())
+    place = first and (not first.equal_inputs, *(first.place or _FIRST))
+    for finding in findings:
+        if finding.claim != "replicas_disagree":
+            continue
+        if finding.role == "hints":
+            verdict = _with(verdict or _verdict_of(finding), *finding.evidence)
+            continue
+        verdict, is_first = _with_rank(verdict, place, finding)
+        if is_first:
+            flags |= frozenset(finding.flags)
+    for finding in findings:
+        if finding.role == "refines":
+            verdict = _refined(verdict, finding)
+    if verdict is None:
+        checks = [Check(name="measured", state="failed", detail="no analysis applies")]
+        verdict = Verdict(kind="undetermined", summary="nothing was judged", confidence="low",
+                          checks=checks)  # fmt: skip
+    return Decision(qualified(verdict, preflight), flags)
+
+
+def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
+    """The verdict with what explains it. An explanation changes neither kind nor onset; one that
+    abstains takes away a side that cannot be told."""
+    evidence = list(verdict.evidence)
+    for finding in findings:
+        if finding.role == "abstains":
+            verdict = _without_side(verdict, finding)
+        if finding.clause:
+            verdict = msgspec.structs.replace(verdict, summary=verdict.summary + finding.clause)
+        known = {fact.text for fact in finding.evidence}
+        if finding.leads:
+            evidence = [*finding.evidence, *evidence]
+        elif finding.about_onset:
+            rest = [fact for fact in evidence[1:] if fact.text not in known]
+            evidence = [*evidence[:1], *finding.evidence, *rest]
+        else:
+            evidence += finding.evidence
+    return msgspec.structs.replace(verdict, evidence=evidence)
+
+
+def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:
+    """Where a finding stands: the line of PRECEDENCE, then when it happens. What lies between
+    modules is seen in free runs; beside what was seen in equal inputs it comes later."""
+    line = next(n for n, claims in enumerate(PRECEDENCE) if finding.claim in claims)
+    if finding.claim == "error_between" and not any(f.equal_inputs for f in others):
+        line = _AMONG_FREE_RUNS
+    # at one place, what is exact comes before what is measured
+    return line, finding.place or _FIRST, finding.claim in _MADE
+
+
+def _verdict_of(finding: Finding) -> Verdict:
+    return Verdict(
+        kind=finding.kind or "undetermined",
+        summary=finding.summary,
+        onset=finding.onset,
+        confidence=confidence_of(finding.rests_on),
+        side=finding.side,
+        evidence=list(finding.evidence),
+        next=finding.next,
+        checks=finding.rests_on,
+    )
+
+
+def _all(findings: Sequence[Finding], role: str) -> list[Evidence]:
+    return [fact for f in findings if f.role == role and f.claim != "replicas_disagree"
+            for fact in f.evidence]  # fmt: skip
+
+
+def _with(verdict: Verdict, *evidence: Evidence) -> Verdict:
+    """With more evidence behind, each sentence once."""
+    said = {fact.text for fact in verdict.evidence}
+    new = [fact for fact in evidence if fact.text not in said]
+    return msgspec.structs.replace(verdict, evidence=[*verdict.evidence, *new])
+
+
+def _with_rank(
+    verdict: Verdict | None, place: tuple | None, finding: Finding
+) -> tuple[Verdict, bool]:
+    """A rank that disagrees with its replicas: beside what comes before it, in the place of what
+    comes after it. (The verdict, is it the rank's?)"""
+    if verdict is None:
+        return _verdict_of(finding), True
+    onset, here = verdict.onset, (not finding.equal_inputs, *(finding.place or _FIRST))
+    if onset is not None and place is not None and (finding.place is None or place < here):
+        same = finding.onset is not None and (
+            onset.site == finding.onset.site
+            or (onset.block is not None and onset.block == finding.onset.block)
+        )
+        if not same:
+            return _with(verdict, *finding.evidence), False
+        return msgspec.structs.replace(
+            verdict,
+            summary=f"{verdict.summary}: {finding.clause}",
+            evidence=[*finding.evidence, *verdict.evidence],
+        ), False
+    also = "" if verdict.kind in ("identical", "within_floor") else f" ({verdict.summary})"
+    return msgspec.structs.replace(
+        _verdict_of(finding),
+        summary=finding.summary + also,
+        evidence=[*finding.evidence, *verdict.evidence],
+        next=verdict.next,
+    ), True
+
+
+def _refined(verdict: Verdict | None, finding: Finding) -> Verdict:
+    """An operator that is off: inside the block that is, or alone, or speaking against it."""
+    own = _verdict_of(finding)
+    if verdict is None:
+        return own
+    here = finding.onset
+    assert here is not None
+    told = verdict.side in _SIDES and finding.side in _SIDES
+    if told and verdict.side != finding.side and verdict.onset is not None and (
+        verdict.onset.block in (None, here.block)
+    ):  # fmt: skip
+        return _contradicted(verdict, finding)
+    elsewhere = verdict.onset is not None and verdict.onset.block not in (None, here.block)
+    if verdict.kind == "systematic" or (elsewhere and verdict.kind == "localized"):
+        return msgspec.structs.replace(
+            verdict, evidence=[*verdict.evidence, *finding.evidence]
+        )  # fmt: skip
+    if verdict.kind in _QUIET:
+        return msgspec.structs.replace(own, evidence=[*finding.evidence, *finding.beside])
+    if verdict.kind == "localized" and RANK[verdict.confidence] > RANK[own.confidence]:
+        # that the block is wrong is as sure as it was; the operator only tells where to look in it
+        own = msgspec.structs.replace(
+            own, summary=f"{verdict.summary}; inside it, {finding.summary}",
+            confidence=verdict.confidence, checks=verdict.checks,
+        )  # fmt: skip
+    return msgspec.structs.replace(
+        own,
+        side=finding.side if finding.side is not None else verdict.side,
+        evidence=[*finding.evidence, *verdict.evidence],
+    )
+
+
+def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
+    """The verdict of the blocks, with what speaks against it, and without a side: one fault does
+    not make a block wrong by one side and an operator inside it by the other."""
+    assert verdict.onset is not None and finding.onset is not None
+    told = f"{verdict.onset.site} by the {verdict.side}, {finding.onset.site} by the {finding.side}"
+    checks = [*verdict.checks, Check(name="agreement", state="failed")]
+    return msgspec.structs.replace(
+        verdict,
+        summary=f"the evidence contradicts itself: {told}",
+        side=None,
+        confidence=confidence_of(checks),
+        checks=checks,
+        evidence=[
+            Evidence(
+                text=f"the levels blame different sides: {told}. A truth made by other code than "
+                "the reference's does that, and two faults do"
+            ),
+            *verdict.evidence,
+            *finding.evidence,
+        ],
+    )
+
+
+def _without_side(verdict: Verdict, finding: Finding) -> Verdict:
+    """Without a side that the truth cannot tell."""
+    checks = [*verdict.checks, *finding.rests_on]
+    return msgspec.structs.replace(
+        verdict,
+        side=None,
+        summary=verdict.summary.replace(f", by the {verdict.side}", ""),
+        confidence=confidence_of(checks),
+        checks=checks,
+    )

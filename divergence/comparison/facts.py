@@ -1,0 +1,291 @@
+"""What two machines' arithmetic explains: the facts that their runs hold, side by side.
+
+Only facts of one name (probe, shape, dtype) are compared, and only verified ones are claimed; an
+order of additions that was not proven is counted, never explained with.
+
+Expected W of two orders (who is farther from the truth, on a sum of n independent terms of mean 0
+and variance 1): with S = Σ over additions of the number of terms below them, as a partial sum of m
+terms has mean square m (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 4.2),
+
+    E[error²] = c² · (u_acc² · (S + p) + u_out² · n),     W = √(E_candidate / E_reference)
+
+u_acc = 2^-bits of the accumulator; p = n where products are rounded first, else 0; u_out, where the
+result is stored in a narrower format. c cancels. Additions that cut off err toward 0 each time, so
+that errors add up instead of averaging out (1.5 to 2.3 was measured on simulated matrix units where
+a formula of independent errors gives 0.5 to 1.0): for those, and for fused ones, nothing is
+expected. Measured W: the ratio of the two operators' errors against exact sums, on values that are
+the same bytes on both machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from divergence.comparison.figures import figure
+from divergence.comparison.result import Evidence, PreflightLine
+from divergence.numerics.formats import FORMATS
+from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.manifest import Manifest
+
+__all__ = ["Explained", "count_of", "expected_w", "explain_arithmetic", "is_probe", "sentences"]
+
+_ORDER = (
+    "input bits", "accumulator", "rounding", "subnormals", "order", "fma", "ulp", "rows", "batch",
+    "lanes",
+)  # fmt: skip
+"""Probes, that which explains most first."""
+_PRECISION = ("input bits", "accumulator", "rounding")
+"""Differences here are more than another correct rounding."""
+_POOR_ULP = 16.0
+"""A function whose worst error passes this on one side alone is coarser, not rounded otherwise."""
+_MOST_LINES = 3
+_MOST_SUBJECTS = 2
+
+
+Pair = tuple[ArithmeticFact, ArithmeticFact]
+"""The reference's fact and the candidate's of one name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """``lines``: for preflight, none where neither run was probed. ``evidence``: one sentence a
+    difference, what explains most first, or one that says there is none. ``precise``: probes of
+    ``_PRECISION`` (and ``ulp``) that differ. ``differing``, ``equal``: verified facts that both
+    sides hold; ``widths``: what both found of partial sums, by name, verified or not."""
+
+    lines: Sequence[PreflightLine] = ()
+    evidence: Sequence[Evidence] = ()
+    precise: Sequence[str] = ()
+    differing: Sequence[Pair] = ()
+    equal: Sequence[ArithmeticFact] = ()
+    widths: Mapping[str, Pair] = field(default_factory=dict)
+
+    @property
+    def num_differ(self) -> int:
+        return len(self.differing)
+
+    def brief(self) -> list[Evidence]:
+        """A few lines, for a report on something else."""
+        rest = len(self.evidence) - _MOST_LINES
+        more = (
+            [
+                Evidence(
+                    text=f"{rest} more differences of arithmetic; inspect -v lists a run's facts"
+                )
+            ]
+            if rest > 0
+            else []
+        )
+        return [*self.evidence[:_MOST_LINES], *more]
+
+
+def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
+    """Hold the facts of two runs side by side. Facts on 16-bit formats that neither run
+    computes in are left out, unless the runs are probes."""
+    one, two = _facts(a), _facts(b)
+    if not one and not two:
+        return Explained()
+    names = [name for name in one if name in two]
+    if not names:
+        say = [count_of(len(facts), "fact") if facts else "not probed" for facts in (one, two)]
+        line = PreflightLine(
+            check="arithmetic", status="same", reference=say[0], candidate=say[1],
+            detail="no fact that both runs hold",
+        )  # fmt: skip
+        return Explained(lines=[line])
+    formats = None if is_probe(a) and is_probe(b) else {a.model.dtype, b.model.dtype, "float32"}
+    names = [name for name in names if formats is None or _format(one[name]) in formats]
+    sure = [name for name in names if one[name].verified and two[name].verified]
+    differ = [name for name in sure if one[name].answer != two[name].answer]
+    unsure = len(names) - len(sure)
+    found = Explained(
+        differing=[(one[name], two[name]) for name in differ],
+        equal=[one[name] for name in sure if name not in differ],
+        widths={name: (one[name], two[name]) for name in names if name.startswith("accumulator")},
+    )
+    evidence = sentences(found.differing, found)
+    if not differ:
+        text = f"the probed arithmetic is the same on both sides ({count_of(len(sure), 'fact')}"
+        text += f"; {unsure} more not verified)" if unsure else ")"
+        evidence = [Evidence(text=text)]
+    kinds = {probe: [n for n in differ if one[n].probe == probe] for probe in _ORDER}
+    told = ", ".join(f"{probe} ({len(found)})" for probe, found in kinds.items() if found)
+    line = PreflightLine(
+        check="arithmetic",
+        status="differs" if differ else "same",
+        reference=count_of(len(names), "fact"),
+        candidate=f"{len(differ)} of them differ" if differ else count_of(len(names), "fact"),
+        detail="; ".join(
+            part for part in (told, f"{unsure} not verified" if unsure else "") if part
+        )
+        or None,
+    )
+    precise = [name for name in differ if _is_precision(one[name], two[name])]
+    return replace(found, lines=[line], evidence=evidence, precise=precise)
+
+
+def sentences(pairs: Sequence[Pair], found: Explained) -> list[Evidence]:
+    """One a difference; those that say the same of several shapes are one. Of orders, those that
+    change the error most come first."""
+    told = [(group[0][0].probe, _evidence(group, found.widths)) for group in _grouped(pairs)]
+    place = {probe: number for number, probe in enumerate(_ORDER)}
+
+    def key(item: tuple[str, Evidence]) -> tuple[int, float]:
+        values = item[1].values
+        weight = abs(math.log(values.get("measured_w", values.get("expected_w", 1.0)) or 1.0))
+        return place.get(item[0], len(place)), -weight
+
+    return [evidence for _, evidence in sorted(told, key=key)]
+
+
+def is_probe(manifest: Manifest) -> bool:
+    """Was the run made by `divergence probe`?"""
+    return manifest.model.task == "operators" and manifest.model.source == "probe"
+
+
+def count_of(number: int, name: str) -> str:
+    """``1 fact``, ``2 facts``."""
+    return f"{number} {name}" + ("" if number == 1 else "s")
+
+
+def _facts(manifest: Manifest) -> dict[str, ArithmeticFact]:
+    return {fact.name: fact for fact in manifest.arithmetic}
+
+
+def _format(fact: ArithmeticFact) -> str:
+    """The last word of a subject is its dtype."""
+    return fact.subject.rpartition(" ")[2]
+
+
+def _is_precision(a: ArithmeticFact, b: ArithmeticFact) -> bool:
+    if a.probe == "ulp":
+        worst = sorted(fact.numbers.get("worst", 0.0) for fact in (a, b))
+        return worst[1] > _POOR_ULP >= worst[0]
+    return a.probe in _PRECISION
+
+
+def _grouped(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """Pairs of one probe with the same two answers are one sentence."""
+    groups: dict[tuple, list[Pair]] = {}
+    for pair in pairs:
+        a, b = pair
+        key: tuple = (a.probe, a.value, b.value)
+        if a.probe == "ulp":  # every one has figures of its own
+            key = (a.probe, _format(a), _is_precision(a, b))
+        groups.setdefault(key, []).append(pair)
+    return list(groups.values())
+
+
+def _evidence(pairs: list[Pair], widths: Mapping[str, Pair]) -> Evidence:
+    a, b = pairs[0]
+    where = _subjects([pair[0].subject for pair in pairs])
+    if a.probe == "order":
+        return _order_evidence(a, b, where, widths)
+    if a.probe == "input bits":
+        return Evidence(text=f"{where}: {_kept(a, b)}")
+    if a.probe == "ulp":
+        worst = max(pairs, key=lambda pair: max(fact.numbers.get("worst", 0.0) for fact in pair))
+        (x, y), unit = worst, "ulp at worst"
+        return Evidence(
+            text=f"{where}: other bits; {x.subject}: {_worst(x)} {unit} in the reference, "
+            f"{_worst(y)} in the candidate",
+            values={"reference_ulp": _number(x, "worst"), "candidate_ulp": _number(y, "worst")},
+        )
+    say = _SAYINGS.get(a.probe, "{}")
+    return Evidence(
+        text=f"{where}: {say.format(_lower(a))} in the reference, {_lower(b)} in the candidate"
+    )
+
+
+_SAYINGS = {
+    "accumulator": "partial sums of {}",
+    "subnormals": "subnormal numbers {}",
+    "rounding": "rounding {}",
+}
+"""Probe → how its values are said in a sentence."""
+_WORDS = {
+    "fused": "fused multiply-adds",
+    "rounded products": "products rounded before they are added",
+    "exact products, fused": "exact products, several added at once",
+}
+
+
+def _lower(fact: ArithmeticFact) -> str:
+    return _WORDS.get(fact.value, fact.value)
+
+
+def _subjects(names: list[str]) -> str:
+    rest = len(names) - _MOST_SUBJECTS
+    return ", ".join(names[:_MOST_SUBJECTS]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _kept(a: ArithmeticFact, b: ArithmeticFact) -> str:
+    """Both sides' input bits, the coarser one first."""
+    sides = [("the reference", a), ("the candidate", b)]
+    sides.sort(key=lambda side: min(_number(side[1], "input"), _number(side[1], "weight")))
+    (coarse, low), (fine, high) = sides
+    return f"{coarse} keeps {low.value} of its float32 inputs, {fine} {high.value}"
+
+
+def _number(fact: ArithmeticFact, name: str) -> float:
+    return fact.numbers.get(name, math.nan)
+
+
+def _worst(fact: ArithmeticFact) -> str:
+    return f"{_number(fact, 'worst'):.3g}"
+
+
+def _order_evidence(
+    a: ArithmeticFact, b: ArithmeticFact, where: str, widths: Mapping[str, Pair]
+) -> Evidence:
+    width = widths.get(a.name.replace("order: ", "accumulator: ", 1), (None, None))
+    ws = {
+        "expected": expected_w(a, b, accumulators=width),
+        "measured": _number(b, "error") / (_number(a, "error") or math.nan),
+    }
+    values = {f"{name}_w": w for name, w in ws.items() if w is not None and math.isfinite(w)}
+    told = ", ".join(f"{name.replace('_w', ' W')} {figure(w, 2)}" for name, w in values.items())
+    told = f": {told}" if told else ""
+    if told and FORMATS[_format(a)].itemsize < 4:
+        told += f", most of it from storing in {_format(a)}"
+    if a.value == b.value:
+        return Evidence(
+            text=f"{where}: both add as {a.value}, but other terms stand together{told}",
+            values=values,
+        )
+    text = f"{where}: the reference adds {a.value}, the candidate {b.value}{told}"
+    return Evidence(text=text, values=values)
+
+
+def expected_w(
+    a: ArithmeticFact,
+    b: ArithmeticFact,
+    *,
+    accumulators: tuple[ArithmeticFact | None, ArithmeticFact | None] = (None, None),
+) -> float | None:
+    """W of two facts on order, as in the module's formula; None where a number is missing, and
+    for fused or cut-off additions, which the formula does not describe.
+
+    ``accumulators``: what was found of their partial sums; 24 bits rounded to nearest without.
+    """
+    out = FORMATS.get(_format(a))
+    if out is None:
+        return None
+    errors = []
+    for fact, width in zip((a, b), accumulators, strict=True):
+        terms, partials = _number(fact, "terms"), _number(fact, "partials")
+        sure = width is not None and width.verified
+        bits = width.numbers.get("bits", 24.0) if sure and width else 24.0
+        cut = width.numbers.get("cut", 0.0) if sure and width else 0.0
+        if cut or _number(fact, "widest") > 2:
+            return None
+        rounded = terms if _number(fact, "rounded_products") == 1 else 0.0
+        error = 4.0**-bits * (partials + rounded)
+        if out.mantissa_bits + 1 < bits:
+            error += 4.0 ** -(out.mantissa_bits + 1) * terms
+        errors.append(error)
+    if not all(math.isfinite(error) and error > 0 for error in errors):
+        return None
+    return math.sqrt(errors[1] / errors[0])

@@ -1,0 +1,77 @@
+"""Measured: two runs, aligned and measured. Everything that an analysis may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from divergence.comparison.align.pairs import Alignment
+from divergence.comparison.decide.advice import Advice
+from divergence.comparison.experts.routes import Routes
+from divergence.comparison.measure.truth import Tallies, Truth
+from divergence.comparison.results.coverage import PassCoverage
+from divergence.comparison.results.operators import OperatorsResult
+from divergence.comparison.results.preflight import PreflightLine
+from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results.tokens import TokensResult
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.run.reader import Run
+
+__all__ = ["Measured", "Shown"]
+
+Shown = Mapping[tuple[str, str, str], float]
+"""(pass, site, phase) → the largest share of a limit that trusted runs use there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Two runs and the numbers of every pair of tensors. Nothing writes into it."""
+
+    reference: Run
+    candidate: Run
+    truth: Truth | None = None
+    alignment: Alignment
+    sites: Sequence[SiteResult]
+    preflight: Sequence[PreflightLine] = ()
+    thresholds: Thresholds = THRESHOLDS
+    advice: Advice
+    """Prints commands for these runs."""
+    tokens: TokensResult | None = None
+    operators: OperatorsResult | None = None
+    routes: Routes = field(default_factory=Routes)
+    """Tokens and the experts that they were sent to."""
+    tallies: Tallies | None = None
+    """Both sides against the truth, where one was given."""
+    shown: Shown | None = None
+    """What trusted runs differ by, where any were given."""
+    covered: Sequence[PassCoverage] = ()
+    notes: Sequence[str] = ()
+    """For the report; those of ``alignment`` are evidence too."""
+    rename: Callable[[str], str] = str
+    """A site of the reference → the candidate's."""
+    anchored: bool
+    """Were pairs of an anchored pass measured?"""
+    routed: frozenset[str] = frozenset()
+    """Blocks with experts whose choices are not known."""
+    experts: bool = False
+    """Are there blocks with experts at all?"""
+    narrow: bool = False
+    """Does a side compute in a dtype whose floor hides what an escalated pass would see?"""
+    missing: int = 0
+    """Records without a partner or skipped, and tokens without one."""
+
+    @property
+    def has_operators(self) -> bool:
+        """Did a side record operators?"""
+        runs = (self.reference, self.candidate)
+        return any(record.call is not None for run in runs for record in run.records)
+
+    @property
+    def partial(self) -> bool:
+        """Was the truth cut off?"""
+        return self.truth is not None and not self.truth.run.manifest.complete
+
+    @property
+    def widened_beyond(self) -> bool:
+        """Is a trusted run itself beyond the limits that it widens?"""
+        return self.shown is not None and any(used > 1 for used in self.shown.values())

@@ -1,0 +1,170 @@
+"""Measuring: two runs, aligned, with the numbers of every pair of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from divergence.comparison.align.coverage import account, tokens_row
+from divergence.comparison.align.names import NameMap
+from divergence.comparison.align.pairs import Alignment, align, renaming, why_nothing
+from divergence.comparison.answer import numbers_of
+from divergence.comparison.decide.advice import Advice
+from divergence.comparison.experts.routes import routing_notes
+from divergence.comparison.experts.routing import unknown_blocks
+from divergence.comparison.facts import is_probe
+from divergence.comparison.measure.escalated import compare_escalated, drop_escalated
+from divergence.comparison.measure.floors import ModelFloor
+from divergence.comparison.measure.measurer import Measurer
+from divergence.comparison.measure.pipeline import measure_all
+from divergence.comparison.measure.reduced import without_unknowable
+from divergence.comparison.measure.site_fields import without_floor
+from divergence.comparison.measure.truth import Truth, inputs_of
+from divergence.comparison.measure.unmeasured import NO_PREFILL, is_unmeasured
+from divergence.comparison.measured import Measured
+from divergence.comparison.results.preflight import PreflightLine
+from divergence.comparison.results.sites import SiteResult
+from divergence.errors import IncomparableError
+from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.run.ranks.unshard import unsharded
+from divergence.run.reader import Run
+
+__all__ = ["measure", "measure_tensors", "opened", "run_notes"]
+
+
+def opened(run: str | Path | Run) -> Run:
+    """The run, its ranks' tensors put together."""
+    return unsharded(run if isinstance(run, Run) else Run.open(run))
+
+
+def measure(
+    a: Run,
+    b: Run,
+    lines: list[PreflightLine],
+    *,
+    names: NameMap | None = None,
+    truth: str | Path | Run | None = None,
+    thresholds: Thresholds = THRESHOLDS,
+    progress: Callable[..., None] | None = None,
+) -> Measured:
+    """Everything that two runs have in common: tensors, escalated passes, operators, tokens.
+
+    ``lines``: preflight. Raises IncomparableError where nothing is, UsageError for a truth of
+    other runs.
+    """
+    right = None if truth is None else Truth(opened(truth), a, b)
+    alignment = without_unknowable(align(a, b, name_map=names), a, b)
+    rename = names or renaming(a, b, None)[0]
+    measured = measure_tensors(a, b, alignment, truth=right, thresholds=thresholds,
+                               progress=progress)  # fmt: skip
+    escalated = compare_escalated(
+        a, b, right, thresholds, measure_all, progress, routes=measured.routes
+    )
+    sites = [*measured.sites, *escalated]
+    measured = replace(measured, sites=sites, preflight=lines, rename=rename)
+    measured = replace(measured, operators=numbers_of("operators", measured))
+    if not alignment.pairs and measured.operators is None:
+        raise IncomparableError(
+            "nothing was compared: the two runs have no tensor in common "
+            f"({len(a.records)} and {len(b.records)} records)",
+            where=f"{a.path} and {b.path}",
+            hint=why_nothing(alignment),
+        )
+    alignment = drop_escalated(alignment, escalated)
+    alignment, covered = account(
+        alignment, a, b, rename=rename, escalated=escalated, operators=measured.operators
+    )
+    tokens = numbers_of("tokens", measured)
+    unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
+    notes = run_notes(a, b, alignment)
+    if sites and all(site.step > 0 for site in sites):
+        notes.append(NO_PREFILL)
+    notes += routing_notes(sites, measured.routes)
+    anchors = right is not None and right.anchors
+    return replace(
+        measured,
+        alignment=alignment,
+        tokens=tokens,
+        covered=[*covered, *tokens_row(tokens)],
+        missing=len(unmatched) + (0 if tokens is None else tokens.num_missing),
+        notes=[*notes, *_truth_notes(right, sites)],
+        advice=Advice(a, b, right.run if right is not None and anchors else None),
+    )
+
+
+def measure_tensors(
+    a: Run,
+    b: Run,
+    alignment: Alignment,
+    *,
+    truth: Truth | None = None,
+    inputs: Run | None = None,
+    thresholds: Thresholds = THRESHOLDS,
+    progress: Callable[..., None] | None = None,
+) -> Measured:
+    """The numbers of the pairs of ``alignment`` alone. ``inputs``: the run whose inputs anchored
+    the candidate; found where it is not given."""
+    measurer = Measurer(a, b, ModelFloor(thresholds), inputs=inputs or inputs_of(a, b), truth=truth)
+    sites = measure_all(measurer, alignment.pairs, progress)
+    if is_probe(a.manifest) and is_probe(b.manifest):
+        sites = without_floor(sites)
+    forms = [format_named(run.manifest.model.dtype) for run in (a, b)]
+    return Measured(
+        reference=a,
+        candidate=b,
+        truth=truth,
+        alignment=alignment,
+        sites=sites,
+        thresholds=thresholds,
+        advice=Advice(a, b),
+        routes=measurer.routes,
+        tallies=None if truth is None else measurer.tallies,
+        anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
+        routed=unknown_blocks(a.manifest, sites),
+        experts=any(note.routed for note in a.manifest.plan.modules.values()),
+        narrow=any(form.kind == "float" and form.itemsize <= 2 for form in forms),
+    )
+
+
+def _truth_notes(truth: Truth | None, sites: list[SiteResult]) -> list[str]:
+    if truth is None:
+        return []
+    notes = []
+    if not truth.run.manifest.complete:
+        notes.append(
+            f"the truth is incomplete ({truth.run.manifest.stopped_by or 'it was cut off'}): what "
+            "it does not hold is judged without it"
+        )
+    elif not truth.anchors:
+        notes.append("the truth has no anchored pass to these inputs: it judges free runs alone")
+    if any(s.estimated or is_unmeasured(s) for s in sites):
+        notes.append("the truth judges only what both runs keep in full")
+    return notes
+
+
+def run_notes(a: Run, b: Run, alignment: Alignment) -> list[str]:
+    """What to know of the runs themselves: names, cut off records, settings that were not met."""
+    notes = list(alignment.notes)
+    if alignment.prefix is not None:
+        one, two = (name or "(nothing)" for name in alignment.prefix)
+        notes.append(f"sites were matched with the prefix {one} read as {two}")
+    for name, run in (("reference", a), ("candidate", b)):
+        if run.torn_tail:
+            notes.append(f"the {name}'s last record line was cut off and left out")
+        both = a.manifest.overrides if run is b else b.manifest.overrides
+        for override in run.manifest.overrides:
+            if override in both or override.name in ("sites", "model"):
+                continue  # shared, or no influence on the numbers
+            notes.append(
+                f"the {name} was told to use {override.name} {override.used} "
+                f"instead of {override.reference}"
+            )
+        changed = run.manifest.plan.only_changed
+        if changed is not None and not all(run.has_bytes(record) for record in run.records):
+            notes.append(
+                f"the {name} stores what differs from run {changed} alone, which is not at hand: "
+                "of the rest digests and statistics are compared"
+            )
+    return notes

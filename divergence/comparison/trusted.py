@@ -1,0 +1,103 @@
+"""Trusted runs (``--floor``): which run may be one, and what it did to the limits, in words.
+
+The candidate is no measure for itself: a run that is it, or has its very bits, would widen every
+limit to what is to be judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from divergence.comparison.align.names import NameMap
+from divergence.comparison.align.pairs import align
+from divergence.comparison.answer import limits_used
+from divergence.comparison.measure.reduced import equal_contents, without_unknowable
+from divergence.comparison.measured import Measured, Shown
+from divergence.comparison.measuring import measure_tensors, opened
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.results.sites import SiteResult
+from divergence.errors import UsageError
+from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.reader import Run
+from divergence.run.untrusted.command import command_line
+
+__all__ = ["refuse_own_floor", "trusted_limits", "widening_notes"]
+
+
+def refuse_own_floor(run: Run, reference: Run, candidate: Run) -> None:
+    """UsageError where ``run`` is one of the two compared, or has the candidate's bits."""
+    hint = command_line("capture", like=reference.path, o="RUN") + " on a machine that you trust"
+    for side, other in (("reference", reference), ("candidate", candidate)):
+        if run.manifest.id == other.manifest.id:
+            raise UsageError(f"{run.path} is the {side} itself: it is no floor for it", hint=hint)
+    found = [candidate.find(record.coordinates) for record in run.records]
+    told = (
+        equal_contents(run, record, candidate, other)
+        for record, other in zip(run.records, found, strict=True)
+        if other is not None
+    )
+    known = (equal for equal in told if equal is not None)
+    same = next(known, False) and all(known)
+    if same and any(
+        equal_contents(run, record, reference, right) is False
+        for record in run.records
+        if (right := reference.find(record.coordinates)) is not None
+    ):
+        raise UsageError(
+            f"{run.path} has the bits of the candidate: it is no floor for it", hint=hint
+        )
+
+
+def trusted_limits(
+    measured: Measured, runs: Sequence[str | Path | Run], *, names: NameMap | None
+) -> Shown:
+    """What trusted runs use of their limits against the reference, the largest of all by site.
+
+    Raises UsageError for a run that is no trusted one, or has nothing in common with it.
+    """
+    a, b = measured.reference, measured.candidate
+    shown: dict[tuple[str, str, str], float] = {}
+    for run in map(opened, runs):
+        refuse_own_floor(run, a, b)
+        blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
+        run.borrow_from(a)
+        alignment = without_unknowable(align(a, run, name_map=names), a, run)
+        if blocking or not alignment.pairs:
+            raise UsageError(
+                f"{run.path} shows no floor for {a.path}: "
+                + (f"other {' and '.join(blocking)}" if blocking else "no tensor in common"),
+                hint=command_line("capture", like=a.path, o="RUN") + " on a trusted machine",
+            )
+        trusted = measure_tensors(
+            a, run, alignment, truth=measured.truth, thresholds=measured.thresholds
+        )
+        for key, used in limits_used(trusted).items():
+            shown[key] = max(used, shown.get(key, 0.0))
+    return shown
+
+
+def widening_notes(
+    shown: Shown | None, sites: Sequence[SiteResult], num_runs: int, thresholds: Thresholds
+) -> list[str]:
+    """What ``--floor`` widened, and the most of it with its numbers. Nothing without such runs."""
+    if shown is None:
+        return []
+    factors: Mapping[tuple[str, str, str], float] = {
+        key: thresholds.widen * used for key, used in shown.items() if thresholds.widen * used > 1
+    }
+    runs = "the trusted run" if num_runs == 1 else f"the {num_runs} trusted runs"
+    if not factors:
+        return [f"{runs} stayed within the limits: none was widened"]
+    (pass_, site, phase), most = max(factors.items(), key=lambda item: item[1])
+    limit = next(
+        (s.limit for s in sites if s.site == site and s.pass_ == pass_ and s.limit is not None
+         and (s.step == 0) == (phase == "prefill")), None,
+    )  # fmt: skip
+    named = f"most at {site} ({phase}), {most:.1f} times"
+    if limit is not None:
+        named += f": from {limit / most:.1f} to {limit:.1f} × the floor"
+    text = f"{runs} widened the limits of {len(factors)} sites, {named}"
+    if any(used > 1 for used in shown.values()):
+        text += "; it is beyond the limits itself there, and is believed because you named it"
+    return [text]

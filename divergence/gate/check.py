@@ -1,0 +1,383 @@
+"""`check`: a comparison held against a policy.
+
+A policy is met or not; every rule that is not met is one Failure with what was
+allowed and what was found. Runs that cannot be compared are an error and never a
+pass, nor is a golden of which nothing was compared. A run is not checked against itself, nor
+against one that is no golden: a truth, or a run with planted faults or another run's results.
+
+Coverage must be reached in each pass, for tensors, operators and tokens apart (align.coverage):
+what is missing in one is not made up for by another. Where the golden has a whole pass, that of the
+new run is held against its own decode steps (within.py) and must earn an allowed verdict too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from divergence.comparison.measure.unmeasured import NO_PREFILL
+from divergence.comparison.result import Coverage, PassCoverage, Report, TokenDifference, Verdict
+from divergence.errors import IncomparableError
+from divergence.gate.fitness import refuse_unfit
+from divergence.gate.known import Knowledge, KnownUse, excuse
+from divergence.gate.loading import load_policy
+from divergence.gate.policy import Policy
+from divergence.run.schema.site import near_names
+from divergence.run.untrusted.command import command_line
+
+__all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_tie"]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule of the policy that is not met. ``allowed`` and ``found`` as text for people."""
+
+    rule: str
+    site: str | None = None
+    allowed: str
+    found: str
+    text: str
+
+
+class CheckResult(msgspec.Struct, kw_only=True):
+    """The answer of `check`. ``num_ties``: flipped tokens that count as equal. ``known``: what
+    became of each known difference of the policy, ``excused``: they explain the verdict.
+    ``notes``: what the policy names and this comparison has not, and what was not recorded."""
+
+    passed: bool
+    failures: list[Failure]
+    num_ties: int = 0
+    excused: bool = False
+    known: list[KnownUse] = []
+    notes: list[str] = []
+    report: Report
+    policy: Policy
+
+
+class _NothingComparedError(IncomparableError):
+    """Carries the report, so that the command line can show why."""
+
+    report: Report | None = None
+
+
+def check(
+    golden: Any,
+    new: Any,
+    *,
+    policy: Policy | str | os.PathLike[str] | None = None,
+    name_map: Any = None,
+    truth: Any = None,
+    floor: Sequence[Any] = (),
+    progress: Callable[..., None] | None = None,
+) -> CheckResult:
+    """Compare ``new`` with ``golden`` and hold the report against ``policy`` (configs/ci.toml).
+
+    ``truth`` and ``floor`` as for compare; the policy's thresholds are used.
+
+    Raises IncomparableError where preflight blocks or nothing was compared, and UsageError for a
+    run checked against itself and for what is no golden.
+    """
+    from divergence.comparison.api import compare
+
+    rules = load_policy(policy)
+    report = compare(
+        golden,
+        new,
+        name_map=name_map,
+        truth=truth,
+        floor=floor,
+        thresholds=rules.thresholds,
+        progress=progress,
+    )
+    refuse_unfit(report)
+    if report.verdict.kind == "incomparable" or report.coverage.num_compared == 0:
+        blocking = [line for line in report.preflight if line.status == "blocking"]
+        error = _NothingComparedError(
+            report.verdict.summary
+            if report.verdict.kind == "incomparable"
+            else "nothing was compared, so nothing was checked",
+            where="; ".join(
+                f"{line.check}: {line.reference} in the golden, {line.candidate} in the new run"
+                + (f" ({line.detail})" if line.detail else "")
+                for line in blocking
+            )
+            or None,
+            hint=command_line("compare", report.reference.path, report.candidate.path),
+        )
+        error.report = report
+        raise error
+    whole = _whole_verdict(report, new, rules, progress)
+    return evaluate(report, rules, whole=whole)
+
+
+def _whole_verdict(
+    report: Report, new: Any, policy: Policy, progress: Callable[..., None] | None
+) -> Verdict | None:
+    """Of the new run's decode steps against its own whole pass, where the golden has one too."""
+    from divergence.comparison.api import compare
+
+    both = any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes)
+    if not both:
+        return None
+    return compare(new, thresholds=policy.thresholds, progress=progress).verdict
+
+
+def evaluate(
+    report: Report,
+    policy: Policy,
+    *,
+    whole: Verdict | None = None,
+    today: datetime.date | None = None,
+) -> CheckResult:
+    """The rules of ``policy`` that ``report`` does not meet, in the order of the policy's keys.
+
+    ``whole``: the verdict of the new run's whole pass. ``today``: for known differences.
+    """
+    knowledge = excuse(report, policy, today=today)
+    failures = [
+        *_verdict(report, policy, knowledge),
+        *_whole(whole, policy),
+        *_coverage(report.coverage, policy),
+        *_preflight(report, policy),
+        *_tokens(report, policy),
+        *_tolerances(report, policy),
+    ]
+    num_ties = _num_equal(report, policy)[1] if report.tokens else 0
+    return CheckResult(
+        passed=not failures,
+        failures=failures,
+        num_ties=num_ties,
+        excused=knowledge.excused,
+        known=knowledge.uses,
+        notes=_notes(report, policy),
+        report=report,
+        policy=policy,
+    )
+
+
+def _verdict(report: Report, policy: Policy, knowledge: Knowledge) -> list[Failure]:
+    verdict = report.verdict
+    if verdict.kind in policy.verdicts or knowledge.excused:
+        return []
+    allowed = ", ".join(policy.verdicts)
+    meant = any(use.status != "unused" for use in knowledge.uses)
+    not_known = ""
+    if meant and knowledge.why_not is not None:
+        not_known = f". Known differences do not excuse it: {knowledge.why_not}"
+    return [
+        Failure(
+            rule="verdicts",
+            site=verdict.onset.site if verdict.onset else None,
+            allowed=allowed,
+            found=verdict.kind,
+            text=f"the verdict is {verdict.kind}; the policy allows {allowed}{not_known}",
+        )
+    ]
+
+
+def _whole(verdict: Verdict | None, policy: Policy) -> list[Failure]:
+    if verdict is None or verdict.kind in policy.verdicts:
+        return []
+    return [
+        Failure(
+            rule="whole",
+            site=verdict.onset.site if verdict.onset else None,
+            allowed=", ".join(policy.verdicts),
+            found=verdict.kind,
+            text=f"the new run's whole pass: {verdict.kind}: {verdict.summary}",
+        )
+    ]
+
+
+def coverage_share(coverage: Coverage) -> float:
+    """The least share of any pass, of tensors, operators or tokens; where a report counts no passes
+    compared over all that the golden offered: compared + only there + skipped, 0 if nothing."""
+    if coverage.passes:
+        return min(row.share for row in coverage.passes)
+    total = coverage.num_compared + coverage.num_only_reference + coverage.num_skipped
+    return coverage.num_compared / total if total else 0.0
+
+
+def _coverage(coverage: Coverage, policy: Policy) -> list[Failure]:
+    allowed = f">= {policy.min_coverage:g}"
+    if coverage.passes:
+        return [
+            Failure(
+                rule="min_coverage",
+                allowed=allowed,
+                found=f"{row.share:.6g}",
+                text=f"{_row_text(row)}: a share of {row.share:.4g}, and the policy wants "
+                f"{policy.min_coverage:g}",
+            )
+            for row in coverage.passes
+            if not row.share >= policy.min_coverage
+        ]
+    share = coverage_share(coverage)
+    if share >= policy.min_coverage:
+        return []
+    left_out = coverage.num_only_reference + coverage.num_skipped
+    return [
+        Failure(
+            rule="min_coverage",
+            allowed=allowed,
+            found=f"{share:.6g}",
+            text=f"{coverage.num_compared} records of the golden were compared and {left_out} "
+            f"were not: a share of {share:.4g}, and the policy wants {policy.min_coverage:g}",
+        )
+    ]
+
+
+def _row_text(row: PassCoverage) -> str:
+    what = {"tensors": "tensors", "operators": "records of operators", "tokens": "tokens"}[row.what]
+    parts = [f"{row.pass_} pass: {row.num_compared} {what} of the golden were compared"]
+    left_out = row.num_missing + row.num_skipped
+    if left_out:
+        parts.append(f"{left_out} were not")
+    if row.num_extra:
+        parts.append(f"{row.num_extra} of the new run have no counterpart in the golden")
+    return " and ".join(parts) + (f" ({row.reason})" if row.reason else "")
+
+
+def _preflight(report: Report, policy: Policy) -> list[Failure]:
+    return [
+        Failure(
+            rule="preflight",
+            allowed="the same",
+            found=f"{line.reference} / {line.candidate}",
+            text=f"{line.check} differs: {line.reference} in the golden, "
+            f"{line.candidate} in the new run",
+        )
+        for line in report.preflight
+        if line.status == "blocking"
+        or (line.status == "differs" and not policy.preflight.allows(line.check))
+    ]
+
+
+def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
+    """Whether both sides preferred their own token by no more than ``margin`` logits, or the gap
+    was at most ``z`` standard deviations of what rounding makes of these logits: of the floor where
+    a truth shows it, of the rounding model otherwise; never of the two sides' own difference."""
+    judged = difference.z_of in ("floor", "model") and difference.z is not None
+    if z is not None and judged and difference.z <= z:
+        return True
+    if margin is None or difference.margin is None:
+        return False
+    other = difference.candidate_margin
+    return difference.margin <= margin and (other is None or other <= margin)
+
+
+def _tokens(report: Report, policy: Policy) -> list[Failure]:
+    rules, tokens = policy.tokens, report.tokens
+    wanted = rules.min_equal is not None or rules.min_equal_count is not None
+    total = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
+    if wanted and total == 0 and report.reference.generates and (rules.min_equal or 1) > 0:
+        return [
+            Failure(
+                rule="tokens.min_equal",
+                allowed="some generated tokens",
+                found="0",
+                text="the golden holds no generated token, so none was checked: capture it with "
+                "--max-new-tokens 1 or more, or leave [tokens] out of the policy",
+            )
+        ]
+    if tokens is None or total == 0 or not wanted:
+        return []
+    num_equal, num_ties = _num_equal(report, policy)
+    share = num_equal / total
+    failures = []
+    for rule, least, found in (
+        ("tokens.min_equal", rules.min_equal, share),
+        ("tokens.min_equal_count", rules.min_equal_count, num_equal),
+    ):
+        if least is not None and found < least:
+            counted = f" ({num_ties} more were ties)" if num_ties else ""
+            fewer = (
+                f", {tokens.num_missing} of the golden's were not generated"
+                if tokens.num_missing
+                else ""
+            )
+            failures.append(
+                Failure(
+                    rule=rule,
+                    allowed=f">= {least:g}",
+                    found=f"{found:.6g}",
+                    text=f"{tokens.num_equal} of {total} generated tokens are "
+                    f"equal{counted}{fewer}; the policy wants {least:g}",
+                )
+            )
+    return failures
+
+
+def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
+    """Equal tokens with ties counted in, and the number of ties.
+
+    A tie is one whatever the verdict, since its unit is rounding and no fault moves it. Tokens not
+    forced: what follows a tie continues another text, so nothing after it counts against the
+    candidate.
+    """
+    tokens, rules = report.tokens, policy.tokens
+    margin = rules.tie_margin_for(report.reference.dtype)
+    ties = sum(is_tie(flip, margin, rules.tie_z) for flip in tokens.differences)
+    if ties and not tokens.forced and ties == len(tokens.differences):
+        return tokens.num_tokens, ties
+    return tokens.num_equal + ties, ties
+
+
+def _tolerances(report: Report, policy: Policy) -> list[Failure]:
+    failures = []
+    for number, tolerance in enumerate(policy.tolerance):
+        if report.sites and not tolerance.optional and not any(map(tolerance.names, report.sites)):
+            meant = tolerance.sites if isinstance(tolerance.sites, str) else list(tolerance.sites)
+            within = "" if tolerance.pass_ is None else f" in the {tolerance.pass_} pass"
+            failures.append(
+                Failure(
+                    rule=f"tolerance[{number}]",
+                    allowed="a site to hold it against",
+                    found="none",
+                    text=f"no compared site is meant by {meant!r}{within}, so nothing was held "
+                    "against these limits; for a policy that serves other models too, write "
+                    "optional = true",
+                )
+            )
+    for site in report.sites:
+        tolerance = policy.tolerance_for(site)
+        for name, limit in (tolerance.limits() if tolerance else {}).items():
+            found = getattr(site, name)
+            # written as "not <=", so that a nan is above every limit
+            if site.identical or (found is not None and found <= limit):
+                continue
+            place = f"{site.site} ({site.pass_}, sample {site.sample}, step {site.step})"
+            failures.append(
+                Failure(
+                    rule=f"tolerance.{name}",
+                    site=site.site,
+                    allowed=f"<= {limit:g}",
+                    found="unknown" if found is None else f"{found:.6g}",
+                    text=f"{name} is unknown at {place}, "
+                    + (
+                        "where there is no floor"
+                        if name.startswith("ratio")
+                        else "where not both sides keep what it takes (--store)"
+                    )
+                    if found is None
+                    else f"{name} is {found:.3g} at {place}; the policy allows {limit:g}",
+                )
+            )
+    return failures
+
+
+def _notes(report: Report, policy: Policy) -> list[str]:
+    """Names of preflight checks in the policy that this comparison has not: misspelt, perhaps."""
+    checks = [line.check for line in report.preflight]
+    notes = [note for note in report.notes if note == NO_PREFILL]
+    for key in ("allow", "refuse"):
+        for pattern in getattr(policy.preflight, key):
+            if not fnmatch.filter(checks, pattern):
+                near = near_names(pattern, checks)
+                like = f"; did you mean {' or '.join(near)}?" if near else ""
+                notes.append(f"preflight.{key}: no check here is called {pattern!r}{like}")
+    return notes

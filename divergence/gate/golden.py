@@ -1,0 +1,183 @@
+"""Goldens: the run that CI compares with, and how another takes its place.
+
+Storing is a copy beside the place and two renames, so that at every moment either
+the old golden or the new one is whole. The old one is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
+from divergence.gate.fitness import why_no_golden
+from divergence.run.schema.site import natural_key
+from divergence.run.storage.location import (
+    ARCHIVES,
+    Location,
+    Url,
+    archive_kind,
+    folder_of,
+    location_of,
+)
+from divergence.run.storage.packing import write_directory
+from divergence.run.untrusted.command import command_line
+
+__all__ = ["Blessing", "bless"]
+
+
+class Blessing(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bless` did. ``previous``: where the old golden was kept, or None if there was none.
+
+    ``verdict``: of the old golden against the new one; ``reason`` where they could not be compared.
+    """
+
+    golden: str
+    previous: str | None = None
+    verdict: str | None = None
+    summary: str | None = None
+    reason: str | None = None
+    added_sites: list[str] = []
+    removed_sites: list[str] = []
+
+
+def bless(
+    golden: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    *,
+    name_map: Any = None,
+    allow_nonfinite: bool = False,
+    progress: Callable[..., None] | None = None,
+) -> Blessing:
+    """Store ``new`` as the golden and say what that changes.
+
+    The run is copied beside its place and renamed into it; the old golden stays as
+    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run,
+    one with planted faults, one with results of another run, and, unless ``allow_nonfinite``, one
+    in which a block or the model hands on nan or inf.
+    """
+    from divergence.run.nonfinite import first_nonfinite, nonfinite_text
+    from divergence.run.reader import Run
+
+    _refuse_packed(golden, new)
+    source, target = location_of(new), Path(os.path.abspath(folder_of(golden)))
+    previous = target.with_name(target.name + ".previous")
+    run = Run.open(source)
+    _refuse_unfit(run, source)
+    bad = None if allow_nonfinite else first_nonfinite(run)
+    if bad is not None:
+        raise UsageError(
+            f"{source} cannot become a golden: {nonfinite_text(bad)}",
+            hint="find out why, or --bless --allow-nonfinite if this model is meant to do so",
+        )
+    real = None if isinstance(source, Url) else source.resolve()
+    if real is not None and (
+        target.resolve() in (real, *real.parents) or real in target.resolve().parents
+    ):
+        raise UsageError(f"{new} is the golden, or lies in it", hint="bless a run from elsewhere")
+    for place in (target, previous):
+        if place.exists() and not (place / "manifest.json").is_file():
+            raise UsageError(
+                f"{place} exists and is no run, so it is not replaced", hint="move it away"
+            )
+
+    said: dict[str, Any] = {}
+    if target.exists():
+        from divergence.comparison.api import compare
+
+        old_sites: set[str] = set()
+        try:
+            old = Run.open(target)
+            old_sites = {record.site for record in old.records}
+            report = compare(target, source, name_map=name_map, progress=progress)
+            said = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
+        # a golden that cannot be compared any more is what blessing is for
+        except (IncomparableError, RunFormatError, UsageError) as error:
+            said = {"reason": error.message}
+        new_sites = {record.site for record in run.records}
+        said["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
+        said["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
+    if _replace(run, target, previous):
+        said["previous"] = str(Path(golden).parent / previous.name)
+    return Blessing(golden=str(golden), **said)
+
+
+def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+    """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
+    place = location_of(golden)
+    packed = isinstance(place, Url) or (archive_kind(place) and not place.is_dir())
+    if packed or place.is_file():
+        name = str(place)
+        archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
+        raise UsageError(
+            f"{place} is no directory of this machine, and only one can be replaced and its old "
+            "state kept",
+            hint=command_line("pack", new, o=archive, force=_is_there(place, archive))
+            + ", and check against that",
+        )
+
+
+def _is_there(place: Location, archive: str) -> bool:
+    return archive == str(place) and (isinstance(place, Url) or place.exists())
+
+
+def _refuse_unfit(run: Any, source: Location) -> None:
+    """UsageError for a run that must not become a golden."""
+    manifest = run.manifest
+    problems = []
+    if not manifest.complete:
+        problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
+    unfit = why_no_golden(
+        manifest.settings.compute_dtype, manifest.plan.plants, manifest.plan.substitutes
+    )
+    if unfit is not None:
+        problems.append(unfit)
+    if not run.records:
+        problems.append("it holds no record")
+    problems += run.verify()[:3]
+    if manifest.plan.only_changed is not None and not problems:
+        raise UsageError(
+            f"{source} cannot become a golden: it holds only what differs from run "
+            f"{manifest.plan.only_changed}, which the next --bless would remove",
+            hint="capture it in full, without --only-changed",
+        )
+    if problems:
+        raise UsageError(
+            f"{source} cannot become a golden: {'; '.join(problems)}", hint="capture it again"
+        )
+
+
+def _replace(run: Any, target: Path, previous: Path) -> bool:
+    """Copy ``run`` to ``target`` by way of a temporary neighbour; True if one was kept."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            (beside / "run").mkdir()
+            write_directory(run, beside / "run")
+            kept = target.exists()
+            if kept:
+                if previous.exists():
+                    shutil.rmtree(previous)
+                target.rename(previous)
+            try:
+                (beside / "run").rename(target)
+            except OSError:
+                if kept:
+                    previous.rename(target)
+                raise
+            return kept
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(beside)
+    except (OSError, shutil.Error) as error:
+        raise RunWriteError(
+            f"the golden could not be stored: {error}", where=str(target)
+        ) from error

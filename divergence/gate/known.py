@@ -1,0 +1,192 @@
+"""Known differences: what a team has looked at, understood and decided to live with.
+
+An entry ``[[known]]`` of a policy excuses the verdicts ``localized`` and ``systematic``, and these
+only where *everything* that is flagged is known: every flagged record of every pass matches an
+entry, its numbers are within that entry's ``max``, and the entry's last day is not over. A fault
+beside a known difference is therefore found as without it. Where the verdict ends at the known
+difference, the question behind it is asked here: is the free run farther off than the blocks
+together may make it, the known ones as much as they were seen to (drift)?
+
+It never excuses nan and inf, coverage, tokens, a difference that preflight refuses, a rank's
+verdict or an abstention; an operator's only in a block whose own output is known, since that bounds
+what the operators in it make. A tolerance holds at known sites as elsewhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+
+import msgspec
+
+from divergence.analyses.blocks.drift import find_drift
+from divergence.comparison.result import Report, SiteResult
+from divergence.gate.policy import Known, Policy
+
+__all__ = ["Knowledge", "KnownUse", "excuse"]
+
+_EXCUSABLE = ("localized", "systematic")
+
+
+class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one entry. ``status``:
+
+    * ``used``: it excused ``num_records`` flagged records;
+    * ``matched``: it would have, but the verdict rests on more than what is known;
+    * ``exceeded``: some of them are beyond its ``max``;
+    * ``expired``: its last day is over;
+    * ``unused``: nothing that is flagged is meant.
+
+    ``found``: the largest of each number that ``max`` bounds, over the flagged records that are
+    meant. ``text``: a sentence.
+    """
+
+    number: int
+    sites: str | tuple[str, ...]
+    status: str
+    num_records: int = 0
+    allowed: dict[str, float] = {}
+    found: dict[str, float | None] = {}
+    reason: str
+    until: datetime.date | None = None
+    text: str
+
+
+class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
+    """``excused``: the verdict is, by the entries in ``uses``. ``why_not``: what stood against it,
+    where an entry was meant and yet did not help."""
+
+    excused: bool
+    uses: list[KnownUse]
+    why_not: str | None = None
+
+
+def excuse(report: Report, policy: Policy, *, today: datetime.date | None = None) -> Knowledge:
+    """Whether the known differences of ``policy`` explain the verdict, and what each entry did."""
+    if not policy.known:
+        return Knowledge(excused=False, uses=[])
+    day = today or datetime.date.today()
+    flagged = [site for site in report.sites if site.flagged]
+    uses = [_use(number, entry, flagged, day) for number, entry in enumerate(policy.known)]
+    if report.verdict.kind not in _EXCUSABLE:
+        return Knowledge(excused=False, uses=uses)
+    open_ = [entry for entry in policy.known if not _is_over(entry, day)]
+    unknown = [site for site in flagged if not any(_covers(entry, site) for entry in open_)]
+    why_not = _why_not(report, policy, flagged, unknown)
+    if why_not is not None:
+        uses = [
+            msgspec.structs.replace(use, status="matched") if use.status == "used" else use
+            for use in uses
+        ]
+    return Knowledge(excused=why_not is None, uses=uses, why_not=why_not)
+
+
+def _why_not(
+    report: Report, policy: Policy, flagged: list[SiteResult], unknown: list[SiteResult]
+) -> str | None:
+    onset = report.verdict.onset
+    blocks = {site.block for site in flagged if site.site == f"{site.block}:out"}
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        return f"flagged and not known: {_place(unknown[0])}{more}"
+    if not flagged:
+        return "what the verdict rests on is no flagged record, and only such can be known"
+    for result in [] if report.operators is None else report.operators.results:
+        # what a known block's operators make ends in its output, which is no larger than known
+        beyond = result.share > 1 or result.site == report.operators.onset
+        if beyond and (result.block not in blocks or result.why == "nonfinite"):
+            return f"the operator {result.site} is beyond its limit"
+    inside = onset is not None and onset.block in blocks
+    if onset is not None and not inside and onset.site not in {site.site for site in flagged}:
+        return f"the verdict ends at {onset.site}, which is no flagged record"
+    if any(check.num_different for check in report.replicas):
+        return "ranks that must agree do not"
+    drift = find_drift(_with_known_errors(report.sites, flagged), policy.thresholds)
+    return None if drift is None else f"beside what is known, {drift.summary}"
+
+
+def _with_known_errors(sites: list[SiteResult], flagged: list[SiteResult]) -> list[SiteResult]:
+    """The free pass of the blocks, where a block with a known difference may make as much as it was
+    seen to make from equal inputs, and the others their floor."""
+    known = {site.block for site in flagged if site.block is not None}
+    made: dict[str, float] = {}
+    for site in sites:
+        if site.block in known and site.site == f"{site.block}:out" and site.pass_ != "escalated":
+            made[site.block] = max(made.get(site.block, 1.0), site.ratio or 0.0)
+    return [
+        msgspec.structs.replace(
+            site,
+            truth=None,
+            floor=None if site.floor is None else site.floor * made.get(site.block or "", 1.0),
+        )
+        for site in sites
+        if site.pass_ == "free" and site.role == "block"
+    ]
+
+
+def _use(number: int, entry: Known, flagged: list[SiteResult], day: datetime.date) -> KnownUse:
+    meant = [site for site in flagged if entry.matches(site)]
+    within = [site for site in meant if _covers(entry, site)]
+    found = {name: _largest(getattr(site, name) for site in meant) for name in entry.max.limits()}
+    over = _is_over(entry, day)
+    if not meant:
+        status = "unused"
+        text = "nothing that is flagged is meant; take the entry out if the difference is gone"
+    elif over:
+        status, text = "expired", f"it held until {entry.until} and excuses nothing any more"
+    elif len(within) < len(meant):
+        beyond = next(site for site in meant if not _covers(entry, site))
+        status, text = "exceeded", f"it is larger than known: {_beyond(entry, beyond)}"
+    else:
+        status = "used"
+        last = "" if entry.until is None else f", until {entry.until}"
+        text = f"{len(meant)} flagged records, {_figures(entry, found)}{last}"
+    return KnownUse(
+        number=number,
+        sites=entry.sites,
+        status=status,
+        num_records=len(meant),
+        allowed=entry.max.limits(),
+        found=found if meant else {},
+        reason=entry.reason,
+        until=entry.until,
+        text=text,
+    )
+
+
+def _covers(entry: Known, site: SiteResult) -> bool:
+    """Is the record meant, and no larger than known? A number that is not known is too large."""
+    if not entry.matches(site):
+        return False
+    values = {name: getattr(site, name) for name in entry.max.limits()}
+    return all(
+        value is not None and value <= entry.max.limits()[name] for name, value in values.items()
+    )
+
+
+def _is_over(entry: Known, day: datetime.date) -> bool:
+    return entry.until is not None and day > entry.until
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    if any(value is None for value in known):
+        return None
+    return max(known, default=None)
+
+
+def _figures(entry: Known, found: dict[str, float | None]) -> str:
+    limits = entry.max.limits()
+    return ", ".join(
+        f"{name} {'unknown' if value is None else f'{value:.3g}'} of {limits[name]:g}"
+        for name, value in found.items()
+    )
+
+
+def _beyond(entry: Known, site: SiteResult) -> str:
+    figures = {name: getattr(site, name) for name in entry.max.limits()}
+    return f"{_figures(entry, figures)} at {_place(site)}"
+
+
+def _place(site: SiteResult) -> str:
+    return f"{site.site} ({site.pass_}, sample {site.sample}, step {site.step})"

@@ -24,8 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._axis import axis
-from divergence.comparison.api import compare
 from divergence.analyses.blocks.units import build_units
+from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.engines.tiny import build
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-
-from divergence.comparison.facts import expected_w, explain_arithmetic
-from divergence.analyses.arithmetic.find import judge_probes
 from divergence.comparison.decide.case import Case
+
+from divergence.analyses.arithmetic.find import judge_probes
+from divergence.comparison.facts import expected_w, explain_arithmetic
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import (
     Environment,

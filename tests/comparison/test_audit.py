@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.comparison.api import compare
 from divergence.analyses.precision.audit import audit_runs
+from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

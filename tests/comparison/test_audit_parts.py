@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.comparison.calls.graph import Node, forwards_of
 from divergence.analyses.precision.parts import find_parts
+from divergence.comparison.calls.graph import Node, forwards_of
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keep.keeper import CopyKeeper
 from divergence.run.schema.call import Call, Operand

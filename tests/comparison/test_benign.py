@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.api import compare
 from divergence.analyses.blocks.units import build_units, flag
+from divergence.comparison.api import compare
 from divergence.recording.api import capture
 from divergence.recording.engines import tiny
 from divergence.run.reader import Run

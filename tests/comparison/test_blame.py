@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from divergence.analyses.blocks.blame import forward_controls, questions
-from divergence.comparison.measure.truth_stats import standing_of
 from divergence.comparison.figures import figure
 from divergence.comparison.measure.truth import Tally
+from divergence.comparison.measure.truth_stats import standing_of
 from divergence.comparison.result import SiteResult
 from divergence.numerics.pairs.against import measure_against
 from divergence.numerics.rounding.floor import THRESHOLDS

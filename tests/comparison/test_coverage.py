@@ -12,8 +12,8 @@ import torch
 from divergence.comparison.align.coverage import UNACCOUNTED
 from divergence.comparison.align.kinds import kinds_of
 from divergence.comparison.api import compare
-from divergence.gate.check import check
 from divergence.errors import IncomparableError, UsageError
+from divergence.gate.check import check
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
+from divergence.errors import IncomparableError
 from divergence.fleet.agreement import fingerprints
 from divergence.fleet.many import compare_many
-from divergence.errors import IncomparableError
 from divergence.numerics.summaries.fold import fold_tensor
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run

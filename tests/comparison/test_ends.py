@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import divergence.recording.api as capture_api
-from divergence.comparison.api import compare
 from divergence.analyses.blocks.drift import find_drift
-from divergence.gate.check import check
 from divergence.analyses.ends import sampling
+from divergence.comparison.api import compare
+from divergence.gate.check import check
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from divergence.comparison.api import compare
 from divergence.analyses.blocks.drift import find_drift
+from divergence.analyses.tokens import deciding
+from divergence.analyses.tokens.flips import TIE
+from divergence.analyses.tokens.measure import compare_tokens
+from divergence.comparison.api import compare
 from divergence.gate.check import evaluate, is_tie
 from divergence.gate.policy import Policy
-from divergence.analyses.tokens import deciding
-from divergence.analyses.tokens.measure import compare_tokens
-from divergence.analyses.tokens.flips import TIE
 from divergence.numerics.pairs.logits import kl_divergence, logit_error
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.recording.api import capture

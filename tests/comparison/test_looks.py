@@ -8,9 +8,9 @@ import statistics
 import numpy as np
 import pytest
 
+from divergence.analyses.blocks.evidence import only_in
 from divergence.analyses.blocks.looks import controls
 from divergence.analyses.blocks.units import build_units, flag
-from divergence.analyses.blocks.evidence import only_in
 from divergence.comparison.result import PromptRatio, SiteResult
 from divergence.numerics.rounding.chance import spread
 

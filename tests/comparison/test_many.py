@@ -14,8 +14,8 @@ import torch
 
 import divergence
 from divergence.comparison.api import compare
-from divergence.fleet.many import compare_many
 from divergence.errors import RunFormatError, UsageError
+from divergence.fleet.many import compare_many
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

@@ -7,13 +7,13 @@ import math
 import msgspec
 import pytest
 import torch
-
-from divergence.comparison.api import compare
-from divergence.analyses.blocks.nonfinite import find_nonfinite
 from divergence.comparison.decide.case import Case
-from divergence.gate.golden import bless
+
+from divergence.analyses.blocks.nonfinite import find_nonfinite
+from divergence.comparison.api import compare
 from divergence.comparison.result import NonfiniteCount
 from divergence.errors import UsageError
+from divergence.gate.golden import bless
 from divergence.recording.api import capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Snow fell"]

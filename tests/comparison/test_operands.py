@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from divergence.analyses.operators.judge import judge_operators
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.find import with_operators
+from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.result import Verdict
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.scalars import other_scalars

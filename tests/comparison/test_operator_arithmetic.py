@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.comparison.facts import Explained
 from divergence.analyses.operators.arithmetic import with_arithmetic
-from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+from divergence.comparison.facts import Explained
 from divergence.comparison.result import Evidence, Verdict
+from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.run.schema.arithmetic import ArithmeticFact, subjects_of
 
 VERDICT = Verdict(

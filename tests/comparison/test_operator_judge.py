@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from divergence.analyses.operators.judge import judge_operators
 from divergence.analyses.operators.errors import measure_operators
+from divergence.analyses.operators.judge import judge_operators
 
 PASSES = ("anchored", "anchored")
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))

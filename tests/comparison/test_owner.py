@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-
-from divergence.comparison.api import compare
 from divergence.comparison.decide.contradiction import contradicts
-from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+
 from divergence.analyses.operators.find import with_operators
+from divergence.comparison.api import compare
 from divergence.comparison.preflight.owner import disagreement, other_code, replaced_in, with_owner
 from divergence.comparison.result import Evidence, Onset, Verdict
+from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.gate.check import check
 from divergence.comparison.result import json_safe
 from divergence.errors import IncomparableError
+from divergence.gate.check import check
 from divergence.numerics.summaries.fold import fold_tensor
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.analyses.operators.judge import judge_operators
 from divergence.analyses.operators.errors import measure_operators
+from divergence.analyses.operators.judge import judge_operators
 
 T, D, E, CHOSEN = 24, 16, 4, 2
 X = torch.randn(T, D, generator=torch.Generator().manual_seed(0))

@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from divergence.comparison.api import compare
-from divergence.gate.check import check
 from divergence.comparison.preflight.structure import match_parameters
 from divergence.errors import IncomparableError
+from divergence.gate.check import check
 from divergence.recording.api import capture
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]

@@ -11,8 +11,8 @@ import json
 import pytest
 import torch
 
-from divergence.comparison.api import compare
 from divergence.analyses.blocks.units import build_units, flag
+from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.recording.api import capture
 

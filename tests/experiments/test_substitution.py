@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.gate.golden import bless
 from divergence.errors import RunExistsError, UsageError
+from divergence.gate.golden import bless
 from divergence.recording.api import capture
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines

@@ -8,9 +8,9 @@ import json
 
 import msgspec
 
+from divergence.comparison.result import Estimate, TruthDiff
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
-from divergence.comparison.result import Estimate, TruthDiff
 from divergence.report.machine import check_json, csv_columns, strict_json, write_csv
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from divergence.fleet.result import Camp, CrossCheck, Matrix, MatrixRow
 from divergence.comparison.result import Onset
+from divergence.fleet.result import Camp, CrossCheck, Matrix, MatrixRow
 from divergence.report.lines import MAX_WIDTH
 from divergence.report.matrix import MAX_ROWS, matrix_headline, matrix_lines
 from divergence.report.terminal import print_lines

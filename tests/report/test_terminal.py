@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from divergence.comparison.result import Coverage, Evidence, Skipped
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
-from divergence.comparison.result import Coverage, Evidence, Skipped
 from divergence.report.lines import MAX_WIDTH, fold, line, prose
 from divergence.report.outcome import check_lines
 from divergence.report.summary import report_lines, verdict_lines

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from divergence.gate.golden import bless
 from divergence.errors import RunFormatError
+from divergence.gate.golden import bless
 from divergence.run.reader import Run
 from divergence.run.storage.packing import pack, unpack
 

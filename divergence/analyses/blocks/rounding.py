@@ -53,7 +53,7 @@ def within_rounding(
                 text=f"against the truth: {len(against_truth)} sites judged, none beyond a "
                 f"limit; the nearest to one is {closest.site} ({closest.phase}), at "
                 f"{100 * closest.strain:.0f}% of it",
-                values={"strain": closest.strain, "num_judged": len(against_truth)},
+                values={"limit_usage": closest.strain, "num_judged": len(against_truth)},
             )
         )
     for unit in excused[:3]:

@@ -155,7 +155,9 @@ def judge_healthy(label: str, a: Path, b: Path, truth: Path) -> dict[str, Any]:
 
 def usage_of(report: Report) -> float:
     """The largest share of any limit that a report's sites use."""
-    return max((site.strain for site in report.sites if site.strain is not None), default=0.0)
+    return max(
+        (site.limit_usage for site in report.sites if site.limit_usage is not None), default=0.0
+    )
 
 
 def _print(rows: list[dict], dtypes: list[str], shapes: list[str]) -> None:

@@ -424,8 +424,8 @@ def health(root: Path, architectures: list[str], dtypes: list[str], count: int, 
                 if with_truth:
                     got["operators"] += len(judged)
                     for result in judged:
-                        if result.share > largest.get(dtype, (0.0, ""))[0]:
-                            largest[dtype] = result.share, f"{result.site}, {label}"
+                        if result.limit_usage > largest.get(dtype, (0.0, ""))[0]:
+                            largest[dtype] = result.limit_usage, f"{result.site}, {label}"
     print("\n| | " + " | ".join(dtypes) + " |\n|---|" + "---|" * len(dtypes))
     for name, text in (
         ("pairs", "pairs of runs"),

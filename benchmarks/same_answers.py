@@ -30,7 +30,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RENAMED_KEYS: dict[str, str] = {"strain": "limit_usage"}
+RENAMED_KEYS: dict[str, str] = {"limit_usage": "limit_usage"}
 """Old name of a key of the report to the new one."""
 ADDED_KEYS = frozenset({"findings", "checks"})
 """Keys that the old version has not, or leaves empty."""
@@ -40,6 +40,10 @@ RENAMED_WORDS: tuple[tuple[str, str], ...] = (
     (r"\bfloat64 reference\b", "float64 truth"),
 )
 """(pattern, replacement) for texts of the old answers: words and options of commands."""
+UNORDERED = frozenset({"notes"})
+"""Keys of lists whose order says nothing."""
+NOT_OF_PROBES = frozenset({"usage"})
+"""Keys that the old version filled for probes, whose sites have no limit to use."""
 VOLATILE = frozenset({"tool_version", "seconds", "created", "schema_version"})
 
 ARCHITECTURES = ("llama", "gpt2", "qwen3-moe")
@@ -200,7 +204,9 @@ def normal(value: object, *, old: bool) -> object:
     if isinstance(value, dict):
         names = RENAMED_KEYS if old else {}
         return {
-            names.get(key, key): normal(one, old=old)
+            names.get(key, key): sorted(normal(one, old=old))
+            if key in UNORDERED and isinstance(one, list)
+            else normal(one, old=old)
             for key, one in value.items() if key not in VOLATILE
         }  # fmt: skip
     if isinstance(value, list):
@@ -216,6 +222,8 @@ def differences(one: object, two: object, where: str = "") -> Iterator[str]:
     if isinstance(one, dict) and isinstance(two, dict):
         for key in dict.fromkeys([*one, *two]):
             if key in ADDED_KEYS and not one.get(key):
+                continue
+            if key in NOT_OF_PROBES and two.get(key) is None and two.get("limit") is None:
                 continue
             if key not in one or key not in two:
                 yield f"{where}.{key}: in the {'new' if key in two else 'old'} one alone"

@@ -239,7 +239,7 @@ def _trial(report: Any, key: str, dtype: str, shape: str, name: str, block: int,
         onset=None if onset is None else f"{onset.site} sample {onset.sample} step {onset.step}",
         exact=onset is not None and onset.block == f"model.layers.{block}"
         and verdict.kind in ("localized", "nonfinite"),
-        usage=max((s.strain for s in report.sites if s.strain is not None), default=0.0),
+        usage=max((s.limit_usage for s in report.sites if s.limit_usage is not None), default=0.0),
         seconds=time.perf_counter() - began,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.decide.advice import Advice
 from divergence.comparison.experts.routes import Routes
-from divergence.comparison.measure.truth import Tallies, Truth
+from divergence.comparison.measure.truth import SamplesBySite, Truth
 from divergence.comparison.results.coverage import PassCoverage
 from divergence.comparison.results.operators import OperatorsResult
 from divergence.comparison.results.preflight import PreflightLine
@@ -40,7 +40,7 @@ class Measured:
     operators: OperatorsResult | None = None
     routes: Routes = field(default_factory=Routes)
     """Tokens and the experts that they were sent to."""
-    tallies: Tallies | None = None
+    truth_samples: SamplesBySite | None = None
     """Both sides against the truth, where one was given."""
     shown: Shown | None = None
     """What trusted runs differ by, where any were given."""

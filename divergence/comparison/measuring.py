@@ -120,7 +120,7 @@ def measure_tensors(
         thresholds=thresholds,
         advice=Advice(a, b),
         routes=measurer.routes,
-        tallies=None if truth is None else measurer.tallies,
+        truth_samples=None if truth is None else measurer.truth_samples,
         anchored=alignment.anchored and any(s.pass_ == "anchored" for s in sites),
         routed=unknown_blocks(a.manifest, sites),
         experts=any(note.routed for note in a.manifest.plan.modules.values()),

@@ -71,15 +71,15 @@ def prove(
          or (itself and r.site == first.site)]
         for o in (deep.operators, again.operators)
     )  # fmt: skip
-    still = [r.site for r in after if r.share > 1]
+    still = [r.site for r in after if r.limit_usage > 1]
     still += [s.site for s in again.sites if s.flagged and s.site == f"{s.block}:out"
               and s.pass_ != "free" and s.block == first.block and _is_off(s, side)]  # fmt: skip
     return CausalCheck(
         site=first.site,
         holds=not still,
         num_after=len(after),
-        before=max((r.share for r in before), default=0.0),
-        largest_share=max((r.share for r in after), default=0.0),
+        before=max((r.limit_usage for r in before), default=0.0),
+        largest_limit_usage=max((r.limit_usage for r in after), default=0.0),
         still=list(dict.fromkeys(still)),
     )
 

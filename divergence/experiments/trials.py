@@ -119,8 +119,9 @@ class Trials:
                 s for s in measured.sites
                 if s.pass_ == "escalated" and not (_of_candidate(s) and s.site in theirs)
             ]  # fmt: skip
-        tallies = measured.tallies and measured.tallies.with_changed(measurer.tallies)
-        return self.verdict_of(replace(measured, sites=sites, tallies=tallies))
+        known = measured.truth_samples
+        truth_samples = known and known.with_changed(measurer.truth_samples)
+        return self.verdict_of(replace(measured, sites=sites, truth_samples=truth_samples))
 
     def verdict_of(self, measured: Measured) -> Verdict:
         """What the blocks, the ends and the tokens say together. The ends and the tokens are those

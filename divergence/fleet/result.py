@@ -23,9 +23,9 @@ class MatrixRow(msgspec.Struct, kw_only=True):
     ``verdict`` is None where the two could not be compared, and ``problem`` says why (it is also
     set where the verdict is ``incomparable``). ``limit_usage``: the largest share of any
     limit that is used, over 1 where one is exceeded. ``logits_rel_l2``: the worst forward's, each
-    run on its own values; ``top1_agreement``: the share of its positions with the same first choice.
-    ``num_equal`` of ``num_tokens`` generated tokens agree. ``report_path``: the file that the
-    report was written to, in place of ``report``.
+    run on its own values; ``top1_agreement``: the share of its positions with the same first
+    choice. ``num_equal`` of ``num_tokens`` generated tokens agree. ``report_path``: the file that
+    the report was written to, in place of ``report``.
     """
 
     path: str

@@ -93,7 +93,7 @@ def _why_not(
         return "what the verdict rests on is no flagged record, and only such can be known"
     for result in [] if report.operators is None else report.operators.results:
         # what a known block's operators make ends in its output, which is no larger than known
-        beyond = result.share > 1 or result.site == report.operators.onset
+        beyond = result.limit_usage > 1 or result.site == report.operators.onset
         if beyond and (result.block not in blocks or result.why == "nonfinite"):
             return f"the operator {result.site} is beyond its limit"
     inside = onset is not None and onset.block in blocks

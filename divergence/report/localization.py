@@ -146,7 +146,7 @@ def _proof(result: Localization) -> list[Line]:
             prose(
                 "  cause",
                 "after the substitution, the largest share of a limit behind it is "
-                f"{result.causal.largest_share:.2g} (before {result.causal.before:.2g})",
+                f"{result.causal.largest_limit_usage:.2g} (before {result.causal.before:.2g})",
                 width=12,
             )
         )

@@ -86,7 +86,7 @@ def _row(
     result: OperatorResult, operators: OperatorsResult, width: int, *, with_truth: bool
 ) -> Line:
     onset = result.site == operators.onset
-    flagged = result.share > 1
+    flagged = result.limit_usage > 1
     style = "bold red" if onset else "yellow" if flagged else ""
     mark = (">" if onset else " ") + ("!" if flagged else " ")
     name = _short(result, operators)
@@ -105,7 +105,7 @@ def _row(
         "equal" if result.identical and not verdict else verdict,
     ]
     if not with_truth:
-        values[:5] = [f"{result.share:.2f}", decimal(result.difference), "",
+        values[:5] = [f"{result.limit_usage:.2f}", decimal(result.difference), "",
                       decimal(result.floor), ""]  # fmt: skip
     return line(f" {mark} ", (cut(name, width - 1).ljust(width), style), (_cells(values), style))
 
@@ -119,7 +119,7 @@ def _short(result: OperatorResult, operators: OperatorsResult) -> str:
 
 
 def _footer(operators: OperatorsResult, *, with_truth: bool) -> str:
-    flagged = sum(result.share > 1 for result in operators.results)
+    flagged = sum(result.limit_usage > 1 for result in operators.results)
     equal = sum(result.identical for result in operators.results)
     parts = [
         f"{count(len(operators.results), 'operator')}: {flagged} beyond, {equal} bit-identical"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
-from divergence.comparison.decide.case import Case
 
-from divergence.analyses.arithmetic.find import judge_probes
+from divergence.analyses.arithmetic.find import find
 from divergence.comparison.facts import expected_w, explain_arithmetic
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import (
@@ -192,8 +193,11 @@ def test_a_report_gets_a_few_lines():
     assert brief[-1].text == "7 more differences of arithmetic; inspect -v lists a run's facts"
 
 
-CASE = Case(sites=[], preflight=[], tokens=None, anchored=False, routed=frozenset(), advice=None,
-            missing=0)  # fmt: skip
+def asked(a, b):
+    """The finding on two machines that were probed, and nothing else known of them."""
+    runs = [SimpleNamespace(manifest=one) for one in (a, b)]
+    measured = SimpleNamespace(reference=runs[0], candidate=runs[1], sites=[], missing=0)
+    return find(measured).findings[0]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +216,5 @@ CASE = Case(sites=[], preflight=[], tokens=None, anchored=False, routed=frozense
 def test_the_verdict_on_two_probes(one, two, kind):
     """Another order is rounding, another precision is not."""
     a, b = manifest(one, source="probe"), manifest(two, source="probe")
-    verdict = judge_probes(a, b, explain_arithmetic(a, b), CASE)
-    assert verdict.kind == kind
-    assert judge_probes(manifest(one), b, explain_arithmetic(a, b), CASE) is None
+    assert asked(a, b).kind == kind
+    assert asked(manifest(one), b).role == "context"

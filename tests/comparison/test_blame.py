@@ -10,8 +10,8 @@ import torch
 
 from divergence.analyses.blocks.blame import forward_controls, questions
 from divergence.comparison.figures import figure
-from divergence.comparison.measure.truth import Tally
-from divergence.comparison.measure.truth_stats import standing_of
+from divergence.comparison.measure.truth import TruthSamples
+from divergence.comparison.measure.truth_stats import stats_of
 from divergence.comparison.result import SiteResult
 from divergence.numerics.pairs.against import measure_against
 from divergence.numerics.rounding.floor import THRESHOLDS
@@ -45,18 +45,18 @@ class Block:
             for size in (1.0, coarse)
         ]
 
-    def standing(self, *, swap=False):
+    def stats(self, *, swap=False):
         sides = self.sides[::-1] if swap else self.sides
-        tally = Tally()
+        samples = TruthSamples()
         for step in range(len(self.truth)):
             found = measure_against(sides[0][step], sides[1][step], self.truth[step])
             floor = torch.full((found.num_rows,), FLOOR)
-            tally.forwards.append((result(step), found, floor))
-        return standing_of(tally)
+            samples.forwards.append((result(step), found, floor))
+        return stats_of(samples)
 
 
 def asked(bad, others, *, swap=False, routed=False, **options):
-    family = [block.standing(swap=swap) for block in (bad, *others)]
+    family = [block.stats(swap=swap) for block in (bad, *others)]
     return questions(
         family[0],
         family[1:],
@@ -69,7 +69,7 @@ def asked(bad, others, *, swap=False, routed=False, **options):
 
 
 def blamed(*args, **options):
-    return next((one for one in asked(*args, **options) if one.share > 1), None)
+    return next((one for one in asked(*args, **options) if one.limit_usage > 1), None)
 
 
 def healthy(count=5, **options):
@@ -82,8 +82,8 @@ def test_a_hard_block_and_coarse_kernels_blame_nobody(hard, coarse):
     """A block that is hard for both sides, on kernels that are coarser everywhere, is healthy, by
     whatever both differ; only being 6 × the rounding model away on both sides is not."""
     found = asked(Block(1, hard=hard, coarse=coarse), healthy(coarse=coarse))
-    worst = max((one for one in found if one.why != "both"), key=lambda one: one.share)
-    assert worst.share < 0.75, worst
+    worst = max((one for one in found if one.why != "both"), key=lambda one: one.limit_usage)
+    assert worst.limit_usage < 0.75, worst
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -163,9 +163,9 @@ def test_exact_on_both_sides_is_no_error():
     """Two sides that equal the truth have W = 1."""
     block = Block(11)
     block.sides = [block.truth, block.truth]
-    standing = block.standing()
-    assert standing.typical == {"reference": 0.0, "candidate": 0.0}
-    assert max(one.share for one in asked(block, healthy())) < 1
+    stats = block.stats()
+    assert stats.typical == {"reference": 0.0, "candidate": 0.0}
+    assert max(one.limit_usage for one in asked(block, healthy())) < 1
 
 
 def test_chance_alone_blames_nobody():
@@ -177,7 +177,7 @@ def test_chance_alone_blames_nobody():
             block.truth = block.truth[:, :9, :16].contiguous()
             block.sides = [side[:, :9, :16] for side in block.sides]
         for block in family[:1]:
-            shares.append(max(one.share for one in asked(block, family[1:])))
+            shares.append(max(one.limit_usage for one in asked(block, family[1:])))
     assert max(shares) < 1
     assert statistics.median(shares) < 0.6
 
@@ -212,8 +212,8 @@ def test_one_massive_activation_is_no_bad_channel(together, swap):
     found = asked(Decoded(1, massive=True, together=together), others, swap=swap)
 
     channel = next(one for one in found if one.why == "channel")
-    assert channel.share < 0.9
-    assert not [one for one in found if one.share > 1]
+    assert channel.limit_usage < 0.9
+    assert not [one for one in found if one.limit_usage > 1]
 
 
 @pytest.mark.parametrize("together", [False, True])

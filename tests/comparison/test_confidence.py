@@ -35,7 +35,7 @@ def test_a_truth_that_agrees_does_not_lower_the_confidence_of_a_fault():
     unit = Unit("h.3:out", "anchored", "prefill", ("block",), between=5.0)
     assert confidence_of(checks_of(unit)) == "high"
     unit.blame = Blame("candidate", "typical", 3.0, 1.0, 2.5, None)
-    assert unit.blame.share < 2
+    assert unit.blame.limit_usage < 2
     assert confidence_of(checks_of(unit)) == "high"
     unit.blame = Blame("both", "both", 7.0, 1.0, 6.0, None)
     assert confidence_of(checks_of(unit)) == "medium"

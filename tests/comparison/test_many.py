@@ -65,7 +65,7 @@ def test_each_row_is_the_comparison_with_the_first(fleet):
     assert (same.verdict, same.logits_rel_l2, same.top1_agreement) == ("identical", 0.0, 1.0)
     assert (same.num_equal, same.num_tokens) == (3, 3)
     assert (faulty.verdict, faulty.onset.block) == ("localized", "model.layers.1")
-    assert faulty.strain > 1 > same.strain
+    assert faulty.limit_usage > 1 > same.limit_usage
     assert 0 < faulty.logits_rel_l2 < 1
 
 

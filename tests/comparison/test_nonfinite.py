@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
 import torch
-from divergence.comparison.decide.case import Case
 
 from divergence.analyses.blocks.nonfinite import find_nonfinite
 from divergence.comparison.api import compare
+from divergence.comparison.measuring import measure
+from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import NonfiniteCount
 from divergence.errors import UsageError
 from divergence.gate.golden import bless
@@ -141,20 +143,16 @@ def test_infinities_of_a_mask_are_no_fault(padded, healthy, tmp_path, tiny_model
 
 def case_of(healthy, tmp_path, **changes):
     """A case with one site whose counts are given."""
+    lines = preflight(healthy, healthy)
+    measured = measure(healthy, healthy, lines)
     report = compare(healthy, healthy)
     sites = {site.site: site for site in report.sites if site.step == 0 and site.sample == 0}
     template = sites["model.layers.1:in"]
     made = []
     for name, counts in changes.items():
-        site = msgspec.structs.replace(template, nonfinite=counts)
-        site.site = name.replace("__", ":").replace("_mask", ".attention_mask")
-        made.append(site)
-    from divergence.comparison.decide.advice import Advice
-
-    return Case(
-        sites=made, preflight=[], tokens=None, anchored=False, routed=frozenset(),
-        advice=Advice(healthy, healthy), missing=0,
-    )  # fmt: skip
+        path = name.replace("__", ":").replace("_mask", ".attention_mask")
+        made.append(msgspec.structs.replace(template, nonfinite=counts, site=path))
+    return replace(measured, sites=made)
 
 
 def test_masks_are_told_from_results(healthy, tmp_path):

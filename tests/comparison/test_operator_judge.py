@@ -93,7 +93,7 @@ def test_what_only_doubles_an_error_is_not_blamed(judged):
         return lambda x: (x * factor).pow(3)
 
     result = judged(cube(0.0), cube(4e-6), [X], right=lambda x: (x * 1.0).pow(3))
-    assert named(result, "aten.pow").share > 1
+    assert named(result, "aten.pow").limit_usage > 1
     assert result.onset == "./aten.mul"
     assert result.side == "candidate"
 
@@ -290,7 +290,7 @@ def test_a_fault_of_decode_steps_is_found_there(toy):
         replace(b, key, b._tensors[key] * 1.01)
     result = judge_operators(measure_operators(a, b, PASSES, truth=truth), notes={})
     assert (result.onset, result.side) == ("./aten.mul", "candidate")
-    assert [r.phase for r in result.results if r.share > 1] == ["decode"]
+    assert [r.phase for r in result.results if r.limit_usage > 1] == ["decode"]
 
 
 def test_without_a_truth_no_side_is_named(judged):

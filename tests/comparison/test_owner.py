@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from divergence.comparison.decide.contradiction import contradicts
 
-from divergence.analyses.operators.find import with_operators
+from divergence.analyses.code.find import explain
+from divergence.analyses.operators.find import finding_of
+from divergence.comparison.answer import Answer
 from divergence.comparison.api import compare
-from divergence.comparison.preflight.owner import disagreement, other_code, replaced_in, with_owner
-from divergence.comparison.result import Evidence, Onset, Verdict
+from divergence.comparison.decide.decide import decide, explained
+from divergence.comparison.preflight.owner import disagreement, other_code, replaced_in
+from divergence.comparison.result import Evidence, Finding, Onset
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.recording.api import capture
@@ -32,12 +34,27 @@ def manifest(like=None, **code):
 
 
 def verdict(side, kind="localized"):
-    onset = Onset(site=f"{BLOCK}:out", block=BLOCK, sample=0, step=0, position=None,
+    return decide([block_finding(side, kind)]).verdict
+
+
+def block_finding(side, kind="localized", block=BLOCK):
+    """What the blocks say."""
+    onset = Onset(site=f"{block}:out", block=block, sample=0, step=0, position=None,
                   pass_="anchored")  # fmt: skip
-    return Verdict(
-        kind=kind, summary=f"the error is made at {BLOCK}:out, by the {side}", onset=onset,
-        confidence="high", side=side, evidence=[Evidence(text="W is large")], next=[],
+    return Finding(
+        claim="error_made_here", kind=kind, onset=onset, side=side, equal_inputs=True,
+        summary=f"the error is made at {block}:out, by the {side}",
+        evidence=[Evidence(text="W is large")],
     )  # fmt: skip
+
+
+def owned(verdict, truth, a, b):
+    """The verdict with what the code of the truth and of the two sides says of it."""
+    runs = [SimpleNamespace(manifest=one) for one in (a, b)]
+    measured = SimpleNamespace(
+        reference=runs[0], candidate=runs[1], truth=SimpleNamespace(run=truth)
+    )
+    return explained(verdict, explain(measured, verdict, Answer()))
 
 
 @pytest.fixture(scope="module")
@@ -131,42 +148,46 @@ def test_a_truth_of_other_code_is_refused(runs, monkeypatch):
 def test_the_reference_is_not_blamed_where_nothing_is_known_of_the_code():
     """So it looks where the candidate's code made the truth, too."""
     truth = SimpleNamespace(manifest=manifest(like="a"))
-    found = with_owner(verdict("reference"), truth, manifest(), manifest())
+    found = owned(verdict("reference"), truth, manifest(), manifest())
     assert (found.side, found.confidence) == (None, "medium")
     assert "so does a truth that the candidate's code made" in found.evidence[-1].text
     assert "by the" not in found.summary
     told = manifest(like="a", LlamaMLP=["x"])
     truth = SimpleNamespace(manifest=told)
-    assert with_owner(verdict("reference"), truth, told, told).side == "reference"
+    assert owned(verdict("reference"), truth, told, told).side == "reference"
 
 
 def test_code_that_differs_leaves_no_side_unless_the_candidates_was_replaced():
     """The truth has the reference's code, right or wrong."""
     stock, patched = manifest(LlamaMLP=["x"]), manifest(LlamaMLP=["z", "plugin.py:88"])
     truth = SimpleNamespace(manifest=stock)
-    assert with_owner(verdict("candidate"), truth, stock, patched).side == "candidate"
-    assert with_owner(verdict("candidate"), truth, stock, stock).side == "candidate"
-    found = with_owner(verdict("candidate"), truth, patched, stock)
+    assert owned(verdict("candidate"), truth, stock, patched).side == "candidate"
+    assert owned(verdict("candidate"), truth, stock, stock).side == "candidate"
+    found = owned(verdict("candidate"), truth, patched, stock)
     assert found.side is None
     assert "The reference's was replaced: plugin.py:88" in found.evidence[-1].text
     release = manifest(LlamaMLP=["other release"])
-    assert with_owner(verdict("candidate"), truth, stock, release).side is None
+    assert owned(verdict("candidate"), truth, stock, release).side is None
 
 
 def operators(side):
     first = OperatorResult(
         site=f"{BLOCK}.mlp/aten.mul", candidate_site=f"{BLOCK}.mlp/aten.mul", match="exact",
         operator="aten.mul", candidate_operator="aten.mul", block=BLOCK, phase="prefill", order=3,
-        shape=(2, 4), reference_dtype="float32", candidate_dtype="float32", share=9.0, w=0.01,
+        shape=(2, 4), reference_dtype="float32", candidate_dtype="float32", limit_usage=9.0, w=0.01,
         reference_error=1e-2, candidate_error=1e-4, floor=1e-7, verdict=side,
     )  # fmt: skip
     return OperatorsResult(frame="block", judged="truth", num_matched=1, onset=first.site,
                            side=side, results=[first])  # fmt: skip
 
 
+def operator_finding(side):
+    return finding_of(operators(side), SimpleNamespace(operator=lambda *args: []))
+
+
 def test_levels_that_blame_different_sides_are_told_as_a_contradiction():
     """No side, low confidence, and both levels by name."""
-    found = with_operators(verdict("candidate"), operators("reference"), None, alone=False)
+    found = decide([block_finding("candidate"), operator_finding("reference")]).verdict
     assert (found.side, found.confidence, found.kind) == (None, "low", "localized")
     assert found.summary == (
         f"the evidence contradicts itself: {BLOCK}:out by the candidate, "
@@ -177,7 +198,11 @@ def test_levels_that_blame_different_sides_are_told_as_a_contradiction():
 
 def test_levels_that_agree_or_say_nothing_do_not_contradict():
     """Nor does an operator in another block."""
-    assert not contradicts(verdict("candidate"), "candidate", BLOCK)
-    assert not contradicts(verdict("both"), "reference", BLOCK)
-    assert not contradicts(verdict("candidate"), None, BLOCK)
-    assert not contradicts(verdict("candidate"), "reference", "model.layers.2")
+    for block, operator, place in (
+        ("candidate", "candidate", BLOCK), ("both", "reference", BLOCK),
+        ("candidate", None, BLOCK), ("candidate", "reference", "model.layers.2"),
+    ):  # fmt: skip
+        blocks = block_finding(block, block=place)
+        found = decide([blocks, operator_finding(operator)]).verdict
+        assert "contradicts" not in found.summary
+        assert found.side is not None

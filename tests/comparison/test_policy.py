@@ -348,7 +348,7 @@ def test_nan_is_above_every_limit(reports):
 def test_a_ratio_needs_a_floor(reports):
     """A limit in floors fails where there is no floor, since nothing was checked there."""
     report = reports.make_report()
-    report.sites[1].ratio = None
+    report.sites[1] = msgspec.structs.replace(report.sites[1], ratio=None)
     assert rules(report, **ok(tolerance=[{"ratio": 10.0}])) == ["tolerance.ratio"]
 
 

@@ -54,7 +54,7 @@ def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(r
     assert result.side == "candidate"
     assert f"{BLOCK}.mlp.act_fn/aten.mul" in result.operator.fed_by
     assert result.causal.holds
-    assert result.causal.before > 1 > result.causal.largest_share
+    assert result.causal.before > 1 > result.causal.largest_limit_usage
     assert max(own.times for own in result.alone) < 3  # the product itself is right on both sides
     assert result.repro is None  # so there is nothing to show its vendor
     assert result.commands == []

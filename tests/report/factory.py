@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from divergence.comparison.result import (
     Coverage,
     Evidence,
@@ -278,13 +280,11 @@ def make_nonfinite_report() -> Report:
             ),
         )
     )
-    for site in report.sites[2:]:
-        site.nonfinite = bad
-        site.rel_l2 = NAN
-        site.one_minus_cosine = NAN
-        site.cosine = NAN
-        site.max_abs = INF
-        site.sqnr_db = -INF
-        site.ratio = INF
-        site.flagged = True
+    report.sites[2:] = [
+        msgspec.structs.replace(
+            site, nonfinite=bad, rel_l2=NAN, one_minus_cosine=NAN, cosine=NAN, max_abs=INF,
+            sqnr_db=-INF, ratio=INF, flagged=True,
+        )
+        for site in report.sites[2:]
+    ]  # fmt: skip
     return report

@@ -30,7 +30,8 @@ def row(reports):
     def make(path, **changes):
         values = {
             "path": path, "run": reports.make_run(path), "verdict": "within_floor",
-            "summary": "rounding", "confidence": "high", "strain": 0.31, "logits_rel_l2": 9.1e-3,
+            "summary": "rounding", "confidence": "high", "limit_usage": 0.31,
+            "logits_rel_l2": 9.1e-3,
             "top1_agreement": 1.0, "num_equal": 32, "num_tokens": 32,
         }  # fmt: skip
         return MatrixRow(**values | changes)
@@ -42,13 +43,13 @@ def row(reports):
 def matrix(row, reports):
     """A fleet of six: one odd machine, one that diverges elsewhere too, one that cannot be read."""
     faulty = row(
-        "runs/host-[17]", verdict="localized", side="candidate", strain=7.4, logits_rel_l2=0.044,
-        top1_agreement=0.9, num_equal=30,
+        "runs/host-[17]", verdict="localized", side="candidate", limit_usage=7.4,
+        logits_rel_l2=0.044,        top1_agreement=0.9, num_equal=30,
         onset=Onset(site="model.layers.30.mlp.down_proj:out", block="model.layers.30", sample=0,
                     step=0, position=5),
     )  # fmt: skip
     gone = MatrixRow(path="runs/gone", problem="runs/gone does not exist\n  try:   a run")
-    same = row("runs/same", verdict="identical", strain=0.0, logits_rel_l2=0.0)
+    same = row("runs/same", verdict="identical", limit_usage=0.0, logits_rel_l2=0.0)
     return Matrix(
         tool_version="0.0.0",
         reference=reports.make_run("runs/first"),
@@ -101,7 +102,7 @@ def test_the_first_word(matrix, row, camps, verdicts, word):
 
 def test_a_long_list_keeps_what_does_not_agree(matrix, row):
     """Hundreds of machines: the odd one is seen, the healthy ones are counted, --all shows them."""
-    fleet = [row(f"runs/host-{number}", strain=number / 1000) for number in range(300)]
+    fleet = [row(f"runs/host-{number}", limit_usage=number / 1000) for number in range(300)]
     matrix.rows = [*fleet, *matrix.rows]
     said = text_of(matrix_lines(matrix))
     assert len(said.splitlines()) < MAX_ROWS

@@ -92,12 +92,14 @@ def test_a_flip_is_called_what_it_is(reports, changes, said):
 def test_table_fits_one_hundred_columns(reports):
     """No table row is wider than 100 columns, however long the names are."""
     report = reports.make_long_report(num_blocks=4, onset=1)
-    for site in report.sites:
-        site.site = "model.language_model.text.decoder." + site.site
-        site.block = site.block and "model.language_model.text.decoder." + site.block
-        site.sample = 11
-        site.worst_position = 123456
-        site.ratio = site.ratio_max = 1.23e37
+    deep = "model.language_model.text.decoder."
+    report.sites[:] = [
+        msgspec.structs.replace(
+            site, site=deep + site.site, block=site.block and deep + site.block, sample=11,
+            worst_position=123456, ratio=1.23e37, ratio_max=1.23e37,
+        )
+        for site in report.sites
+    ]  # fmt: skip
     for every in (False, True):
         for item in report_lines(report, all_sites=every):
             if item.hang is None:
@@ -141,8 +143,7 @@ def test_forty_blocks_are_not_elided(reports):
 def test_flagged_rows_are_never_elided(reports):
     """Where everything is at fault everything is shown."""
     report = reports.make_long_report()
-    for site in report.sites:
-        site.flagged = True
+    report.sites[:] = [msgspec.structs.replace(site, flagged=True) for site in report.sites]
     assert "healthy row" not in text_of(report_lines(report))
 
 

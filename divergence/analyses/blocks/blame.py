@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls, Place, controls
-from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, Standing
+from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
 from divergence.comparison.result import SiteResult
 from divergence.numerics.rounding.chance import normal_deviate, spread
 from divergence.numerics.rounding.floor import Thresholds
@@ -65,15 +65,15 @@ class Blame:
     place: Place | None = None
 
     @property
-    def share(self) -> float:
+    def limit_usage(self) -> float:
         if self.control <= 0:
             return math.inf
         return self.value / self.control / self.limit
 
 
 def questions(
-    mine: Standing,
-    siblings: list[Standing],
+    mine: TruthStats,
+    siblings: list[TruthStats],
     *,
     lone_w: float | None,
     forwards: Controls,
@@ -108,8 +108,8 @@ def questions(
 
 
 def _typical(
-    mine: Standing,
-    family: list[Standing],
+    mine: TruthStats,
+    family: list[TruthStats],
     lone_w: float | None,
     widened: float,
     thresholds: Thresholds,
@@ -129,7 +129,7 @@ def _typical(
     )
 
 
-def forward_controls(family: Sequence[Standing], thresholds: Thresholds) -> list[Controls]:
+def forward_controls(family: Sequence[TruthStats], thresholds: Thresholds) -> list[Controls]:
     """What a family shows for the forwards of each of its members."""
     values = []
     for one in family:
@@ -139,8 +139,8 @@ def forward_controls(family: Sequence[Standing], thresholds: Thresholds) -> list
 
 
 def usages(
-    mine: Standing,
-    family: list[Standing],
+    mine: TruthStats,
+    family: list[TruthStats],
     held: Controls,
     routed: bool,
     widened: float,
@@ -172,8 +172,8 @@ def _apart(value: np.ndarray, control: np.ndarray) -> np.ndarray:
 
 
 def _forward(
-    mine: Standing,
-    family: list[Standing],
+    mine: TruthStats,
+    family: list[TruthStats],
     held: Controls,
     routed: bool,
     widened: float,
@@ -193,7 +193,7 @@ def _forward(
     return [Blame("reference", "forward", value, control, limit, at, place=place)]
 
 
-def least_of(mine: Standing, family: list[Standing], thresholds: Thresholds) -> float:
+def least_of(mine: TruthStats, family: list[TruthStats], thresholds: Thresholds) -> float:
     """Added to both errors, in floor units: two tiny errors make no large ratio."""
     if not family:
         return LEAST_LONE
@@ -202,7 +202,7 @@ def least_of(mine: Standing, family: list[Standing], thresholds: Thresholds) -> 
 
 
 def _excess(
-    mine: Standing, siblings: list[Standing], why: Why, limit: float, chance: float
+    mine: TruthStats, siblings: list[TruthStats], why: Why, limit: float, chance: float
 ) -> list[Blame]:
     """``chance``: what few numbers do by themselves; the siblings' own excess shows it as well."""
     found: list[Blame] = []
@@ -210,11 +210,11 @@ def _excess(
         others = [o.peak[why][side][0] for o in siblings if side in o.peak.get(why, {})]
         control = max(chance, statistics.median(others)) if others else chance
         found.append(Blame(side, why, value, control, limit, at))
-    return sorted(found, key=lambda one: -one.share)[:1]
+    return sorted(found, key=lambda one: -one.limit_usage)[:1]
 
 
 def _gain(
-    mine: Standing, family: list[Standing], thresholds: Thresholds, widened: float
+    mine: TruthStats, family: list[TruthStats], thresholds: Thresholds, widened: float
 ) -> list[Blame]:
     """A scale error that stands out among the siblings'."""
     found: list[Blame] = []
@@ -237,4 +237,4 @@ def _gain(
             Blame(side, "gain", deviations, 1.0, thresholds.truth_gain * widened, mine.first,
                   detail=f"the {what} is scaled by {1 + own[side]:.6g}")
         )  # fmt: skip
-    return sorted(found, key=lambda one: -one.share)[:1]
+    return sorted(found, key=lambda one: -one.limit_usage)[:1]

@@ -49,7 +49,7 @@ class Escalation:
         mine = [u for u in mine if u.results[0].of in (None, unit.side) or unit.side is None]
         if not mine:
             return []
-        worst = max(mine, key=lambda u: u.strain)
+        worst = max(mine, key=lambda u: u.limit_usage)
         what, ratio, limit = "", worst.typical, worst.limit
         if worst.why in ("token", "sink"):
             what, ratio = "one token's error is ", max(worst.worst, worst.sink)
@@ -70,7 +70,7 @@ class Escalation:
         """That it found nothing, and how near it came."""
         if not self.units:
             return []
-        worst = max(self.units, key=lambda unit: unit.strain)
+        worst = max(self.units, key=lambda unit: unit.limit_usage)
         return [
             Evidence(
                 text=f"escalated pass (float32): nothing of formula or data is wrong; the largest "

@@ -80,7 +80,7 @@ def judge_units(measured: Measured) -> JudgedUnits:
         unanchored = sorted({s.step for s in rest})
     flagged, excused = find_suspects(
         units,
-        tallies=measured.tallies,
+        truth_samples=measured.truth_samples,
         routed=measured.routed,
         thresholds=measured.thresholds,
         shown=measured.shown,
@@ -91,7 +91,7 @@ def judge_units(measured: Measured) -> JudgedUnits:
 def limits_used(measured: Measured) -> Shown:
     """The largest share of a limit that each site uses, by (pass, site, phase)."""
     units = judge_units(measured).units
-    return {(unit.pass_, unit.site, unit.phase): unit.strain for unit in units}
+    return {(unit.pass_, unit.site, unit.phase): unit.limit_usage for unit in units}
 
 
 def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> list[Finding]:
@@ -159,8 +159,8 @@ def _with_limits(
         many = len(unit.looks) > 1
         for result in unit.results:
             fields[id(result)] = {
-                "limit": unit.limit, "limit_usage": unit.strain,
-                "usage": 0.0 if many else unit.strain,
+                "limit": unit.limit, "limit_usage": unit.limit_usage,
+                "usage": 0.0 if many else unit.limit_usage,
             }  # fmt: skip
         for look in unit.looks if many else ():
             mine = fields[id(look.result)]
@@ -269,7 +269,7 @@ def _side(flagged: list[Unit]) -> str | None:
 
 
 def _family_evidence(family: Family) -> Evidence:
-    low = min(unit.strain for unit in family.members)
+    low = min(unit.limit_usage for unit in family.members)
     return Evidence(
         text=f"{len(family.members)} of {family.num_all} {family.name} are beyond their limit, "
         f"the least by {low:.1f} ×",

@@ -33,7 +33,7 @@ def next_commands(measured: Measured, unit: Unit | None, *, escalated: bool) -> 
             commands += advice.look_at(unit.site)
         else:
             commands += advice.into_block(block, hidden=unit.pass_ == "escalated")
-        if measured.tallies is None:
+        if measured.truth_samples is None:
             commands += advice.truth(full=bool(again))
     if measured.narrow and not escalated and unit is None:
         commands += advice.escalate()

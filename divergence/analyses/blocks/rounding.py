@@ -44,16 +44,16 @@ def within_rounding(
             next=next_commands(measured, None, escalated=bool(escalation.judged)),
         )
     sure = measured.anchored and not unanchored
-    against_truth = [unit for unit in judged if unit.standing is not None]
+    against_truth = [unit for unit in judged if unit.stats is not None]
     evidence = [_largest(judged)]
     if against_truth:
-        closest = max(against_truth, key=lambda unit: unit.strain)
+        closest = max(against_truth, key=lambda unit: unit.limit_usage)
         evidence.append(
             Evidence(
                 text=f"against the truth: {len(against_truth)} sites judged, none beyond a "
                 f"limit; the nearest to one is {closest.site} ({closest.phase}), at "
-                f"{100 * closest.strain:.0f}% of it",
-                values={"limit_usage": closest.strain, "num_judged": len(against_truth)},
+                f"{100 * closest.limit_usage:.0f}% of it",
+                values={"limit_usage": closest.limit_usage, "num_judged": len(against_truth)},
             )
         )
     for unit in excused[:3]:
@@ -121,7 +121,7 @@ def _next(measured: Measured, standouts: list[StandOut], escalation: Escalation)
     if block is not None:
         commands += measured.advice.inside(block)
     commands += next_commands(measured, None, escalated=bool(escalation.judged))
-    if measured.anchored and measured.tallies is None and not commands:
+    if measured.anchored and measured.truth_samples is None and not commands:
         commands += measured.advice.truth()
     return commands
 

@@ -94,13 +94,13 @@ def find_standouts(
 
 def _all_of(family: Sequence[Unit], thresholds: Thresholds) -> list[StandOut]:
     """One side is farther from the truth in all of a kind."""
-    standings = [unit.standing for unit in family if unit.standing is not None]
-    if len(standings) < max(3, len(family)):
+    stats = [unit.stats for unit in family if unit.stats is not None]
+    if len(stats) < max(3, len(family)):
         return []
-    ratios = [one.w(least_of(one, standings, thresholds)) for one in standings]
+    ratios = [one.w(least_of(one, stats, thresholds)) for one in stats]
     middle = statistics.median(ratios)
     times = max(middle, 1 / max(middle, 1e-300))
-    width = spread(sum(one.num_values for one in standings))
+    width = spread(sum(one.num_values for one in stats))
     if times <= thresholds.truth_standout * width * max(unit.widened for unit in family):
         return []
     first = min(family, key=lambda unit: order_of(unit.first))

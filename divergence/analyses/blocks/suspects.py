@@ -22,8 +22,8 @@ from divergence.analyses.blocks.blame import (
 )
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls, Place
 from divergence.analyses.blocks.units import Unit, flag
-from divergence.comparison.measure.truth import Tallies
-from divergence.comparison.measure.truth_stats import Standing, standing_of
+from divergence.comparison.measure.truth import SamplesBySite
+from divergence.comparison.measure.truth_stats import TruthStats, stats_of
 from divergence.comparison.measured import Shown
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds
@@ -34,7 +34,7 @@ __all__ = ["find_suspects"]
 def find_suspects(
     units: Sequence[Unit],
     *,
-    tallies: Tallies | None,
+    truth_samples: SamplesBySite | None,
     routed: frozenset[str],
     thresholds: Thresholds,
     shown: Shown | None = None,
@@ -46,22 +46,22 @@ def find_suspects(
         used = (shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
         unit.widened = max(1.0, thresholds.widen * used)
     flag(units, routed=routed, thresholds=thresholds)
-    if tallies is None:
+    if truth_samples is None:
         return [unit for unit in units if unit.why is not None], []
-    excused = _blame_all(units, tallies, routed, thresholds)
+    excused = _blame_all(units, truth_samples, routed, thresholds)
     return [unit for unit in units if unit.why is not None], excused
 
 
 def _blame_all(
-    units: list[Unit], tallies: Tallies, routed: frozenset[str], thresholds: Thresholds
+    units: list[Unit], truth_samples: SamplesBySite, routed: frozenset[str], thresholds: Thresholds
 ) -> list[Unit]:
     judged: list[Unit] = []
     for unit in units:
-        tally = tallies.find(unit.pass_, unit.site, unit.phase)
-        if tally is None or unit.pass_ == "free" or _no_measure(unit):
+        samples = truth_samples.find(unit.pass_, unit.site, unit.phase)
+        if samples is None or unit.pass_ == "free" or _no_measure(unit):
             continue
-        unit.standing = tally.once(standing_of)
-        if unit.standing is not None:
+        unit.stats = samples.once(stats_of)
+        if unit.stats is not None:
             judged.append(unit)
     families: dict[tuple, list[Unit]] = {}
     for unit in judged:
@@ -71,11 +71,11 @@ def _blame_all(
     for family in families.values():
         held = [Controls(at_blocks, 1.0) for _ in family]
         if len(family) >= 3:
-            held = forward_controls([unit.standing for unit in family], thresholds)
+            held = forward_controls([unit.stats for unit in family], thresholds)
         for unit, forwards in zip(family, held, strict=True):
-            others = [other.standing for other in family if other is not unit]
+            others = [other.stats for other in family if other is not unit]
             answers = questions(
-                unit.standing,
+                unit.stats,
                 others,
                 lone_w=block_w.get(unit.phase),
                 forwards=forwards,
@@ -85,8 +85,8 @@ def _blame_all(
             )
             suspected = {look.place for look in unit.beyond}
             apart = _use_looks(unit, others, forwards, routed, thresholds)
-            unit.strain = max((answer.share for answer in answers), default=0.0)
-            unit.blame = next((answer for answer in answers if answer.share > 1), None)
+            unit.limit_usage = max((answer.limit_usage for answer in answers), default=0.0)
+            unit.blame = next((answer for answer in answers if answer.limit_usage > 1), None)
             if unit.blame is None and unit.why is not None:
                 unit.blame = _confirmed(unit, answers, thresholds)
                 if unit.why == "forward":
@@ -117,17 +117,17 @@ def _no_measure(unit: Unit) -> bool:
 
 def _use_looks(
     unit: Unit,
-    others: list[Standing],
+    others: list[TruthStats],
     forwards: Controls,
     routed: frozenset[str],
     thresholds: Thresholds,
 ) -> dict[Place, float]:
     """Each look of what the truth judges uses the limits of the truth. Returns how far the W of
     each is from its control, in either direction."""
-    assert unit.standing is not None
-    family = [unit.standing, *others] if len(others) >= 2 else []
+    assert unit.stats is not None
+    family = [unit.stats, *others] if len(others) >= 2 else []
     is_routed = unit.results[0].block in routed
-    found = usages(unit.standing, family, forwards, is_routed, unit.widened, thresholds)
+    found = usages(unit.stats, family, forwards, is_routed, unit.widened, thresholds)
     for look in unit.looks:
         if look.place in found:
             excess, _, limit = found[look.place]
@@ -150,8 +150,8 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     """All of one kind: their own median W, which no comparison among them would show."""
     if len(family) < 3:
         return
-    standings = [unit.standing for unit in family]
-    ratios = [s.w(least_of(s, standings, thresholds)) for s in standings]
+    family_stats = [unit.stats for unit in family]
+    ratios = [s.w(least_of(s, family_stats, thresholds)) for s in family_stats]
     middle = statistics.median(ratios)
     limit = thresholds.truth_systematic
     if max(middle, 1 / middle) <= limit * max(unit.widened for unit in family):
@@ -164,44 +164,44 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
                 side, "typical", value, 1.0, limit, unit.results[0], "all of its kind"
             )
             unit.why = "typical"
-            unit.strain = max(unit.strain, value / limit)
+            unit.limit_usage = max(unit.limit_usage, value / limit)
 
 
 def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
     """One forward in all of one kind: their median W there, beside that of the others."""
     if len(family) < 3:
         return
-    standings = [unit.standing for unit in family]
-    least = {id(s): least_of(s, standings, thresholds) for s in standings}
-    places = [place for place in standings[0].forwards
-              if all(place in s.forwards for s in standings)]  # fmt: skip
+    family_stats = [unit.stats for unit in family]
+    least = {id(s): least_of(s, family_stats, thresholds) for s in family_stats}
+    places = [place for place in family_stats[0].forwards
+              if all(place in s.forwards for s in family_stats)]  # fmt: skip
     if len(places) < 2:
         return
     middle = {
-        at: statistics.median(s.forwards[at].w(least[id(s)]) for s in standings) for at in places
+        at: statistics.median(s.forwards[at].w(least[id(s)]) for s in family_stats) for at in places
     }
     widened = max(unit.widened for unit in family)
     for place in places:
         usual = statistics.median(middle[other] for other in places if other != place)
         over = middle[place] / max(usual, 1e-300)
-        rows = sum(s.forwards[place].num_rows for s in standings)
+        rows = sum(s.forwards[place].num_rows for s in family_stats)
         if rows < FEW_ROWS or (over > 1) != (middle[place] > 1):
             continue
-        numbers = sum(s.forwards[place].num_values for s in standings)
+        numbers = sum(s.forwards[place].num_values for s in family_stats)
         width = spread(numbers, num_looks=len(places))
         limit = thresholds.truth_systematic * width * widened
         if max(over, 1 / max(over, 1e-300)) <= limit:
             continue
         side = "candidate" if over > 1 else "reference"
-        for unit, standing in zip(family, standings, strict=True):
-            own = standing.forwards[place].w(least[id(standing)]) / max(usual, 1e-300)
+        for unit, stats in zip(family, family_stats, strict=True):
+            own = stats.forwards[place].w(least[id(stats)]) / max(usual, 1e-300)
             value = own if over > 1 else 1 / max(own, 1e-300)
             if value <= limit / thresholds.truth_confirm or unit.why == "typical":
                 continue
-            at = standing.forwards[place].result
+            at = stats.forwards[place].result
             unit.blame = Blame(side, "forward", value, 1.0, limit, at, "all of its kind", place)
             unit.why = "forward"
-            unit.strain = max(unit.strain, value / limit)
+            unit.limit_usage = max(unit.limit_usage, value / limit)
             for look in unit.looks:
                 if look.place == place:
                     look.usage = max(look.usage, value / limit, 1.0 + 1e-9)
@@ -210,23 +210,23 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
 def _block_forwards(units: list[Unit], thresholds: Thresholds) -> dict[Place, float]:
     """The same for each forward."""
     blocks = [
-        unit.standing for unit in units
-        if unit.kind[0] == "block" and not unit.kind[1] and unit.standing is not None
+        unit.stats for unit in units
+        if unit.kind[0] == "block" and not unit.kind[1] and unit.stats is not None
     ]  # fmt: skip
     found: dict[Place, list[float]] = {}
-    for standing in blocks:
-        least = least_of(standing, blocks, thresholds)
-        for place, forward in standing.forwards.items():
+    for stats in blocks:
+        least = least_of(stats, blocks, thresholds)
+        for place, forward in stats.forwards.items():
             found.setdefault(place, []).append(forward.w(least))
     return {place: statistics.median(them) for place, them in found.items() if len(them) >= 3}
 
 
 def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
     """By phase, the median W of the blocks' outputs, where at least three tell."""
-    found: dict[str, list[Standing]] = {}
+    found: dict[str, list[TruthStats]] = {}
     for unit in units:
-        if unit.kind[0] == "block" and not unit.kind[1] and unit.standing is not None:
-            found.setdefault(unit.phase, []).append(unit.standing)
+        if unit.kind[0] == "block" and not unit.kind[1] and unit.stats is not None:
+            found.setdefault(unit.phase, []).append(unit.stats)
     return {
         phase: statistics.median(s.w(least_of(s, them, thresholds)) for s in them)
         for phase, them in found.items()

@@ -21,7 +21,7 @@ from divergence.analyses.blocks.looks import (
     controls,
     looks_of,
 )
-from divergence.comparison.measure.truth_stats import Standing
+from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
@@ -39,7 +39,7 @@ class Unit:
     ``worst_limit`` what they were held against;
     ``looks``: each forward of each prompt by itself;
     ``why``: which of these was exceeded, or what the truth blames (blocks.blame), or None.
-    ``widened``: what trusted runs have shown, as a factor on all limits. ``strain``: the
+    ``widened``: what trusted runs have shown, as a factor on all limits. ``limit_usage``: the
     largest share of any limit that is used; ``between``: of those on the two sides' difference,
     which hold without a truth.
     """
@@ -59,9 +59,9 @@ class Unit:
     why: str | None = None
     isolated: bool = False
     widened: float = 1.0
-    standing: Standing | None = None
+    stats: TruthStats | None = None
     blame: Blame | None = None
-    strain: float = 0.0
+    limit_usage: float = 0.0
     between: float = 0.0
     looks: list[Look] = field(default_factory=list)
 
@@ -71,7 +71,9 @@ class Unit:
         if self.blame is None:
             return self.between
         return (
-            self.blame.share if self.blame.side == "both" else max(self.blame.share, self.between)
+            self.blame.limit_usage
+            if self.blame.side == "both"
+            else max(self.blame.limit_usage, self.between)
         )
 
     @property
@@ -171,10 +173,10 @@ def flag(
             columns = min(_num_columns(result) for result in unit.results)
             unit.limit *= spread(numel) * unit.widened
             unit.worst_limit *= spread(columns) * unit.widened
-            unit.strain = unit.typical / unit.limit
+            unit.limit_usage = unit.typical / unit.limit
             if unit.results[0].block not in routed:
                 worst = max(unit.worst, unit.sink)
-                unit.strain = max(unit.strain, worst / unit.worst_limit)
+                unit.limit_usage = max(unit.limit_usage, worst / unit.worst_limit)
             if unit.typical > unit.limit:
                 unit.why = "typical"
             elif unit.beyond:
@@ -184,8 +186,8 @@ def flag(
                     unit.isolated = True
                 else:
                     unit.why = "token" if unit.worst > unit.worst_limit else "sink"
-            unit.strain = max(unit.strain, *(look.usage for look in unit.looks))
-            unit.between = unit.strain
+            unit.limit_usage = max(unit.limit_usage, *(look.usage for look in unit.looks))
+            unit.between = unit.limit_usage
     return [unit for unit in units if unit.why is not None]
 
 

@@ -95,7 +95,7 @@ def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
     between = f"{first.before} and {first.site}"
     times = first.size / first.limit if first.limit else float("inf")
     next_ = measured.advice.look_at(first.site)
-    if measured.tallies is None and first.way == "changed":
+    if measured.truth_samples is None and first.way == "changed":
         next_ = [*next_, *measured.advice.truth()]
     return Finding(
         claim="error_between",

@@ -26,10 +26,10 @@ def judge_operands(result: OperatorResult, unit: OperatorUnit) -> None:
     result.other_operands = unit.other_operands
     if result.why == "nonfinite" or not any(one.is_value for one in unit.other_operands):
         return
-    result.measurable = result.share > 1
+    result.measurable = result.limit_usage > 1
     if result.verdict not in ("candidate", "reference", "both"):
         result.verdict = "differs"
-    result.share, result.why = math.inf, "operands"
+    result.limit_usage, result.why = math.inf, "operands"
 
 
 def judge_roundings(result: OperatorResult, unit: OperatorUnit, thresholds: Thresholds) -> None:
@@ -40,10 +40,10 @@ def judge_roundings(result: OperatorResult, unit: OperatorUnit, thresholds: Thre
     shares = [own.times / limit for own, limit in zip(unit.own, limits, strict=True)]
     if result.verdict == "unjudged":
         result.verdict = "fine"
-    if max(shares) <= result.share:
+    if max(shares) <= result.limit_usage:
         return
     side = "candidate" if shares[1] > shares[0] else "reference"
-    result.share, result.leans = max(shares), side
+    result.limit_usage, result.leans = max(shares), side
     if max(shares) > 1:
         result.why = "roundings"
         result.verdict = "both" if min(shares) > 1 else side

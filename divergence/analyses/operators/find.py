@@ -15,7 +15,7 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 
-__all__ = ["explain", "find", "onset_result", "operator_evidence"]
+__all__ = ["explain", "find", "finding_of", "onset_result", "operator_evidence"]
 
 _WHERE = {"row": " in one row", "column": " in one column", "slice": " in one slice"}
 
@@ -26,9 +26,14 @@ def find(measured: Measured) -> Answer:
     notes = operator_notes(measured.reference, measured.candidate, operators)
     if operators is None:
         return Answer(notes=notes)
-    first = onset_result(operators)
-    finding = _fine(operators) if first is None else _off(first, operators, measured.advice)
+    finding = finding_of(operators, measured.advice)
     return Answer(findings=[finding], parts={"operators": operators}, notes=notes)
+
+
+def finding_of(operators: OperatorsResult, advice: Advice) -> Finding:
+    """What operators that were held against their limits show."""
+    first = onset_result(operators)
+    return _fine(operators) if first is None else _off(first, operators, advice)
 
 
 def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Finding]:
@@ -82,8 +87,8 @@ def _checks(first: OperatorResult, operators: OperatorsResult) -> list[Check]:
     return [
         check("told_by_truth", by_truth, "no truth: judged by the two sides' difference"),
         check(
-            "clear", first.share > 2,
-            f"{first.share:.1f} × its limit; above 2 × it would be high",
+            "clear", first.limit_usage > 2,
+            f"{first.limit_usage:.1f} × its limit; above 2 × it would be high",
         ),
     ]  # fmt: skip
 
@@ -91,11 +96,11 @@ def _checks(first: OperatorResult, operators: OperatorsResult) -> list[Check]:
 def _fine(operators: OperatorsResult) -> Finding:
     """None is to blame. The verdict, where nothing else was compared."""
     judged = [r for r in operators.results if r.verdict != "unjudged"]
-    largest = max((r.share for r in judged), default=0.0)
+    largest = max((r.limit_usage for r in judged), default=0.0)
     said = Evidence(
         text=f"none of {len(judged)} operators is beyond its limit; the largest uses "
         f"{largest:.0%} of it",
-        values={"num_operators": len(judged), "largest_share": largest},
+        values={"num_operators": len(judged), "largest_limit_usage": largest},
     )
     equal = operators.results and all(r.identical for r in operators.results)
     lone = len(operators.unmatched) + len(operators.notes)
@@ -155,10 +160,10 @@ def _what_happens(first: OperatorResult, seems: str) -> str:
 def onset_result(operators: OperatorsResult) -> OperatorResult | None:
     """The result that the onset names, of the first phase in which it is beyond its limit."""
     found = [r for r in operators.results if r.site == operators.onset]
-    beyond = [r for r in found if r.share > 1]
+    beyond = [r for r in found if r.limit_usage > 1]
     if beyond:
         return min(beyond, key=lambda r: r.phase == "decode")
-    return max(found, key=lambda r: r.share, default=None)
+    return max(found, key=lambda r: r.limit_usage, default=None)
 
 
 def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list[Evidence]:
@@ -209,12 +214,13 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
             Evidence(
                 text=(
                     "with the reference's result put in its place, everything after it is fine "
-                    f"(largest share of a limit {check.before:.2g} → {check.largest_share:.2g})"
+                    f"(largest share of a limit {check.before:.2g} → "
+                    f"{check.largest_limit_usage:.2g})"
                     if check.holds
                     else "with the reference's result put in its place, the rest is not fine yet: "
                     f"{', '.join(check.still[:3])}"
                 ),
-                values={"before": check.before, "after": check.largest_share},
+                values={"before": check.before, "after": check.largest_limit_usage},
             )
         )
     return found

@@ -106,7 +106,7 @@ def judge_operators(
         if two_dtypes:  # casts are to other dtypes by right
             result.other_operands = [one for one in result.other_operands if one.is_value]
         if two_dtypes and result.why != "nonfinite":
-            result.share, result.why, result.verdict = 0.0, None, "unjudged"
+            result.limit_usage, result.why, result.verdict = 0.0, None, "unjudged"
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result.w_entering = math.exp(max(entering)) if entering else None
@@ -265,7 +265,7 @@ def _against_truth(
     result.ulp_share_reference, result.ulp_share_candidate = pooled.over_1_ulp
     if any(pooled.nonfinite):
         side = "candidate" if pooled.nonfinite[1] > pooled.nonfinite[0] else "reference"
-        result.share, result.why, result.verdict = math.inf, "nonfinite", side
+        result.limit_usage, result.why, result.verdict = math.inf, "nonfinite", side
         return
     if not len(pooled.floor):
         return
@@ -291,14 +291,14 @@ def _against_truth(
         wide = thresholds.operator_column * rare_ratio(len(rows) * pooled.num_columns)
         asked.append((times / wide, "slice", _side(two > one)))
         result.peak = max(result.peak, times)
-    result.share, result.why, side = max(asked)
+    result.limit_usage, result.why, side = max(asked)
     result.leans = side
-    result.verdict = side if result.share > 1 else "fine"
-    if result.share <= 1:
+    result.verdict = side if result.limit_usage > 1 else "fine"
+    if result.limit_usage <= 1:
         far = thresholds.typical * wider * float(pooled.floor.median())
         if alone and min(a, b) > far:
             result.verdict, result.why = "both", "typical"
-            result.share = min(a, b) / far
+            result.limit_usage = min(a, b) / far
 
 
 def _typical(rows: torch.Tensor) -> float:
@@ -329,16 +329,16 @@ def _against_each_other(
     """Without a truth: by how much the difference grows over what came in, which correct code makes
     ``grows`` times as large. No side is named."""
     if any(pooled.nonfinite):
-        result.share, result.why, result.verdict = math.inf, "nonfinite", "differs"
+        result.limit_usage, result.why, result.verdict = math.inf, "nonfinite", "differs"
         return
     if not len(pooled.floor):
         return
     entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
     base = math.hypot(math.sqrt(2) * result.floor, grows * entering)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
-    result.share = result.difference / base / limit if base > 0 else 0.0
-    result.verdict = "differs" if result.share > 1 else "fine"
-    result.why = "typical" if result.share > 1 else None
+    result.limit_usage = result.difference / base / limit if base > 0 else 0.0
+    result.verdict = "differs" if result.limit_usage > 1 else "fine"
+    result.why = "typical" if result.limit_usage > 1 else None
 
 
 def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None:
@@ -348,9 +348,9 @@ def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None
     result.codes = other.differing / unit.num_codes
     if result.verdict == "unjudged":
         result.verdict = "fine"
-    if other.unexplained == 0 or result.share > 1:
+    if other.unexplained == 0 or result.limit_usage > 1:
         return
-    result.share, result.why = math.inf, "codes"
+    result.limit_usage, result.why = math.inf, "codes"
     if not with_truth or other.wrong[0] == other.wrong[1]:
         result.verdict = "differs"
     else:

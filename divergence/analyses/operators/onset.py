@@ -40,10 +40,10 @@ def first_source(
             waiting += [feed for feed in known if feed.verdict == "unjudged"]
         return found
 
-    flagged = [r for r in by_path.values() if r.share > 1 and r.verdict != "unjudged"]
+    flagged = [r for r in by_path.values() if r.limit_usage > 1 and r.verdict != "unjudged"]
     if measured.frame == "operator":
         return flagged[0] if flagged else None
-    sources = [r for r in flagged if not any(feed.share > 1 for feed in feeds(r))]
+    sources = [r for r in flagged if not any(feed.limit_usage > 1 for feed in feeds(r))]
     if not sources:
         return flagged[0] if flagged else None
     onset = min(sources, key=lambda r: (r.phase == "decode", r.order))
@@ -63,11 +63,11 @@ def _moved_back(
             feed
             for feed in feeds(onset)
             if feed.leans == side
-            and feed.share > _NEAR
-            and onset.share / feed.share < thresholds.operator
+            and feed.limit_usage > _NEAR
+            and onset.limit_usage / feed.limit_usage < thresholds.operator
         ]
         if not before:
             break
-        onset = max(before, key=lambda feed: feed.share)
+        onset = max(before, key=lambda feed: feed.limit_usage)
         onset.verdict = side
     return onset

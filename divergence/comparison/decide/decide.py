@@ -53,6 +53,8 @@ _MADE = ("error_made_here", "error_everywhere_of_kind")
 _QUIET = ("identical", "within_floor", "undetermined", "drift")
 _NOT_MEASURED = ("nonfinite", "equal", "arithmetic", "other_experiment", "suite", "operators_fine")
 """Claims that do not rest on measured differences: what is to be known beside those is not told."""
+_ALONE = ("other_experiment", "arithmetic", "suite", "nonfinite")
+"""Claims beside which nothing else can be judged."""
 _SIDES = ("reference", "candidate")
 _FIRST = (-1, -1, -1)
 
@@ -73,7 +75,7 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
     if verdict is not None and first is not None:
         if first.claim not in _NOT_MEASURED:
             verdict = _with(verdict, *_all(findings, "hints"), *_all(findings, "context"))
-        if first.claim not in ("other_experiment", "nonfinite"):
+        if first.claim not in _ALONE:
             verdict = _with(verdict, *(fact for f in convicting for fact in f.beside))
     flags = frozenset(first.flags if first is not None else ())
     place = first and (not first.equal_inputs, *(first.place or _FIRST))

@@ -29,7 +29,7 @@ from divergence.comparison.measure.site_fields import (
     nonfinite_of,
     shared_fields,
 )
-from divergence.comparison.measure.truth import Tallies, Truth, truth_diff
+from divergence.comparison.measure.truth import SamplesBySite, Truth, truth_diff
 from divergence.comparison.results.sites import LogitsDiff, PromptRatio, SiteResult, num_rows
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.kernels import Kernel
@@ -86,7 +86,7 @@ class Measurer:
         self.reading = Reading(reference, candidate, truth, self._base_of)
         self.kernel: Kernel = "numpy"
         self.device: torch.device | None = None  # measure there, not by the kernel
-        self.tallies = Tallies()
+        self.truth_samples = SamplesBySite()
         self.routing = Routing(reference, candidate)
         self.routes = Routes()
         self._work = work or work_format(reference.manifest, candidate.manifest)
@@ -208,7 +208,7 @@ class Measurer:
         return self._with_truth(result, found, pair)
 
     def _with_truth(self, result: SiteResult, found: Found, pair: Pair) -> SiteResult:
-        """How far both sides are from the truth, noted in the tallies too."""
+        """How far both sides are from the truth, noted for the statistics over its site too."""
         against = found.against
         if against is None:
             return result
@@ -217,7 +217,7 @@ class Measurer:
         if floor is not None:
             if self._reference.manifest.model.dtype != self._candidate.manifest.model.dtype:
                 against = with_rounding(against, floor)
-            self.tallies.add(result, against, floor)
+            self.truth_samples.add(result, against, floor)
         return result
 
     def _row_floor(

@@ -2,7 +2,7 @@
 
 It must repeat the run whose inputs anchor the comparison: only then did every block of
 all three runs get the same input. Operators that were replayed are judged by a replay in
-float64 of the same run and pass, and by nothing else. The tallies gather, site by site and phase
+float64 of the same run and pass, and by nothing else. TruthSamples gather, site by site and phase
 by phase, how far each side is from it: blocks.blame judges them.
 """
 
@@ -24,7 +24,7 @@ from divergence.run.untrusted.command import command_line
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Tallies", "Tally", "Truth", "inputs_of", "truth_diff"]
+__all__ = ["SamplesBySite", "Truth", "TruthSamples", "inputs_of", "truth_diff"]
 
 
 class Truth:
@@ -123,36 +123,36 @@ def _anchored_to(reference: Run, candidate: Run) -> str | None:
 
 
 @dataclass(slots=True)
-class Tally:
+class TruthSamples:
     """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,)."""
 
     forwards: list[tuple[SiteResult, AgainstTruth, torch.Tensor]] = field(default_factory=list)
     _gathered: list[Any] = field(default_factory=list)
 
-    def once(self, gather: Callable[[Tally], Any]) -> Any:
+    def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
         """What ``gather``, always the same function, makes of this when it is complete."""
         if not self._gathered:
             self._gathered.append(gather(self))
         return self._gathered[0]
 
 
-class Tallies:
+class SamplesBySite:
     """By (pass, site, phase)."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str], Tally] = {}
+        self._found: dict[tuple[str, str, str], TruthSamples] = {}
 
     def add(self, result: SiteResult, against: AgainstTruth, floor: torch.Tensor) -> None:
         phase = "prefill" if result.step == 0 else "decode"
-        tally = self._found.setdefault((result.pass_, result.site, phase), Tally())
-        tally.forwards.append((result, against, floor))
+        samples = self._found.setdefault((result.pass_, result.site, phase), TruthSamples())
+        samples.forwards.append((result, against, floor))
 
-    def find(self, pass_: str, site: str, phase: str) -> Tally | None:
+    def find(self, pass_: str, site: str, phase: str) -> TruthSamples | None:
         return self._found.get((pass_, site, phase))
 
-    def with_changed(self, changed: Tallies) -> Tallies:
+    def with_changed(self, changed: SamplesBySite) -> SamplesBySite:
         """These, with those that ``changed`` holds in place of one's own."""
-        both = Tallies()
+        both = SamplesBySite()
         both._found = self._found | changed._found
         return both
 

@@ -1,4 +1,4 @@
-"""Standing: how one site stands to the truth, over all rows of a phase and forward by forward.
+"""TruthStats: how one site stands to the truth, over all rows of a phase and forward by forward.
 
 Each side's errors are in floors of the rounding model. blocks.blame asks questions of them.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from divergence.analyses.blocks.looks import Place
-from divergence.comparison.measure.truth import Tally
+from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.result import SiteResult
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from divergence.numerics.pairs.against import AgainstTruth
 
-__all__ = ["LEAST_LONE", "SIDES", "Forward", "Standing", "standing_of"]
+__all__ = ["LEAST_LONE", "SIDES", "Forward", "TruthStats", "stats_of"]
 
 SIDES = ("reference", "candidate")
 LEAST_LONE = 0.25
@@ -42,7 +42,7 @@ class Forward:
 
 
 @dataclass(slots=True)
-class Standing:
+class TruthStats:
     """How one site stands to the truth, all rows of a phase together, and forward by forward.
 
     ``typical``: each side's median row error in floor units of the rounding model; ``peak``: by
@@ -66,11 +66,11 @@ class Standing:
         return b / a if a > 0 else 1.0
 
 
-def standing_of(tally: Tally) -> Standing | None:
-    """Gather a tally. None where no row is left."""
+def stats_of(samples: TruthSamples) -> TruthStats | None:
+    """Statistics of the samples of one site and phase. None where no row is left."""
     import torch
 
-    forwards = [entry for entry in tally.forwards if entry[1].num_rows]
+    forwards = [entry for entry in samples.forwards if entry[1].num_rows]
     if not forwards:
         return None
     usual = [~against.sink for _, against, _ in forwards]
@@ -90,7 +90,7 @@ def standing_of(tally: Tally) -> Standing | None:
     }
     typical = {side: float(pooled[side].median()) for side in SIDES}
     last = forwards[0][0].shape[-1] if forwards[0][0].shape else 1
-    standing = Standing(
+    stats = TruthStats(
         kind=forwards[0][0].kind or "",
         num_values=sum(t.num_rows for _, t, _ in forwards) * last,
         num_rows=len(pooled["reference"]),
@@ -102,22 +102,22 @@ def standing_of(tally: Tally) -> Standing | None:
         usual_other = max(typical[other], LEAST_LONE)
         excess = [x / torch.hypot(y, torch.full_like(y, usual_other)) for x, y in
                   zip(q[mine], q[other], strict=True)]  # fmt: skip
-        _peak(standing, "token", mine, forwards, excess, usual)
-        _peak(standing, "sink", mine, forwards, excess, [t.sink for _, t, _ in forwards])
-    _channels(standing, forwards)
-    _gains(standing, forwards, usual)
+        _peak(stats, "token", mine, forwards, excess, usual)
+        _peak(stats, "sink", mine, forwards, excess, [t.sink for _, t, _ in forwards])
+    _channels(stats, forwards)
+    _gains(stats, forwards, usual)
     for number, (result, against, _) in enumerate(forwards):
         rows = {side: q[side][number] for side in SIDES}
         for sample, members in _prompts(result, against):
             keep = usual[number] & members if bool((usual[number] & members).any()) else members
             place = sample, result.step
-            standing.forwards[place] = Forward(
+            stats.forwards[place] = Forward(
                 result,
                 {side: float(rows[side][keep].median()) for side in SIDES},
                 int(keep.sum()),
                 max(1, round(float(against.spread[keep].clamp_min(1.0).sum()))),
             )
-    return standing
+    return stats
 
 
 def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, torch.Tensor]]:
@@ -141,7 +141,7 @@ def _order(result: SiteResult) -> tuple[int, int, int]:
     return (result.sample, result.step, result.order)
 
 
-def _peak(standing: Standing, why: str, side: str, forwards, excess, keep) -> None:
+def _peak(stats: TruthStats, why: str, side: str, forwards, excess, keep) -> None:
     best: tuple[float, SiteResult] | None = None
     for (result, _, _), values, rows in zip(forwards, excess, keep, strict=True):
         if bool(rows.any()):
@@ -149,10 +149,10 @@ def _peak(standing: Standing, why: str, side: str, forwards, excess, keep) -> No
             if best is None or top > best[0]:
                 best = (top, result)
     if best is not None:
-        standing.peak.setdefault(why, {})[side] = best
+        stats.peak.setdefault(why, {})[side] = best
 
 
-def _channels(standing: Standing, forwards) -> None:
+def _channels(stats: TruthStats, forwards) -> None:
     """√(one side's squared error in a channel over the other's there plus what the other makes in
     any channel: its mean one's, or its typical row error's share by size where that is more.
     Rounding goes with the values: a massive activation holds nearly all of its row's error.
@@ -174,8 +174,8 @@ def _channels(standing: Standing, forwards) -> None:
             sums[other] + share.clamp_min(whole)
         )
         excess = excess.clamp_min(0.0).sqrt()
-        assert standing.first is not None
-        standing.peak.setdefault("channel", {})[mine] = (float(excess.max()), standing.first)
+        assert stats.first is not None
+        stats.peak.setdefault("channel", {})[mine] = (float(excess.max()), stats.first)
 
 
 def _usual_error(forwards, side: str) -> float:
@@ -196,10 +196,10 @@ def _largest_row(forwards, side: str) -> torch.Tensor:
     return torch.stack(alone).amax(0)
 
 
-def _gains(standing: Standing, forwards, usual) -> None:
+def _gains(stats: TruthStats, forwards, usual) -> None:
     import torch
 
-    if standing.num_rows < _MIN_ROWS:
+    if stats.num_rows < _MIN_ROWS:
         return
     for prefix in ("gain", "update_gain"):
         if any(getattr(t, f"{prefix}_reference") is None for _, t, _ in forwards):
@@ -221,7 +221,7 @@ def _gains(standing: Standing, forwards, usual) -> None:
             ]
         )
         paired = rows["candidate"] - rows["reference"]
-        standing.gains.append(
+        stats.gains.append(
             {
                 "difference": float(paired.mean()),
                 "error": float(paired.std()) / math.sqrt(len(paired)),

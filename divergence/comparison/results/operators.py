@@ -102,7 +102,7 @@ class OperatorResult(_Part, kw_only=True):
     ``other_inputs``: arguments that the sides take from elsewhere; ``other_operands``: scalars and
     constants that differ, ``measurable``: whether the errors alone are beyond a limit where these
     are the reason. ``region``: where the sides have other operators there, all of them, of
-    which this is the common result. ``share``: how much of the limit
+    which this is the common result. ``limit_usage``: how much of the limit
     is used, ``leans``: by which side, ``why``: by which question. None where there was no truth, or
     nothing to measure.
     """
@@ -133,7 +133,7 @@ class OperatorResult(_Part, kw_only=True):
     ulp_share_reference: float | None = None
     ulp_share_candidate: float | None = None
     codes: float | None = None
-    share: float = 0.0
+    limit_usage: float = 0.0
     leans: Literal["reference", "candidate"] | None = None
     fed_by: list[str] = []
     fed_by_side: Literal["reference", "candidate"] | None = None
@@ -160,8 +160,9 @@ class UnmatchedOperator(_Part, frozen=True, kw_only=True):
 class CausalCheck(_Part, frozen=True, kw_only=True):
     """The reference's result put in place of the candidate's at the onset: is the rest fine then?
 
-    ``largest_share``: of any of the ``num_after`` operators after it, how much of its limit is
-    still used; ``before``: the same without the substitution. ``holds``: neither one of these nor
+    ``largest_limit_usage``: of any of the ``num_after`` operators after it, how much of its limit
+    is still used; ``before``: the same without the substitution. ``holds``: neither one of these
+    nor
     the block's output is beyond its limit; ``still``: what is.
     """
 
@@ -169,7 +170,7 @@ class CausalCheck(_Part, frozen=True, kw_only=True):
     holds: bool
     num_after: int = 0
     before: float
-    largest_share: float
+    largest_limit_usage: float
     still: list[str] = []
 
 

@@ -77,7 +77,7 @@ def _chosen(operators: OperatorsResult) -> list[OperatorResult]:
     kept: set[int] = set()
     for i in marked[:1]:
         kept.update(range(max(0, i - _AROUND), min(len(results), i + _AROUND + 1)))
-    worst = sorted(range(len(results)), key=lambda i: -results[i].share)[:_WORST]
+    worst = sorted(range(len(results)), key=lambda i: -results[i].limit_usage)[:_WORST]
     kept.update(worst)
     return [results[i] for i in sorted(kept)]
 

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from divergence.comparison.decide.confidence import RANK, check, checks_of, confidence_of
+from divergence.analyses.blocks.confidence import checks_of
+from divergence.comparison.decide.confidence import RANK, check, confidence_of
 from divergence.comparison.result import Check
 
 

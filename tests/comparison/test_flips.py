@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from divergence.analyses.blocks.drift import find_drift
 from divergence.analyses.tokens import deciding
+from divergence.analyses.tokens.find import findings_of
 from divergence.analyses.tokens.flips import TIE
 from divergence.analyses.tokens.measure import compare_tokens
 from divergence.comparison.api import compare
@@ -47,6 +47,11 @@ class HandMade:
 
     def read(self, step):
         return self.rows[step].reshape(1, 1, -1)
+
+
+def drift_in(tokens):
+    """What is claimed of the tokens alone."""
+    return next((f for f in findings_of(tokens) if f.claim == "drift"), None)
 
 
 def noise(seed: int, size: float) -> torch.Tensor:
@@ -194,12 +199,12 @@ def test_kl_goes_with_the_square_of_the_error(w, beyond):
                            truth=HandMade(truth, fed=fed))  # fmt: skip
     assert found.kl_mean / found.floor_kl_mean == pytest.approx(1 + w * w, rel=0.3)
     assert (found.kl_ratio > found.kl_limit) is beyond
-    drift = find_drift([], THRESHOLDS, found)
+    drift = drift_in(found)
     assert (drift is not None) is beyond
     if drift is not None:
         assert drift.side == "candidate"
     found = msgspec.structs.replace(found, differences=[])
-    drift = find_drift([], THRESHOLDS, found)
+    drift = drift_in(found)
     assert (drift is not None and "as far apart" in drift.summary) is beyond
 
 
@@ -211,13 +216,13 @@ def test_where_experts_are_chosen_neither_flip_nor_kl_is_a_fault():
     a = [row + noise(300 + n, 0.01) for n, row in enumerate(truth)]
     b = [row + noise(500 + n, 0.5) for n, row in enumerate(truth)]
     runs = [HandMade(rows, fed=[0] * num) for rows in (a, b, truth)]
-    assert find_drift([], THRESHOLDS, compare_tokens(*runs[:2], truth=runs[2])) is not None
+    assert drift_in(compare_tokens(*runs[:2], truth=runs[2])) is not None
     runs[0].manifest.plan.modules["layers.0"] = SimpleNamespace(routed=True)
     found = compare_tokens(*runs[:2], truth=runs[2])
     assert found.kl_ratio > 100
     assert found.kl_limit is None
     assert all(flip.judgement in ("tie", None) for flip in found.differences)
-    assert find_drift([], THRESHOLDS, found) is None
+    assert drift_in(found) is None
 
 
 def test_few_positions_have_a_wider_limit():
@@ -306,8 +311,8 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
             row[wrong] = row.max() + 1
         return row
 
-    for module in ("deciding", "choices", "sampling"):
-        monkeypatch.setattr(f"divergence.comparison.tokens.{module}.logits_row", pushed)
+    for module in ("tokens.deciding", "tokens.measure", "ends.sampling"):
+        monkeypatch.setattr(f"divergence.analyses.{module}.logits_row", pushed)
     verdict = compare(a, other, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("drift", "candidate")
     assert "flips over a gap" in verdict.summary

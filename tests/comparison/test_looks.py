@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -45,6 +46,11 @@ def drawn(*, blocks=6, places, rows=ROWS, seed=0) -> dict[tuple, SiteResult]:
     }  # fmt: skip
 
 
+def change(sites, key, **fields):
+    """Another result in the place of one."""
+    sites[key] = msgspec.structs.replace(sites[key], **fields)
+
+
 def flagged(sites, **options):
     return flag(build_units(sites, "anchored"), **options)
 
@@ -56,7 +62,7 @@ STEPS = [(0, step) for step in range(1, 65)]
 def test_a_fault_in_one_prompt_of_many_is_flagged_and_named():
     """The median over eight prompts hides it; its own forward does not."""
     sites = drawn(places=PROMPTS)
-    sites[3, 2, 0].ratio = sites[3, 2, 0].ratio_max = 6.8
+    change(sites, (3, 2, 0), ratio=6.8, ratio_max=6.8)
     (unit,) = flagged(sites.values())
     assert (unit.site, unit.why) == ("h.3:out", "forward")
     assert unit.typical < 2
@@ -68,7 +74,7 @@ def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
     """At a size at most 1.5 times what is found in a run of that step alone (4 × the siblings)."""
     sites = drawn(places=STEPS, rows=1)
     control = statistics.median(sites[block, 0, 17].ratio for block in range(6) if block != 4)
-    sites[4, 0, 17].ratio = sites[4, 0, 17].ratio_max = 1.5 * 4 * control
+    change(sites, (4, 0, 17), ratio=1.5 * 4 * control, ratio_max=1.5 * 4 * control)
     (unit,) = flagged(sites.values())
     assert (unit.site, unit.why) == ("h.4:out", "forward")
     assert only_in(unit) == " in decode step 17 alone (of 64)"
@@ -78,7 +84,7 @@ def test_a_fault_in_one_decode_step_of_64_is_flagged_and_named():
 def test_a_few_bits_of_one_token_are_no_fault(ratio, is_fault):
     """Of two kernels that mostly agree bit for bit, one step's error is a bit or none."""
     sites = {at: site(at[0], 0.0, step=at[2], rows=1) for at in drawn(places=STEPS, rows=1)}
-    sites[1, 0, 19].ratio = sites[1, 0, 19].ratio_max = ratio
+    change(sites, (1, 0, 19), ratio=ratio, ratio_max=ratio)
     assert bool(flagged(sites.values())) == is_fault
 
 
@@ -86,7 +92,7 @@ def test_steps_from_one_on_are_said_as_such():
     """A cache that goes wrong stays wrong."""
     sites = drawn(places=STEPS, rows=1)
     for step in range(60, 65):
-        sites[4, 0, step].ratio = 11.0
+        change(sites, (4, 0, step), ratio=11.0)
     (unit,) = flagged(sites.values())
     assert only_in(unit) == " from decode step 60 on"
 
@@ -112,7 +118,7 @@ def test_one_prompt_wrong_in_every_block_is_flagged():
     """No sibling is a control then: the absolute limit holds for each look."""
     sites = drawn(places=PROMPTS)
     for block in range(6):
-        sites[block, 5, 0].ratio = 9.0
+        change(sites, (block, 5, 0), ratio=9.0)
     units = flagged(sites.values())
     assert [unit.why for unit in units] == ["forward"] * 6
     assert only_in(units[0]) == " in prompt 5 alone (of 8)"
@@ -135,7 +141,7 @@ def test_prompts_of_one_batch_are_judged_apart():
 def test_one_step_of_routed_blocks_is_no_fault():
     """There rounding may send the only token to another expert."""
     sites = drawn(places=STEPS, rows=1)
-    sites[4, 0, 17].ratio = 60.0
+    change(sites, (4, 0, 17), ratio=60.0)
     assert not flagged(sites.values(), routed=frozenset({"h.4"}))
 
 

@@ -24,12 +24,26 @@ BLOCK = "model.layers.1"
 def manifest(like=None, **code):
     """As much of a manifest as tells its code."""
     notes = {
-        name: SimpleNamespace(digest=digest, replaced=replaced, odd={})
+        name: SimpleNamespace(
+            digest=digest,
+            replaced=replaced,
+            odd={},
+            places=[],
+            wrapped=[],
+            functions={},
+            attributes={},
+            compiled=None,
+            origin=None,
+        )
         for name, (digest, *replaced) in code.items()
     }
     kinds = {f"{BLOCK}.{name}": SimpleNamespace(kind=name) for name in code}
     return SimpleNamespace(
-        id="b", like=like, model=SimpleNamespace(code=notes), plan=SimpleNamespace(modules=kinds)
+        id="b",
+        like=like,
+        environment=SimpleNamespace(versions={}),
+        model=SimpleNamespace(code=notes),
+        plan=SimpleNamespace(modules=kinds),
     )
 
 

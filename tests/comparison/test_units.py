@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from divergence.analyses.blocks.units import build_units, flag
@@ -96,7 +97,7 @@ def test_the_width_is_that_of_the_f_distribution():
 def test_single_tokens_count_unless_they_are_routed():
     """One token far out is a fault, but in a block with experts it may have met another expert."""
     sites = blocks(0.5, 0.5, 0.5, 0.5)
-    sites[1].ratio_max = 30.0
+    sites[1] = msgspec.structs.replace(sites[1], ratio_max=30.0)
     assert flagged(sites) == {"h.1:out"}
     assert flagged(sites, routed=frozenset({"h.1"})) == set()
     assert flagged(blocks(0.5, 30.0, 0.5), routed=frozenset({"h.1"})) == {"h.1:out"}

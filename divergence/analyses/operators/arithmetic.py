@@ -8,20 +8,18 @@ hardware.
 
 from __future__ import annotations
 
-from divergence.comparison.facts import explain_arithmetic, sentences
+from divergence.comparison.facts import Explained, sentences
 from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.operators import OperatorResult
 from divergence.run.schema.arithmetic import ArithmeticFact, is_about
-from divergence.run.schema.manifest import Manifest
 
 __all__ = ["behind_operator"]
 
 _MOST = 3
 
 
-def behind_operator(first: OperatorResult, a: Manifest, b: Manifest) -> list[Evidence]:
+def behind_operator(first: OperatorResult, found: Explained) -> list[Evidence]:
     """What the arithmetic says of the operator at the onset; nothing where nothing was probed."""
-    found = explain_arithmetic(a, b)
     dtypes = {first.reference_dtype, first.candidate_dtype}
 
     def about(fact: ArithmeticFact) -> bool:

@@ -10,6 +10,7 @@ from divergence.analyses.operators.operands import operands_text
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide.advice import Advice
 from divergence.comparison.decide.confidence import check
+from divergence.comparison.facts import explain_arithmetic
 from divergence.comparison.figures import figure
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict
@@ -44,7 +45,8 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
     first = next((r for r in operators.results if r.site == operators.onset), None)
     if first is None:
         return []
-    evidence = behind_operator(first, measured.reference.manifest, measured.candidate.manifest)
+    found = explain_arithmetic(measured.reference.manifest, measured.candidate.manifest)
+    evidence = behind_operator(first, found)
     return [Finding(claim="explanation", role="explains", about_onset=True, evidence=evidence)]
 
 

@@ -7,14 +7,19 @@ from divergence.comparison.answer import Answer
 from divergence.comparison.decide.confidence import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Finding
+from divergence.comparison.results.tokens import TokensResult
 
-__all__ = ["find"]
+__all__ = ["find", "findings_of"]
 
 
 def find(measured: Measured) -> Answer:
     """With a truth it is told where a token flips over a gap that rounding does not bridge, or the
     distributions are farther apart than it explains."""
-    tokens = measured.tokens
+    return Answer(findings=findings_of(measured.tokens), parts={"tokens": measured.tokens})
+
+
+def findings_of(tokens: TokensResult | None) -> list[Finding]:
+    """What is to be said of the tokens, and whether that is a fault."""
     findings = [Finding(claim="context", role="context", evidence=token_evidence(tokens))]
     fault = token_fault(tokens)
     if fault is not None and tokens is not None:
@@ -30,4 +35,4 @@ def find(measured: Measured) -> Answer:
                 evidence=[evidence],
             )
         )
-    return Answer(findings=findings, parts={"tokens": tokens})
+    return findings

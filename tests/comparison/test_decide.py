@@ -1,0 +1,217 @@
+"""The decision: hand-made findings in, one verdict out. No model runs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from divergence.comparison.decide.confidence import RANK, check, confidence_of
+from divergence.comparison.decide.decide import PRECEDENCE, decide, explained
+from divergence.comparison.results.findings import Claim, Evidence, Finding, Onset
+from divergence.comparison.results.preflight import PreflightLine
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+KINDS = {
+    "other_experiment": "incomparable",
+    "arithmetic": "systematic",
+    "suite": "localized",
+    "nonfinite": "nonfinite",
+    "integers_differ": "localized",
+    "error_made_here": "localized",
+    "error_everywhere_of_kind": "systematic",
+    "error_below_floor": "localized",
+    "error_between": "localized",
+    "not_the_largest_logit": "localized",
+    "equal": "identical",
+    "drift": "drift",
+    "within_rounding": "within_floor",
+    "not_known": "undetermined",
+    "operators_fine": "within_floor",
+}
+
+
+def onset(block="h.3", site=None, pass_="anchored"):
+    return Onset(site=site or f"{block}:out", block=block, sample=0, step=0, position=None,
+                 pass_=pass_)  # fmt: skip
+
+
+def finding(claim, *, order=0, equal_inputs=False, side=None, met=True, block="h.3"):
+    """A finding that convicts, as an analysis would make it."""
+    quiet = claim in ("equal", "drift", "within_rounding", "not_known", "operators_fine")
+    return Finding(
+        claim=claim, kind=KINDS[claim], summary=claim, onset=None if quiet else onset(block),
+        place=(0, 0, order), equal_inputs=equal_inputs, side=side,
+        rests_on=[check("clear", met, "near its limit")], evidence=[Evidence(text=f"{claim}!")],
+        beside=[Evidence(text=f"also {claim}")],
+    )  # fmt: skip
+
+
+def operator(side, *, block="h.3", met=True):
+    return Finding(
+        claim="operator_off", role="refines", kind="localized", summary="an operator",
+        onset=onset(block, f"{block}/aten.mm:out"), equal_inputs=True, side=side,
+        rests_on=[check("clear", met, "")], evidence=[Evidence(text="operator!")],
+    )  # fmt: skip
+
+
+def rank(*, order=0, block="h.3"):
+    return Finding(
+        claim="replicas_disagree", kind="localized", summary="rank 1 disagrees",
+        onset=onset(block), place=(0, 0, order), equal_inputs=True, side="candidate",
+        rests_on=[check("bytes", True, "")], evidence=[Evidence(text="rank!")],
+        clause="rank 1 disagrees",
+    )  # fmt: skip
+
+
+HINT = Finding(claim="stands_out", role="hints", evidence=[Evidence(text="look at h.5")])
+CONTEXT = Finding(claim="context", role="context", evidence=[Evidence(text="estimated")])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pair for one, two in itertools.combinations(PRECEDENCE, 2)
+        for pair in itertools.product(one, two) if "error_between" not in pair
+    ],
+)  # fmt: skip
+def test_the_table_decides(first, second):
+    """Of two claims of different lines the upper one is the verdict, whatever happens first."""
+    verdict = decide([finding(second, order=0), finding(first, order=9)]).verdict
+    assert (verdict.summary, verdict.kind) == (first, KINDS[first])
+
+
+@given(st.permutations([
+    *(finding(claim, order=n) for n, claim in enumerate(KINDS)), HINT, CONTEXT,
+]))  # fmt: skip
+@settings(max_examples=50, deadline=None)
+def test_the_order_of_findings_does_not_matter(findings):
+    """Kind, onset, side and confidence are those of the same findings in any order."""
+    one, two = decide(findings).verdict, decide(list(reversed(findings))).verdict
+    for name in ("kind", "summary", "onset", "side", "confidence"):
+        assert getattr(one, name) == getattr(two, name)
+
+
+@pytest.mark.parametrize("claim", KINDS)
+def test_a_hint_never_changes_the_kind(claim):
+    """It is a place to look."""
+    for hint in (HINT, CONTEXT):
+        plain, with_hint = (decide(found).verdict for found in (
+            [finding(claim)], [finding(claim), hint]))  # fmt: skip
+        assert (plain.kind, plain.confidence) == (with_hint.kind, with_hint.confidence)
+
+
+def test_of_one_line_the_earliest_decides_and_the_exact_one_where_they_meet():
+    """An integer that differs before a block is its cause; behind it, a consequence."""
+    block = finding("error_made_here", order=4, equal_inputs=True)
+    for order, summary in ((3, "integers_differ"), (4, "integers_differ"),
+                           (5, "error_made_here")):  # fmt: skip
+        found = decide([block, finding("integers_differ", order=order)]).verdict
+        assert found.summary == summary
+        assert "also integers_differ" in [fact.text for fact in found.evidence]
+
+
+def test_what_lies_between_modules_yields_to_equal_inputs_alone():
+    """It is seen in free runs: as early as what they show, and behind what an anchor shows."""
+    seam = finding("error_between", order=1)
+    free = finding("error_made_here", order=2)
+    assert decide([free, seam]).verdict.summary == "error_between"
+    anchored = finding("error_made_here", order=2, equal_inputs=True)
+    assert decide([anchored, seam]).verdict.summary == "error_made_here"
+
+
+@pytest.mark.parametrize("claim", [c for c in KINDS if KINDS[c] == "localized" and c != "suite"])
+@pytest.mark.parametrize("met", [True, False])
+def test_an_operator_that_agrees_never_lowers_confidence(claim, met):
+    """In the same block and by the same side, it tells where to look."""
+    block = finding(claim, side="candidate")
+    alone = decide([block]).verdict
+    both = decide([block, operator("candidate", met=met)]).verdict
+    assert RANK[both.confidence] >= RANK[alone.confidence]
+    assert (both.side, both.onset.site) == ("candidate", "h.3/aten.mm:out")
+
+
+@pytest.mark.parametrize("sides", [("candidate", "reference"), ("reference", "candidate")])
+def test_a_contradiction_names_no_side(sides):
+    """One fault does not make a block wrong by one side, and an operator in it by the other."""
+    found = decide([finding("error_made_here", side=sides[0]), operator(sides[1])]).verdict
+    assert (found.side, found.confidence) == (None, "low")
+    assert "contradicts itself" in found.summary
+
+
+def test_an_operator_of_another_block_stands_beside():
+    """The verdict stays with the block that comes first."""
+    found = decide([finding("error_made_here"), operator("candidate", block="h.7")]).verdict
+    assert found.onset.site == "h.3:out"
+    assert found.evidence[-1].text == "operator!"
+
+
+def test_an_operator_convicts_where_the_blocks_are_quiet():
+    """What a block's output hides is seen in the operator alone."""
+    found = decide([finding("within_rounding"), operator("candidate")]).verdict
+    assert (found.kind, found.side) == ("localized", "candidate")
+
+
+def test_a_rank_comes_first_or_stands_beside():
+    """Earlier it is the verdict, in the same block it is named, later it is told."""
+    block = finding("error_made_here", order=4, equal_inputs=True)
+    early = decide([block, rank(order=2, block="h.1")]).verdict
+    assert early.summary == "rank 1 disagrees (error_made_here)"
+    same = decide([block, rank(order=6)]).verdict
+    assert same.summary == "error_made_here: rank 1 disagrees"
+    late = decide([block, rank(order=6, block="h.9")]).verdict
+    assert (late.summary, late.evidence[-1].text) == ("error_made_here", "rank!")
+
+
+def test_explanations_change_neither_kind_nor_onset():
+    """They say why. One that abstains takes the side away, and with it some confidence."""
+    verdict = decide([finding("error_made_here", side="candidate")]).verdict
+    why = Finding(claim="explanation", role="explains", about_onset=True,
+                  evidence=[Evidence(text="why")])  # fmt: skip
+    told = explained(verdict, [why])
+    assert (told.kind, told.onset, told.confidence) == (
+        verdict.kind, verdict.onset, verdict.confidence)  # fmt: skip
+    assert [fact.text for fact in told.evidence][:2] == ["error_made_here!", "why"]
+    unsure = Finding(claim="side_not_told", role="abstains",
+                     rests_on=[check("truth_of_reference_code", False, "")])  # fmt: skip
+    told = explained(verdict, [unsure])
+    assert (told.side, told.confidence) == (None, "medium")
+
+
+def test_force_leaves_neither_side_nor_confidence():
+    """Other weights explain whatever is found, in an operator too."""
+    lines = [PreflightLine(check="weights", status="blocking", reference="a", candidate="b")]
+    found = decide(
+        [finding("error_made_here", side="candidate"), operator("candidate")], lines
+    ).verdict
+    assert (found.side, found.confidence) == (None, "low")
+    assert "compared by force: other weights" in found.summary
+
+
+def test_confidence_is_that_of_the_checks():
+    """No verdict has another."""
+    for claims in itertools.combinations(KINDS, 2):
+        for met in (True, False):
+            verdict = decide([finding(claim, met=met) for claim in claims]).verdict
+            assert verdict.confidence == confidence_of(verdict.checks)
+
+
+def test_nothing_found_is_undetermined():
+    """No analysis applied."""
+    assert decide([]).verdict.kind == "undetermined"
+
+
+def test_the_documented_table_is_the_one_in_the_code():
+    """docs/verdicts.md lists the claims in the order of PRECEDENCE, and every claim once."""
+    text = (DOCS / "verdicts.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- precedence -->")[2].partition("<!-- end -->")[0]
+    rows = [re.findall(r"`([a-z_]+)`", row.split("|")[2]) for row in table.splitlines()
+            if row.startswith("| ") and "`" in row]  # fmt: skip
+    assert rows == [list(claims) for claims in PRECEDENCE]
+    told = set(re.findall(r"`([a-z_]+)`", text))
+    assert set(Claim.__args__) <= told

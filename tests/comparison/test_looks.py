@@ -110,7 +110,7 @@ def test_what_is_hard_for_all_blocks_is_no_fault_of_one():
     """A prompt with ratios five times the usual in every block, below the absolute limit."""
     sites = drawn(places=PROMPTS)
     for block in range(6):
-        sites[block, 5, 0].ratio *= 5
+        change(sites, (block, 5, 0), ratio=5 * sites[block, 5, 0].ratio)
     assert not flagged(sites.values())
 
 

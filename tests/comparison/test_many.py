@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 import divergence
 from divergence.comparison.api import compare
@@ -23,6 +22,10 @@ from divergence.run.reader import Run
 PLANT = ["model.layers.1.mlp.down_proj:out=scale:1.5"]
 
 
+OTHER_KERNELS = {"attn_implementation": "sdpa"}
+"""Other bits than eager attention's on every machine."""
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory, tiny_model):
     """Runs by name, all on a's tokens: b and c repeat a, d is faulty, e has other kernels. p, q
@@ -31,16 +34,12 @@ def fleet(tmp_path_factory, tiny_model):
     model = str(tiny_model("llama", num_blocks=4))
     capture(model, out=folder / "a", max_new_tokens=3, label="alpha")
     for name, options in {
-        "b": {}, "c": {}, "d": {"plants": PLANT}, "e": {},
+        "b": {}, "c": {}, "d": {"plants": PLANT}, "e": OTHER_KERNELS,
     }.items():  # fmt: skip
-        torch.backends.mkldnn.enabled = name != "e"
         capture(like=folder / "a", out=folder / name, label=name * 3, **options)
-    torch.backends.mkldnn.enabled = True
     for name in "pq":
         capture(like=folder / "d", out=folder / name)
-    torch.backends.mkldnn.enabled = False
-    capture(like=folder / "d", out=folder / "r", only_changed=True)
-    torch.backends.mkldnn.enabled = True
+    capture(like=folder / "d", out=folder / "r", only_changed=True, **OTHER_KERNELS)
     for name, of in (("truth", "a"), ("truth-d", "d")):
         make_truth(folder / of, out=folder / name)
     capture(str(tiny_model("llama", seed=1)), out=folder / "weights", max_new_tokens=3)

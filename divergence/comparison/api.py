@@ -56,7 +56,7 @@ from divergence.comparison.within import align_within, check_alone, explain_with
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
-from divergence.run.collector import rarely_collecting
+from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
@@ -65,7 +65,7 @@ from divergence.run.untrusted.command import command_line
 __all__ = ["Measured", "compare", "measure_runs", "summary_of"]
 
 
-@rarely_collecting()
+@collect_garbage_rarely()
 def compare(
     reference: str | Path | Run,
     candidate: str | Path | Run | None = None,

@@ -143,7 +143,7 @@ def test_results_have_the_same_bits_without_it(
         monkeypatch.chdir(tmp_path / value)
         past_the_cache.clear()
         a = capture(
-            model, out="a", prompts=["A bridge is built twice: " * 4], max_new_tokens=3,
+            model, out="a", prompts=["A bridge is built twice."], max_new_tokens=2,
             sites=["modules", "ops@model.layers.1"] if store == "full" else ["modules"],
             store=store, probe=False,
         )  # fmt: skip

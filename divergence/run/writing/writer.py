@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     import torch
 
-
 __all__ = ["Item", "RunWriter", "new_run_id"]
 
 SHARD_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from typing import Any
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
-from divergence.recording.engines.tiny import build
+from tests.models.tiny import build
 
 __all__ = ["axis"]
 

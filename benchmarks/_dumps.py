@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from divergence.recording.api import capture
-from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, Sizes
 from divergence.run.writing.writer import Item, RunWriter
+from tests.models.tiny import build
 
 __all__ = ["drawn", "write_msprobe", "write_runs"]
 

@@ -20,8 +20,8 @@ from benchmarks._rivals import RULES, block_rows, first_bad
 from benchmarks._trials import upper
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
-from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
+from tests.models.tiny import build
 
 __all__ = ["PROMPTS", "SHAPES", "health", "usage_of"]
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import divergence
 from divergence.errors import DivergenceError
-from divergence.recording.engines.tiny import build
+from tests.models.tiny import build
 
 __all__ = [
     "PROMPTS", "Bench", "Case", "Machine", "Ran", "Told", "abstained", "checks", "fails", "finds",

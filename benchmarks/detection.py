@@ -27,7 +27,7 @@ from benchmarks._axis import axis
 from divergence.analyses.blocks.units import build_units
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
-from divergence.recording.engines.tiny import build
+from tests.models.tiny import build
 
 PLACES = {
     "llama": "model.layers.{}.mlp.down_proj:out",

@@ -68,7 +68,7 @@ def build_runs(folder: Path) -> dict[str, Path]:
     from divergence.ops.replay import replay
     from divergence.recording.api import capture
     from divergence.recording.api import truth as make_truth
-    from divergence.recording.engines import tiny
+    from tests.models import tiny
 
     model = str(tiny.build("llama", folder / "model"))
     runs: dict[str, Path] = {}

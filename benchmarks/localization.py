@@ -47,8 +47,8 @@ from benchmarks._rivals import RULES, block_rows, first_bad
 from benchmarks._trials import Trial, tables
 from divergence.comparison.api import compare
 from divergence.recording.engines.load import load_model
-from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
+from tests.models.tiny import build
 
 NUM_BLOCKS = 6
 PLACES = (0, 3, 5)

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from divergence.recording.api import capture
-from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, Sizes
 from divergence.run.writing.writer import Item, RunWriter
+from tests.models.tiny import build
 
 NUM_SITES = 250
 SIZE = 64

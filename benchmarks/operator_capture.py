@@ -29,12 +29,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from divergence.recording.api import capture
-from divergence.recording.engines.tiny import build
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keep.keeper import CopyKeeper
 from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.writing.writer import Item, RunWriter
+from tests.models.tiny import build
 
 BLOCK = "model.layers.1"
 SHAPES = (("tiny, hidden 64", 64, 4), ("large, hidden 2048", 2048, 32))

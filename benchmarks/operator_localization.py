@@ -51,8 +51,8 @@ from divergence.comparison.api import compare
 from divergence.comparison.calls.graph import forwards_of
 from divergence.comparison.result import Report
 from divergence.numerics.pairs.operator import measure_operator
-from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
+from tests.models.tiny import build
 
 NUM_BLOCKS = 3
 SIZES = (0.7, 2.0, 4.5, 12.0)

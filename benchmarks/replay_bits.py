@@ -13,10 +13,12 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from divergence.errors import UsageError
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
-from divergence.recording.engines import tiny
+from tests.models import tiny
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact."
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from divergence.experiments.sensitivity import sensitivity
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.engines.tiny import build
+from tests.models.tiny import build
 
 FAULTS = ("scale", "update-scale", "noise", "bias", "channel")
 PROMPTS = (

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._machines import Machine
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
-from divergence.recording.engines.tiny import build
 from divergence.run.reader import Run
+from tests.models.tiny import build
 
 ARCHITECTURES = {
     "llama": ("model.layers.{}.mlp:out", "model.layers.{}"),

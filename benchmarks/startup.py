@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     from divergence.recording.api import capture
-    from divergence.recording.engines.tiny import build
+    from tests.models.tiny import build
 
     with tempfile.TemporaryDirectory() as folder:
         model = build("llama", Path(folder) / "model")

@@ -28,6 +28,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from divergence import compare, pack, unpack
+from divergence.run.process_tuning import DirectFiles
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
     Environment,
@@ -38,7 +39,6 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )  # fmt: skip
-from divergence.run.storage.direct import DirectFiles
 from divergence.run.storage.shard import write_shard
 from divergence.run.writing.piece import piece_of
 from divergence.run.writing.writer import Item, RunWriter

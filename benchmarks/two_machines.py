@@ -273,7 +273,7 @@ def _localize(done: Play, machine: Machine, words: list[str], say: bool) -> dict
 
 
 def main() -> None:
-    from divergence.recording.engines.tiny import build
+    from tests.models.tiny import build
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="names of faults")

@@ -11,6 +11,8 @@ the default of the command. The settings file is ``DIVERGENCE_CONFIG`` or else
     [check]
     policy = "strict"          # DIVERGENCE_CHECK_POLICY
 
+``DIVERGENCE_PROCESS_TUNING=0`` is a variable alone: see run/process_tuning.py.
+
 All TOML is decoded strictly: an unknown key or a wrong type is refused with the
 file, the key path and the nearest right name. Nothing that executes foreign code
 (``trust_remote_code``, a kernel of the hub as attention) can be set here.
@@ -32,6 +34,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from divergence.errors import ConfigError
+from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
 from divergence.run.schema.site import near_names
 from divergence.run.untrusted.trust import ATTENTION
 
@@ -252,7 +255,8 @@ def _variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """(variable, section, key) of every DIVERGENCE_* variable that holds something."""
     found = []
     for variable in sorted(environ):
-        if variable.startswith(PREFIX) and variable != f"{PREFIX}CONFIG" and environ[variable]:
+        alone = (f"{PREFIX}CONFIG", PROCESS_TUNING)  # in no section
+        if variable.startswith(PREFIX) and variable not in alone and environ[variable]:
             section, _, key = variable.removeprefix(PREFIX).lower().partition("_")
             found.append((variable, section, key))
     return found

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# For `from tests.models import ...` and `from benchmarks...`, in whatever way pytest was started.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # Before anything imports torch or huggingface_hub: both read these once. Child processes inherit
 # them, so a command that a test runs is as offline as the test.
@@ -51,12 +55,12 @@ def _no_network() -> Iterator[None]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``tiny_model("llama", num_blocks=2)`` → its folder; the same arguments, the same folder.
 
-    Takes what divergence.recording.engines.tiny.build takes, less the folder. Do not write into it.
+    Takes what tests.models.tiny.build takes, less the folder. Do not write into it.
     """
     built: dict[tuple[Any, ...], Path] = {}
 
     def build(architecture: str, **options: Any) -> Path:
-        from divergence.recording.engines import tiny
+        from tests.models import tiny
 
         key = (architecture, *sorted(options.items()))
         if key not in built:

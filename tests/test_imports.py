@@ -28,7 +28,7 @@ MAX_LINES = 400
 
 MAX_FILES = 15
 MORE_FILES = {
-    "arithmetic": 18, "cli": 23, "comparison/operators": 16, "experiments": 22, "ops": 18,
+    "arithmetic": 17, "cli": 23, "comparison/operators": 16, "experiments": 22, "ops": 18,
     "ops/suite": 20, "report": 24,
 }  # fmt: skip
 """Folders that are not divided yet (cli has a file a command): they may only shrink."""

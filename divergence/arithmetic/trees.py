@@ -111,30 +111,6 @@ class Tree:
                 parents[child] = self.num_leaves + k
         return parents
 
-    @classmethod
-    def from_parents(cls, parents: Sequence[int]) -> Tree:
-        """The inverse of ``parents``. Raises ValueError where that is no tree."""
-        num_leaves = len(parents) - len({p for p in parents if p >= 0})
-        nodes: list[list[int]] = [[] for _ in range(len(parents) - num_leaves)]
-        for child, parent in enumerate(parents):
-            if parent < 0 and child == len(parents) - 1:
-                continue
-            if not num_leaves <= parent < len(parents):
-                raise ValueError(f"not a tree: the parent of {child} is {parent}")
-            nodes[parent - num_leaves].append(child)
-        return cls.of(num_leaves, nodes)
-
-    def size_between(self, i: int, j: int) -> int:
-        """Leaves of the smallest subtree that holds leaves ``i`` and ``j``: what FPRev measures."""
-        parents, sizes = self.parents(), self.sizes()
-        above = {i}
-        while parents[i] >= 0:
-            i = parents[i]
-            above.add(i)
-        while j not in above:
-            j = parents[j]
-        return sizes[j]
-
 
 @functools.lru_cache(maxsize=64)
 def sequential(num_leaves: int) -> Tree:

@@ -60,7 +60,7 @@ def command(
     if not (model / "config.json").is_file():
         from divergence.recording.engines.tiny import build
 
-        build("llama", model, size="demo")
+        build(model, size="demo")
     _say(f"model: 12 Llama blocks, bfloat16, random weights, in {model}\n")
     a, b, c, truth = (root / name for name in ("here", "other-kernels", "fault", "truth"))
     first = ["capture", str(model), "-o", str(a), "--prompt", PROMPT, "--chat", "--device", "cpu"]

@@ -37,7 +37,7 @@ from divergence.comparison.trusted import trusted_limits, widening_notes
 from divergence.comparison.within import check_alone, compare_within, explain_within
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.numerics.rounding.thresholds import check_thresholds
-from divergence.run.collector import rarely_collecting
+from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
 from divergence.run.untrusted.command import command_line
@@ -45,7 +45,7 @@ from divergence.run.untrusted.command import command_line
 __all__ = ["compare", "measure_runs", "report_on"]
 
 
-@rarely_collecting()
+@collect_garbage_rarely()
 def compare(
     reference: str | Path | Run,
     candidate: str | Path | Run | None = None,

@@ -161,7 +161,7 @@ class _Bench:
     def references(self) -> str:
         model = self._path("model")
         if not (model / "config.json").is_file():
-            build("llama", model, num_blocks=3)
+            build(model, num_blocks=3)
         for dtype in _DTYPES:
             run = capture(
                 model, out=self._path(f"cpu-{dtype}"), dtype=dtype, device="cpu", max_new_tokens=4,

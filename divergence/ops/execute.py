@@ -34,36 +34,12 @@ from divergence.recording.passes.widening import Widening
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.fingerprint import plain_tensor
 
-__all__ = ["RANDOM", "UNINITIALISED", "execute", "execute_ports"]
+__all__ = ["RANDOM", "UNINITIALISED", "execute_ports"]
 
 RANDOM = "draws random numbers"
 UNINITIALISED = "its result is uninitialised memory: nothing to compare"
 
 _COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-
-
-def execute(
-    call: Call,
-    operands: Sequence[torch.Tensor],
-    *,
-    device: str | torch.device,
-    compute_dtype: torch.dtype | None = None,
-    aligned: bool = False,
-    namespaces: Collection[str] | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """The results of ``call`` on ``operands``, in the order of their ports.
-
-    ``operands``: the values of ``call.operands``, in any layout; those that the call names are
-    restored. ``aligned``: not their addresses (another kind of device has its own).
-    ``namespaces``: of operators that may be run beside torch's own; None: any that this process
-    has. Raises Refusal with the reason where it cannot be run or would prove nothing, and Unsafe
-    where it could reach beyond its operands.
-    """
-    found = execute_ports(
-        call, operands, device=device, compute_dtype=compute_dtype, aligned=aligned,
-        namespaces=namespaces,
-    )  # fmt: skip
-    return tuple(found.values())
 
 
 def execute_ports(
@@ -75,7 +51,15 @@ def execute_ports(
     aligned: bool = False,
     namespaces: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """As ``execute``, by port: ``out``, then ``out.N`` with N the number among the tensors."""
+    """The results of ``call`` on ``operands``, by port: ``out``, then ``out.N`` with N
+    the number among the tensors.
+
+    ``operands``: the values of ``call.operands``, in any layout; those that the call names are
+    restored. ``aligned``: not their addresses (another kind of device has its own).
+    ``namespaces``: of operators that may be run beside torch's own; None: any that this process
+    has. Raises Refusal with the reason where it cannot be run or would prove nothing, and Unsafe
+    where it could reach beyond its operands.
+    """
     if call.note is not None:
         raise Refusal(call.note)
     if is_uninitialised(call.operator):

@@ -18,7 +18,7 @@ import xxhash
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.run.collector import rarely_collecting
+from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.ranks.mesh import num_ranks
 from divergence.run.schema.contents import (
     Content,
@@ -82,7 +82,7 @@ class Run:
         return f"<Run {self.path} {state}, {len(self.records)} records>"
 
     @classmethod
-    @rarely_collecting()
+    @collect_garbage_rarely()
     def open(cls, path: str | os.PathLike[str] | Url) -> Run:
         """Open the run at ``path``: a directory, a tar or zip of one, or the URL of either.
 

@@ -9,8 +9,8 @@ import torch
 import divergence
 from divergence.arithmetic.replay import Arithmetic, replay
 from divergence.arithmetic.summing import linear
-from divergence.arithmetic.trees import Tree
 from divergence.errors import RunExistsError, UsageError
+from tests.models.trees import tree_of_parents
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_claimed_order_can_be_checked_from_the_run_alone(probed):
     def read(site: str) -> torch.Tensor:
         return torch.as_tensor(run.read(run.find(("free", 0, 0, f"{stem}-{site}"))))
 
-    tree = Tree.from_parents(read("tree-0:out.parents").tolist())
+    tree = tree_of_parents(read("tree-0:out.parents").tolist())
     assert tree.partials == fact.numbers["partials"]
     cells = read("tree-0:out.cells").bool()
     fused = None if fact.numbers["rounded_products"] else "first"

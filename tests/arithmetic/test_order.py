@@ -12,6 +12,7 @@ from divergence.arithmetic.order import find_order, output_classes
 from divergence.arithmetic.replay import Arithmetic, _fma, prove, trials
 from divergence.arithmetic.summing import Summing
 from divergence.arithmetic.trees import Tree, balanced, sequential
+from tests.models.trees import tree_of_parents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,7 +69,7 @@ def test_two_terms_exchanged_are_seen(machine, random_tree, dtype):
         i, j = next((i, j) for i in range(seed, 40) for j in range(i) if parents[i] != parents[j])
         parents[i], parents[j] = parents[j], parents[i]
         assert prove(operator, tree, made).verified
-        assert not prove(operator, Tree.from_parents(parents), made).verified
+        assert not prove(operator, tree_of_parents(parents), made).verified
 
 
 def test_results_that_are_cut_off_are_told(machine):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.arithmetic._simulated import matrix_unit
 from divergence.arithmetic.accumulator import find_accumulator, input_bits, keep_bits
 from divergence.arithmetic.notebook import Notebook
 from divergence.arithmetic.order import find_order
 from divergence.arithmetic.orders import probe_orders
 from divergence.arithmetic.trees import Tree
+from tests.models.matrix_unit import matrix_unit
 
 
 def blocks(terms: int, width: int) -> Tree:

@@ -6,6 +6,7 @@ import pytest
 
 from divergence.arithmetic.describe import describe
 from divergence.arithmetic.trees import Tree, balanced, sequential
+from tests.models.trees import size_between, tree_of_parents
 
 
 def test_a_sequential_sum_of_four():
@@ -22,7 +23,7 @@ def test_a_pairwise_sum_of_five():
     tree = balanced(5)
     assert tree.nodes == ((0, 1), (2, 3), (5, 6), (7, 4))
     assert (tree.partials, tree.depth) == (2 + 2 + 4 + 5, 3)
-    assert [tree.size_between(0, j) for j in range(1, 5)] == [2, 4, 4, 5]
+    assert [size_between(tree, 0, j) for j in range(1, 5)] == [2, 4, 4, 5]
 
 
 def test_the_order_of_children_carries_nothing():
@@ -60,10 +61,10 @@ def test_parents_give_the_tree_back(random_tree, fused):
     """What a run stores is the tree."""
     for seed in range(50):
         tree = random_tree(seed, 1 + seed % 23, fused=fused)
-        assert Tree.from_parents(tree.parents()) == tree
+        assert tree_of_parents(tree.parents()) == tree
     for bad in ([1, -1], [2, 2, 5], [3, 3, 3, -1, -1]):
         with pytest.raises(ValueError, match="not a tree"):
-            Tree.from_parents(bad)
+            tree_of_parents(bad)
 
 
 def lanes(num_lanes: int, per_lane: int) -> Tree:

@@ -85,6 +85,7 @@ def test_wrong_variables_name_themselves():
 def test_foreign_variables_are_listed():
     """A section that does not exist is warned about, since it may be somebody else's."""
     environ = {"DIVERGENCE_CAPTRUE_DEVICE": "x", "DIVERGENCE_CAPTURE_DEVICE": "cpu", "PATH": "x"}
+    environ |= {"DIVERGENCE_CONFIG": "x.toml", "DIVERGENCE_PROCESS_TUNING": "0"}
     assert ignored_variables(environ) == ["DIVERGENCE_CAPTRUE_DEVICE"]
 
 

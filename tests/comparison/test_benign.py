@@ -19,8 +19,8 @@ import pytest
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
-from divergence.recording.engines import tiny
 from divergence.run.reader import Run
+from tests.models import tiny
 
 DTYPES = ("float32", "bfloat16", "float16")
 FEW = ("gpt2", "llama", "mamba", "qwen3-moe")

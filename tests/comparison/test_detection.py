@@ -11,8 +11,8 @@ import pytest
 
 from divergence.comparison.api import compare
 from divergence.recording.api import capture
-from divergence.recording.engines import tiny
 from divergence.run.schema.site import module_of
+from tests.models import tiny
 
 PROMPT = "A bridge is built twice: once on paper, where every beam is exact, and once in steel."
 OTHER_KERNELS = {"bert", "gemma3", "gpt2", "llama", "mixtral", "qwen3", "qwen3-moe", "t5"}

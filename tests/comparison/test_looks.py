@@ -175,7 +175,7 @@ def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
     from divergence.comparison.api import compare
     from divergence.gate.check import check
     from divergence.recording.api import capture
-    from divergence.recording.engines.tiny import build
+    from tests.models.tiny import build
 
     model = build("llama", tmp_path / "model")
     a = capture(str(model), out=tmp_path / "a", prompts=["One."], max_new_tokens=3, steps="decode",

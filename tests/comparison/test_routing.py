@@ -13,9 +13,9 @@ from divergence.comparison.api import compare
 from divergence.comparison.experts import routing
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.engines import _tiny_weights, tiny
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
+from tests.models import tiny, weights
 
 BLOCK = "model.layers.2"
 EXPERT = 5
@@ -33,8 +33,7 @@ def recorded(tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("moe")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_tiny_weights, "NUM_EXPERTS", num_experts)
-                patch.setattr(tiny, "NUM_EXPERTS", num_experts)
+                patch.setattr(weights, "NUM_EXPERTS", num_experts)
                 model = tiny.build(architecture, folder / "model", dtype=dtype, num_blocks=4)
             rows = [
                 [(7 * i * i + 3 * i + n * 11) % 500 + 6 for i in range(length)]

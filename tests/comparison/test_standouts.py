@@ -11,10 +11,10 @@ from divergence.errors import UsageError
 from divergence.experiments.localize import _choose
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.engines.tiny import build
 from divergence.recording.keep import storage
 from divergence.recording.keep.reduced import ReducedKeeper
 from divergence.report.summary import report_lines
+from tests.models.tiny import build
 
 PROMPTS = ["The quick brown fox jumps over the lazy dog."]
 

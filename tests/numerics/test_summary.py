@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from divergence.numerics.summaries import summary as summary_module
+from divergence.numerics.summaries.many import summarize_many
 
 KERNEL = ["numpy"]
 
@@ -102,6 +103,16 @@ def test_one_nonfinite_value_spoils_nothing(dtype, value):
         spoilt = values.clone()
         spoilt[at] = value
         _check(spoilt)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [1, 7, 64, 1000, 8192, 8193])
+def test_a_summary_is_the_same_alone_and_among_others(dtype, numel, kernel):
+    """How many tensors waited for the writer must not show in the last digits."""
+    generator = torch.Generator().manual_seed(numel)
+    tensors = [torch.randn(numel, generator=generator).to(dtype) for _ in range(5)]
+    alone = [summarize_many([tensor], kernel=kernel)[0] for tensor in tensors]
+    assert summarize_many(tensors, kernel=kernel) == alone
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, 0), torch.tensor([math.nan])])

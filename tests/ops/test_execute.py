@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from divergence.ops.execute import RANDOM, UNINITIALISED, execute
+from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.refusal import Refusal
 from divergence.run.schema.call import Call, Operand
 
@@ -31,12 +31,12 @@ def call(operator: str, tensors: list[torch.Tensor], /, note: str | None = None,
 def run(operator: str, tensors: list[torch.Tensor], /, wide: bool = False, **arguments):
     values = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     before = [value.clone() for value in values]
-    found = execute(
+    found = execute_ports(
         call(operator, tensors, **arguments), values, device="cpu",
         compute_dtype=torch.float64 if wide else None,
     )  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(values, before, strict=True)), "operands changed"
-    return found
+    return tuple(found.values())
 
 
 def refused(operator: str, tensors: list[torch.Tensor] = (), /, wide: bool = False, **arguments):
@@ -199,7 +199,7 @@ def test_random_numbers_are_not_drawn_again():
 
 def test_uninitialised_memory_is_no_result():
     """There is nothing to compare."""
-    assert refused("aten.empty_like.default", [X], self=T) == UNINITIALISED
+    assert refused("aten.empty_like.default", [X], self=T) == UNINITIALISED, execute_ports
 
 
 @pytest.mark.parametrize(

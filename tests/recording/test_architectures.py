@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.recording.engines import tiny
 from divergence.run.schema.site import module_of
+from tests.models import tiny
 
 HEADS = [("llama", True), ("qwen3", False), ("gpt2", False), ("gemma3", False), ("mamba", False)]
 DECODERS = [name for name in tiny.ARCHITECTURES if name != "bert"]

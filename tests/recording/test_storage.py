@@ -1,6 +1,5 @@
 """Which loops digest what a capture sees, and that the run is the same either way."""
 
-import gc
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from divergence.numerics.kernels import RESIDENT_BYTES, WORTH_BYTES, has_compile
 from divergence.recording.api import capture
 from divergence.recording.keep import storage as room
 from divergence.recording.keep.volume import about_bytes
-from divergence.recording.passes.free import undisturbed
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, MIN_BUFFER_BYTES, Limits
 
 PROMPT = ["Snow fell on the harbour"]
@@ -97,33 +95,3 @@ def test_the_run_is_the_same(tiny_model, tmp_path, monkeypatch, mode):
         if a.sketch is not None:
             x, y = one.read_sketch(a), two.read_sketch(b)
             assert torch.allclose(x, y, rtol=1e-5, atol=1e-5 * float(x[:, -2].max()))
-
-
-def test_python_keeps_out_of_the_way_and_comes_back():
-    """Within a pass threads hand over sooner and old objects are set aside; after it, also by an
-    error, all is as before."""
-    interval, frozen = sys.getswitchinterval(), gc.get_freeze_count()
-    with pytest.raises(KeyboardInterrupt), undisturbed():
-        assert sys.getswitchinterval() < interval
-        assert gc.get_freeze_count() > frozen
-        raise KeyboardInterrupt
-    assert sys.getswitchinterval() == interval
-    assert gc.get_freeze_count() == frozen == 0
-
-
-def test_what_somebody_else_set_aside_stays_so():
-    """A program that has frozen its objects, or goes without the collector, keeps it that way."""
-    gc.freeze()
-    try:
-        with undisturbed():
-            pass
-        assert gc.get_freeze_count() > 0  # some may have died meanwhile
-    finally:
-        gc.unfreeze()
-    gc.disable()
-    try:
-        with undisturbed():
-            assert gc.get_freeze_count() == 0
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from divergence.errors import RunExistsError, UsageError
-from divergence.recording.engines import tiny
+from tests.models import tiny
 
 PROMPT = (
     "The harbour was quiet in the early morning. Fishing boats came back with the tide, "
@@ -110,10 +110,7 @@ def test_rebuilding_gives_the_same_bytes(architecture, tiny_model, tmp_path):
 
 def test_another_process_on_other_kernels_gives_the_same_bytes(llama, tmp_path):
     """Neither the instruction set, nor the hash seed, nor threads reach the files."""
-    code = (
-        "import sys; from divergence.recording.engines.tiny import build; "
-        "build('llama', sys.argv[1])"
-    )
+    code = "import sys; from tests.models.tiny import build; build('llama', sys.argv[1])"
     switches = {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "5"}
     root = Path(__file__).parents[2]
     subprocess.run(

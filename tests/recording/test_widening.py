@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from divergence.errors import UsageError
-from divergence.recording.engines import tiny
 from divergence.recording.keep import memory
 from divergence.recording.passes import widening
 from divergence.recording.passes.widening import Widening, check_device
+from tests.models import tiny
 
 WIDE = torch.float64
 IDS = torch.arange(3, 19)[None]

@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 
+from divergence.run import process_tuning as tuning
+from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.reader import Run
-from divergence.run.storage import direct, shard
-from divergence.run.storage.direct import DIRECT_BYTES, DirectFiles
+from divergence.run.storage import shard
 from divergence.run.writing.piece import piece_of
 from divergence.run.writing.writer import RunWriter
 
@@ -29,7 +30,7 @@ def parts(*sizes: int) -> list[memoryview]:
 )  # fmt: skip
 def test_the_file_is_the_parts_one_after_another(tmp_path, monkeypatch, sizes):
     """Whatever their lengths are: the last block is cut to the file's length."""
-    monkeypatch.setattr(direct, "_SLOW", 0.0)  # a few bytes are never fast
+    monkeypatch.setattr(tuning, "_SLOW", 0.0)  # a few bytes are never fast
     given, path = parts(*sizes), tmp_path / "file"
     files = DirectFiles()
     if not files.write(path, given):
@@ -69,7 +70,7 @@ def test_a_file_system_that_refuses_gets_the_usual_way(tmp_path, monkeypatch, wh
 
     monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
     with monkeypatch.context() as patched:
-        target = (os, "open") if where == "open" else (direct, "_write_whole")
+        target = (os, "open") if where == "open" else (tuning, "_write_whole")
         patched.setattr(*target, refuse)
         files = DirectFiles()
         assert not files.write(tmp_path / "file", parts(100))
@@ -87,7 +88,7 @@ def test_a_full_disk_is_no_refusal(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
-    monkeypatch.setattr(direct, "_write_whole", full)
+    monkeypatch.setattr(tuning, "_write_whole", full)
     with pytest.raises(OSError, match="No space left"):
         DirectFiles().write(tmp_path / "file", parts(100))
 
@@ -103,7 +104,7 @@ def test_a_write_that_stops_within_a_block_is_a_full_disk(tmp_path, monkeypatch)
 def test_a_slow_disk_is_left_to_the_cache(tmp_path, monkeypatch):
     """The file that took long is whole; the next goes through the cache."""
     monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
-    monkeypatch.setattr(direct, "_SLOW", 1e18)
+    monkeypatch.setattr(tuning, "_SLOW", 1e18)
     files, given = DirectFiles(), parts(9000)
     assert files.write(tmp_path / "file", given)
     assert (tmp_path / "file").read_bytes() == given[0]

@@ -57,7 +57,6 @@ class Unit:
     limit: float = 0.0
     worst_limit: float = 0.0
     why: str | None = None
-    isolated: bool = False
     widened: float = 1.0
     stats: TruthStats | None = None
     blame: Blame | None = None
@@ -142,9 +141,9 @@ def flag(
     A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
     ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where
     it has none); or where a single token is beyond both token
-    limits (not in ``routed`` blocks: there, rounding may send a token to another expert;
-    such units are marked ``isolated`` instead); or where one forward of one prompt is beyond the
-    limit that holds for as many looks (blocks.looks). Limits are wider where few numbers are
+    limits (not in ``routed`` blocks: there, rounding may send a token to another expert); or
+    where one forward of one prompt is beyond the limit that holds for as many looks
+    (blocks.looks). Limits are wider where few numbers are
     judged.
     """
     families: dict[tuple, list[Unit]] = {}
@@ -174,18 +173,16 @@ def flag(
             unit.limit *= spread(numel) * unit.widened
             unit.worst_limit *= spread(columns) * unit.widened
             unit.limit_usage = unit.typical / unit.limit
-            if unit.results[0].block not in routed:
+            in_routed = unit.results[0].block in routed
+            if not in_routed:
                 worst = max(unit.worst, unit.sink)
                 unit.limit_usage = max(unit.limit_usage, worst / unit.worst_limit)
             if unit.typical > unit.limit:
                 unit.why = "typical"
             elif unit.beyond:
                 unit.why = "forward"
-            elif max(unit.worst, unit.sink) > unit.worst_limit:
-                if unit.results[0].block in routed:
-                    unit.isolated = True
-                else:
-                    unit.why = "token" if unit.worst > unit.worst_limit else "sink"
+            elif max(unit.worst, unit.sink) > unit.worst_limit and not in_routed:
+                unit.why = "token" if unit.worst > unit.worst_limit else "sink"
             unit.limit_usage = max(unit.limit_usage, *(look.usage for look in unit.looks))
             unit.between = unit.limit_usage
     return [unit for unit in units if unit.why is not None]

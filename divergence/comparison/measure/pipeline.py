@@ -29,7 +29,7 @@ from divergence.comparison.measure.measurer import Found, Measurer
 from divergence.comparison.result import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for
-from divergence.run.own_thread import set_device
+from divergence.run.current_device import set_device
 
 if TYPE_CHECKING:
     import torch

@@ -32,7 +32,7 @@ _OPTIONS = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
 }
 
-_I16, _I32, _I64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_I32, _I64 = (ir.IntType(bits) for bits in (32, 64))
 
 
 def jit(function: Callable) -> Callable:

@@ -22,23 +22,11 @@ __all__ = [
     "byte_keys",
     "distance_array",
     "key_array",
-    "lattice_keys",
     "ulp_distance",
 ]
 
 NAN_DISTANCE = 2**63 - 1
 """What ulp_distance answers where exactly one side is nan; also its ceiling."""
-
-
-def lattice_keys(values: torch.Tensor, form: Format) -> torch.Tensor:
-    """Position of each value on the lattice of ``form``, int64, same shape.
-
-    Unit: ulp (representable values) from zero, negative below it. -0 -> 0. inf -> one
-    beyond the largest finite value where the format has an inf; nan -> some key beyond.
-    Values of another dtype are rounded to ``form`` by torch. Source: module docstring.
-    """
-    keys = key_array(stored_bits(values, form), form)
-    return torch.from_numpy(keys.astype(np.int64)).reshape(values.shape)
 
 
 def ulp_distance(a: torch.Tensor, b: torch.Tensor, form: Format) -> torch.Tensor:

@@ -27,7 +27,11 @@ _STACKED = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy") -> list[Summary]:
-    """``[summarize(t) for t in tensors]``, faster where many are small and alike; CPU tensors."""
+    """``[summarize(t) for t in tensors]``, faster where many are small and alike; CPU tensors.
+
+    mean and rms of a tensor have the same bits whatever it is summarised with; those of
+    ``summarize`` may differ in the last digits of the tensor's compute dtype.
+    """
     results: list[Summary | None] = [None] * len(tensors)
     groups: dict[tuple, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -37,10 +41,10 @@ def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy")
         rows = max(1, _BLOCK_ELEMENTS // numel)
         for start in range(0, len(indices), rows):
             part = indices[start : start + rows]
-            if len(part) > 1:
-                found = _stacked([tensors[index] for index in part], kernel)
-                for index, summary in zip(part, found, strict=True):
-                    results[index] = summary
+            # one alone too: the last digits must not depend on how many happened to wait
+            found = _stacked([tensors[index] for index in part], kernel)
+            for index, summary in zip(part, found, strict=True):
+                results[index] = summary
     return [
         summarize(tensor, kernel=kernel) if found is None else found
         for tensor, found in zip(tensors, results, strict=True)

@@ -35,7 +35,6 @@ OUTLIER_FACTOR = 1000.0
 _OUTLIER_PERIOD, _OUTLIER_FIRST = 43, 5
 """Every 43rd channel from the sixth on: three in a row of 129, twelve of 512."""
 
-_TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SUBNORMAL_EXPONENT = {"float32": -130, "bfloat16": -130, "float16": -18}
 """2^this times a normal value is subnormal: the smallest normals are 2^-126 and 2^-14."""
 

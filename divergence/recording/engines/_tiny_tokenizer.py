@@ -14,7 +14,9 @@ from typing import Literal
 # Comes with transformers.
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-__all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "MASK", "NUM_SPECIAL", "PAD", "write_tokenizer"]
+__all__ = ["BOS", "CHAT_TEMPLATE", "EOS", "MASK", "NUM_SPECIAL", "PAD", "Wrap", "write_tokenizer"]
+
+Wrap = Literal["none", "bos", "eos", "both"]
 
 _SPECIAL = ("<|pad|>", "<|eos|>", "<|bos|>", "<|mask|>", "<|im_start|>", "<|im_end|>")
 PAD, EOS, BOS, MASK = range(4)
@@ -120,7 +122,7 @@ def write_tokenizer(
     directory: Path,
     *,
     vocab_size: int,
-    wrap: Literal["none", "bos", "eos", "both"],
+    wrap: Wrap,
     chat_template: bool,
 ) -> None:
     """Train to exactly ``vocab_size`` tokens; write tokenizer.json and tokenizer_config.json.

@@ -1,75 +1,234 @@
-"""Tiny random models of real architectures, for the demo, the tests and the docs.
+"""A tiny random Llama, for the demo and the selftest.
 
 ``build`` writes a complete Hugging Face folder (config, safetensors weights, tokenizer, chat
 template) that ``AutoModel*`` and ``AutoTokenizer`` load offline. It writes the Hub's own names and
 shapes, without importing transformers: the same folder serves every release of it.
 
-The default initialisation of transformers (std 0.02) gives a model in which nothing happens: blocks
-add next to nothing, attention is uniform, logits are flat, and a fault planted in it is found or
-missed for the wrong reasons. _tiny_weights.py tells how these models are scaled instead, and why
-the same seed gives the same bytes on every machine.
+*Lively.* The default initialisation of transformers (std 0.02) gives a model in which nothing
+happens: blocks add next to nothing, attention is uniform, logits are flat, and a fault planted in
+it is found or missed for the wrong reasons. Each matrix is scaled by what flows through it instead:
 
-It refuses to be a benchmark of quality: the models know nothing.
+    residual stream   unit rms at the embedding; each sublayer adds rms ``update`` to it, so the
+                      relative update falls from about 1 to 0.3 with depth, as in trained models
+    attention scores  std 2 before the softmax: peaked, not one-hot
+    logits            std 3: the gap top1 - top2 is about 3 / sqrt(2 ln V), near 0.8, often a tie
+    norm weights      1 ± 0.25, so that leaving one out is seen
+    sink              the first token, <|bos|>, carries two massive channels, 15 to 20 times the
+                      norm of the others (not where embeddings are tied)
+
+Tied embeddings start smaller (their std serves the logits) and the updates are twice as large as
+they, so the first block overwrites most of them; else each token would predict itself.
+
+*Reproducible.* All noise is the sum of four 16-bit pieces of PCG64's raw output, whose stream NumPy
+guarantees: near-normal (excess kurtosis -0.3), exact integers, no exp or log, so no bit depends on
+libm, the instruction set or torch's generators. One multiplication, one addition and one rounding
+to the dtype follow, each correctly rounded by IEEE 754. A weight depends on the seed, its name and
+its shape alone.
+
+It refuses to be a benchmark of quality: the model knows nothing.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
 from divergence.errors import RunExistsError, UsageError
 from divergence.recording.engines import _tiny_tokenizer as text
-from divergence.recording.engines._tiny_weights import (
-    MAX_POSITIONS,
-    NUM_EXPERTS,
-    SIZES,
-    WEIGHTS,
-    Checkpoint,
-    Dtype,
-    Shape,
-    Size,
-)
-from divergence.run.schema.site import near_names
 
-__all__ = ["ARCHITECTURES", "build"]
+__all__ = [
+    "ATTENDED_RMS",
+    "LLAMA",
+    "LOGIT_STD",
+    "MAX_POSITIONS",
+    "NORM_STD",
+    "SCORE_STD",
+    "SIZES",
+    "Architecture",
+    "Checkpoint",
+    "Dtype",
+    "Shape",
+    "Size",
+    "build",
+    "embedding",
+    "grouped_dimensions",
+    "swiglu",
+]
 
-ARCHITECTURES: tuple[str, ...] = tuple(sorted(WEIGHTS))
-"""What ``build`` knows."""
+Dtype = Literal["bfloat16", "float16", "float32"]
+Size = Literal["test", "demo"]
 
-_CLASSES = {
-    "bert": "BertForMaskedLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mamba": "MambaForCausalLM",
-    "mamba2": "Mamba2ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3-moe": "Qwen3MoeForCausalLM",
-    "remote-code": "TinyRemoteForCausalLM",
-    "t5": "T5ForConditionalGeneration",
+LOGIT_STD = 3.0
+SCORE_STD = 2.0
+NORM_STD = 0.25
+_SINK = 20.0
+"""Norm of the sink token over the norm that the others reach at the last block."""
+ATTENDED_RMS = 0.55
+"""Rms of a softmax average of unit values at that score std: measured, 0.43-0.75."""
+_SWIGLU_RMS = 0.60
+"""sqrt(E[silu(g)^2] E[u^2]) for unit normals."""
+MAX_POSITIONS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a checkpoint is built from."""
+
+    num_blocks: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    vocab: int
+    tied: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.num_heads
+
+    @property
+    def mlp(self) -> int:
+        return 3 * self.hidden
+
+    @property
+    def head_std(self) -> float:
+        """Of a row of the output matrix: a normed state times it has std ``LOGIT_STD``."""
+        return LOGIT_STD / math.sqrt(self.hidden)
+
+
+SIZES: dict[str, Shape] = {
+    "test": Shape(num_blocks=3, hidden=64, num_heads=4, num_kv_heads=2, vocab=512),
+    "demo": Shape(num_blocks=12, hidden=256, num_heads=8, num_kv_heads=4, vocab=2048),
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3-moe": "qwen3_moe", "remote-code": "tiny_remote"}
-_TIED = frozenset({"bert", "gemma3", "gpt2", "mamba", "mamba2", "qwen3", "t5"})
-_ALWAYS_TIED = frozenset({"bert", "t5"})
-_NEVER_TIED = frozenset({"remote-code"})
-_WRAP: dict[str, Literal["bos", "eos", "both"]] = {
-    "bert": "both",
-    "gemma3": "bos",
-    "llama": "bos",
-    "mixtral": "bos",
-    "remote-code": "bos",
-    "t5": "eos",
-}
-"""Special tokens that the tokenizer puts around a text; the others put none."""
+
+
+class Checkpoint:
+    """Tensors by name, drawn one by one."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.tensors: dict[str, np.ndarray] = {}
+
+    def draw(self, name: str, *shape: int, std: float, mean: float = 0.0) -> np.ndarray:
+        """Near-normal float64 noise, stored and returned."""
+        generator = np.random.PCG64([self.seed, *name.encode()])
+        raw = generator.random_raw(math.prod(shape)).astype("<u8", copy=False)
+        total = raw.view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int64)
+        # The sum of four uniforms on 0..65535: mean 131070, variance 65536^2 / 3 up to 2^-32.
+        noise = (total - 131070) * (std * math.sqrt(3) / 65536) + mean
+        return self.tensors.setdefault(name, noise.reshape(shape))
+
+    def linear(self, name: str, rows: int, columns: int, *, gain: float = 1.0) -> None:
+        """(out, in): unit inputs give outputs of std ``gain``."""
+        self.draw(name + ".weight", rows, columns, std=gain / math.sqrt(columns))
+
+    def norm(self, name: str, size: int, *, mean: float = 1.0, shift: float = 0.0) -> None:
+        """Weights about ``mean``; ``shift`` where the model adds a constant to what is stored."""
+        self.draw(name + ".weight", size, std=NORM_STD * mean, mean=mean - shift)
+
+    def head(self, name: str, shape: Shape) -> None:
+        """Output rows. Special tokens are kept small, so that greedy text does not stop at once."""
+        rows = self.draw(name + ".weight", shape.vocab, shape.hidden, std=shape.head_std)
+        rows[: text.NUM_SPECIAL] *= 0.25
+
+    def save(self, path: Path, dtype: Dtype) -> None:
+        tensors = {
+            # float64 -> float32 -> dtype: two roundings, the same ones everywhere.
+            name: torch.from_numpy(value.astype(np.float32)).to(getattr(torch, dtype))
+            for name, value in self.tensors.items()
+        }
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def embedding(at: Checkpoint, name: str, shape: Shape, *, head: str, updates: int) -> float:
+    """Input and output embeddings; returns the rms that each of ``updates`` sublayers is to add."""
+    if shape.tied:
+        at.head(name, shape)
+        return 2.0 * shape.head_std
+    update = 0.7
+    rows = at.draw(name + ".weight", shape.vocab, shape.hidden, std=1.0)
+    final_norm = math.sqrt(shape.hidden * (1 + updates * update**2))
+    channels = (shape.hidden // 5, shape.hidden // 2)
+    rows[text.BOS, channels] = np.array([1.0, -1.0]) * _SINK * final_norm / math.sqrt(2)
+    at.head(head, shape)
+    return update
+
+
+def swiglu(at: Checkpoint, path: str, shape: Shape, *, size: int, out: float, names: str) -> None:
+    """``names``: of the gate, up and down matrices; ``out``: the rms of what they give."""
+    gate, up, down = (f"{path}.{name}" for name in names.split())
+    at.linear(gate, size, shape.hidden)
+    at.linear(up, size, shape.hidden)
+    at.linear(down, shape.hidden, size, gain=out / _SWIGLU_RMS)
+
+
+def _llama(at: Checkpoint, shape: Shape) -> None:
+    """Pre-norm, rotary, grouped heads."""
+    gain = math.sqrt(SCORE_STD)
+    update = embedding(
+        at, "model.embed_tokens", shape, head="lm_head", updates=2 * shape.num_blocks
+    )
+    q, kv = (count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads))
+    for block in range(shape.num_blocks):
+        path = f"model.layers.{block}"
+        at.norm(f"{path}.input_layernorm", shape.hidden)
+        at.linear(f"{path}.self_attn.q_proj", q, shape.hidden, gain=gain)
+        at.linear(f"{path}.self_attn.k_proj", kv, shape.hidden, gain=gain)
+        at.linear(f"{path}.self_attn.v_proj", kv, shape.hidden)
+        at.linear(f"{path}.self_attn.o_proj", shape.hidden, q, gain=update / ATTENDED_RMS)
+        at.norm(f"{path}.post_attention_layernorm", shape.hidden)
+        names = "gate_proj up_proj down_proj"
+        swiglu(at, f"{path}.mlp", shape, size=shape.mlp, out=update, names=names)
+    at.norm("model.norm", shape.hidden)
+
+
+def grouped_dimensions(shape: Shape) -> dict[str, Any]:
+    """Sizes for config.json, as decoders with grouped heads call them."""
+    return {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.num_blocks,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.mlp,
+        "max_position_embeddings": MAX_POSITIONS,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How a model of one architecture is written."""
+
+    model_type: str
+    """As config.json names the architecture."""
+    model_class: str
+    weights: Callable[[Checkpoint, Shape], None]
+    """Fills a checkpoint."""
+    dimensions: Callable[[Shape], dict[str, Any]]
+    """The part of config.json that states sizes, in the architecture's own words."""
+    wrap: text.Wrap = "none"
+    """Which special tokens the tokenizer puts around a text."""
+    tied: bool = False
+    """Is the output matrix of its own checkpoints the input embedding?"""
+
+
+LLAMA = Architecture(
+    model_type="llama", model_class="LlamaForCausalLM", weights=_llama,
+    dimensions=grouped_dimensions, wrap="bos",
+)  # fmt: skip
 
 
 def build(
-    architecture: str,
     directory: str | Path,
     *,
+    architecture: Architecture = LLAMA,
     size: Size = "test",
     seed: int = 0,
     dtype: Dtype = "bfloat16",
@@ -82,11 +241,10 @@ def build(
 
     ``size``: "test" (3 blocks, hidden 64, vocabulary 512) or "demo" (12 blocks, hidden 256,
     vocabulary 2048); ``num_blocks`` and ``hidden`` replace its values. ``tied``: whether the output
-    matrix is the input embedding; None takes what the architecture's own checkpoints do. An
-    encoder-decoder has ``num_blocks`` in each half.
+    matrix is the input embedding; None takes what the architecture's own checkpoints do.
     """
     directory = Path(directory)
-    shape = _choose(architecture, size, num_blocks, hidden, tied)
+    shape = _shape_of(size, num_blocks, hidden, architecture.tied if tied is None else tied)
     if dtype not in get_args(Dtype):
         raise UsageError(
             f"a tiny model cannot have dtype {dtype!r}", hint=f"use {', '.join(get_args(Dtype))}"
@@ -102,146 +260,42 @@ def build(
     directory.mkdir(parents=True, exist_ok=True)
 
     checkpoint = Checkpoint(seed)
-    WEIGHTS[architecture](checkpoint, shape)
+    architecture.weights(checkpoint, shape)
     checkpoint.save(directory / "model.safetensors", dtype)
     text.write_tokenizer(
-        directory,
-        vocab_size=shape.vocab,
-        wrap=_WRAP.get(architecture, "none"),
-        chat_template=chat_template,
+        directory, vocab_size=shape.vocab, wrap=architecture.wrap, chat_template=chat_template
     )
     tokens = {"pad_token_id": text.PAD, "bos_token_id": text.BOS, "eos_token_id": text.EOS}
-    if architecture == "t5":
-        tokens["decoder_start_token_id"] = text.PAD
     config = {
-        "architectures": [_CLASSES[architecture]],
-        "model_type": _MODEL_TYPES.get(architecture, architecture),
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
         "torch_dtype": dtype,
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
         **tokens,
-        **_dimensions(architecture, shape),
+        **architecture.dimensions(shape),
     }
     _write_json(directory / "config.json", config)
-    if architecture != "bert":
-        _write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
-    if architecture == "remote-code":
-        source = Path(__file__).with_name("_tiny_remote.py").read_text(encoding="utf-8")
-        (directory / "modeling_tiny.py").write_text(source, encoding="utf-8")
+    _write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
     return directory
 
 
-def _choose(
-    architecture: str, size: str, num_blocks: int | None, hidden: int | None, tied: bool | None
-) -> Shape:
-    if architecture not in WEIGHTS:
-        near = near_names(architecture, ARCHITECTURES) or ARCHITECTURES
-        raise UsageError(f"no tiny model {architecture!r}", hint=f"use {', '.join(near)}")
+def _shape_of(size: str, num_blocks: int | None, hidden: int | None, tied: bool) -> Shape:
     if size not in SIZES:
         raise UsageError(f"no size {size!r}", hint=f"use {', '.join(SIZES)}")
-    shape = SIZES[size]
+    shape = replace(SIZES[size], tied=tied)
     if num_blocks is not None:
         shape = replace(shape, num_blocks=num_blocks)
     if hidden is not None:
         shape = replace(shape, hidden=hidden)
-    # Even head dims for rotary embeddings; Mamba's heads of 16 divide what this divides.
+    # Even head dims for rotary embeddings; heads of 16 divide what this divides.
     unit = 2 * shape.num_heads
     if shape.num_blocks < 1 or shape.hidden < unit or shape.hidden % unit:
         raise UsageError(
             f"{shape.num_blocks} blocks of hidden size {shape.hidden} make no model",
             hint=f"use at least 1 block and a hidden size divisible by {unit}",
         )
-    if tied is None:
-        tied = architecture in _TIED
-    if (architecture in _ALWAYS_TIED and not tied) or (architecture in _NEVER_TIED and tied):
-        raise UsageError(
-            f"embeddings of {architecture} are {'never' if tied else 'always'} tied",
-            hint="leave tied as None",
-        )
-    return replace(shape, tied=tied)
-
-
-def _dimensions(architecture: str, shape: Shape) -> dict[str, Any]:
-    """The part of config.json that states sizes, in each architecture's own words."""
-    common: dict[str, Any] = {
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.num_blocks,
-        "num_attention_heads": shape.num_heads,
-        "intermediate_size": shape.mlp,
-        "max_position_embeddings": MAX_POSITIONS,
-    }
-    grouped = {"num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    match architecture:
-        case "llama" | "qwen3":
-            return common | grouped
-        case "gemma3":
-            layers = ["sliding_attention", "full_attention"] * shape.num_blocks
-            return (
-                common
-                | grouped
-                | {
-                    "query_pre_attn_scalar": shape.head_dim,
-                    "sliding_window": 16,
-                    "layer_types": layers[: shape.num_blocks],
-                }
-            )
-        case "mixtral":
-            experts = {"num_local_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
-            return common | grouped | experts | {"intermediate_size": shape.hidden}
-        case "qwen3-moe":
-            return (
-                common
-                | grouped
-                | {
-                    "num_experts": NUM_EXPERTS,
-                    "num_experts_per_tok": 2,
-                    "moe_intermediate_size": shape.hidden,
-                    "norm_topk_prob": True,
-                }
-            )
-        case "gpt2":
-            return {
-                "n_embd": shape.hidden,
-                "n_layer": shape.num_blocks,
-                "n_head": shape.num_heads,
-                "n_inner": shape.mlp,
-                "n_positions": MAX_POSITIONS,
-            }
-        case "mamba":
-            return {
-                "hidden_size": shape.hidden,
-                "num_hidden_layers": shape.num_blocks,
-                "state_size": 16,
-            }
-        case "mamba2":
-            return {
-                "hidden_size": shape.hidden,
-                "num_hidden_layers": shape.num_blocks,
-                "state_size": 16,
-                "head_dim": 16,
-                "num_heads": 2 * shape.hidden // 16,
-                "n_groups": 2,
-                "chunk_size": 16,
-            }
-        case "t5":
-            return {
-                "d_model": shape.hidden,
-                "d_kv": shape.head_dim,
-                "d_ff": shape.mlp,
-                "num_layers": shape.num_blocks,
-                "num_decoder_layers": shape.num_blocks,
-                "num_heads": shape.num_heads,
-                "feed_forward_proj": "gated-gelu",
-            }
-        case "remote-code":
-            name = "modeling_tiny"
-            classes = {
-                "AutoConfig": f"{name}.TinyRemoteConfig",
-                "AutoModelForCausalLM": f"{name}.TinyRemoteForCausalLM",
-            }
-            return common | {"auto_map": classes}
-        case _:
-            return common
+    return shape
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

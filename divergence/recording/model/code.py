@@ -53,18 +53,13 @@ from divergence.run.untrusted.trust import ATTENTION
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FUNCTIONAL", "class_name", "code_notes"]
+__all__ = ["FUNCTIONAL", "code_notes"]
 
 FUNCTIONAL = "torch.nn.functional"
 """Key of the note on torch's own functions, where any were replaced."""
 _MOST_FUNCTIONS = 100
 _PLACEHOLDERS = "transformers.distributed.pipeline_parallel"
 """What stands for the blocks of another stage computes nothing."""
-
-
-def class_name(module: nn.Module) -> str:
-    """Name of a module's class; where torch made a class of its own around it, the inner one's."""
-    return _own_class(type(module)).__name__
 
 
 def code_notes(model: nn.Module) -> dict[str, CodeNote]:

@@ -14,7 +14,7 @@ pattern on site names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from divergence.config import BUILTIN_SITES, expand_sites
@@ -30,8 +30,6 @@ __all__ = ["OPERATORS", "SiteSelection"]
 
 OPERATORS = "ops@"
 """Before a module's path: every operator inside it."""
-
-Wanted = Callable[[str, str, "torch.Tensor"], bool]
 
 
 class SiteSelection:

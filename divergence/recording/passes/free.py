@@ -8,10 +8,7 @@ its output was made there; caches are the own ones, made from those inputs.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +18,7 @@ from divergence.recording.engines.load import LoadedModel
 from divergence.recording.hooks.modules import Anchor, Recorder
 from divergence.recording.options.selection import step_selected
 from divergence.recording.passes.rows import RecordedRows
+from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.fingerprint import digest_tensor
@@ -40,13 +38,9 @@ __all__ = [
     "can_anchor",
     "recorded_inputs",
     "run_pass",
-    "undisturbed",
 ]
 
 Key = tuple[int, int, str]
-
-_SWITCH_S = 0.0003
-"""Some operators of a decode step. Python's own is 5 ms, of which a step has a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +101,7 @@ def run_pass(
     on_group: Callable[[list[int], GroupResult], None] | None = None,
 ) -> None:
     """Run every group once under the recorder's hooks."""
-    with recorder.installed(), undisturbed():
+    with recorder.installed(), quick_thread_switches(), frozen_heap():
         for group in groups:
             members = [samples[number] for number in group]
             first = members[0]
@@ -122,28 +116,6 @@ def run_pass(
             result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
             if on_group is not None:
                 on_group(group, result)
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Python itself keeps out of the model's way while a pass runs.
-
-    Lock: a thread that wants Python's lock waits for this long before it asks for it. An operator
-    that returns while the writer's thread holds the lock would wait longer than it ran.
-    Collector: what is there already, the model above all, is set aside, since records waiting for
-    the writer set the collector off, and it would walk through everything.
-    """
-    before = sys.getswitchinterval()
-    apart = gc.isenabled() and not gc.get_freeze_count()  # else somebody else's affair
-    sys.setswitchinterval(min(before, _SWITCH_S))
-    if apart:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if apart:
-            gc.unfreeze()
-        sys.setswitchinterval(before)
 
 
 def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from divergence.errors import DivergenceError, ModelError, UsageError
-from divergence.run.own_thread import set_device
+from divergence.run.current_device import set_device
 from divergence.run.ranks.mesh import describe_mesh, places_of
 from divergence.run.schema.manifest import Mesh, MeshAxis
 from divergence.run.untrusted.command import quoted

@@ -45,7 +45,6 @@ class Part:
     xxh3: str | None
     dtype: str
     shape: tuple[int, ...]
-    is_sketch: bool = False
 
 
 def parts_of(record: Record) -> list[Part]:
@@ -56,7 +55,7 @@ def parts_of(record: Record) -> list[Part]:
     sketch = record.sketch
     if sketch is not None:
         shape = rows_of(record.shape)[0], sketch.num_projections + 2
-        found.append(Part(sketch.place, sketch.xxh3, "float32", shape, is_sketch=True))
+        found.append(Part(sketch.place, sketch.xxh3, "float32", shape))
     return found
 
 

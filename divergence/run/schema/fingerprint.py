@@ -24,8 +24,6 @@ __all__ = [
     "tensor_bytes",
 ]
 
-_HASH_CHUNK_BYTES = 64 << 20
-
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy; little-endian, row-major."""

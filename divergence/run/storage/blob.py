@@ -13,6 +13,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from divergence.run.process_tuning import release_pages
+
 __all__ = ["Blob", "Buffer", "LocalBlob", "reader"]
 
 Buffer = bytes | memoryview
@@ -135,9 +137,8 @@ class _Map:
     def release(self) -> None:
         """Give all pages back, in one piece: the few that are in use come back at little cost, and
         small neighbours share pages anyway."""
-        given_back = getattr(mmap, "MADV_DONTNEED", None)
-        if self._map is not None and given_back is not None:
-            self._map.madvise(given_back)  # the private map was never written to: nothing is lost
+        if self._map is not None:
+            release_pages(self._map)  # the private map was never written to: nothing is lost
 
     def close(self) -> None:
         self._map = None

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import RunExistsError
+from divergence.run.process_tuning import DirectFiles
 from divergence.run.schema.layout import MANIFEST, TENSORS, is_run_name, records_name
-from divergence.run.storage.direct import DirectFiles
 from divergence.run.storage.shard import write_shard
 
 if TYPE_CHECKING:

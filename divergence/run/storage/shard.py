@@ -23,8 +23,8 @@ import msgspec
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
+from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.storage.blob import Blob, Buffer
-from divergence.run.storage.direct import DIRECT_BYTES, DirectFiles
 from divergence.run.writing.piece import Piece
 
 if TYPE_CHECKING:

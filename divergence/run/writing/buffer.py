@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel
+from divergence.run.process_tuning import release_pages, request_huge_pages, short_copy
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +42,6 @@ MIN_BUFFER_BYTES = 16 << 20
 
 _ALIGNMENT_BYTES = 16  # of the widest element, complex128
 _SHORT_BYTES = 1 << 16
-
-_copy_long = ctypes.memmove  # gives up Python's lock meanwhile
-_copy_short = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
-)
-"""Keeps the lock: for a few KB, giving it up and waiting for it again costs more than the copy."""
 
 
 def buffer_bytes(size: int | str) -> int:
@@ -113,12 +108,13 @@ class Slot:
     ``ready``: waits until a copy under way has arrived, where one is.
     """
 
-    __slots__ = ("_region", "_ring", "address", "begin", "memory", "num_bytes", "ready")
+    __slots__ = ("_copy", "_region", "_ring", "address", "begin", "memory", "num_bytes", "ready")
 
     def __init__(self, ring: Buffer, region: list, num_bytes: int) -> None:
         self.memory, self.begin, self.num_bytes = ring.memory, region[0], num_bytes
         self.address = ring.address + self.begin
         self._ring = ring.tensor
+        self._copy = ring.short_copy if num_bytes < _SHORT_BYTES else ctypes.memmove
         self.ready: Callable[[], object] | None = None
         self._region = region
 
@@ -129,10 +125,7 @@ class Slot:
 
     def fill(self, address: int) -> None:
         """Copy the slot's bytes from host memory at ``address``."""
-        if self.num_bytes < _SHORT_BYTES:
-            _copy_short(self.address, address, self.num_bytes)
-        else:
-            _copy_long(self.address, address, self.num_bytes)
+        self._copy(self.address, address, self.num_bytes)
 
     def bytes(self) -> memoryview:
         """What lies here, complete."""
@@ -162,14 +155,14 @@ class Buffer:
 
         self.limits = limits
         num_bytes = self.num_bytes = limits.ring_bytes
+        self.short_copy = short_copy()
         self._map: mmap.mmap | None = None
         if pinned:
             self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         else:
             # Anonymous and private: no page is taken before it is written to.
             self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._map.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB, not for 4 KiB
+            request_huge_pages(self._map)
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.memory, self.address = memoryview(self.tensor.numpy()), self.tensor.data_ptr()
         self._regions: deque[list] = deque()  # [begin, given back?]
@@ -206,6 +199,5 @@ class Buffer:
 
     def trim(self) -> None:
         """Give the pages of an empty ring back to the system, until they are used again."""
-        if self._map is not None and self.empty and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+        if self._map is not None and self.empty and release_pages(self._map):
             self._touched = 0

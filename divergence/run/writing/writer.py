@@ -23,7 +23,8 @@ import msgspec
 
 from divergence.errors import RunWriteError
 from divergence.numerics.summaries.many import summarize_many
-from divergence.run.own_thread import set_device, without_team
+from divergence.run.current_device import set_device
+from divergence.run.process_tuning import disable_openmp
 from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import PassName, Place, Placement, Record
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
 
 __all__ = ["Item", "RunWriter", "new_run_id"]
 
@@ -264,8 +264,8 @@ class RunWriter:
     # The background thread, from here on.
 
     def _work(self) -> None:
-        without_team()
         try:
+            disable_openmp()
             set_device(self._device)
         except Exception as error:
             self._failure = error

@@ -1,7 +1,7 @@
 """A model that transformers does not know: the custom code of the tiny "remote-code" model.
 
-Never imported from here: tiny.py copies this file into the model folder, and transformers loads it
-from there with ``trust_remote_code=True``. The design is its own on purpose (fused qkv, attention
+Never imported from here: tiny.py copies this file into the model folder; transformers loads it from
+there with ``trust_remote_code=True``. The design is its own on purpose (fused qkv, attention
 and MLP in parallel, squared ReLU, unusual module names), so that nothing may rely on Llama's names.
 """
 

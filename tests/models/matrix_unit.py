@@ -7,7 +7,7 @@ Sci. 7:e330, 2021; Li et al., "FTTN: Feature-Targeted Testing for Numerical Prop
 AMD Matrix Accelerators", CCGrid 2024, arXiv 2403.00232). Inputs of an "fp32" product may keep 10
 bits (TF32) or 7 (bfloat16), cut off or rounded.
 
-For tests and for reading along; no answer about a real machine comes from here.
+No answer about a real machine comes from here.
 """
 
 from __future__ import annotations

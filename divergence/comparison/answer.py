@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from divergence.comparison.results.findings import Finding, Verdict
@@ -54,9 +55,9 @@ def applying(measured: Measured, names: Sequence[str] = ANALYSES) -> list[Analys
     """The analyses that have something to look at in these runs, imported."""
     found = []
     for name in names:
-        if not import_module(f"divergence.analyses.{name}").applies(measured):
+        if not _module_of(name).applies(measured):
             continue
-        module = import_module(f"divergence.analyses.{name}.find")
+        module = _module_of(name, "find")
         found.append(
             Analysis(
                 name=name, find=getattr(module, "find", None),
@@ -69,18 +70,23 @@ def applying(measured: Measured, names: Sequence[str] = ANALYSES) -> list[Analys
 def numbers_of(name: str, measured: Measured) -> Any:
     """What one analysis measures before coverage is accounted for; None where it does not
     apply."""
-    if not import_module(f"divergence.analyses.{name}").applies(measured):
+    if not _module_of(name).applies(measured):
         return None
-    return import_module(f"divergence.analyses.{name}.measure").measure(measured)
+    return _module_of(name, "measure").measure(measured)
 
 
 def limits_used(measured: Measured) -> Shown:
     """What the blocks of two runs use of their limits."""
-    return import_module("divergence.analyses.blocks.find").limits_used(measured)
+    return _module_of("blocks", "find").limits_used(measured)
 
 
 def suites(a: Run, b: Run) -> Callable[..., Report] | None:
     """What compares two runs of operator suites; None where they are not."""
-    if not import_module("divergence.analyses.suite").applies(a, b):
+    if not _module_of("suite").applies(a, b):
         return None
-    return import_module("divergence.analyses.suite.compare").report_on_suites
+    return _module_of("suite", "compare").report_on_suites
+
+
+def _module_of(*names: str) -> ModuleType:
+    """A module of an analysis, by name: the comparison imports none that does not apply."""
+    return import_module(".".join(("divergence.analyses", *names)))

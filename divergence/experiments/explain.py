@@ -28,10 +28,10 @@ from typing import Literal
 import msgspec
 import torch
 
-from divergence.analyses.tokens.deciding import Place, logits_row
 from divergence.analyses.tokens.measure import comparable_places
 from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
+from divergence.comparison.logits_row import Place, logits_row
 from divergence.comparison.result import Explanation, Report, SiteResult, TokenChoice
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of

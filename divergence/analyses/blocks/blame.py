@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from divergence.analyses.blocks.looks import FEW_ROWS, Controls, Place, controls
+from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls
+from divergence.comparison.logits_row import Place
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
 from divergence.comparison.result import SiteResult
 from divergence.numerics.rounding.chance import normal_deviate, spread

@@ -25,19 +25,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from divergence.comparison.logits_row import Place
 from divergence.comparison.results.sites import SiteResult, num_rows
 
 __all__ = [
     "FEW_ROWS",
     "Controls",
     "Look",
-    "Place",
     "controls",
     "looks_of",
 ]
-
-Place = tuple[int, int]
-"""(sample, step)."""
 
 FEW_ROWS = 8
 """With fewer rows the typical row is held to the limits of a single token."""

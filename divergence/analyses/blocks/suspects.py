@@ -20,8 +20,9 @@ from divergence.analyses.blocks.blame import (
     questions,
     usages,
 )
-from divergence.analyses.blocks.looks import FEW_ROWS, Controls, Place
+from divergence.analyses.blocks.looks import FEW_ROWS, Controls
 from divergence.analyses.blocks.units import Unit, flag
+from divergence.comparison.logits_row import Place
 from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.measure.truth_stats import TruthStats, stats_of
 from divergence.comparison.measured import Shown

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from divergence.analyses.tokens.deciding import Place, logits_row
+from divergence.comparison.logits_row import Place, logits_row
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from divergence.analyses.operators.places import is_copy
 from divergence.comparison.calls.graph import Node, maker_of
+from divergence.comparison.calls.places import is_copy
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.call import Operand

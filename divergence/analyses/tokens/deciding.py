@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from divergence.comparison.logits_row import Place, logits_row
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.logits import kl_divergence
 from divergence.run.reader import Run
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-__all__ = ["Distances", "Place", "Spread", "distances_of", "logits_row"]
-
-Place = tuple[int, int]
-"""(sample, step)."""
+__all__ = ["Distances", "Spread", "distances_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +48,6 @@ class Distances:
     floor: Spread | None = None
     side: Literal["reference", "candidate"] | None = None
     num_effective: float = 0.0
-
-
-def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
-    """The logits (V,) that decided this token, if they were recorded."""
-    site = run.manifest.plan.logits_site
-    group = next((g for g in run.manifest.tokens.groups if sample in g), [sample])
-    record = run.find(("free", group[0], step, site)) if site else None
-    if record is None or not run.has_bytes(record):
-        return None
-    tensor = run.read(record)
-    if tensor.ndim != 3 or tensor.shape[0] <= group.index(sample):
-        return None
-    return tensor[group.index(sample), -1]
 
 
 def distances_of(

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.analyses.tokens.deciding import Distances, Place, distances_of, logits_row
+from divergence.analyses.tokens.deciding import Distances, distances_of
 from divergence.analyses.tokens.flips import deviations, judge_by_model, judge_flip, kl_fields
+from divergence.comparison.logits_row import Place, logits_row
 from divergence.comparison.measure.allowed import Allowed, allowed_errors
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult

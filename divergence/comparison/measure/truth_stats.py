@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from divergence.analyses.blocks.looks import Place
+from divergence.comparison.logits_row import Place
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.result import SiteResult
 

@@ -17,7 +17,7 @@ from divergence.analyses.suite.measure import Truths, between, excess, look
 from divergence.errors import IncomparableError, UsageError
 
 _spec = importlib.util.spec_from_file_location(
-    "suite_faulty_compare", Path(__file__).parents[2] / "benchmarks" / "_wrong_operators.py"
+    "suite_faulty_compare", Path(__file__).parents[3] / "benchmarks" / "_wrong_operators.py"
 )
 faulty = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(faulty)
@@ -151,7 +151,7 @@ def test_healthy_machines_are_not_blamed(settings, quick_llm, tmp_path):
     program = "import sys; from divergence import capture; capture(like=sys.argv[1], out='b')"
     subprocess.run(
         [sys.executable, "-c", program, str(run.path)], cwd=tmp_path, check=True,
-        env={**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, **settings, "PYTHONPATH": str(Path(__file__).parents[3])},
     )  # fmt: skip
     report = compare(run, Run.open(tmp_path / "b"), truth=truth)
     assert report.verdict.kind in ("identical", "within_floor")

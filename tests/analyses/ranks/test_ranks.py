@@ -36,7 +36,7 @@ from divergence.run.schema.record import Record
 from divergence.run.writing.item import Item
 from divergence.run.writing.writer import RunWriter
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

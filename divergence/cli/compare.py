@@ -241,10 +241,10 @@ def _check_many(many: bool, *, explain_token: bool, csv: Path | None, reports: P
 
 
 def _show_matrix(matrix: Matrix, *, every: bool, json: bool, quiet: bool, verbose: bool) -> None:
-    from divergence.report.lines import BLANK, heading
+    from divergence.layout.lines import BLANK, heading
+    from divergence.layout.terminal import print_lines
     from divergence.report.matrix import matrix_headline, matrix_lines
     from divergence.report.summary import report_lines
-    from divergence.report.terminal import print_lines
 
     if json:
         show(matrix.to_json(indent=2))
@@ -269,8 +269,8 @@ def show_report(
     report: Report, *, every: bool = False, json: bool = False, quiet: bool = False, verbose: bool
 ) -> None:
     """The report in the form that was asked for."""
+    from divergence.layout.terminal import print_lines
     from divergence.report.summary import report_lines, verdict_lines
-    from divergence.report.terminal import print_lines
 
     if json:
         show(report.to_json(indent=2))

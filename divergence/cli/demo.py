@@ -181,7 +181,7 @@ def _folder(workdir: Path | None, name: str = "demo") -> Path:
 
 
 def _say(text: str) -> None:
-    from divergence.report.terminal import write_text
+    from divergence.layout.terminal import write_text
 
     write_text(text + "\n")
 
@@ -235,8 +235,8 @@ def _localize(
     plan: _Plan, a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bool
 ) -> Any:
     from divergence.experiments.localize import localize
+    from divergence.layout.terminal import print_lines
     from divergence.report.localization import localization_lines
-    from divergence.report.terminal import print_lines
 
     words = ["divergence", "localize", str(a), str(b), "--truth", str(truth), "-o", str(out),
              *plan.code, "--force"]  # fmt: skip

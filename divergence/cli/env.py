@@ -34,10 +34,10 @@ def command(
     """
     import msgspec
 
+    from divergence.layout.terminal import print_lines
     from divergence.recording.machine.environment import collect_environment
     from divergence.report.environment import environment_lines
     from divergence.report.machine import strict_json
-    from divergence.report.terminal import print_lines
 
     environment = collect_environment(device)
     if json:

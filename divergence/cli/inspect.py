@@ -47,9 +47,9 @@ def command(
     import msgspec
 
     from divergence.analyses.precision.audit import audit_runs
+    from divergence.layout.terminal import print_lines
     from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
     from divergence.report.machine import strict_json
-    from divergence.report.terminal import print_lines
     from divergence.run.reader import Run
     from divergence.run.schema.contents import parts_of, why_no_bytes
 

@@ -100,8 +100,8 @@ def command(
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")
     from divergence.experiments.localize import localize
+    from divergence.layout.terminal import print_lines
     from divergence.report.localization import localization_lines
-    from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         result = localize(

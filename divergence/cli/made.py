@@ -13,9 +13,9 @@ __all__ = ["show_copy", "show_plan", "show_run"]
 def show_plan(plan: Any, *, json: bool) -> None:
     import msgspec
 
+    from divergence.layout.terminal import print_lines
     from divergence.report.capturing import plan_lines
     from divergence.report.machine import strict_json
-    from divergence.report.terminal import print_lines
 
     built = msgspec.to_builtins(plan)
     if json:
@@ -27,8 +27,8 @@ def show_plan(plan: Any, *, json: bool) -> None:
 def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
     if run.manifest.mesh is not None and os.environ.get("RANK", "0") != "0":
         return  # the first rank speaks for all
+    from divergence.layout.terminal import print_lines
     from divergence.report.capturing import captured_lines
-    from divergence.report.terminal import print_lines
 
     if json or quiet:
         _show_briefly(run, json=json)
@@ -37,8 +37,8 @@ def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
 
 
 def show_copy(what: str, run: Any, *, json: bool, quiet: bool) -> None:
+    from divergence.layout.terminal import print_lines
     from divergence.report.capturing import copied_lines
-    from divergence.report.terminal import print_lines
 
     if json or quiet:
         _show_briefly(run, json=json)

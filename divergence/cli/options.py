@@ -267,6 +267,6 @@ def settings(section: str) -> Any:
 
 def show(text: str) -> None:
     """One answer in text form, to stdout."""
-    from divergence.report.terminal import write_text
+    from divergence.layout.terminal import write_text
 
     write_text(printable_lines(text.removesuffix("\n")) + "\n")

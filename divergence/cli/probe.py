@@ -91,9 +91,9 @@ def command(
     import msgspec
 
     from divergence.arithmetic.api import probe as call
+    from divergence.layout.terminal import print_lines
     from divergence.report.arithmetic import probed_lines
     from divergence.report.machine import strict_json
-    from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         run = call(out=out, progress=progress, **values)

@@ -98,10 +98,10 @@ def command(
 
     import msgspec
 
+    from divergence.layout.terminal import print_lines
     from divergence.ops.repro import repro as call
     from divergence.report.machine import strict_json
     from divergence.report.reproducing import reproducer_lines
-    from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         made = call(

@@ -55,9 +55,9 @@ def command(
     what each step saw: no host name, no user, no path.
     """
     from divergence.experiments.selftest import selftest
+    from divergence.layout.terminal import print_lines
     from divergence.recording.machine.environment import resolve_device
     from divergence.report.selftest import answer_lines, selftest_lines
-    from divergence.report.terminal import print_lines
 
     name = resolve_device(device)
     file = out or Path(f"selftest-{name.replace(':', '-')}.json")

@@ -101,8 +101,8 @@ def command(
     """
     from divergence.experiments.sensitivity import sensitivity
     from divergence.gate.loading import load_policy
+    from divergence.layout.terminal import print_lines
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
-    from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         result = sensitivity(

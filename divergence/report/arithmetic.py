@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count
+from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
+from divergence.layout.numbers import count
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
 from divergence.run.untrusted.command import command_line

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from divergence.report.lines import Line, prose
-from divergence.report.numbers import shape_text
+from divergence.layout.lines import Line, prose
+from divergence.layout.numbers import shape_text
 from divergence.run.schema.call import Call, Operand, operand_indices
 
 __all__ = ["call_lines"]

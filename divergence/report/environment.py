@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from divergence.report.lines import Line, columns, heading, prose
-from divergence.report.numbers import count
+from divergence.layout.lines import Line, columns, heading, prose
+from divergence.layout.numbers import count
 from divergence.run.schema.manifest import Environment, Repeatability, Settings, Switch
 
 __all__ = ["environment_lines", "fallback_lines", "repeat_lines", "switch_lines"]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from divergence.analyses.precision.show import audit_lines
 from divergence.comparison.result import AuditResult
 from divergence.errors import UsageError
+from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
+from divergence.layout.numbers import count, shape_text, size
 from divergence.report.arithmetic import arithmetic_lines
-from divergence.report.audit import audit_lines
 from divergence.report.calls import call_lines
 from divergence.report.environment import (
     environment_lines,
@@ -20,8 +22,6 @@ from divergence.report.environment import (
     repeat_lines,
     switch_lines,
 )
-from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count, shape_text, size
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record, Summary
 from divergence.run.schema.site import compile_patterns, natural_key, near_names

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from divergence.analyses.operators.show import show as operator_lines
 from divergence.comparison.result import CausalCheck
 from divergence.experiments.localization import Level, Localization
-from divergence.report.lines import BLANK, Line, heading, line, prose
-from divergence.report.numbers import times
-from divergence.report.operators import operator_lines
+from divergence.layout.lines import BLANK, Line, heading, line, prose
+from divergence.layout.numbers import times
 
 __all__ = ["localization_lines"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from divergence.report.lines import BLANK, Line, line, prose
-from divergence.report.numbers import count
+from divergence.layout.lines import BLANK, Line, line, prose
+from divergence.layout.numbers import count
 from divergence.report.summary import VERDICT_STYLES, report_lines
 
 __all__ = ["blessing_lines", "check_lines"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.report.lines import BLANK, Line, heading, line, prose
+from divergence.layout.lines import BLANK, Line, heading, line, prose
 from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["reproducer_lines"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from divergence.experiments.selftest_result import Selftest
+from divergence.layout.lines import BLANK, Line, heading, prose
 from divergence.report.environment import environment_lines, switch_lines
-from divergence.report.lines import BLANK, Line, heading, prose
 
 __all__ = ["answer_lines", "selftest_lines"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from divergence.experiments.sensitivity_result import FaultSize, Sensitivity
-from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count, share
+from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
+from divergence.layout.numbers import count, share
 
 __all__ = ["answer_lines", "sensitivity_lines"]
 

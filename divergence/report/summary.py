@@ -13,18 +13,11 @@ from divergence.comparison.result import (
     PreflightLine,
     Report,
     RunSummary,
-    SiteResult,
     Verdict,
 )
-from divergence.report.audit import audit_lines
-from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count
-from divergence.report.operators import operator_lines
-from divergence.report.prompts import prompt_lines
-from divergence.report.replicas import replica_lines
-from divergence.report.suite import suite_lines
-from divergence.report.table import table_lines
-from divergence.report.tokens import logits_lines, token_lines
+from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
+from divergence.layout.numbers import count
+from divergence.report.analyses import shown_by_analyses
 
 __all__ = ["VERDICT_STYLES", "report_lines", "verdict_lines"]
 
@@ -43,7 +36,6 @@ MAX_UNMATCHED = 12
 
 def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = False) -> list[Line]:
     """The whole report. ``all_sites``: nothing is elided; ``verbose``: also what was the same."""
-    same_bits = report.verdict.kind == "identical" and not all_sites
     return [
         *verdict_lines(report),
         BLANK,
@@ -51,15 +43,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         BLANK,
         *_evidence_lines(report.verdict, verbose=verbose),
         *_preflight_lines(report.preflight, verbose=verbose),
-        *token_lines(report.tokens),
-        *prompt_lines(report, all_sites=all_sites),
-        *_nonfinite_lines(report.sites, all_sites=all_sites),
-        *([] if same_bits or report.suite else table_lines(report, all_sites=all_sites)),
-        *suite_lines(report, all_sites=all_sites),
-        *operator_lines(report, all_sites=all_sites),
-        *audit_lines(report.audit, all_sites=all_sites),
-        *logits_lines(report.sites),
-        *replica_lines(report.replicas),
+        *shown_by_analyses(report, all_sites=all_sites),
         *_coverage_lines(report, all_sites=all_sites, verbose=verbose),
         *_note_lines(report.notes),
         *_next_lines(report.verdict.next),
@@ -165,32 +149,6 @@ def _preflight_lines(preflight: list[PreflightLine], *, verbose: bool) -> list[L
             lines.append(prose(f"  {word:<8}{item.check}: ", both, style=style, width=10))
             if item.detail:
                 lines.append(prose(" " * 10, item.detail, width=10))
-    return [*lines, BLANK]
-
-
-def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
-    found = [site for site in sites if site.nonfinite is not None and site.nonfinite.total]
-    if not found:
-        return []
-    found.sort(key=lambda site: (site.sample, site.step, site.order, site.pass_))
-    shown = found if all_sites else found[:5]
-    lines = [heading("non-finite values", f"at {count(len(found), 'site')}; in order:")]
-    rows = [("site", "pass", "step", "reference nan/inf", "candidate nan/inf")]
-    for site in shown:
-        n = site.nonfinite
-        assert n is not None
-        rows.append(
-            (
-                site.site,
-                site.pass_,
-                str(site.step),
-                f"{n.reference_nan:,}/{n.reference_inf:,}",
-                f"{n.candidate_nan:,}/{n.candidate_inf:,}",
-            )
-        )
-    lines += columns(rows, widest=42)
-    if len(shown) < len(found):
-        lines.append(line((f"  … {len(found) - len(shown)} more (--all lists them)", "dim")))
     return [*lines, BLANK]
 
 

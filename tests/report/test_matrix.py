@@ -10,9 +10,9 @@ import pytest
 
 from divergence.comparison.result import Onset
 from divergence.fleet.result import Camp, CrossCheck, Matrix, MatrixRow
-from divergence.report.lines import MAX_WIDTH
+from divergence.layout.lines import MAX_WIDTH
+from divergence.layout.terminal import print_lines
 from divergence.report.matrix import MAX_ROWS, matrix_headline, matrix_lines
-from divergence.report.terminal import print_lines
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "matrix.txt"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from divergence.experiments.sensitivity_result import Confirmation, FaultSize, Sensitivity
-from divergence.report.numbers import share
+from divergence.layout.numbers import share
 from divergence.report.sensitivity import answer_lines, sensitivity_lines
 
 _spec = importlib.util.spec_from_file_location(

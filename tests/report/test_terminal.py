@@ -14,10 +14,10 @@ import pytest
 from divergence.comparison.result import Coverage, Evidence, Skipped
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
-from divergence.report.lines import MAX_WIDTH, fold, line, prose
+from divergence.layout.lines import MAX_WIDTH, fold, line, prose
+from divergence.layout.terminal import print_lines, write_text
 from divergence.report.outcome import check_lines
 from divergence.report.summary import report_lines, verdict_lines
-from divergence.report.terminal import print_lines, write_text
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -206,7 +206,7 @@ def test_an_ascii_stream_gets_ascii():
 def test_a_closed_pipe_is_no_failure(tmp_path):
     """`divergence compare | head` ends with the command's own exit code."""
     code = (
-        "from divergence.report.terminal import write_text\n"
+        "from divergence.layout.terminal import write_text\n"
         "for _ in range(9999): write_text('x' * 99)\n"
         "raise SystemExit(7)"
     )

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from divergence.comparison.result import (
     Explanation,
-    SiteResult,
+    Report,
     TokenChoice,
     TokenDifference,
     TokensResult,
 )
-from divergence.report.lines import BLANK, Line, columns, heading, prose
-from divergence.report.numbers import count, decimal, fixed, times
+from divergence.layout.lines import BLANK, Line, columns, heading, prose
+from divergence.layout.numbers import count, decimal, fixed, times
 
-__all__ = ["logits_lines", "token_lines"]
+__all__ = ["show"]
 
 
-def token_lines(tokens: TokensResult | None) -> list[Line]:
+def show(report: Report, *, all_sites: bool = False) -> list[Line]:
+    """How many of the tokens are equal, and the differences with their margins."""
+    tokens = report.tokens
     if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
         return []
     how = (
@@ -222,45 +224,3 @@ def _tops(
 def _token(choice: TokenChoice) -> str:
     """``' the' (262)``: quoted, so that spaces and newlines are seen."""
     return f"#{choice.id}" if choice.text is None else f"{choice.text!r} #{choice.id}"
-
-
-def logits_lines(sites: list[SiteResult]) -> list[Line]:
-    """Distributions, worst over the steps of each phase and pass."""
-    rows = []
-    for pass_ in ("anchored", "free"):
-        for phase in ("prefill", "decode"):
-            group = [
-                site.logits
-                for site in sites
-                if site.logits is not None
-                and site.pass_ == pass_
-                and (site.step == 0) == (phase == "prefill")
-            ]
-            if group:
-                rows.append(
-                    (
-                        f"{phase}, {pass_}",
-                        decimal(max(item.kl_mean for item in group)),
-                        decimal(max(item.kl_max for item in group)),
-                        f"{100 * min(item.top1_agreement for item in group):.4g}%",
-                        f"{100 * min(item.top5_overlap for item in group):.4g}%",
-                        fixed(min(item.margin_min for item in group)),
-                        decimal(max(item.chosen_logprob_diff_max for item in group)),
-                    )
-                )
-    if not rows:
-        return []
-    titles = (
-        "pass",
-        "KL mean",
-        "KL max",
-        "same top 1",
-        "same top 5",
-        "least margin",
-        "chosen Δlogp",
-    )
-    return [
-        heading("logits", "KL in nats from reference to candidate; the worst of all steps"),
-        *columns([titles, *rows]),
-        BLANK,
-    ]

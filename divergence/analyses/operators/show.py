@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from divergence.comparison.result import OperatorResult, OperatorsResult, Report
-from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
-from divergence.report.numbers import count, decimal, share, times
+from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
+from divergence.layout.numbers import count, decimal, share, times
 
-__all__ = ["operator_lines"]
+__all__ = ["show"]
 
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
 _WORDS = {"fine": "", "unjudged": "-", "differs": "differs"}
 
 
-def operator_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
+def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     """The section, or nothing where no operator was recorded."""
     operators = report.operators
     if operators is None:

@@ -5,10 +5,10 @@ So that "prompt 2 alone is off" is on the first screen. Nothing for a single pro
 
 from __future__ import annotations
 
+from divergence.analyses.blocks.tables.rows import main_pass
 from divergence.comparison.result import Report, SiteResult
-from divergence.report.blocks import main_pass
-from divergence.report.lines import BLANK, Line, columns, heading, line
-from divergence.report.numbers import count
+from divergence.layout.lines import BLANK, Line, columns, heading, line
+from divergence.layout.numbers import count
 
 __all__ = ["prompt_lines"]
 

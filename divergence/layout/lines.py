@@ -1,6 +1,6 @@
 """Lines of text with styles, before anything decides how to print them.
 
-A report is composed as plain data and printed by report.terminal, so that the
+A report is composed as plain data and printed by layout.terminal, so that the
 text is the same coloured or not, in a terminal or in a file. Styles are Rich
 style names; text is never read as markup.
 """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from divergence.comparison.result import Report, SiteResult
-from divergence.report.blocks import (
+from divergence.analyses.blocks.tables.rows import (
     Elision,
     Row,
     elide,
@@ -14,8 +13,9 @@ from divergence.report.blocks import (
     phase_rows,
     phases,
 )
-from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
-from divergence.report.numbers import (
+from divergence.comparison.result import Report, SiteResult
+from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
+from divergence.layout.numbers import (
     RATIO_DECADES,
     REL_L2_DECADES,
     bar,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from divergence.analyses.precision.show import audit_lines
 from divergence.comparison.result import AuditedPlace, AuditFinding, AuditResult, AuditRow
-from divergence.report.audit import audit_lines
 
 PLACE = AuditedPlace(
     part="softmax",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from divergence.comparison.result import AuditedPlace, AuditResult, AuditRow
-from divergence.report.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
-from divergence.report.numbers import count
+from divergence.comparison.result import AuditedPlace, AuditResult, AuditRow, Report
+from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
+from divergence.layout.numbers import count
 
-__all__ = ["audit_lines"]
+__all__ = ["audit_lines", "show"]
 
 _PART, _SIDE = 18, 19
+
+
+def show(report: Report, *, all_sites: bool = False) -> list[Line]:
+    """The audit of both sides."""
+    return audit_lines(report.audit, all_sites=all_sites)
 
 
 def audit_lines(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.result import ReplicaCheck, ReplicaDiff
-from divergence.report.lines import BLANK, Line, heading, prose
+from divergence.comparison.result import ReplicaDiff, Report
+from divergence.layout.lines import BLANK, Line, heading, prose
 
-__all__ = ["replica_lines"]
+__all__ = ["show"]
 
 
-def replica_lines(checks: Sequence[ReplicaCheck]) -> list[Line]:
+def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     """Nothing where each run was made by one process."""
+    checks = report.replicas
     if not checks:
         return []
     lines = [heading("ranks", "tensors that several of a run's ranks computed alike")]

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from divergence.report.lines import cut
-from divergence.report.numbers import bar, count, decimal, fixed, size, times
+from divergence.layout.lines import cut
+from divergence.layout.numbers import bar, count, decimal, fixed, size, times
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable
 from typing import TextIO
 
+from divergence.layout.lines import MAX_WIDTH, Line, Span, fold
 from divergence.printable import printable
-from divergence.report.lines import MAX_WIDTH, Line, Span, fold
 
 __all__ = ["print_lines", "write_text"]
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from divergence.comparison.result import Report, SuiteCase, SuiteOperator, SuiteSide
-from divergence.report.lines import BLANK, Line, columns, heading, line, prose
-from divergence.report.numbers import count, decimal, share, times
+from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
+from divergence.layout.numbers import count, decimal, share, times
 
-__all__ = ["suite_lines"]
+__all__ = ["show"]
 
 _STYLES = {"wrong": "bold red", "flushed": "yellow", "ties": "yellow"}
 _PREFIX = "suite."
 
 
-def suite_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
+def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     """The table of operators; with ``all_sites`` the one of all results."""
     suite = report.suite
     if suite is None:

@@ -39,6 +39,7 @@ LEVELS = {
     "printable": 0,
     "numerics": 1,
     "run": 2,
+    "options": 2,  # what each command may be told: types alone
     "config": 2,  # may be imported by all above; itself names sites
     "recording": 3,
     "ops": 3,

@@ -15,10 +15,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from divergence.cli.options import Quiet, Verbose
 from divergence.errors import FaultError, RunError
+from divergence.options.option import Option
+from divergence.options.shared import Quiet, Verbose
 from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["EPILOG", "OTHER_KERNELS", "command"]
@@ -46,10 +45,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog. Rounding error is the dif
 
 def command(
     workdir: Annotated[
-        Path | None,
-        typer.Option(
-            "--workdir", metavar="DIR", help="Where model and runs go. Default: the user's cache."
-        ),
+        Path | None, Option("--workdir DIR", "Where model and runs go. Default: the user's cache.")
     ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,

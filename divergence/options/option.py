@@ -35,6 +35,7 @@ __all__ = [
     "Options",
     "command_options",
     "fields_of",
+    "kinds_of",
     "parted",
     "recorded_in",
     "text_type",
@@ -112,18 +113,9 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         return self.options[0]
 
     @property
-    def kinds(self) -> tuple[Any, ...]:
-        """The members of the type, without None."""
-        return kinds_of(self.type)
-
-    @property
     def text_type(self) -> Any:
         """What its words on a command line or in a file are read as."""
         return text_type(self.type)
-
-    @property
-    def optional(self) -> bool:
-        return type(None) in get_args(self.type)
 
     def is_given(self, value: Any) -> bool:
         """Does a value of this option ask for anything? An empty list does not, nor False for what
@@ -180,13 +172,13 @@ def recorded_in(options: Options, part: str, kind: type[Options]) -> dict[str, A
 
 
 def command_options(kind: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of options as the keywords of ``run.untrusted.command``: ``no_batch=True`` for
-    ``batch=False``, and ``plant`` for the ``plants``."""
+    """Values of options, in their order, as the keywords of ``run.untrusted.command``:
+    ``no_batch=True`` for ``batch=False``, and ``plant`` for the ``plants``."""
+    fields = {field.name: field for field in fields_of(kind)}
     found: dict[str, Any] = {}
-    for field in fields_of(kind):
-        value = values.get(field.name)
+    for name, value in values.items():
         if isinstance(value, bool):
-            found |= {one.word: True for one in field.options if one.turns_on == value}
-        elif value is not None:
-            found[field.option.word] = value
+            found |= {one.word: True for one in fields[name].options if one.turns_on == value}
+        else:
+            found[fields[name].option.word] = value
     return found

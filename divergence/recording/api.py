@@ -74,7 +74,7 @@ def capture(
     weights: bool = False,
     store: str | None = None,
     only_changed: bool = False,
-    substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
+    substitutes: Mapping[str, str | Path | Run | Substitute] | Sequence[str] | None = None,
     probe: bool = True,
     buffer: int | str = "512MiB",
     plants: Sequence[str | Plant] = (),

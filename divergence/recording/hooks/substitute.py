@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
 from divergence.run.reader import Run
-from divergence.run.schema.site import is_operator_site, near_names
+from divergence.run.schema.site import is_operator_site, near_names, one_or_more
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def parse_substitutes(
     RunFormatError for an unreadable run.
     """
     found: dict[str, Substitute] = {}
-    named = given if isinstance(given, Mapping) else dict(map(_parted, given))
+    named = given if isinstance(given, Mapping) else dict(map(_parted, one_or_more(given)))
     for site, source in named.items():
         if not is_operator_site(site) or ":out" not in site:
             raise UsageError(

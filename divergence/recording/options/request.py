@@ -191,14 +191,13 @@ def _like(run: Run, model: str | None, options: CaptureOptions, decided: dict[st
     }
     used = {"model": choose("model", model, identity.source, recorded_source)}
     for field in fields_of(CaptureOptions):
-        if field.option.recorded is not None:
-            value = getattr(options, field.name)
+        name, place = field.name, field.option.recorded
+        if place is not None:
+            value = getattr(options, name)
             value = list(value) if isinstance(value, tuple) else value
-            found, allowed = special.get(
-                field.name, (attrgetter(field.option.recorded)(recorded), None)
-            )
             given = None if value in (field.default, []) else value
-            used[field.name] = choose(field.name, given, found, allowed)
+            found, allowed = special.get(name) or (attrgetter(place)(recorded), None)
+            used[name] = choose(name, given, found, allowed)
     used["attn_implementation"] = used["attn_implementation"] or "eager"
     decided |= {"like": run, "named": model is not None, "prompts": [], "overrides": overrides}
     return _request(options, **decided, **used)

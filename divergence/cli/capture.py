@@ -111,17 +111,18 @@ def command(
     if force:
         values["force"] = True
 
-    if dry_run:
-        from divergence.recording.api import plan_capture as call
-    else:
-        from divergence.recording.api import capture as call
+    from divergence.recording.api import capture, plan_capture
 
+    source = model if like is None else model_copy
     with progress_bars(quiet=quiet or json) as progress:
-        result = call(model if like is None else model_copy, progress=progress, **values)
+        if dry_run:
+            plan = plan_capture(source, progress=progress, **values)
+        else:
+            run = capture(source, progress=progress, **values)
     if dry_run:
-        show_plan(result, json=json)
+        show_plan(plan, json=json)
     else:
-        show_run(result, like=like, json=json, quiet=quiet)
+        show_run(run, like=like, json=json, quiet=quiet)
 
 
 def _refuse_repeating(options: dict[str, Any]) -> None:

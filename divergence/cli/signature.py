@@ -28,7 +28,8 @@ from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["typer_command"]
 
-_Parameters = list[tuple[Option | None, inspect.Parameter]]
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_Parameter = tuple[Option, inspect.Parameter]
 
 
 def typer_command(function: Callable[..., None]) -> Callable[..., None]:
@@ -36,7 +37,7 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
     command line as it was given, for the manifest."""
     hints = typing.get_type_hints(function, include_extras=True)
     structs: dict[str, type[Options]] = {}
-    parameters: _Parameters = []
+    parameters: list[_Parameter] = []
     defaults: dict[str, Any] = {}
     for own in inspect.signature(function).parameters.values():
         type_, said = parted(hints[own.name])
@@ -71,10 +72,7 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
-
-
-def _spread(kind: type[Options]) -> _Parameters:
+def _spread(kind: type[Options]) -> list[_Parameter]:
     """A parameter for each way in which an option is written. Where help tells the default in
     words, or a setting may stand behind it, typer is told of none."""
     found = []
@@ -87,31 +85,30 @@ def _spread(kind: type[Options]) -> _Parameters:
     return found
 
 
-def _parameter(
-    name: str, type_: Any, default: Any, option: Option
-) -> tuple[Option, inspect.Parameter]:
-    kind = text_type(type_)
+def _parameter(name: str, type_: Any, default: Any, option: Option) -> _Parameter:
+    read_as: Any = text_type(type_)
     if option.choices:
-        kind = enum.StrEnum(name, {choice: choice for choice in option.choices})
+        make_enum: Any = enum.Enum
+        read_as = make_enum(name, {choice: choice for choice in option.choices})
     said: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.panel is not None:
         said["rich_help_panel"] = option.panel
     if option.minimum is not None:
         said["min"] = option.minimum
-    if kind is bool:
+    if read_as is bool:
         default = False
     elif default in (None, ()):
-        default, kind, said["show_default"] = None, kind | None, False
-    make = typer.Option if option.names else typer.Argument
-    annotation = Annotated[kind, make(*option.names, **said)]
+        default, read_as, said["show_default"] = None, read_as | None, False
+    make: Any = typer.Option if option.names else typer.Argument
+    annotation: Any = Annotated[read_as, make(*option.names, **said)]
     return option, inspect.Parameter(name, _KEYWORD, annotation=annotation, default=default)
 
 
-def _in_order(parameters: _Parameters) -> list[inspect.Parameter]:
+def _in_order(parameters: list[_Parameter]) -> list[inspect.Parameter]:
     """As help shows them: an option that is to follow another one stands behind it."""
-    found = [parameter for option, parameter in parameters if not (option and option.after)]
+    found = [parameter for option, parameter in parameters if option.after is None]
     for option, parameter in parameters:
-        if option and option.after:
+        if option.after is not None:
             names = [one.name for one in found]
             found.insert(names.index(option.after) + 1, parameter)
     return found

@@ -9,6 +9,7 @@ from typing import Annotated
 from divergence.options.option import Option
 
 __all__ = [
+    "COPY",
     "DEVICE",
     "LIMITS",
     "MODEL",
@@ -38,6 +39,7 @@ REPEATING, OUTPUT = "Repeating a run", "Output"
 
 DEVICE = Option("--device DEVICE", "auto, cpu, cuda:0, npu:0, xpu, mps.")
 TRUST = Option("--trust-remote-code", "Run code that comes with the model.")
+COPY = Option("--model PATH", "Where this machine has the model.")
 LIMITS = Option("--policy FILE", "Take the thresholds table of a policy: multiples of the floor.")
 
 Device = Annotated[str, DEVICE]
@@ -66,7 +68,7 @@ NameMap = Annotated[
         setting=True,
     ),
 ]
-Model = Annotated[str | Path | None, Option("--model PATH", "Where this machine has the model.")]
+Model = Annotated[str | None, COPY]
 ModelOfWeights = Annotated[
     str | None,
     Option(

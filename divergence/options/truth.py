@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from divergence.options.option import Option, Options
-from divergence.options.shared import OUTPUT, Model, TrustRemoteCode
+from divergence.options.shared import COPY, OUTPUT, TrustRemoteCode
 
 __all__ = ["TruthOptions"]
 
 
 class TruthOptions(Options, frozen=True, kw_only=True):
-    model: Model = None
+    model: Annotated[str | Path | None, COPY] = None
     sites: Annotated[
         Sequence[str],
         Option(

@@ -1,6 +1,6 @@
 """Who may import whom: the drawing in the architecture, enforced.
 
-    errors <- numerics <- run <- {recording, ops, arithmetic, comparison} <- experiments
+    errors <- numerics <- {run, options} <- {recording, ops, arithmetic, comparison} <- experiments
     <- report <- cli
 
 Every import counts, at module level or inside a function, and under TYPE_CHECKING too.

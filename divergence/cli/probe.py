@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from divergence.cli.options import show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
-from divergence.options.option import Option
-from divergence.options.shared import OUTPUT, Device, Force, Json, Label, Out, Quiet, Verbose
+from divergence.options.probe import ProbeOptions
+from divergence.options.shared import Force, Json, Out, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -31,25 +30,7 @@ Each order of additions is proven by replaying it bit by bit, or marked unverifi
 def command(
     *,
     out: Out = None,
-    device: Device = "auto",
-    quick: Annotated[bool, Option("--quick", "The short form, as every capture makes it.")] = False,
-    terms: Annotated[
-        list[int] | None,
-        Option(
-            "--terms N",
-            "Length of the sums whose order is looked for, a power of two up to 4096; "
-            "repeatable. Default: 64, 1024 and 4096; with --quick 512.",
-        ),
-    ] = None,
-    no_deterministic: Annotated[
-        bool,
-        Option(
-            "--no-deterministic",
-            "Probe the machine as it stands; else under the switches that a capture sets.",
-        ),
-    ] = False,
-    svg: Annotated[Path | None, Option("--svg DIR", "Draw each tree there.", OUTPUT)] = None,
-    label: Label = None,
+    options: Annotated[dict[str, Any], ProbeOptions],
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -72,11 +53,7 @@ def command(
     from divergence.report.terminal import print_lines
 
     with progress_bars(quiet=quiet or json) as progress:
-        run = call(
-            out=out, device=device, quick=quick, terms=terms or (),
-            deterministic=not no_deterministic, svg=svg, label=label, force=force,
-            command=command, progress=progress,
-        )  # fmt: skip
+        run = call(out=out, force=force, command=command, progress=progress, **options)
     if json:
         manifest = msgspec.to_builtins(run.manifest)
         show(strict_json({"schema_version": 1, "path": str(run.path), "manifest": manifest}))

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from divergence.cli.made import show_run
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
 from divergence.options.option import Option
-from divergence.options.shared import (
-    Force,
-    Json,
-    Label,
-    ModelOfWeights,
-    Operators,
-    Quiet,
-    TrustRemoteCode,
-    Verbose,
-)
+from divergence.options.replay import ReplayOptions
+from divergence.options.shared import Force, Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -43,26 +35,7 @@ def command(
     out: Annotated[
         str | None, Option("--out -o RUN2", "Directory, archive or URL; needed.")
     ] = None,
-    site: Annotated[
-        list[str] | None,
-        Option("--site SITE", "An operator's site, a glob or re:REGEX; repeatable. Default: all."),
-    ] = None,
-    device: Annotated[
-        str,
-        Option("--device DEVICE", "auto, cpu, cuda:0, npu:0, xpu, mps. auto is cpu with --truth."),
-    ] = "auto",
-    truth: Annotated[bool, Option("--truth", "Compute in float64: makes a truth.")] = False,
-    model: ModelOfWeights = None,
-    replayed_pass: Annotated[
-        str | None,
-        Option(
-            "--pass PASS",
-            "free, anchored or escalated. Default: anchored where it holds operators.",
-        ),
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    operators: Operators = (),
-    label: Label = None,
+    options: Annotated[dict[str, Any], ReplayOptions],
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -80,9 +53,5 @@ def command(
     from divergence.ops.replay import replay as call
 
     with progress_bars(quiet=quiet or json) as progress:
-        result = call(
-            run, out=out, sites=site or (), device=device, model=model, truth=truth,
-            replayed_pass=replayed_pass, trust_remote_code=trust_remote_code, operators=operators,
-            label=label, force=force, command=command, progress=progress,
-        )  # fmt: skip
+        result = call(run, out=out, force=force, command=command, progress=progress, **options)
     show_run(result, like=run, json=json, quiet=quiet)

@@ -12,11 +12,13 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from divergence.arithmetic.api import probe
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.comparison.fleet.many import compare_many
 from divergence.comparison.gate.check import check
 from divergence.config import load_settings
+from divergence.ops.replay import replay
 from divergence.options.capture import CaptureOptions
 from divergence.options.compare import CheckOptions, CompareOptions
 from divergence.options.option import (
@@ -26,12 +28,16 @@ from divergence.options.option import (
     kinds_of,
     recorded_in,
 )
+from divergence.options.probe import ProbeOptions
+from divergence.options.replay import ReplayOptions
 from divergence.options.shared import Json, Verbose
 from divergence.options.truth import TruthOptions
 from divergence.recording.api import capture, truth
 from divergence.run.schema.manifest import Manifest
 
-KINDS = [CaptureOptions, TruthOptions, CompareOptions, CheckOptions]
+KINDS = [
+    CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions, ProbeOptions,
+]  # fmt: skip
 
 
 class Mine(CaptureOptions, frozen=True, kw_only=True):
@@ -101,6 +107,8 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
     [
         (capture, CaptureOptions, "model out like force command progress prepare"),
         (truth, TruthOptions, "run out force command progress"),
+        (replay, ReplayOptions, "run out force command progress"),
+        (probe, ProbeOptions, "out force command progress"),
         (compare, CompareOptions, "reference candidate thresholds progress"),
         (
             compare_many,

@@ -76,6 +76,7 @@ class Captured:
     """divergence's own free pass over a model that is loaded already. ``way``: SITES[:STORE]."""
 
     def __init__(self, model: Any, ids: Any, new: int, way: str, *, buffer: str = "512MiB") -> None:
+        from divergence.options.capture import CaptureOptions
         from divergence.recording.execution import Execution, Pass
         from divergence.recording.machine.determinism import Determinism
         from divergence.recording.options.request import resolve_request
@@ -84,13 +85,12 @@ class Captured:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompt.jsonl"
             file.write_text(json.dumps({"input_ids": ids[0].tolist()}) + "\n")
-            request = resolve_request(
-                "benchmark", like=None, task="causal-lm", revision=None, dtype=None, device="cpu",
-                device_map=None, attn_implementation=None, trust_remote_code=False, prompts=(),
-                prompts_file=file, chat=False, batch=False, max_new_tokens=new, sites=(sites,),
-                steps=None, positions=None, deterministic=False, seed=0, repeat=1, anchor=False,
-                plants=(), label=None, store=store or None, buffer=buffer,
+            options = CaptureOptions(
+                task="causal-lm", device="cpu", prompts_file=file, batch=False,
+                max_new_tokens=new, sites=(sites,), deterministic=False, anchor=False,
+                store=store or None, buffer=buffer, probe=False,
             )  # fmt: skip
+            request = resolve_request("benchmark", like=None, options=options)
         execution = Execution(request, loaded_model(model), "cpu", Determinism(), lambda *_: None)
         plan = execution._plan([Pass("free")])
         self._execution, self.manifest = execution, execution._manifest(plan, None)

@@ -13,7 +13,8 @@ the default of the command. The settings file is ``DIVERGENCE_CONFIG`` or else
 
 ``DIVERGENCE_PROCESS_TUNING=0`` is a variable alone: see run/process_tuning.py.
 
-All TOML is decoded strictly: an unknown key or a wrong type is refused with the
+Which options have a setting is said where the option is declared (``divergence.options``), and
+nowhere else. All TOML is decoded strictly: an unknown key or a wrong type is refused with the
 file, the key path and the nearest right name. Nothing that executes foreign code
 (``trust_remote_code``, a kernel of the hub as attention) can be set here.
 
@@ -34,16 +35,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from divergence.errors import ConfigError
+from divergence.options.capture import CaptureOptions
+from divergence.options.compare import CheckOptions, CompareOptions
+from divergence.options.option import Field, Options, fields_of
 from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
 from divergence.run.schema.site import near_names
 from divergence.run.untrusted.trust import ATTENTION
 
 __all__ = [
     "BUILTIN_SITES",
-    "CaptureSettings",
-    "CheckSettings",
-    "CompareSettings",
-    "Settings",
+    "SECTIONS",
     "SitesPreset",
     "config_names",
     "decode",
@@ -52,6 +53,7 @@ __all__ = [
     "ignored_variables",
     "load_settings",
     "load_toml",
+    "settings_of",
 ]
 
 SETTINGS_FILE = "divergence.toml"
@@ -62,43 +64,6 @@ BUILTIN_SITES = ("blocks", "modules")
 _T = TypeVar("_T")
 
 
-class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Defaults of ``capture``. With ``--like`` only device, device_map and label are used:
-    everything else comes from the recorded run."""
-
-    device: str | None = None
-    device_map: str | None = None
-    label: str | None = None
-    task: str | None = None
-    dtype: str | None = None
-    attn_implementation: str | None = None
-    max_new_tokens: int | None = None
-    sites: tuple[str, ...] | None = None
-    seed: int | None = None
-    deterministic: bool | None = None
-
-
-class CompareSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Defaults of ``compare``."""
-
-    map: str | None = None
-
-
-class CheckSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Defaults of ``check``."""
-
-    policy: str | None = None
-    map: str | None = None
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that can be set outside the command line."""
-
-    capture: CaptureSettings = CaptureSettings()
-    compare: CompareSettings = CompareSettings()
-    check: CheckSettings = CheckSettings()
-
-
 class SitesPreset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file sites-NAME.toml: patterns under one name."""
 
@@ -106,11 +71,39 @@ class SitesPreset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     description: str = ""
 
 
-_SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "capture": CaptureSettings,
-    "compare": CompareSettings,
-    "check": CheckSettings,
+SECTIONS: dict[str, type[Options]] = {
+    "capture": CaptureOptions,
+    "compare": CompareOptions,
+    "check": CheckOptions,
 }
+"""The tables of the settings file: the options of which command may be set there."""
+
+
+def settings_of(kind: type[Options]) -> dict[str, Field]:
+    """The options of a command that may be set, by their key. They are what ``Option.setting``
+    says: nothing that executes foreign code is."""
+    return {field.option.key: field for field in fields_of(kind) if field.option.setting}
+
+
+def _settings_type(sections: Mapping[str, type[Options]]) -> type[msgspec.Struct]:
+    """The types that the settings file is decoded into; None is what it does not set."""
+    strict: dict[str, Any] = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
+    tables: list[Any] = []
+    for name, kind in sections.items():
+        keys = [
+            (key, _written_type(field) | None, None) for key, field in settings_of(kind).items()
+        ]
+        table = msgspec.defstruct(f"{name.title()}Settings", keys, **strict)
+        tables.append((name, table, table()))
+    return msgspec.defstruct("Settings", tables, **strict)
+
+
+def _written_type(field: Field) -> Any:
+    """The type of an option in a file: paths are text there."""
+    kind = field.text_type
+    if kind in (bool, int):
+        return kind
+    return tuple[str, ...] if kind == list[str] else str
 
 
 def config_folders() -> list[Path]:
@@ -210,28 +203,31 @@ def _struct_in(node: Any) -> Any:
 
 
 def load_settings(
-    environ: Mapping[str, str] | None = None, *, folder: str | os.PathLike[str] = "."
-) -> Settings:
-    """Settings of the environment over those of the file; neither need exist."""
+    environ: Mapping[str, str] | None = None,
+    *,
+    folder: str | os.PathLike[str] = ".",
+    sections: Mapping[str, type[Options]] = SECTIONS,
+) -> dict[str, dict[str, Any]]:
+    """What the environment sets over what the file sets; neither need exist. By section, and there
+    by the field of the option."""
     environ = os.environ if environ is None else environ
     named = environ.get(f"{PREFIX}CONFIG")
     path = Path(named) if named else Path(folder) / SETTINGS_FILE
     tables: dict[str, Any] = load_toml(path) if named or path.is_file() else {}
-    settings = decode(tables, Settings, where=str(path))
-
-    over: dict[str, dict[str, Any]] = {}
+    written = decode(tables, _settings_type(sections), where=str(path))
+    settings: dict[str, dict[str, Any]] = {}
+    for section, kind in sections.items():
+        values = msgspec.structs.asdict(getattr(written, section))
+        settings[section] = {
+            field.name: values[key]
+            for key, field in settings_of(kind).items()
+            if values[key] is not None
+        }
     for variable, section, key in _variables(environ):
-        if section not in _SECTIONS or not key:
-            continue
-        over.setdefault(section, {})[key] = _from_text(_SECTIONS[section], key, environ[variable])
-    changed = {
-        section: msgspec.structs.replace(
-            getattr(settings, section), **_checked(_SECTIONS[section], values)
-        )
-        for section, values in over.items()
-    }
-    settings = msgspec.structs.replace(settings, **changed)
-    attention = settings.capture.attn_implementation
+        if section in sections and key:
+            field = _setting(sections[section], section, key, variable)
+            settings[section][field.name] = _from_text(field, environ[variable], variable)
+    attention = settings.get("capture", {}).get("attn_implementation")
     if attention is not None and attention not in ATTENTION:
         raise ConfigError(
             f"{attention!r} may be code of its own, which no setting chooses",
@@ -247,7 +243,7 @@ def ignored_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     return [
         variable
         for variable, section, key in _variables(environ)
-        if section not in _SECTIONS or not key
+        if section not in SECTIONS or not key
     ]
 
 
@@ -262,33 +258,29 @@ def _variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     return found
 
 
-def _from_text(kind: type[msgspec.Struct], key: str, text: str) -> Any:
-    """A variable's text, split where the setting is a list."""
-    types = {field.name: str(field.type) for field in msgspec.structs.fields(kind)}
-    if "tuple" in types.get(key, ""):
-        return [part.strip() for part in text.split(",") if part.strip()]
-    return text
+def _setting(kind: type[Options], section: str, key: str, variable: str) -> Field:
+    """The option that a variable sets."""
+    known = settings_of(kind)
+    if key not in known:
+        near = near_names(key, known) or sorted(known)
+        listed = ", ".join(f"{PREFIX}{section}_{name}".upper() for name in near)
+        raise ConfigError(
+            "a variable names no setting", where=variable, hint=f"did you mean {listed}?"
+        )
+    return known[key]
 
 
-def _checked(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
-    """The values of one section's variables in the types of their settings."""
-    section = next(name for name, struct in _SECTIONS.items() if struct is kind)
-    names = {field.name: field for field in msgspec.structs.fields(kind)}
-    checked = {}
-    for key, value in values.items():
-        variable = f"{PREFIX}{section}_{key}".upper()
-        if key not in names:
-            near = near_names(key, names) or sorted(names)
-            listed = ", ".join(f"{PREFIX}{section}_{name}".upper() for name in near)
-            raise ConfigError(
-                "a variable names no setting", where=variable, hint=f"did you mean {listed}?"
-            )
-        try:
-            # strict=False: the text "16" is the number 16, the text "false" is False
-            checked[key] = msgspec.convert(value, names[key].type, strict=False)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{error}, got {value!r}", where=variable) from error
-    return checked
+def _from_text(field: Field, text: str, variable: str) -> Any:
+    """A variable's text in the type of its setting, split where that is a list."""
+    kind = _written_type(field)
+    value: Any = text
+    if kind == tuple[str, ...]:
+        value = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        # strict=False: the text "16" is the number 16, the text "false" is False
+        return msgspec.convert(value, kind | None, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}, got {value!r}", where=variable) from error
 
 
 def expand_sites(words: Iterable[str]) -> list[str]:

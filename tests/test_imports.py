@@ -1,6 +1,6 @@
 """Who may import whom: the drawing in the architecture, enforced.
 
-    errors <- numerics <- run <- {recording, ops, arithmetic, comparison} <- analyses
+    errors <- numerics <- {run, options} <- {recording, ops, arithmetic, comparison} <- analyses
     <- {experiments, gate, fleet} <- report <- cli
 
 Every import counts, at module level or inside a function, and under TYPE_CHECKING too.
@@ -40,6 +40,7 @@ LEVELS = {
     "layout": 1,
     "numerics": 1,
     "run": 2,
+    "options": 2,  # what each command may be told: types alone
     "config": 2,  # may be imported by all above; itself names sites
     "recording": 3,
     "ops": 3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ def probe(
     out: str | Path,
     device: str = "auto",
     quick: bool = False,
-    terms: tuple[int, ...] | list[int] = (),
+    terms: Sequence[int] = (),
     deterministic: bool = True,
     svg: str | Path | None = None,
     label: str | None = None,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.options import FloorRuns, Json, NameMap, Quiet, Truth, Verbose, settings, show
+from divergence.cli.options import settings, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import IncomparableError
+from divergence.options.compare import CheckOptions
+from divergence.options.option import Option
+from divergence.options.shared import Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -29,33 +32,22 @@ Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
 
 
 def command(
-    golden: Annotated[str, typer.Argument(metavar="GOLDEN", help="The run kept as right.")],
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The run to check.")],
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            metavar="FILE",
-            help="Policy file, or the name of one: ci (default), strict.",
-        ),
-    ] = None,
-    truth: Truth = None,
-    floor: FloorRuns = None,
-    name_map: NameMap = None,
+    *,
+    golden: Annotated[str, Option("GOLDEN", "The run kept as right.")],
+    new: Annotated[str, Option("NEW", "The run to check.")],
+    options: Annotated[dict[str, Any], CheckOptions],
     bless: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--bless",
-            metavar="",
-            help="Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
+            "Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
         ),
     ] = False,
     allow_nonfinite: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--allow-nonfinite",
-            metavar="",
-            help="With --bless: also a run in which a block or the logits hold nan or inf.",
+            "With --bless: also a run in which a block or the logits hold nan or inf.",
         ),
     ] = False,
     json: Json = False,
@@ -67,10 +59,9 @@ def command(
     The policy says which verdicts pass, how many tokens must agree and how much must
     have been compared.
     """
-    defaults = settings("check")
-    policy = policy or defaults.policy
-    name_map = name_map or defaults.map
+    options = {**settings("check"), **options}
     if bless:
+        name_map = options.get("name_map")
         _bless(golden, new, name_map, allow_nonfinite=allow_nonfinite, json=json, quiet=quiet)
         return
 
@@ -82,15 +73,7 @@ def command(
 
     try:
         with progress_bars(quiet=quiet or json) as progress:
-            result = check(
-                golden,
-                new,
-                policy=policy,
-                name_map=name_map,
-                truth=truth,
-                floor=floor or (),
-                progress=progress,
-            )
+            result = check(golden, new, progress=progress, **options)
     except IncomparableError as error:
         report = getattr(error, "report", None)
         if report is not None:
@@ -107,7 +90,7 @@ def command(
 def _bless(
     golden: str,
     new: str,
-    name_map: Path | None,
+    name_map: str | Path | None,
     *,
     allow_nonfinite: bool,
     json: bool,

@@ -7,18 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from divergence.cli.options import (
-    FloorRuns,
-    Json,
-    NameMap,
-    Quiet,
-    Truth,
-    Verbose,
-    settings,
-    show,
-)
+from divergence.cli.options import settings, show
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
+from divergence.options.compare import CompareOptions
+from divergence.options.option import Option
+from divergence.options.shared import LIMITS, OUTPUT, Json, Quiet, Verbose
 
 if TYPE_CHECKING:
     from divergence.comparison.result import Report
@@ -68,88 +62,45 @@ EXIT_CODES = {
 
 
 def command(
-    reference: Annotated[str, typer.Argument(metavar="A", help="The reference run.")],
+    *,
+    reference: Annotated[str, Option("A", "The reference run.")],
     candidates: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="B",
-            help="The candidate run, or several, each compared with A. Left out: A's decode steps "
+        Option(
+            "B",
+            "The candidate run, or several, each compared with A. Left out: A's decode steps "
             "against its whole pass.",
-            show_default=False,
         ),
     ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", metavar="", help="Compare even where preflight says it is pointless."
-        ),
-    ] = False,
-    truth: Truth = None,
-    floor: FloorRuns = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            metavar="FILE",
-            help="Take the thresholds table of a policy: multiples of the floor.",
-        ),
-    ] = None,
-    name_map: NameMap = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="Where tensors are measured: cpu, or an accelerator that has float64, as cuda:0.",
-        ),
-    ] = "cpu",
+    options: Annotated[dict[str, Any], CompareOptions],
+    policy: Annotated[str | None, LIMITS.but(after="floor")] = None,
     explain_token: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--explain-token",
-            metavar="",
-            help="Run the model here: how far the flagged block's error alone moves the token.",
-            rich_help_panel="Explain",
+            "Run the model here: how far the flagged block's error alone moves the token.",
+            "Explain",
         ),
     ] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            metavar="PATH",
-            help="Where this machine has the model, for --explain-token.",
-            rich_help_panel="Explain",
-        ),
+        Option("--model PATH", "Where this machine has the model, for --explain-token.", "Explain"),
     ] = None,
     exit_code: Annotated[
-        bool,
-        typer.Option(
-            "--exit-code", metavar="", help="Exit 1 if the runs diverge, 2 if none can tell."
-        ),
+        bool, Option("--exit-code", "Exit 1 if the runs diverge, 2 if none can tell.")
     ] = False,
-    every: Annotated[
-        bool,
-        typer.Option(
-            "--all", metavar="", help="Every site, nothing left out.", rich_help_panel="Output"
-        ),
-    ] = False,
+    every: Annotated[bool, Option("--all", "Every site, nothing left out.", OUTPUT)] = False,
     csv: Annotated[
         Path | None,
-        typer.Option(
-            "--csv",
-            metavar="FILE",
-            help="Also write one line per compared site; - is stdout, in place of the report.",
-            rich_help_panel="Output",
+        Option(
+            "--csv FILE",
+            "Also write one line per compared site; - is stdout, in place of the report.",
+            OUTPUT,
         ),
     ] = None,
     reports: Annotated[
         Path | None,
-        typer.Option(
-            "--reports",
-            metavar="DIR",
-            help="Of many runs: write each pair's report there as JSON.",
-            rich_help_panel="Output",
-        ),
+        Option("--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -177,16 +128,13 @@ def command(
             "--model means nothing to a comparison, which runs no model",
             hint="add --explain-token, or leave out --model",
         )
-    if name_map is None and candidate is not None:
-        name_map = settings("compare").map
+    if candidate is not None:
+        options = {**settings("compare"), **options}
 
     from divergence.comparison.measure.processes import shared_with_ranks
     from divergence.gate.loading import load_policy
 
-    options: dict[str, Any] = {
-        "force": force, "name_map": name_map, "truth": truth, "floor": floor or (),
-        "thresholds": load_policy(policy).thresholds, "device": device,
-    }  # fmt: skip
+    options["thresholds"] = load_policy(policy).thresholds
     if many:
         from divergence.fleet.many import compare_many
 
@@ -210,8 +158,9 @@ def command(
             from divergence.experiments.explain import explain_token as explain
 
             report = explain(
-                report, reference, candidate, name_map=name_map, model=model, progress=progress
-            )
+                report, reference, candidate, name_map=options.get("name_map"), model=model,
+                progress=progress,
+            )  # fmt: skip
     if csv is not None:
         _write_csv(report, csv)
     if csv is None or str(csv) != "-":

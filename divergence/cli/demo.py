@@ -24,8 +24,9 @@ from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.options import Quiet, TrustRemoteCode, Verbose
 from divergence.errors import FaultError, RunError
+from divergence.options.option import Option
+from divergence.options.shared import Quiet, TrustRemoteCode, Verbose
 from divergence.run.untrusted.command import quoted_words
 
 __all__ = ["EPILOG", "OTHER_KERNELS", "command"]
@@ -70,24 +71,18 @@ class _Plan:
 def command(
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="A model of your own: hub id or local directory. Default: a small random one.",
+        Option(
+            "--model MODEL",
+            "A model of your own: hub id or local directory. Default: a small random one.",
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="With --model: load it in this dtype, as in capture."
-        ),
+        Option("--dtype DTYPE", "With --model: load it in this dtype, as in capture."),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     workdir: Annotated[
-        Path | None,
-        typer.Option(
-            "--workdir", metavar="DIR", help="Where model and runs go. Default: the user's cache."
-        ),
+        Path | None, Option("--workdir DIR", "Where model and runs go. Default: the user's cache.")
     ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from divergence.cli.options import Json, Quiet, Verbose, show
+from divergence.cli.options import show
+from divergence.options.shared import Device, Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -20,10 +17,7 @@ Examples:
 
 
 def command(
-    device: Annotated[
-        str,
-        typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda:0, npu:0, xpu, mps."),
-    ] = "auto",
+    device: Device = "auto",
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

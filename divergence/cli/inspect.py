@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from divergence.cli.options import Json, Quiet, Verbose, show
+from divergence.cli.options import show
 from divergence.cli.progress import progress_bars
 from divergence.errors import RunFormatError
+from divergence.options.option import Option
+from divergence.options.shared import Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -24,16 +24,12 @@ Examples:
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run to look at.")],
+    run: Annotated[str, Option("RUN", "The run to look at.")],
     site: Annotated[
-        str | None,
-        typer.Option("--site", metavar="SITE", help="The tensors of one site, or of a pattern."),
+        str | None, Option("--site SITE", "The tensors of one site, or of a pattern.")
     ] = None,
     verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", metavar="", help="Read every byte and check it; exit 2 if one is wrong."
-        ),
+        bool, Option("--verify", "Read every byte and check it; exit 2 if one is wrong.")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,

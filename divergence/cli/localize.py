@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from typing import Annotated
 
 import typer
 
-from divergence.cli.options import (
+from divergence.cli.options import show
+from divergence.cli.progress import progress_bars
+from divergence.errors import UsageError
+from divergence.options.option import Option
+from divergence.options.shared import (
     Device,
     Json,
     Model,
@@ -15,10 +18,7 @@ from divergence.cli.options import (
     Quiet,
     TrustRemoteCode,
     Verbose,
-    show,
 )
-from divergence.cli.progress import progress_bars
-from divergence.errors import UsageError
 
 __all__ = ["EPILOG", "command"]
 
@@ -37,56 +37,39 @@ Exit code 2 if what was captured again does not have the bits of the run it repe
 """
 
 
-class Here(enum.StrEnum):
-    """Whose machine this is."""
-
-    AUTO = "auto"
-    REFERENCE = "reference"
-    CANDIDATE = "candidate"
-    BOTH = "both"
-    NONE = "none"
-
-
 def command(
-    reference: Annotated[str, typer.Argument(metavar="A", help="The reference run.")],
-    candidate: Annotated[str, typer.Argument(metavar="B", help="The candidate run.")],
+    reference: Annotated[str, Option("A", "The reference run.")],
+    candidate: Annotated[str, Option("B", "The candidate run.")],
     out: Annotated[
-        str | None,
-        typer.Option(
-            "--out", "-o", metavar="DIR", help="Directory for the runs that are made; needed."
-        ),
+        str | None, Option("--out -o DIR", "Directory for the runs that are made; needed.")
     ] = None,
     truth: Annotated[
         str | None,
-        typer.Option(
-            "--truth",
-            metavar="TRUTH",
-            help="The float64 run of `divergence truth`, made on A's machine. Default: made in "
+        Option(
+            "--truth TRUTH",
+            "The float64 run of `divergence truth`, made on A's machine. Default: made in "
             "DIR, there.",
         ),
     ] = None,
     block: Annotated[
-        str | None,
-        typer.Option(
-            "--block", metavar="PATH", help="Go into this block, whatever the comparison says."
-        ),
+        str | None, Option("--block PATH", "Go into this block, whatever the comparison says.")
     ] = None,
     model: Model = None,
     device: Device = "auto",
     here: Annotated[
-        Here,
-        typer.Option(
-            "--here",
-            metavar="SIDE",
-            help="Whose machine this is: reference, candidate, both, none; auto asks the runs. "
+        str,
+        Option(
+            "--here SIDE",
+            "Whose machine this is: reference, candidate, both, none; auto asks the runs. "
             "What is made must have that run's bits.",
+            choices=("auto", "reference", "candidate", "both", "none"),
         ),
-    ] = Here.AUTO,
+    ] = "auto",
     force: Annotated[
-        bool, typer.Option("--force", help="Replace what DIR holds of another pair of runs.")
+        bool, Option("--force", "Replace what DIR holds of another pair of runs.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
-    operators: Operators = None,
+    operators: Operators = (),
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -112,10 +95,10 @@ def command(
             block=block,
             model=model,
             device=device,
-            here=here.value,
+            here=here,
             force=force,
             trust_remote_code=trust_remote_code,
-            operators=operators or (),
+            operators=operators,
             progress=progress,
         )
     if json:

@@ -36,6 +36,7 @@ from divergence.cli import (
 from divergence.cli.interruption import INTERRUPTED_CODE, interrupted
 from divergence.cli.options import ARGUMENTS, VERBOSE
 from divergence.cli.ranks import one_voice, other_rank
+from divergence.cli.signature import typer_command
 from divergence.cli.streams import nowhere, open_streams
 from divergence.errors import DivergenceError
 from divergence.printable import printable, printable_lines
@@ -188,7 +189,7 @@ for _command in (
         _command.__name__.rpartition(".")[2],
         epilog=_command.EPILOG,
         context_settings={"help_option_names": ["-h", "--help"]},
-    )(_command.command)
+    )(typer_command(_command.command))
 
 
 def run() -> None:

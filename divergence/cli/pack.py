@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from divergence.cli.made import show_copy
-from divergence.cli.options import Force, Json, Quiet, Verbose
 from divergence.cli.progress import progress_bars
+from divergence.options.option import Option
+from divergence.options.shared import Force, Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -24,18 +23,10 @@ Examples:
 
 
 def command(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The run to pack: directory, archive or URL.")
-    ],
+    run: Annotated[str, Option("RUN", "The run to pack: directory, archive or URL.")],
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="A .tar or .zip to write, here or at a URL. Default: RUN.tar.",
-            show_default=False,
-        ),
+        Option("--out -o FILE", "A .tar or .zip to write, here or at a URL. Default: RUN.tar."),
     ] = None,
     force: Force = False,
     json: Json = False,

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
 from divergence.cli.made import show_run
-from divergence.cli.options import (
-    ARGUMENTS,
-    Force,
-    Json,
-    ModelOfWeights,
-    Operators,
-    Quiet,
-    TrustRemoteCode,
-    Verbose,
-)
 from divergence.cli.progress import progress_bars
 from divergence.errors import UsageError
-from divergence.run.untrusted.command import quoted_words
+from divergence.options.option import Option
+from divergence.options.replay import ReplayOptions
+from divergence.options.shared import Force, Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -40,56 +30,17 @@ The run holds operators where it was captured with --sites ops@MODULE, and their
 
 
 def command(
-    ctx: typer.Context,
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run that holds operators.")],
+    *,
+    run: Annotated[str, Option("RUN", "A run that holds operators.")],
     out: Annotated[
-        str | None,
-        typer.Option("--out", "-o", metavar="RUN2", help="Directory, archive or URL; needed."),
+        str | None, Option("--out -o RUN2", "Directory, archive or URL; needed.")
     ] = None,
-    site: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--site",
-            metavar="SITE",
-            help="An operator's site, a glob or re:REGEX; repeatable. Default: all.",
-        ),
-    ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="auto, cpu, cuda:0, npu:0, xpu, mps. auto is cpu with --truth.",
-        ),
-    ] = "auto",
-    truth: Annotated[
-        bool,
-        typer.Option("--truth", metavar="", help="Compute in float64: makes a truth."),
-    ] = False,
-    model: ModelOfWeights = None,
-    replayed_pass: Annotated[
-        str | None,
-        typer.Option(
-            "--pass",
-            metavar="PASS",
-            help="free, anchored or escalated. Default: anchored where it holds operators.",
-        ),
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    operators: Operators = None,
-    label: Annotated[
-        str | None,
-        typer.Option(
-            "--label",
-            metavar="TEXT",
-            help="What to call this machine.",
-            rich_help_panel="Output",
-        ),
-    ] = None,
+    options: Annotated[dict[str, Any], ReplayOptions],
     force: Force = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
+    command: str | None,
 ) -> None:
     """Run each recorded operator again, alone, on its recorded inputs.
 
@@ -98,17 +49,9 @@ def command(
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o RUN2")
-    arguments = ctx.meta.get(ARGUMENTS)
-    values: dict[str, Any] = {"out": out, "sites": site or (), "device": device, "model": model,
-                              "truth": truth, "replayed_pass": replayed_pass,
-                              "trust_remote_code": trust_remote_code, "operators": operators or (),
-                              "label": label,
-                              "force": force}  # fmt: skip
-    if arguments:
-        values["command"] = quoted_words(["divergence", *arguments])
 
     from divergence.ops.replay import replay as call
 
     with progress_bars(quiet=quiet or json) as progress:
-        result = call(run, progress=progress, **values)
+        result = call(run, out=out, force=force, command=command, progress=progress, **options)
     show_run(result, like=run, json=json, quiet=quiet)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from divergence.cli.options import (
+from divergence.cli.options import show
+from divergence.cli.progress import progress_bars
+from divergence.errors import UsageError
+from divergence.options.option import Option
+from divergence.options.shared import (
     Json,
     ModelOfWeights,
     Operators,
     Quiet,
     TrustRemoteCode,
     Verbose,
-    show,
 )
-from divergence.cli.progress import progress_bars
-from divergence.errors import UsageError
 from divergence.run.untrusted.command import command_line
 
 __all__ = ["EPILOG", "command"]
@@ -36,50 +35,32 @@ safetensors, and report.md: a bug report that is ready to be sent.
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run that holds operators.")],
-    out: Annotated[
-        str | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Directory to write; needed."),
-    ] = None,
-    site: Annotated[
-        str | None,
-        typer.Option("--site", metavar="SITE", help="The operator's site; needed."),
-    ] = None,
+    run: Annotated[str, Option("RUN", "A run that holds operators.")],
+    out: Annotated[str | None, Option("--out -o DIR", "Directory to write; needed.")] = None,
+    site: Annotated[str | None, Option("--site SITE", "The operator's site; needed.")] = None,
     against: Annotated[
         str | None,
-        typer.Option(
-            "--against",
-            metavar="RUN2",
-            help="The other machine's run, best a replay of RUN: its figures stand beside.",
+        Option(
+            "--against RUN2",
+            "The other machine's run, best a replay of RUN: its figures stand beside.",
         ),
     ] = None,
     truth: Annotated[
-        str | None,
-        typer.Option(
-            "--truth",
-            metavar="TRUTH",
-            help="A float64 replay of RUN. Default: computed here.",
-        ),
+        str | None, Option("--truth TRUTH", "A float64 replay of RUN. Default: computed here.")
     ] = None,
-    sample: Annotated[
-        int | None,
-        typer.Option("--sample", metavar="N", min=0, help="Which prompt's call."),
-    ] = None,
+    sample: Annotated[int | None, Option("--sample N", "Which prompt's call.", minimum=0)] = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            "--step",
-            metavar="N",
-            min=0,
-            help="Which forward's call. Default: where RUN2 differs most, else the first.",
+        Option(
+            "--step N",
+            "Which forward's call. Default: where RUN2 differs most, else the first.",
+            minimum=0,
         ),
     ] = None,
     model: ModelOfWeights = None,
     trust_remote_code: TrustRemoteCode = False,
-    operators: Operators = None,
-    force: Annotated[
-        bool, typer.Option("--force", metavar="", help="Replace an existing reproducer.")
-    ] = False,
+    operators: Operators = (),
+    force: Annotated[bool, Option("--force", "Replace an existing reproducer.")] = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -106,7 +87,7 @@ def command(
     with progress_bars(quiet=quiet or json) as progress:
         made = call(
             run, site=site, out=out, truth=truth, against=against, sample=sample, step=step,
-            model=model, trust_remote_code=trust_remote_code, operators=operators or (),
+            model=model, trust_remote_code=trust_remote_code, operators=operators,
             force=force, progress=progress,
         )  # fmt: skip
         for note in made.notes:

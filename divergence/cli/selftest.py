@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import Device, Json, Quiet, Verbose, show
+from divergence.cli.options import show
 from divergence.cli.progress import progress_bars
 from divergence.errors import RunExistsError, RunWriteError
+from divergence.options.option import Option
+from divergence.options.shared import Device, Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -26,25 +28,15 @@ Exit code 0 once all steps were tried, whatever they found; with --exit-code 1 w
 
 def command(
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--out", metavar="FILE", help="The answer as JSON. Default: selftest-DEVICE.json."
-        ),
+        Path | None, Option("-o --out FILE", "The answer as JSON. Default: selftest-DEVICE.json.")
     ] = None,
     device: Device = "auto",
-    quick: Annotated[
-        bool, typer.Option("--quick", metavar="", help="Leave out the suite of operators.")
-    ] = False,
+    quick: Annotated[bool, Option("--quick", "Leave out the suite of operators.")] = False,
     keep: Annotated[
-        Path | None,
-        typer.Option("--keep", metavar="DIR", help="Keep the runs there; else they are removed."),
+        Path | None, Option("--keep DIR", "Keep the runs there; else they are removed.")
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", metavar="", help="Replace FILE where it exists.")
-    ] = False,
-    exit_code: Annotated[
-        bool, typer.Option("--exit-code", metavar="", help="Exit with 1 where a step failed.")
-    ] = False,
+    force: Annotated[bool, Option("--force", "Replace FILE where it exists.")] = False,
+    exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a step failed.")] = False,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from divergence.cli.options import (
+from divergence.cli.options import show
+from divergence.cli.progress import progress_bars
+from divergence.options.option import Option
+from divergence.options.shared import (
+    LIMITS,
     Device,
     FloorRuns,
     Json,
@@ -15,9 +17,7 @@ from divergence.cli.options import (
     TrustRemoteCode,
     Truth,
     Verbose,
-    show,
 )
-from divergence.cli.progress import progress_bars
 
 __all__ = ["EPILOG", "command"]
 
@@ -44,47 +44,31 @@ def _words(text: str) -> list[str]:
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The reference run.")],
+    run: Annotated[str, Option("RUN", "The reference run.")],
     candidate: Annotated[
         str | None,
-        typer.Option(
-            "--candidate",
-            metavar="B",
-            help="A healthy run captured like RUN. Default: made here, of other kernels.",
+        Option(
+            "--candidate B",
+            "A healthy run captured like RUN. Default: made here, of other kernels.",
         ),
     ] = None,
     truth: Truth = None,
-    floor: FloorRuns = None,
+    floor: FloorRuns = (),
     blocks: Annotated[
         str,
-        typer.Option(
-            "--blocks",
-            metavar="LIST",
-            help="first, middle, last, all, numbers from 0 or module paths; by commas.",
+        Option(
+            "--blocks LIST", "first, middle, last, all, numbers from 0 or module paths; by commas."
         ),
     ] = "first,middle,last",
     faults: Annotated[
-        str,
-        typer.Option(
-            "--faults",
-            metavar="LIST",
-            help="scale, update-scale, noise, bias, channel, zero; by commas.",
-        ),
+        str, Option("--faults LIST", "scale, update-scale, noise, bias, channel, zero; by commas.")
     ] = "scale,update-scale,noise,bias,channel",
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy",
-            metavar="FILE",
-            help="Take the thresholds table of a policy: multiples of the floor.",
-        ),
-    ] = None,
+    policy: Annotated[str | None, LIMITS] = None,
     confirm: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--confirm",
-            metavar="",
-            help="Also plant the found sizes in the running model, in one block; needs the model.",
+            "Also plant the found sizes in the running model, in one block; needs the model.",
         ),
     ] = False,
     model: Model = None,
@@ -109,7 +93,7 @@ def command(
             run,
             candidate=candidate,
             truth=truth,
-            floor=floor or (),
+            floor=floor,
             blocks=_words(blocks),
             faults=_words(faults),
             thresholds=load_policy(policy).thresholds,

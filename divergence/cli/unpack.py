@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from divergence.cli.made import show_copy
-from divergence.cli.options import Force, Json, Quiet, Verbose
 from divergence.cli.progress import progress_bars
+from divergence.options.option import Option
+from divergence.options.shared import Force, Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]
 
@@ -24,18 +23,9 @@ Examples:
 
 
 def command(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="The run to unpack: archive, URL or directory.")
-    ],
+    run: Annotated[str, Option("RUN", "The run to unpack: archive, URL or directory.")],
     out: Annotated[
-        str | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="DIR",
-            help="Directory to write. Default: RUN without .tar or .zip.",
-            show_default=False,
-        ),
+        str | None, Option("--out -o DIR", "Directory to write. Default: RUN without .tar or .zip.")
     ] = None,
     force: Force = False,
     json: Json = False,

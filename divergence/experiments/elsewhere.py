@@ -7,22 +7,11 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from divergence.errors import ModelError
 from divergence.run.reader import Run
 
-__all__ = ["command_options", "made_elsewhere"]
-
-
-def command_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of capture as options of the command."""
-    names = ("sites", "weights", "escalate", "max_new_tokens", "dtype", "attn_implementation",
-             "label", "store", "batch")  # fmt: skip
-    found = {name: values.get(name) for name in names}
-    off = [name for name in ("batch", "deterministic", "anchor", "probe")
-           if values.get(name) is False]  # fmt: skip
-    return found | {f"no_{name}": True for name in off} | {"plant": values.get("plants")}
+__all__ = ["made_elsewhere"]
 
 
 def made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import DivergenceError, UsageError
-from divergence.experiments.elsewhere import command_options, made_elsewhere
+from divergence.experiments.elsewhere import made_elsewhere
 from divergence.experiments.folder import Folder
 from divergence.experiments.localization import Repetition
 from divergence.experiments.repetition import check_repetition, check_substituted, why_not_bits
+from divergence.options.capture import CaptureOptions
+from divergence.options.option import command_options
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.checkpoint import check_data_alone
@@ -281,7 +283,8 @@ class Maker:
             put = f"{site}={run.path}" + (f"={other}" if other != site else "")
         words = command_words(
             "capture", like=source.path, o=out, force=True, device=self._device_of(side),
-            model=model, trust_remote_code=self._trust, **command_options(values), substitute=put,
+            model=model, trust_remote_code=self._trust,
+            **command_options(CaptureOptions, values), substitute=put,
         )  # fmt: skip
         return made_elsewhere(words, out, variables)
 
@@ -356,7 +359,7 @@ class Maker:
         return command_line(
             "capture", like=source.path, o=out, model=own.source if elsewhere else None,
             device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
-            **command_options(values), note=f"on the {side}'s machine",
+            **command_options(CaptureOptions, values), note=f"on the {side}'s machine",
         )  # fmt: skip
 
 

@@ -1,5 +1,9 @@
 """capture(): makes a run from a model on this machine, or repeats one made elsewhere.
-truth(): repeats one in float64, which tells what is right."""
+truth(): repeats one in float64, which tells what is right.
+
+Their parameters are the options of ``divergence.options``, written down a second time, since type
+checkers, editors and ``help()`` read nothing else; a test holds names, types and defaults equal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict, replace
+
 from divergence.errors import ModelError, UsageError
+from divergence.options.capture import CaptureOptions
+from divergence.options.truth import TruthOptions
 from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.load import load_model
@@ -20,7 +28,7 @@ from divergence.recording.model.compiled import settled
 from divergence.recording.options.prompts import Prompt
 from divergence.recording.options.request import Request, resolve_request
 from divergence.recording.options.taken import taken
-from divergence.recording.options.wishes import plain_wishes
+from divergence.recording.options.wishes import options_of, plain_wishes
 from divergence.recording.passes.widening import check_device
 from divergence.recording.planned import DryRun
 from divergence.recording.ranks.processes import joined
@@ -30,7 +38,6 @@ from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded
 from divergence.run.storage.location import location_of
-from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +74,9 @@ def capture(
     weights: bool = False,
     store: str | None = None,
     only_changed: bool = False,
-    substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
+    substitutes: Mapping[str, str | Path | Run | Substitute] | Sequence[str] | None = None,
     probe: bool = True,
-    buffer: int | str = DEFAULT_BUFFER_BYTES,
+    buffer: int | str = "512MiB",
     plants: Sequence[str | Plant] = (),
     impl: Sequence[str] | Mapping[str, Callable] = (),
     mesh: str | None = None,
@@ -107,25 +114,15 @@ def capture(
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
     run is left behind.
     """
-    wishes = plain_wishes(**{
-        "task": task, "revision": revision, "dtype": dtype, "device": device,
-        "device_map": device_map, "attn_implementation": attn_implementation,
-        "trust_remote_code": trust_remote_code, "prompts": prompts, "prompts_file": prompts_file,
-        "chat": chat, "batch": batch, "max_new_tokens": max_new_tokens, "sites": sites,
-        "steps": steps, "positions": positions, "deterministic": deterministic, "seed": seed,
-        "repeat": repeat, "anchor": anchor, "escalate": escalate, "whole": whole,
-        "weights": weights, "store": store, "only_changed": only_changed,
-        "substitutes": substitutes, "probe": probe, "buffer": buffer,
-        "plants": plants, "label": label, "mesh": mesh,
-    })  # fmt: skip
+    options = options_of(CaptureOptions, locals())
     plain_wishes(force=force, command=command)
     like = opened(like)
     if wants_suite(model, like, impl):
         return capture_suite(
-            model, like=like, impl=impl, out=out, force=force, command=command, progress=progress,
-            prepare=prepare, **wishes,
+            model, like=like, options=options, out=out, force=force, command=command,
+            progress=progress, prepare=prepare,
         )  # fmt: skip
-    request = resolve_request(None if model is None else str(model), like=like, **wishes)
+    request = resolve_request(None if model is None else str(model), like=like, options=options)
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
     )
@@ -158,12 +155,8 @@ def truth(
     """
     import torch
 
-    given = plain_wishes(
-        sites=sites, max_new_tokens=max_new_tokens, device=device, label=label, force=force,
-        attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
-        command=command,
-    )  # fmt: skip
-    sites, max_new_tokens, device = (given[n] for n in ("sites", "max_new_tokens", "device"))
+    options = options_of(TruthOptions, locals())
+    plain_wishes(force=force, command=command)
     recorded = unsharded(run if isinstance(run, Run) else Run.open(run))
     if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(
@@ -173,22 +166,20 @@ def truth(
         )
     if wants_suite(None, recorded):
         return truth_of_suite(
-            recorded, out=out, model=model, device=device, sites=sites,
-            attn_implementation=attn_implementation, trust_remote_code=trust_remote_code,
-            label=label, force=force, command=command, progress=progress,
-        )  # fmt: skip
+            recorded, options=options, out=out, force=force, command=command, progress=progress
+        )
     attention = recorded.manifest.model.attn_implementation
-    if attn_implementation is None and attention not in (None, "eager", "sdpa"):
-        attn_implementation = "eager"
+    if options.attn_implementation is None and attention not in (None, "eager", "sdpa"):
+        options = replace(options, attn_implementation="eager")
+    values = asdict(options) | {
+        "label": options.label or "float64 truth",
+        "store": "full",
+        "probe": False,
+    }
+    model = values.pop("model")
     request = resolve_request(
-        None if model is None else str(model), like=recorded, task="auto", revision=None,
-        dtype=None, device=device,
-        device_map=None, attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code, prompts=(), prompts_file=None, chat=False,
-        batch=None, max_new_tokens=max_new_tokens, sites=sites, steps=None, positions=None,
-        deterministic=None, seed=None, repeat=1, anchor=True, plants=(),
-        label=label or "float64 truth", store="full",
-    )  # fmt: skip
+        None if model is None else str(model), like=recorded, options=CaptureOptions(**values)
+    )
     return _execute(
         request,
         out=out,

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from divergence.errors import ModelError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries.sketch import sketch_bytes
+from divergence.options.capture import CaptureOptions
 from divergence.recording.engines.load import LoadedModel, empty_model
 from divergence.recording.engines.tokenizing import group_samples, tokenize
 from divergence.recording.hooks.modules import Recorder
@@ -37,7 +39,6 @@ from divergence.recording.suites import opened, plan_suite, wants_suite
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Store
 from divergence.run.schema.site import module_of
-from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 from divergence.run.writing.item import Item
 
 __all__ = ["forward_shapes", "plan_capture"]
@@ -77,13 +78,11 @@ def plan_capture(
     """
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
-    buffer_bytes(options.pop("buffer", DEFAULT_BUFFER_BYTES))
-    options = plain_wishes(**options)
-    like, impl = opened(like), options.pop("impl", ())
-    if wants_suite(model, like, impl):
-        return plan_suite(model, like=like, **options)
-    source = None if model is None else str(model)
-    request = resolve_request(source, like=like, **{**_DEFAULTS, **options})
+    chosen = CaptureOptions(**plain_wishes(**options))
+    like = opened(like)
+    if wants_suite(model, like, chosen.impl):
+        return plan_suite(model, like=like, options=chosen)
+    request = resolve_request(None if model is None else str(model), like=like, options=chosen)
     loaded = empty_model(
         request.model,
         task=request.task,
@@ -140,7 +139,7 @@ def forward_shapes(
     """Site → shape in a prefill of ``loaded.structure`` whole, from shapes alone; as far as the
     architecture can be run without values."""
     whole = replace(loaded, module=loaded.structure, device=torch.device("meta"))
-    one = replace(request, max_new_tokens=1)
+    one = msgspec.structs.replace(request, max_new_tokens=1)
     counter = _Counter(request.store)
     for attempt in range(2):
         counter = _Counter(request.store)
@@ -153,15 +152,6 @@ def forward_shapes(
                 break
             experts("batched_mm")  # the one way to run experts whose shapes need no values
     return {site: item.shape for (_, site), (item, _) in counter.seen.items()}
-
-
-_DEFAULTS: dict[str, Any] = {
-    "task": "auto", "revision": None, "dtype": None, "device": "auto", "device_map": None,
-    "attn_implementation": None, "trust_remote_code": False, "prompts": (), "prompts_file": None,
-    "chat": False, "batch": None, "max_new_tokens": None, "sites": (), "steps": None,
-    "positions": None, "deterministic": None, "seed": None, "repeat": 1, "anchor": True,
-    "plants": (), "label": None,
-}  # fmt: skip
 
 
 def _lengths(request: Request, loaded: LoadedModel) -> tuple[list[int], list[list[int]]]:

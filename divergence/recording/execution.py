@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from divergence.errors import UsageError
+from divergence.options.capture import CaptureOptions
+from divergence.options.option import recorded_in
 from divergence.recording.engines.generate import GroupResult, check_ids
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel
@@ -228,10 +230,7 @@ class Execution:
         anchored = any(one.anchored for one in passes)
         return Plan(
             passes=[one.name for one in passes],
-            sites=self.selection.sites,
-            steps=request.steps,
-            positions=request.positions,
-            store=request.store,
+            **{**recorded_in(request, "plan", CaptureOptions), "sites": self.selection.sites},
             only_changed=request.like.manifest.id if request.only_changed else None,
             anchored_to=request.like.manifest.id if anchored else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
@@ -269,14 +268,9 @@ class Execution:
                 forced_by=None if request.like is None else request.like.manifest.id,
             ),
             settings=Settings(
-                deterministic=request.deterministic,
-                seed=request.seed,
+                **recorded_in(request, "settings", CaptureOptions),
                 device=self.device,
                 device_map=map_text(request.device_map),
-                dtype=request.dtype,
-                attn_implementation=request.attn_implementation,
-                max_new_tokens=request.max_new_tokens,
-                batch=request.batch,
                 switches=self.determinism.switches,
                 compute_dtype=None
                 if self.compute_dtype is None

@@ -10,26 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import UsageError
+from divergence.options.capture import CaptureOptions
+from divergence.options.option import Options, fields_of
+from divergence.options.truth import TruthOptions
 from divergence.recording.target import check_output
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import SUITE
 from divergence.run.storage.location import location_of
-from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from divergence.recording.planned import DryRun
 
 __all__ = ["capture_suite", "opened", "plan_suite", "truth_of_suite", "wants_suite"]
-
-
-_MEANT_FOR_MODELS: dict[str, Any] = {
-    "task": "auto", "revision": None, "dtype": None, "device_map": None,
-    "attn_implementation": None, "trust_remote_code": False, "prompts": (), "prompts_file": None,
-    "chat": False, "batch": None, "max_new_tokens": None, "steps": None, "positions": None,
-    "anchor": True, "escalate": False, "whole": False, "weights": False, "substitutes": None,
-    "plants": (), "store": None, "only_changed": False, "mesh": None,
-    "buffer": DEFAULT_BUFFER_BYTES, "prepare": None,
-}  # fmt: skip
 
 
 def opened(run: str | Path | Run | None) -> Run | None:
@@ -56,35 +48,45 @@ def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> b
 
 
 def capture_suite(
-    model: str | Path | None, *, like: Run | None, impl: Any, out: str | Path, **options: Any
+    model: str | Path | None,
+    *,
+    like: Run | None,
+    options: CaptureOptions,
+    out: str | Path,
+    force: bool,
+    prepare: object = None,
+    **parameters: Any,
 ) -> Run:
-    """Capture a suite. ``options``: those of ``capture``."""
+    """Capture a suite. ``parameters``: the others of ``capture``."""
     from divergence.ops.suite import capturing
 
     _refuse(options)
-    check_output(location_of(out), force=options["force"], like=like)
-    kept = {name: value for name, value in options.items() if name not in _MEANT_FOR_MODELS}
+    if prepare is not None:
+        raise _meaningless("prepare")
+    check_output(location_of(out), force=force, like=like)
     suite = None if model is None else str(model).removeprefix(SUITE)
-    return capturing.capture_suite(suite, like=like, impl=impl, out=out, **kept)
+    return capturing.capture_suite(
+        suite, like=like, out=out, force=force, **_of_suites(options), **parameters
+    )
 
 
-def truth_of_suite(run: Run, *, out: str | Path, device: str, **options: Any) -> Run:
+def truth_of_suite(
+    run: Run, *, options: TruthOptions, out: str | Path, force: bool, **parameters: Any
+) -> Run:
     """The truth of a suite's run."""
     from divergence.ops.suite import capturing
 
-    sites = options.pop("sites")
-    model = options.pop("model")
-    _refuse({**options, "model": model, "sites": tuple(sites)})
-    if device != "cpu":
+    _refuse(options)
+    if options.device != "cpu":
         raise UsageError(
-            f"--device {device}: a suite's truth is computed on the CPU", hint="leave it out"
+            f"--device {options.device}: a suite's truth is computed on the CPU",
+            hint="leave it out",
         )
-    check_output(location_of(out), force=options["force"], like=run)
-    kept = {name: value for name, value in options.items() if name not in _MEANT_FOR_MODELS}
-    return capturing.truth_of_suite(run, out=out, **kept)
+    check_output(location_of(out), force=force, like=run)
+    return capturing.truth_of_suite(run, out=out, label=options.label, force=force, **parameters)
 
 
-def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun:
+def plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureOptions) -> DryRun:
     """The cases that a capture would run, with the bytes of their inputs."""
     from divergence.ops.suite import capturing
     from divergence.recording.planned import DryRun, PlannedSite
@@ -96,10 +98,10 @@ def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun
             site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
             bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
         )
-        for case in capturing.plan_cases(suite, like=like, sites=options.get("sites") or ())
+        for case in capturing.plan_cases(suite, like=like, sites=options.sites)
     ]  # fmt: skip
     return DryRun(
-        model=model or like.manifest.model.source,
+        model=str(model or like.manifest.model.source),
         rows=rows,
         num_sites=len(rows),
         num_prompts=0,
@@ -116,18 +118,21 @@ def _is_suite(run: Run) -> bool:
     return model.task == "operators" and model.source.startswith(SUITE)
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    """Options that mean something to a model only. ``sites`` choose cases, but not of a truth,
-    which has ``model`` among its options."""
-    usual = {**_MEANT_FOR_MODELS, "model": None}
-    if "model" in options:
-        usual["sites"] = ()
-    for name, value in options.items():
-        nothing = (usual.get(name), None, (), [], {})
-        if name not in usual or value in nothing or (value is False and name != "anchor"):
-            continue
-        given = "--no-anchor" if name == "anchor" else f"--{name.replace('_', '-')}"
-        raise UsageError(
-            f"{given} means nothing to a suite of operators",
-            hint="--impl, --sites, --device, --repeat and --label do",
-        )
+def _of_suites(options: Options) -> dict[str, Any]:
+    """The options that mean something to a suite."""
+    fields = [field for field in fields_of(type(options)) if field.option.suite]
+    return {field.name: getattr(options, field.name) for field in fields}
+
+
+def _refuse(options: Options) -> None:
+    """Options that mean something to a model only."""
+    for field in fields_of(type(options)):
+        if not field.option.suite and field.is_given(getattr(options, field.name)):
+            raise _meaningless(field.option.names[0])
+
+
+def _meaningless(name: str) -> UsageError:
+    return UsageError(
+        f"{name} means nothing to a suite of operators",
+        hint="--impl, --sites, --device, --repeat and --label do",
+    )

@@ -98,20 +98,26 @@ def docs_text() -> str:
 
 
 def _settings() -> str:
-    """The settings that can be written down, from the types that decode them."""
+    """The settings that can be written down, from the options that may be set."""
     from divergence import config
 
     rows = [
         f"| `{section}.{key}` | `DIVERGENCE_{section.upper()}_{key.upper()}` |"
-        for section in ("capture", "compare", "check")
-        for key in getattr(config.Settings(), section).__struct_fields__
+        for section, kind in config.SECTIONS.items()
+        for key in config.settings_of(kind)
+    ]
+    machine = [
+        f"`{key}`"
+        for key, field in config.settings_of(config.SECTIONS["capture"]).items()
+        if field.option.machine
     ]
     lines = [
         "## Settings\n",
         "Options that are always the same can be set once. Order, strongest first: the flag, the",
         "variable, the file named by `DIVERGENCE_CONFIG` or else `divergence.toml` in the working",
         "directory, the default. A list in a variable is separated by commas. With `--like` only",
-        "`device`, `device_map` and `label` are used: everything else comes from the recorded run.",
+        f"{', '.join(machine[:-1])} and {machine[-1]} are used: everything else comes from the "
+        "recorded run.",
         "",
         "| in the file | as a variable |",
         "|---|---|",

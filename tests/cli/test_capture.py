@@ -182,16 +182,6 @@ def test_every_option_reaches_the_api(invoke, capturing):
     }
 
 
-def test_the_api_has_the_parameters_that_the_command_passes(invoke, capturing):
-    """The command line and capture() do not drift apart."""
-    import inspect
-
-    api = pytest.importorskip("divergence.recording.options.request")
-    parameters = set(inspect.signature(api.resolve_request).parameters)
-    invoke("capture", "m", "-o", "a", "--no-deterministic", "--seed", "1", "--label", "x")
-    assert set(given(capturing)) - {"out"} <= parameters
-
-
 def test_like_takes_only_the_machine_from_settings(invoke, capturing, monkeypatch):
     """A setting must not turn a repeated run into another run."""
     monkeypatch.setenv("DIVERGENCE_CAPTURE_DTYPE", "float16")

@@ -54,7 +54,7 @@ def test_one_run_is_compared_with_itself(invoke, answering, reports):
     calls = answering(reports.make_report())
     assert invoke("compare", "a")[0] == 0
     (reference, candidate), options = calls[0]
-    assert (str(reference), candidate, options["name_map"]) == ("a", None, None)
+    assert (str(reference), candidate, options.get("name_map")) == ("a", None, None)
 
 
 def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(invoke, answering, reports):

@@ -7,14 +7,14 @@ side is; what stays wrong has another cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
 from divergence.run.reader import Run
-from divergence.run.schema.site import is_operator_site, near_names
+from divergence.run.schema.site import is_operator_site, near_names, one_or_more
 
 if TYPE_CHECKING:
     import torch
@@ -43,15 +43,17 @@ class Substitute:
 
 
 def parse_substitutes(
-    given: Mapping[str, str | Path | Run | Substitute],
+    given: Mapping[str, str | Path | Run | Substitute] | Sequence[str],
 ) -> dict[str, Substitute]:
-    """By operator path: ``{"model.layers.3.mlp/aten.mul:out": RUN}``.
+    """By operator path: ``{"model.layers.3.mlp/aten.mul:out": RUN}``; in words ``SITE=RUN``, or
+    ``SITE=RUN=OTHER_SITE``.
 
     Raises UsageError for a site that is no operator's or that the run does not hold, and
     RunFormatError for an unreadable run.
     """
     found: dict[str, Substitute] = {}
-    for site, source in given.items():
+    named = given if isinstance(given, Mapping) else dict(map(_parted, one_or_more(given)))
+    for site, source in named.items():
         if not is_operator_site(site) or ":out" not in site:
             raise UsageError(
                 f"{site!r} is no operator's result, so nothing can be put in its place",
@@ -68,6 +70,16 @@ def parse_substitutes(
             )
         found[site.rpartition(":")[0]] = source
     return found
+
+
+def _parted(word: str) -> tuple[str, str]:
+    site, equals, run = word.partition("=")
+    if not (site and equals and run):
+        raise UsageError(
+            f"--substitute {word!r}: there is no RUN after a =",
+            hint="for example --substitute model.layers.3.mlp/aten.mul:out=RUN",
+        )
+    return site, run
 
 
 def _opened(site: str, source: str | Path | Run) -> Substitute:

@@ -6,13 +6,18 @@ otherwise, and every such override is noted, because a comparison must know it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec.structs import asdict, replace
+
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
+from divergence.options.capture import CaptureOptions
+from divergence.options.option import fields_of
 from divergence.recording.hooks.plant import Plant, parse_plant
 from divergence.recording.hooks.substitute import Substitute, parse_substitutes
 from divergence.recording.options.prompts import Prompt, collect_prompts
@@ -35,46 +40,27 @@ __all__ = ["DEFAULT_MAX_NEW_TOKENS", "Request", "resolve_request"]
 DEFAULT_MAX_NEW_TOKENS = 16
 
 
-@dataclass(slots=True, kw_only=True)
-class Request:
-    """Everything decided before the model is loaded.
+class Request(CaptureOptions, frozen=True, kw_only=True):
+    """Everything decided before the model is loaded: the options, and none of them open.
 
     ``named``: the user named the model; else the run to be repeated did, and it is data alone.
     """
 
     model: str
-    task: str
-    revision: str | None
-    dtype: str | None
-    device: str
-    device_map: str | Mapping[str, str | int] | None
+    like: Run | None = None
+    named: bool = True
+    overrides: list[Override] = msgspec.field(default_factory=list)
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
     attn_implementation: str
-    trust_remote_code: bool
     prompts: list[Prompt]
-    chat: bool
     batch: bool
     max_new_tokens: int
     sites: list[str]
-    steps: str | None
-    positions: str | None
     deterministic: bool
     seed: int
-    repeat: int
-    anchor: bool
-    escalate: bool = False
-    whole: bool = False
-    weights: bool = False
-    buffer_bytes: int = DEFAULT_BUFFER_BYTES
-    substitutes: dict[str, Substitute] = field(default_factory=dict)
-    probe: bool = False
-    plants: list[Plant] = field(default_factory=list)
-    label: str | None = None
-    mesh: str | None = None
-    like: Run | None = None
-    named: bool = True
-    overrides: list[Override] = field(default_factory=list)
-    store: Store = "full"
-    only_changed: bool = False
+    store: Store
+    plants: list[Plant]
+    substitutes: dict[str, Substitute]
 
     @property
     def regrouped(self) -> bool:
@@ -83,108 +69,69 @@ class Request:
 
 
 def resolve_request(
-    model: str | None,
-    *,
-    like: str | Path | Run | None,
-    task: str,
-    revision: str | None,
-    dtype: str | None,
-    device: str,
-    device_map: str | Mapping[str, str | int] | None,
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-    prompts: Sequence[str],
-    prompts_file: str | Path | None,
-    chat: bool,
-    batch: bool | None,
-    max_new_tokens: int | None,
-    sites: Sequence[str],
-    steps: str | None,
-    positions: str | None,
-    deterministic: bool | None,
-    seed: int | None,
-    repeat: int,
-    anchor: bool,
-    plants: Sequence[str | Plant],
-    label: str | None,
-    escalate: bool = False,
-    whole: bool = False,
-    weights: bool = False,
-    substitutes: Mapping[str, str | Path | Run | Substitute] | None = None,
-    probe: bool = False,
-    store: str | None = None,
-    only_changed: bool = False,
-    mesh: str | None = None,
-    buffer: int | str = DEFAULT_BUFFER_BYTES,
+    model: str | None, *, like: str | Path | Run | None, options: CaptureOptions
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
-    step_selected(steps, 0)
-    select_positions(positions, 1)
-    if dtype is not None:
-        dtype = format_named(dtype).name
-    if repeat < 1:
-        raise UsageError(f"--repeat {repeat}: at least one run is needed")
-    _check_seed(seed)
+    step_selected(options.steps, 0)
+    select_positions(options.positions, 1)
+    if options.dtype is not None:
+        options = replace(options, dtype=format_named(options.dtype).name)
+    if options.repeat < 1:
+        raise UsageError(f"--repeat {options.repeat}: at least one run is needed")
+    _check_seed(options.seed)
+    max_new_tokens = options.max_new_tokens
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
-    parsed = [plant if isinstance(plant, Plant) else parse_plant(plant) for plant in plants]
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if escalate and like is None:
+    plants = [plant if isinstance(plant, Plant) else parse_plant(plant) for plant in options.plants]
+    if options.escalate and like is None:
         raise UsageError(
             "--escalate needs --like: the escalated pass repeats a recorded run block by block",
             hint="divergence capture --like RUN -o RUN2 --escalate",
         )
-    if mesh is not None and device_map is not None:
+    if options.mesh is not None and options.device_map is not None:
         raise UsageError(
             "--mesh and --device-map both divide the model",
             hint="--mesh with torchrun, or --device-map in one process",
         )
-    common = {
-        "device": device,
-        "device_map": device_map,
-        "repeat": repeat,
-        "anchor": anchor,
-        "escalate": escalate,
-        "whole": whole,
-        "weights": weights,
-        "substitutes": parse_substitutes(substitutes or {}),
-        "probe": probe,
-        "buffer_bytes": buffer_bytes(buffer),
-        "only_changed": only_changed,
-        "plants": parsed,
-        "label": label,
-        "mesh": mesh,
-        "chat": chat,
+    decided: dict[str, Any] = {
+        "plants": plants,
+        "substitutes": parse_substitutes(options.substitutes or {}),
+        "buffer_bytes": buffer_bytes(options.buffer),
     }
-    if like is None:
-        if model is None:
-            raise UsageError(
-                "no model given",
-                hint="divergence capture MODEL -o RUN, or divergence capture --like RUN -o RUN2",
-            )
-        if max_new_tokens is None:
-            max_new_tokens = DEFAULT_MAX_NEW_TOKENS
-        _check_steps(steps, max_new_tokens)
-        return Request(
-            model=model,
-            task=task,
-            revision=revision,
-            dtype=dtype,
-            attn_implementation=attn_implementation or "eager",
-            trust_remote_code=trust_remote_code,
-            prompts=collect_prompts(prompts, prompts_file),
-            batch=bool(batch),
-            max_new_tokens=max_new_tokens,
-            sites=list(sites) or ["blocks"],
-            steps=steps,
-            positions=positions,
-            deterministic=True if deterministic is None else deterministic,
-            seed=seed or 0,
-            store=chosen_store(store, only_changed=only_changed, like=None),
-            **common,
+    if like is not None:
+        return _like(_repeatable(like, options), model, options, decided)
+    if model is None:
+        raise UsageError(
+            "no model given",
+            hint="divergence capture MODEL -o RUN, or divergence capture --like RUN -o RUN2",
         )
-    if prompts or prompts_file or chat:
+    if max_new_tokens is None:
+        max_new_tokens = DEFAULT_MAX_NEW_TOKENS
+    _check_steps(options.steps, max_new_tokens)
+    deterministic = options.deterministic
+    return _request(
+        options,
+        **decided,
+        model=model,
+        attn_implementation=options.attn_implementation or "eager",
+        prompts=collect_prompts(options.prompts, options.prompts_file),
+        batch=bool(options.batch),
+        max_new_tokens=max_new_tokens,
+        sites=list(options.sites) or ["blocks"],
+        deterministic=True if deterministic is None else deterministic,
+        seed=options.seed or 0,
+        store=chosen_store(options.store, only_changed=options.only_changed, like=None),
+    )
+
+
+def _request(options: CaptureOptions, **decided: Any) -> Request:
+    """The options as they are, but for what was decided."""
+    return Request(**{**asdict(options), **decided})
+
+
+def _repeatable(like: str | Path | Run, options: CaptureOptions) -> Run:
+    """The run to be repeated, as far as a model ran in it."""
+    if options.prompts or options.prompts_file or options.chat:
         raise UsageError(
             "--like repeats the recorded tokens, so prompts cannot be given with it",
             hint="leave out --prompt, --prompts and --chat, or capture without --like",
@@ -196,50 +143,20 @@ def resolve_request(
             hint="give the run whose operators it ran again "
             f"({run.manifest.plan.anchored_to}), or divergence replay that run",
         )
-    return _like(
-        run,
-        model=model,
-        task=task,
-        revision=revision,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        batch=batch,
-        max_new_tokens=max_new_tokens,
-        sites=sites,
-        steps=steps,
-        positions=positions,
-        deterministic=deterministic,
-        seed=seed,
-        store=chosen_store(store, only_changed=only_changed, like=run),
-        common=common,
-    )
+    return run
 
 
-def _like(
-    run: Run,
-    *,
-    model: str | None,
-    task: str,
-    revision: str | None,
-    dtype: str | None,
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-    batch: bool | None,
-    max_new_tokens: int | None,
-    sites: Sequence[str],
-    steps: str | None,
-    positions: str | None,
-    deterministic: bool | None,
-    seed: int | None,
-    store: Store,
-    common: dict,
-) -> Request:
-    """The recorded run's own request, with what the caller overrides."""
+def _like(run: Run, model: str | None, options: CaptureOptions, decided: dict[str, Any]) -> Request:
+    """The recorded run's own request, with what the caller overrides: each option that says where
+    the manifest holds it is taken from there."""
     recorded = run.manifest
     overrides: list[Override] = []
+    store = chosen_store(options.store, only_changed=options.only_changed, like=run)
+    options = replace(options, store=store)
 
-    def choose(name: str, given, found, allowed: Callable[[Manifest], Any] | None = None):
+    def choose(
+        name: str, given: Any, found: Any, allowed: Callable[[Manifest], Any] | None = None
+    ) -> Any:
         if given is None and allowed is not None:  # of what the user chooses the run is not asked
             return allowed(recorded)
         if given is None or given == found:
@@ -249,52 +166,41 @@ def _like(
 
     settings, plan, identity = recorded.settings, recorded.plan, recorded.model
     _check_recorded(run)
+    max_new_tokens = options.max_new_tokens
     if max_new_tokens is not None and max_new_tokens > settings.max_new_tokens:
         raise UsageError(
             f"--max-new-tokens {max_new_tokens}: the run to be repeated has "
             f"{settings.max_new_tokens}, and its tokens are forced",
             hint="ask for fewer, or capture without --like",
         )
-    if steps is not None or max_new_tokens is not None:
+    if options.steps is not None or max_new_tokens is not None:
         _check_steps(
-            plan.steps if steps is None else steps,
+            plan.steps if options.steps is None else options.steps,
             settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
-    attention = identity.attn_implementation or settings.attn_implementation or "eager"
-    return Request(
-        like=run,
-        named=model is not None,
-        model=choose("model", model, identity.source, recorded_source),
-        task=choose("task", None if task == "auto" else task, identity.task),
-        revision=choose(
-            "revision",
-            revision,
-            identity.revision if model is None else None,
-            recorded_revision if model is None else None,
-        ),
+    # What the manifest holds in two places, or a run may not choose freely.
+    special: dict[str, tuple[Any, Callable[[Manifest], Any] | None]] = {
+        "revision": (identity.revision, recorded_revision) if model is None else (None, None),
         # 8-bit weights are no dtype to load in: then as it was asked for, or the checkpoint's own
-        dtype=choose(
-            "dtype",
-            dtype,
-            settings.dtype if identity.dtype.startswith("float8") else identity.dtype,
+        "dtype": (settings.dtype if identity.dtype.startswith("float8") else identity.dtype, None),
+        "attn_implementation": (
+            identity.attn_implementation or settings.attn_implementation or "eager",
+            recorded_attention,
         ),
-        attn_implementation=choose(
-            "attn_implementation", attn_implementation, attention, recorded_attention
-        )
-        or "eager",
-        trust_remote_code=trust_remote_code,
-        prompts=[],
-        batch=choose("batch", batch, settings.batch),
-        max_new_tokens=choose("max_new_tokens", max_new_tokens, settings.max_new_tokens),
-        sites=choose("sites", list(sites) or None, plan.sites, recorded_sites),
-        steps=choose("steps", steps, plan.steps),
-        positions=choose("positions", positions, plan.positions),
-        deterministic=choose("deterministic", deterministic, settings.deterministic),
-        seed=choose("seed", seed, settings.seed),
-        store=choose("store", store, plan.store),
-        overrides=overrides,
-        **common,
-    )
+        "sites": (plan.sites, recorded_sites),
+    }
+    used = {"model": choose("model", model, identity.source, recorded_source)}
+    for field in fields_of(CaptureOptions):
+        name, place = field.name, field.option.recorded
+        if place is not None:
+            value = getattr(options, name)
+            value = list(value) if isinstance(value, tuple) else value
+            given = None if value in (field.default, []) else value
+            found, allowed = special.get(name) or (attrgetter(place)(recorded), None)
+            used[name] = choose(name, given, found, allowed)
+    used["attn_implementation"] = used["attn_implementation"] or "eager"
+    decided |= {"like": run, "named": model is not None, "prompts": [], "overrides": overrides}
+    return _request(options, **decided, **used)
 
 
 def _check_recorded(run: Run) -> None:

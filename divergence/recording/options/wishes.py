@@ -2,56 +2,72 @@
 
 Types that mean the same are taken (``torch.float32`` for ``"float32"``, one name for a list of
 one, token ids for a prompt); what is of another type is refused with the name of the argument, so
-that no capture runs for an hour and fails when its manifest is written.
+that no capture runs for an hour and fails when its manifest is written. The types are those of the
+options (``divergence.options``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 from divergence.errors import UsageError
+from divergence.options.capture import CaptureOptions
+from divergence.options.option import Options, fields_of, kinds_of
 from divergence.recording.options.prompts import Prompt
 from divergence.run.schema.site import one_or_more
 
-__all__ = ["plain_wishes"]
+__all__ = ["options_of", "plain_wishes"]
 
-_TEXTS = ("task", "revision", "attn_implementation", "steps", "positions", "store", "label",
-          "mesh", "command")  # fmt: skip
-_NUMBERS = ("max_new_tokens", "seed", "repeat")
-_SWITCHES = ("trust_remote_code", "chat", "batch", "deterministic", "anchor", "escalate", "whole",
-             "weights", "only_changed", "probe", "force")  # fmt: skip
-_NONE = ("revision", "attn_implementation", "steps", "positions", "store", "label", "mesh",
-         "command", "max_new_tokens", "seed", "batch", "deterministic")  # fmt: skip
-"""What may be None: as recorded, or the default."""
+_T = TypeVar("_T", bound=Options)
+
+_OTHERS = {"force": bool, "command": str | None}
+"""What every function that makes a run takes beside its options."""
+
+
+def options_of(kind: type[_T], given: Mapping[str, Any]) -> _T:
+    """The options among the arguments ``given``, each of its plain type."""
+    names = [field.name for field in fields_of(kind)]
+    return kind(**plain_wishes(**{name: given[name] for name in names if name in given}))
 
 
 def plain_wishes(**wishes: Any) -> dict[str, Any]:
     """The arguments by name, each of its plain type. Raises UsageError that names the argument."""
     found = dict(wishes)
+    types = {field.name: field.type for field in fields_of(CaptureOptions)} | _OTHERS
     for name, value in wishes.items():
-        if value is None and name in _NONE:
-            continue
-        if name in _TEXTS and not isinstance(value, str):
-            raise _not(name, value, "text")
-        if name in _SWITCHES and not isinstance(value, bool):
-            raise _not(name, value, "True or False")
-        if name in _NUMBERS:
-            found[name] = _whole_number(name, value)
+        if name in types and name not in ("dtype", "device"):
+            found[name] = _plain(name, value, types[name])
     for name in ("dtype", "device"):
         if wishes.get(name) is not None:
             found[name] = _torch_name(name, wishes[name])
+    if found.get("dtype") == "auto":
+        found["dtype"] = None
     if "sites" in wishes:
         found["sites"] = tuple(_text("sites", one) for one in one_or_more(wishes["sites"]))
     if "plants" in wishes:
         found["plants"] = tuple(one_or_more(wishes["plants"]))
     if "prompts" in wishes:
         found["prompts"] = tuple(map(_prompt, _each("prompts", wishes["prompts"], Prompt)))
-    file = wishes.get("prompts_file")
-    if file is not None and not isinstance(file, str | os.PathLike):
-        raise _not("prompts_file", file, "a path")
     return found
+
+
+def _plain(name: str, value: Any, type_: Any) -> Any:
+    """What can be told by the type alone: a switch, a number, a text or a path."""
+    if value is None and type(None) in get_args(type_):
+        return None
+    kinds = set(kinds_of(type_))
+    if kinds == {bool} and not isinstance(value, bool):
+        raise _not(name, value, "True or False")
+    if kinds == {int}:
+        return _whole_number(name, value)
+    if kinds == {str}:
+        return _text(name, value)
+    if kinds == {Path, str} and not isinstance(value, str | os.PathLike):
+        raise _not(name, value, "a path")
+    return value
 
 
 def _each(name: str, value: Any, *alone: type) -> list[Any]:

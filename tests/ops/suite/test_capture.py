@@ -210,9 +210,9 @@ def test_an_interrupted_suite_is_readable(tmp_path):
     ("options", "words"),
     [
         ({"dtype": "bfloat16"}, "--dtype means nothing"),
-        ({"prompts": ["x"]}, "--prompts means nothing"),
+        ({"prompts": ["x"]}, "--prompt means nothing"),
         ({"escalate": True}, "--escalate means nothing"),
-        ({"plants": ["x:out=zero"]}, "--plants means nothing"),
+        ({"plants": ["x:out=zero"]}, "--plant means nothing"),
         ({"impl": ["flash_attn_9"]}, "no operator has an implementation"),
         ({"impl": ["silu=flash_attn"]}, "silu has no implementation"),
         ({"impl": ["siluu=torch"]}, "no operator of a suite"),

@@ -1,0 +1,184 @@
+"""An option: one field of a typed struct, from which everything that knows options is derived.
+
+    class CaptureOptions(Options, frozen=True, kw_only=True):
+        seed: Annotated[
+            int | None,
+            Option("--seed N", "Seed of every generator.", REPEATING, setting=True,
+                   recorded="settings.seed"),
+        ] = None
+
+That is the whole declaration. Derived from it: the parameter of the command line (cli.signature),
+the key of the settings file and its DIVERGENCE_* variable (config), the check of what a caller
+of the Python API gave (recording.options.wishes), the place in the manifest where it is written
+and from where ``--like`` takes it (recording.options.request), whether a suite of operators may be
+given it (recording.suites), and the words of a command that is run elsewhere (experiments).
+
+The field's type is that of the plain value. Only the functions of the Python API repeat names and
+defaults, since type checkers and ``help()`` read nothing but a written signature; a test holds
+them equal to the struct. A key of the manifest is written down in run.schema.manifest as well: that
+is the format of files, which must not change because an option was renamed.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import msgspec
+
+__all__ = [
+    "Field",
+    "Option",
+    "Options",
+    "command_options",
+    "fields_of",
+    "kinds_of",
+    "parted",
+    "recorded_in",
+    "text_type",
+]
+
+
+class Option(msgspec.Struct, frozen=True):
+    """How an option is written, and who takes part in it.
+
+    ``words``: its names and then the word for its value, as help prints them: ``--out -o RUN``; no
+    name at all makes an argument. A switch called ``--no-...`` sets False.
+    """
+
+    words: str
+    help: str
+    panel: str | None = None
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    setting: bool = False
+    """May be set in the settings file and as a variable, under its long name."""
+    machine: bool = False
+    """Its setting is this machine's: used for ``--like`` and for a suite of operators, too."""
+    recorded: str | None = None
+    """Where the manifest holds it, ``settings.seed``; ``--like`` takes it from there."""
+    needs_like: bool = False
+    suite: bool = False
+    """Means something to a suite of operators."""
+    after: str | None = None
+    """The parameter that it follows in help, where that is not the one before it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(word for word in self.words.split() if word.startswith("-"))
+
+    @property
+    def metavar(self) -> str:
+        return " ".join(word for word in self.words.split() if not word.startswith("-"))
+
+    @property
+    def word(self) -> str:
+        """Its long name as an identifier: ``no_batch`` of ``--no-batch``."""
+        long = next(name for name in self.names if name.startswith("--"))
+        return long.removeprefix("--").replace("-", "_")
+
+    @property
+    def key(self) -> str:
+        """What the settings file calls it."""
+        return self.word.removeprefix("no_")
+
+    @property
+    def turns_on(self) -> bool:
+        """What a switch sets: False for one called ``--no-...``."""
+        return not self.word.startswith("no_")
+
+    def but(self, **changes: Any) -> Option:
+        """The same option where a command means a little more or less by it."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of one command, each with the default of the Python API."""
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """One option as code meets it. ``options``: how it is written; two for a switch that can be
+    turned both ways."""
+
+    name: str
+    type: Any
+    default: Any
+    options: tuple[Option, ...]
+
+    @property
+    def option(self) -> Option:
+        return self.options[0]
+
+    @property
+    def text_type(self) -> Any:
+        """What its words on a command line or in a file are read as."""
+        return text_type(self.type)
+
+    def is_given(self, value: Any) -> bool:
+        """Does a value of this option ask for anything? An empty list does not, nor False for what
+        is not on anyhow."""
+        if value is None or (value is False and self.default is not True):
+            return False
+        return bool(value != self.default and value not in ((), [], {}))
+
+
+def kinds_of(type_: Any) -> tuple[Any, ...]:
+    """The members of a union without None; of another type, itself."""
+    if get_origin(type_) in (Union, types.UnionType):
+        return tuple(one for one in get_args(type_) if one is not type(None))
+    return (type_,)
+
+
+def text_type(type_: Any) -> Any:
+    """bool, int, str, Path, or a list of one: the first that a type takes."""
+    first = kinds_of(type_)[0]
+    if get_origin(first) is Sequence:
+        (item,) = get_args(first)
+        return list[int] if item is int else list[str]
+    return first
+
+
+def parted(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The type of an annotation, and what else ``Annotated`` says."""
+    if get_origin(annotation) is Annotated:
+        type_, *rest = get_args(annotation)
+        return type_, tuple(rest)
+    return annotation, ()
+
+
+@functools.cache
+def fields_of(kind: type[Options]) -> tuple[Field, ...]:
+    """The options of a command, in the order of its help."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(kind):
+        type_, said = parted(hints[field.name])
+        options = tuple(one for one in said if isinstance(one, Option))
+        found.append(Field(name=field.name, type=type_, default=field.default, options=options))
+    return tuple(found)
+
+
+def recorded_in(options: Options, part: str, kind: type[Options]) -> dict[str, Any]:
+    """What the manifest's ``settings`` or ``plan`` hold of the options, by the manifest's names."""
+    found = {}
+    for field in fields_of(kind):
+        place, _, name = (field.option.recorded or "").partition(".")
+        if place == part:
+            found[name] = getattr(options, field.name)
+    return found
+
+
+def command_options(kind: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of options, in their order, as the keywords of ``run.untrusted.command``:
+    ``no_batch=True`` for ``batch=False``, and ``plant`` for the ``plants``."""
+    fields = {field.name: field for field in fields_of(kind)}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, bool):
+            found |= {one.word: True for one in fields[name].options if one.turns_on == value}
+        else:
+            found[fields[name].option.word] = value
+    return found

@@ -1,0 +1,157 @@
+"""One list of options: what knows an option knows it from its declaration."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, get_origin
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from divergence.arithmetic.api import probe
+from divergence.cli.signature import typer_command
+from divergence.comparison.api import compare
+from divergence.comparison.fleet.many import compare_many
+from divergence.comparison.gate.check import check
+from divergence.config import load_settings
+from divergence.ops.replay import replay
+from divergence.options.capture import CaptureOptions
+from divergence.options.compare import CheckOptions, CompareOptions
+from divergence.options.option import (
+    Option,
+    command_options,
+    fields_of,
+    kinds_of,
+    recorded_in,
+)
+from divergence.options.probe import ProbeOptions
+from divergence.options.replay import ReplayOptions
+from divergence.options.shared import Json, Verbose
+from divergence.options.truth import TruthOptions
+from divergence.recording.api import capture, truth
+from divergence.run.schema.manifest import Manifest
+
+KINDS = [
+    CaptureOptions, TruthOptions, CompareOptions, CheckOptions, ReplayOptions, ProbeOptions,
+]  # fmt: skip
+
+
+class Mine(CaptureOptions, frozen=True, kw_only=True):
+    """The options of capture and made-up ones: a line each, and nothing else anywhere."""
+
+    colour: Annotated[
+        str | None, Option("--colour NAME", "A colour.", setting=True, recorded="settings.colour")
+    ] = None
+    shapes: Annotated[Sequence[str], Option("--shape NAME", "A shape.", setting=True)] = ()
+    tidy: Annotated[bool, Option("--no-tidy", "Leave it as it is.", setting=True)] = True
+
+
+@pytest.fixture
+def given(capsys):
+    """``given("--colour", "red")`` → the options that such a command line gives."""
+    seen: list[dict[str, Any]] = []
+
+    def command(
+        *, options: Annotated[dict[str, Any], Mine], json: Json = False, verbose: Verbose = False
+    ) -> None:
+        """A command."""
+        seen.append(options)
+
+    app = typer.Typer()
+    app.command()(typer_command(command))
+
+    def call(*words: str) -> dict[str, Any]:
+        result = CliRunner().invoke(app, list(words))
+        assert result.exit_code == 0, result.output
+        return seen[-1] if seen else {"help": result.output}
+
+    return call
+
+
+def test_a_new_option_is_a_parameter_of_the_command(given):
+    """With its words and its help."""
+    assert "--colour" in given("--help")["help"]
+    assert given("--colour", "red", "--shape", "a", "--shape", "b", "--no-tidy", "--seed", "0") == {
+        "colour": "red", "shapes": ["a", "b"], "tidy": False, "seed": 0,
+    }  # fmt: skip
+    assert given() == {}
+
+
+def test_a_new_option_is_a_setting(tmp_path):
+    """In the file and as a variable, under its long name and in its type."""
+    (tmp_path / "divergence.toml").write_text('[capture]\ncolour = "red"\ntidy = false\n')
+    settings = load_settings(
+        {"DIVERGENCE_CAPTURE_COLOUR": "blue", "DIVERGENCE_CAPTURE_SHAPE": "a, b"},
+        folder=tmp_path,
+        sections={"capture": Mine},
+    )
+    assert settings == {"capture": {"colour": "blue", "shapes": ("a", "b"), "tidy": False}}
+
+
+def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
+    """As it would be typed; and where it says that the manifest holds it."""
+    values = {"shapes": ["a"], "tidy": False, "colour": "red", "batch": True, "weights": False}
+    words = {"shape": ["a"], "no_tidy": True, "colour": "red", "batch": True}
+    assert command_options(Mine, values) == words
+    assert recorded_in(Mine(colour="red", seed=3), "settings", Mine).items() >= {
+        ("colour", "red"), ("seed", 3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "own"),
+    [
+        (capture, CaptureOptions, "model out like force command progress prepare"),
+        (truth, TruthOptions, "run out force command progress"),
+        (replay, ReplayOptions, "run out force command progress"),
+        (probe, ProbeOptions, "out force command progress"),
+        (compare, CompareOptions, "reference candidate thresholds progress"),
+        (
+            compare_many,
+            CompareOptions,
+            "reference candidates thresholds reports keep_reports progress",
+        ),
+        (check, CheckOptions, "golden new progress"),
+    ],
+)
+def test_the_python_api_has_the_same_options(function, kind, own):
+    """Names and defaults are the struct's, and no type is narrower. They are written down twice,
+    since type checkers and help() read a written signature alone."""
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function, localns={"torch": torch})
+    fields = {field.name: field for field in fields_of(kind)}
+    assert set(signature.parameters) - set(own.split()) == set(fields)
+    for name, field in fields.items():
+        assert signature.parameters[name].default == field.default, name
+        kinds = kinds_of(hints[name])
+        taken = {Sequence if get_origin(one) is Sequence else one for one in kinds}
+        wanted = Sequence if get_origin(field.text_type) is list else field.text_type
+        assert Any in kinds or wanted in taken, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_is_written_in_one_way(kind):
+    """No two options of a command have a name in common."""
+    names = [name for field in fields_of(kind) for one in field.options for name in one.names]
+    assert len(names) == len(set(names))
+    assert all(field.options for field in fields_of(kind))
+
+
+def test_what_is_recorded_has_its_place_in_the_manifest():
+    """The format of files is written down by itself; an option names a key that is there."""
+    places = [field.option.recorded for field in fields_of(CaptureOptions)]
+    hints = typing.get_type_hints(Manifest)
+    for place in filter(None, places):
+        part, _, key = place.partition(".")
+        assert key in hints[part].__struct_fields__, place
+
+
+def test_options_that_run_foreign_code_are_no_settings():
+    """A file in the working directory chooses no code."""
+    for name in ("trust_remote_code", "impl", "plants"):
+        (field,) = [field for field in fields_of(CaptureOptions) if field.name == name]
+        assert not field.option.setting

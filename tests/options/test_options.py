@@ -10,13 +10,13 @@ from typing import Annotated, Any, get_origin
 import pytest
 import torch
 import typer
+from divergence.fleet.many import compare_many
+from divergence.gate.check import check
 from typer.testing import CliRunner
 
 from divergence.arithmetic.api import probe
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
-from divergence.comparison.fleet.many import compare_many
-from divergence.comparison.gate.check import check
 from divergence.config import load_settings
 from divergence.ops.replay import replay
 from divergence.options.capture import CaptureOptions

@@ -37,6 +37,7 @@ LEVELS = {
     "errors": 0,
     "_version": 0,
     "printable": 0,
+    "words": 0,
     "numerics": 1,
     "run": 2,
     "config": 2,  # may be imported by all above; itself names sites

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -58,15 +58,9 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.schema.site import ROOT
 from divergence.run.writing.writer import RunWriter
+from divergence.words import Progress
 
 __all__ = ["Execution", "Progress"]
-
-
-class Progress(Protocol):
-    """Called as work goes on. ``event``: ``load``, ``digest``, ``probe``, ``free``, ``repeat``,
-    ``anchored``, ``escalated``, ``whole``, or ``note`` for a warning in ``detail``."""
-
-    def __call__(self, event: str, done: int, total: int | None, detail: str) -> None: ...
 
 
 class Execution:

@@ -29,7 +29,7 @@ _STACKED = frozenset({"float64", "float32", "float16", "bfloat16"})
 def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy") -> list[Summary]:
     """``[summarize(t) for t in tensors]``, faster where many are small and alike; CPU tensors."""
     results: list[Summary | None] = [None] * len(tensors)
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if 0 < tensor.numel() <= _SMALL_ELEMENTS and format_of(tensor.dtype).name in _STACKED:
             groups.setdefault((tensor.dtype, tensor.numel()), []).append(index)

@@ -162,7 +162,7 @@ def sketch_many(
     import torch
 
     results: list[torch.Tensor | None] = [None] * len(tensors)
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[torch.dtype, str, int, int], list[int]] = {}
     for index, (tensor, k) in enumerate(zip(tensors, ks, strict=True)):
         num_rows, features = rows_of(tensor.shape)
         if num_rows == 1:
@@ -174,7 +174,7 @@ def sketch_many(
         stack = torch.cat([tensors[index].detach().reshape(1, features) for index in members])
         numbers = np.zeros(len(members), np.int64)
         found = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
-        for index, one in zip(members, found.split(1), strict=True):
+        for index, one in zip(members, torch.split(found, 1), strict=True):
             results[index] = one
     return [one for one in results if one is not None]
 

@@ -11,9 +11,11 @@ import os
 import shlex
 from collections.abc import Iterable
 
+from divergence.run.storage.location import Url
+
 __all__ = ["command_line", "command_words", "quoted", "quoted_words", "requoted"]
 
-Value = str | int | os.PathLike[str] | bool | None | Iterable[object]
+Value = str | int | os.PathLike[str] | Url | bool | None | Iterable[object]
 
 
 def command_line(
@@ -76,7 +78,7 @@ def _option(key: str, value: Value) -> list[str]:
     flag = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
     if value is True:
         return [flag]
-    if isinstance(value, str | int | os.PathLike):
+    if isinstance(value, str | int | os.PathLike | Url):
         text = str(value)
         if not text.startswith("-"):
             return [flag, text]

@@ -44,7 +44,7 @@ _SHORT_BYTES = 1 << 16
 
 _copy_long = ctypes.memmove  # gives up Python's lock meanwhile
 _copy_short = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 """Keeps the lock: for a few KB, giving it up and waiting for it again costs more than the copy."""
 
@@ -107,6 +107,10 @@ _QUEUED_BYTES = 1024
 """Of Python objects beside a waiting tensor's bytes."""
 
 
+_Region = list[int]
+"""[begin, given back?]"""
+
+
 class Slot:
     """A place in the ring, the holder's as long as the Slot lives (views of it do not count).
 
@@ -115,7 +119,7 @@ class Slot:
 
     __slots__ = ("_region", "_ring", "address", "begin", "memory", "num_bytes", "ready")
 
-    def __init__(self, ring: Buffer, region: list, num_bytes: int) -> None:
+    def __init__(self, ring: Buffer, region: _Region, num_bytes: int) -> None:
         self.memory, self.begin, self.num_bytes = ring.memory, region[0], num_bytes
         self.address = ring.address + self.begin
         self._ring = ring.tensor
@@ -171,8 +175,8 @@ class Buffer:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB, not for 4 KiB
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.memory, self.address = memoryview(self.tensor.numpy()), self.tensor.data_ptr()
-        self._regions: deque[list] = deque()  # [begin, given back?]
+        self.memory, self.address = memoryview(self.tensor.numpy().data), self.tensor.data_ptr()
+        self._regions: deque[_Region] = deque()
         self._head = self._touched = 0
 
     def take(self, num_bytes: int) -> Slot | None:

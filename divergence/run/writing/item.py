@@ -8,17 +8,21 @@ stores none: its keeper has filled in all that its records will say.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from divergence.numerics.formats import FORMATS, format_of
 
 if TYPE_CHECKING:
     import torch
 
-    from divergence.run.schema.record import Place, Sketch, Summary
+    from divergence.run.schema.call import Call
+    from divergence.run.schema.record import PassName, Place, Placement, Sketch, Summary
     from divergence.run.writing.buffer import Slot
 
-__all__ = ["Item", "Reduced"]
+__all__ = ["Item", "Reduced", "SumDtype"]
+
+SumDtype = Literal["float64", "float32"]
+"""The precision that a sketch's sums were made in."""
 
 
 class Item:
@@ -68,8 +72,15 @@ class Reduced:
     sums: tuple[torch.Tensor, int]
     statistics: tuple[torch.Tensor, torch.Tensor] | None = None
     projections: torch.Tensor | None = None
-    sum_dtype: str = "float64"
+    sum_dtype: SumDtype = "float64"
 
+
+if TYPE_CHECKING:
+    Put = tuple[
+        Item, int, PassName, int, int, str, int, tuple[int, ...] | None, Call | None,
+        tuple[Placement, ...] | None,
+    ]  # fmt: skip
+    """What the writer was given: a tensor, the bytes of its own, and the fields of its record."""
 
 _NAMES: dict[torch.dtype, str] = {}
 """Looked up for every tensor: filled as dtypes are met."""

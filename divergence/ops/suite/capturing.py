@@ -45,10 +45,10 @@ from divergence.run.schema.manifest import (
 from divergence.run.schema.site import compile_patterns, join_site, module_of, operator_path
 from divergence.run.untrusted.trust import recorded_seed
 from divergence.run.writing.writer import RunWriter
+from divergence.words import Progress
 
 __all__ = ["capture_suite", "plan_cases", "truth_of_suite"]
 
-Progress = Callable[[str, int, int | None, str], None]
 _REFUSED = (
     RuntimeError,
     AssertionError,
@@ -288,6 +288,7 @@ def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
 
     works = []
     for record in calls_in(run):
+        assert record.call is not None  # calls_in gives no others
         name = record.call.operator
         try:
             operator = find(name)

@@ -291,7 +291,8 @@ class RunWriter:
         """Everything that waits, in batches that leave room for a shard in between."""
         shard_bytes = min(SHARD_BYTES, self._limits.shard_bytes)
         while self._queue:
-            num_bytes, batch = 0, list[Put]()
+            batch: list[Put] = []
+            num_bytes = 0
             while self._queue and num_bytes < shard_bytes and len(batch) < BATCH_ITEMS:
                 batch.append(self._queue.popleft())
                 num_bytes += batch[-1][0].num_bytes

@@ -34,6 +34,7 @@ from divergence.recording.options.taken import also_taken
 from divergence.run.reader import Run
 from divergence.run.untrusted.command import command_line, command_words
 from divergence.run.untrusted.trust import recorded_attention, recorded_sites, recorded_source
+from divergence.words import Progress
 
 __all__ = ["HERE", "Maker"]
 
@@ -63,7 +64,7 @@ class Maker:
         operators: Sequence[str] = (),
         prepare: Mapping[str, Callable[[Any], None] | None],
         again: str,
-        progress: Callable[..., None],
+        progress: Progress,
     ) -> None:
         if here not in HERE:
             raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from divergence.experiments.selftest_result import Selftest
+from divergence.experiments.selftest_result import Selftest, StepStatus
 from divergence.report.environment import environment_lines, switch_lines
 from divergence.report.lines import BLANK, Line, heading, prose
 
 __all__ = ["answer_lines", "selftest_lines"]
 
-_STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
+_STYLES: dict[StepStatus, str] = {"ok": "green", "failed": "red", "skipped": "yellow"}
 
 
 def answer_lines(result: Selftest) -> list[Line]:

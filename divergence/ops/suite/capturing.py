@@ -50,14 +50,8 @@ from divergence.words import Progress
 __all__ = ["capture_suite", "plan_cases", "truth_of_suite"]
 
 _REFUSED = (
-    RuntimeError,
-    AssertionError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    KeyError,
-)
+    RuntimeError, AssertionError, TypeError, ValueError, IndexError, AttributeError, KeyError
+)  # fmt: skip
 """What operators raise for operands that do not fit."""
 
 
@@ -392,9 +386,9 @@ def _count_differences(
             result.first_difference = result.first_difference or work.path
 
 
-def _tell(progress: Progress | None, *what: Any) -> None:
+def _tell(progress: Progress | None, event: str, done: int, total: int | None, what: str) -> None:
     if progress is not None:
-        progress(*what)
+        progress(event, done, total, what)
 
 
 def _first_line(error: BaseException) -> str:

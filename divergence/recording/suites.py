@@ -41,7 +41,7 @@ def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> b
     """Is a suite meant? Raises UsageError for ``impl`` with a model, and for another model with
     ``like`` of a suite."""
     recorded = like is not None and _is_suite(like)
-    if recorded and model is not None:
+    if like is not None and recorded and model is not None:
         raise UsageError(
             f"{like.path} was made of {like.manifest.model.source}, which needs no model",
             hint="leave out --model",
@@ -84,7 +84,7 @@ def truth_of_suite(run: Run, *, out: str | Path, device: str, **options: Any) ->
     return capturing.truth_of_suite(run, out=out, **kept)
 
 
-def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun:
+def plan_suite(model: str | Path | None, *, like: Run | None, **options: Any) -> DryRun:
     """The cases that a capture would run, with the bytes of their inputs."""
     from divergence.ops.suite import capturing
     from divergence.recording.planned import DryRun, PlannedSite
@@ -99,7 +99,7 @@ def plan_suite(model: str | None, *, like: Run | None, **options: Any) -> DryRun
         for case in capturing.plan_cases(suite, like=like, sites=options.get("sites") or ())
     ]  # fmt: skip
     return DryRun(
-        model=model or like.manifest.model.source,
+        model=str(model or ("" if like is None else like.manifest.model.source)),
         rows=rows,
         num_sites=len(rows),
         num_prompts=0,
@@ -123,7 +123,7 @@ def _refuse(options: dict[str, Any]) -> None:
     if "model" in options:
         usual["sites"] = ()
     for name, value in options.items():
-        nothing = (usual.get(name), None, (), [], {})
+        nothing: tuple[object, ...] = (usual.get(name), None, (), [], {})
         if name not in usual or value in nothing or (value is False and name != "anchor"):
             continue
         given = "--no-anchor" if name == "anchor" else f"--{name.replace('_', '-')}"

@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -65,6 +65,9 @@ __all__ = [
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 """Digits of π after those of divergence.numerics.summaries.fold: chosen by nobody."""
+
+SumDtype = Literal["float64", "float32"]
+"""The precision that a sketch's sums are made in."""
 
 _FEWEST, _MOST, _FEATURES_EACH = 8, 64, 128
 _USUAL_BYTES = 2
@@ -230,9 +233,11 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.einsum("ij,ij->i", values.numpy(), values.numpy()))
 
 
-def sum_dtype_name(device: str) -> str:
+def sum_dtype_name(device: str) -> SumDtype:
     """``float64``, or ``float32`` on devices that lack it."""
-    return str(_sum_dtype(device)).removeprefix("torch.")
+    import torch
+
+    return "float64" if _sum_dtype(device) == torch.float64 else "float32"
 
 
 @functools.cache

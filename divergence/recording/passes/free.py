@@ -13,7 +13,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divergence.numerics.summaries.fold import folds_of
 from divergence.recording.engines.generate import GroupResult, run_group
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Key",
     "Pass",
     "RememberingSink",
     "RepeatSink",
@@ -68,7 +69,7 @@ class RememberingSink:
         self._writer = writer
         self.items: dict[Key, Item] = {}
 
-    def put(self, item: Item, *, sample: int, step: int, site: str, **rest) -> None:
+    def put(self, item: Item, *, sample: int, step: int, site: str, **rest: Any) -> None:
         self.items[sample, step, site] = item
         self._writer.put(item, sample=sample, step=step, site=site, **rest)
 
@@ -84,7 +85,9 @@ class RepeatSink:
         if item.reduced is not None:
             item.fold, item.reduced = folds_of([item.reduced.sums])[0], None
         elif item.digest is None and item.fold is None:
-            item.digest, item.tensor = digest_tensor(item.tensor), None
+            tensor = item.tensor
+            assert tensor is not None  # no digest yet: it holds its bytes
+            item.digest, item.tensor = digest_tensor(tensor), None
         earlier = self._first.get((sample, step, site))
         self._result.num_compared += 1
         same = earlier is not None and (

@@ -8,21 +8,19 @@ stores none: its keeper has filled in all that its records will say.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from divergence.numerics.formats import FORMATS, format_of
 
 if TYPE_CHECKING:
     import torch
 
+    from divergence.numerics.summaries.sketch import SumDtype
     from divergence.run.schema.call import Call
     from divergence.run.schema.record import PassName, Place, Placement, Sketch, Summary
     from divergence.run.writing.buffer import Slot
 
-__all__ = ["Item", "Reduced", "SumDtype"]
-
-SumDtype = Literal["float64", "float32"]
-"""The precision that a sketch's sums were made in."""
+__all__ = ["Item", "Reduced"]
 
 
 class Item:

@@ -30,10 +30,11 @@ from divergence.run.writing.piece import Piece, flat_parts, piece_of, piece_of_i
 if TYPE_CHECKING:
     import torch
 
+    from divergence.numerics.summaries.sketch import SumDtype
     from divergence.run.reader import Run
     from divergence.run.schema.manifest import Store
     from divergence.run.schema.record import Place, Summary
-    from divergence.run.writing.item import Item, Reduced, SumDtype
+    from divergence.run.writing.item import Item, Reduced
 
 __all__ = ["Reducer", "reducer_for", "wants_fold"]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from divergence.comparison.api import compare
 from divergence.comparison.operators.verdict import onset_result
@@ -38,9 +38,12 @@ from divergence.run.storage.location import folder_of
 from divergence.run.untrusted.command import command_line
 from divergence.words import Progress
 
-__all__ = ["localize"]
+if TYPE_CHECKING:
+    import torch
 
-Prepare = Callable[[Any], None]
+    Prepare = Callable[[torch.nn.Module], torch.nn.Module | None]
+
+__all__ = ["localize"]
 
 _SIDES = ("reference", "candidate")
 _NOTHING_TO_JUDGE = ("identical", "incomparable")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.elsewhere import command_options, made_elsewhere
@@ -35,6 +35,9 @@ from divergence.run.reader import Run
 from divergence.run.untrusted.command import command_line, command_words
 from divergence.run.untrusted.trust import recorded_attention, recorded_sites, recorded_source
 from divergence.words import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["HERE", "Maker"]
 
@@ -62,7 +65,7 @@ class Maker:
         force: bool,
         trust_remote_code: bool,
         operators: Sequence[str] = (),
-        prepare: Mapping[str, Callable[[Any], None] | None],
+        prepare: Mapping[str, Callable[[torch.nn.Module], torch.nn.Module | None] | None],
         again: str,
         progress: Progress,
     ) -> None:

@@ -76,8 +76,9 @@ def selftest(
     name = resolve_device(device)
     environment = collect_environment(name)
     result = Selftest(tool_version=__version__, device=name, environment=environment)
-    folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
-    if keep is not None:
+    if keep is None:
+        folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
+    else:
         folder = folder_of(keep)
         folder.mkdir(parents=True, exist_ok=True)
     try:

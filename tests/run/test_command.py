@@ -68,7 +68,7 @@ def test_plain_words_and_placeholders_stay_readable():
 
 
 def test_a_url_is_a_word():
-    """A run lies in a bucket as well as in a directory; an option's name may be a word of Python."""
+    """Runs lie in buckets as well as in directories; an option's name may be a word of Python."""
     assert command_words("replay", o=Url("s3://runs/a"), pass_="escalated") == [
         "divergence", "replay", "-o", "s3://runs/a", "--pass", "escalated",
     ]  # fmt: skip

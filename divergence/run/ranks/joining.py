@@ -173,10 +173,11 @@ def merged(summaries: Sequence[Summary], numels: Sequence[int]) -> Summary:
         if s.min is not None and s.max is not None and s.mean is not None
         and s.rms is not None and s.absmax is not None
     ]  # fmt: skip
-    if not sum(count for *_, count in finite):
+    total = sum(count for *_, count in finite)
+    if not total:
         return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
     lows, highs, means, all_rms, absmaxs, sizes = zip(*finite, strict=True)
-    shares = [size / sum(sizes) for size in sizes]
+    shares = [size / total for size in sizes]
     top = max(all_rms)  # scaled by it, squares stay in range
     squares = [(rms / top) ** 2 * share for rms, share in zip(all_rms, shares, strict=True) if top]
     return Summary(

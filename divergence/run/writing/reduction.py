@@ -90,6 +90,7 @@ class Reducer:
                 tensor = item.tensor
                 assert tensor is not None  # it has bytes
                 item.fold = fold_tensor(tensor, kernel=self._kernel)
+                del tensor  # held by its item alone
             piece = piece_of_item(item)
             item.digest = piece.digest().hex()
             if self._stays_whole(item) and not self._is_held(item):

@@ -36,6 +36,7 @@ test-slow: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py operator_localization.py \
 	shown_output.py trained.py trust.py)
@@ -64,5 +65,5 @@ bench-trained: $(STAMP)
 	$(BIN)/python benchmarks/trained.py --out .cache/trained.jsonl --work .cache/trained
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find divergence tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

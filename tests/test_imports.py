@@ -38,6 +38,7 @@ LEVELS = {
     "_version": 0,
     "printable": 0,
     "layout": 1,
+    "words": 0,
     "numerics": 1,
     "run": 2,
     "options": 2,  # what each command may be told: types alone

@@ -30,7 +30,8 @@ def keep_bits(values: np.ndarray, bits: int, *, cut: bool = True) -> np.ndarray:
     """Values with so many fraction bits, cut off or rounded to nearest even. Exact in float64."""
     significand, exponent = np.frexp(values)  # 0.5 <= |significand| < 1
     scaled = significand * 2.0 ** (bits + 1)
-    return np.ldexp((np.trunc if cut else np.rint)(scaled), exponent - bits - 1)
+    kept: np.ndarray = np.ldexp((np.trunc if cut else np.rint)(scaled), exponent - bits - 1)
+    return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +137,8 @@ def _between(tree: Tree) -> tuple[int, int, int] | None:
     at = next(kid for kid in tree.nodes[above - tree.num_leaves] if kid != tree.num_leaves)
     while at >= tree.num_leaves:
         at = tree.nodes[at - tree.num_leaves][0]
-    return (*sorted(below)[:2], at)
+    i, j = sorted(below)[:2]
+    return i, j, at
 
 
 def _inside(tree: Tree) -> tuple[int, int, int] | None:

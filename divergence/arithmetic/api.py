@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.storage.location import location_of
 from divergence.run.writing.writer import Item, RunWriter
+from divergence.words import Progress
 
 __all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]
 
@@ -51,7 +52,7 @@ def probe(
     label: str | None = None,
     force: bool = False,
     command: str | None = None,
-    progress: Callable[[str, int, int | None, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Run:
     """Probe ``device`` and record facts, inputs and outputs in the directory ``out``.
 
@@ -70,8 +71,8 @@ def probe(
                 f"{length} is no length that can be probed",
                 hint=f"a power of two from {MIN_TERMS} to {MAX_TERMS}",
             )
-    out = location_of(out)
-    check_output(out, force=force, like=None)
+    place = location_of(out)
+    check_output(place, force=force, like=None)
     if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
         raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")
     device = resolve_device(device)
@@ -79,7 +80,7 @@ def probe(
     with deterministic_settings(device.partition(":")[0], seed=0, enabled=deterministic) as state:
         manifest = _manifest(device, lengths, quick, deterministic, label, command)
         manifest.settings.switches = state.switches
-        with RunWriter(out, manifest, force=force) as writer:
+        with RunWriter(place, manifest, force=force) as writer:
             notebook = Notebook()
             manifest.arithmetic = notebook.facts  # as far as it comes, if it is interrupted
             try:
@@ -90,7 +91,7 @@ def probe(
                     writer.put(Item(tensor), pass_="free", sample=0, step=0, site=site, order=order)
     if svg is not None:
         write_drawings(Path(svg), findings)
-    return Run.open(out)
+    return Run.open(place)
 
 
 def _probe_all(
@@ -98,7 +99,7 @@ def _probe_all(
     device: str,
     lengths: tuple[int, ...],
     quick: bool,
-    tell: Callable[[str, int, int | None, str], None],
+    tell: Progress,
 ) -> list[Finding]:
     names = QUICK if quick else FULL
     wanted = [

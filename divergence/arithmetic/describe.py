@@ -38,7 +38,7 @@ class _Describer:
         self.tree, self.leaves = tree, tree.num_leaves
         self.first = list(range(self.leaves))
         self.size = tree.sizes()
-        known: dict[tuple, int] = {}
+        known: dict[tuple[int, ...], int] = {}
         self.shape = [0] * self.leaves
         for node in tree.nodes:
             self.first.append(min(self.first[child] for child in node))

@@ -80,8 +80,8 @@ def find_order(operator: Summing) -> Finding:
         made = trials(operator)
         classes = output_classes(operator)
         error = typical_error(operator)
-    except (RuntimeError, NotImplementedError) as error:
-        return Finding(operator=operator, reason=_first_line(error))
+    except (RuntimeError, NotImplementedError) as refused:
+        return Finding(operator=operator, reason=_first_line(refused))
     try:
         encoding = find_encoding(operator)
     except NotATreeError as refusal:
@@ -127,7 +127,7 @@ def typical_error(operator: Summing, *, seed: int = 31) -> float:
             exact = exact / operator.terms
         wrong += float((operator.call(leaves, partner).double() - exact).square().sum())
         total += float(exact.square().sum())
-    return (wrong / total) ** 0.5
+    return float((wrong / total) ** 0.5)
 
 
 def output_classes(operator: Summing, *, seed: int = 97) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ QUICK_TERMS = 512
 """Long enough to pass the first block of most kernels (192 and 384 were seen), and a model's head
 size or a tiny model's width; short enough for a second."""
 
-_cache: dict[tuple, list[ArithmeticFact]] = {}
+_cache: dict[tuple[object, ...], list[ArithmeticFact]] = {}
 
 
 def quick_facts(device: str) -> list[ArithmeticFact]:
@@ -82,7 +82,7 @@ def _probe(device: str) -> list[ArithmeticFact]:
     return notebook.facts
 
 
-def _switches() -> tuple:
+def _switches() -> tuple[object, ...]:
     """What changes arithmetic within a process."""
     found: list[object] = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
     for name in ("backends.fp32_precision", "backends.mkldnn.matmul.fp32_precision",

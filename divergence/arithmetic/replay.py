@@ -221,7 +221,8 @@ def _add_up(tree: Tree, how: Arithmetic, exact: np.ndarray) -> np.ndarray:
         else:
             made = _pair(values, exact, kids, terms, how)
         values[ids] = _stored(made, how)
-    return values[-1]
+    root: np.ndarray = values[-1]
+    return root
 
 
 def _rounds(tree: Tree) -> list[tuple[int, np.ndarray]]:

@@ -137,7 +137,10 @@ def probe_subnormals(notebook: Notebook, device: str, dtypes: tuple[torch.dtype,
                 notebook.absent("subnormals", subject, error)
 
 
-def fused_elementwise(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> str:
+Elementwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def fused_elementwise(call: Elementwise) -> str:
     """``call(b, c)`` = b·b + c in float32: is the product rounded first?"""
     b = torch.full((_REPEATS,), 1 + 2.0**-13, dtype=torch.float32)
     c = torch.full((_REPEATS,), -(1 + 2.0**-12), dtype=torch.float32)
@@ -147,16 +150,21 @@ def fused_elementwise(call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     )
 
 
+def _there(call: Elementwise, device: str) -> Elementwise:
+    """The same on ``device``."""
+    return lambda b, c: call(b.to(device), c.to(device)).cpu()
+
+
 def probe_fused(notebook: Notebook, device: str) -> None:
     """Elementwise operators that multiply and add."""
-    calls = {
+    calls: dict[str, Elementwise] = {
         "addcmul": lambda b, c: torch.addcmul(c, b, b),
         "add alpha": lambda b, c: torch.add(c, b, alpha=float(b[0])),
         "mul, then add": lambda b, c: b * b + c,
     }
     for name, call in calls.items():
         try:
-            value = fused_elementwise(lambda b, c, f=call: f(b.to(device), c.to(device)).cpu())
+            value = fused_elementwise(_there(call, device))
             notebook.note("fma", f"{name} float32", value)
         except (RuntimeError, TypeError) as error:
             notebook.absent("fma", f"{name} float32", error)

@@ -74,17 +74,21 @@ def probe_rows(
             weight = exact_values(7, (_COLUMNS, length), dtype).to(device)
             x = exact_values(8, (max(SIZES), length), dtype)
             calls: dict[str, Rowwise] = {
-                f"linear K={length} N={_COLUMNS}": lambda rows, w=weight: (
-                    torch.nn.functional.linear(rows.to(device), w).cpu()
-                ),
+                f"linear K={length} N={_COLUMNS}": _linear(weight, device),
                 f"sum n={length}": lambda rows: rows.to(device).sum(-1, keepdim=True).cpu(),
                 f"softmax n={length}": lambda rows: rows.to(device).softmax(-1).cpu(),
-                f"layer_norm n={length}": lambda rows, n=length: torch.nn.functional.layer_norm(
-                    rows.to(device), (n,)
-                ).cpu(),
+                f"layer_norm n={length}": _layer_norm(length, device),
             }
             for name, call in calls.items():
                 _one(notebook, f"{name} {format_of(dtype).name}", call, x, few=few)
+
+
+def _linear(weight: torch.Tensor, device: str) -> Rowwise:
+    return lambda rows: torch.nn.functional.linear(rows.to(device), weight).cpu()
+
+
+def _layer_norm(length: int, device: str) -> Rowwise:
+    return lambda rows: torch.nn.functional.layer_norm(rows.to(device), (length,)).cpu()
 
 
 def _one(notebook: Notebook, subject: str, call: Rowwise, x: torch.Tensor, *, few: bool) -> None:

@@ -60,4 +60,4 @@ def command(
     elif quiet:
         show(str(run.path))
     else:
-        print_lines(probed_lines(run.path, run.manifest, verbose=verbose))
+        print_lines(probed_lines(str(run.path), run.manifest, verbose=verbose))

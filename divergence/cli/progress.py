@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from divergence.printable import printable
+from divergence.words import Progress
 
-__all__ = ["Progress", "progress_bars"]
-
-Progress = Callable[..., None]
-"""``progress(event, done, total, detail)``: what is done, how far, of how much, and where."""
+__all__ = ["progress_bars"]
 
 
 @contextlib.contextmanager
@@ -42,15 +40,15 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
-        Progress,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.progress import Progress as RichProgress
     from rich.text import Text
 
     # markup off: a detail is a module path or a file and may hold brackets
-    bars = Progress(
+    bars = RichProgress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[amount]}", markup=False),

@@ -13,11 +13,14 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from divergence.errors import UsageError
 
 __all__ = ["nowhere", "open_streams"]
+
+Result = TypeVar("Result")
 
 
 def open_streams() -> None:
@@ -63,14 +66,14 @@ class _Answer(io.TextIOWrapper):
     """stdout."""
 
     def write(self, text: str) -> int:
-        return self._lost_or(super().write, text)
+        return self._lost_or(partial(super().write, text))
 
     def flush(self) -> None:
         self._lost_or(super().flush)
 
-    def _lost_or(self, action: Callable[..., Any], *arguments: object) -> Any:
+    def _lost_or(self, action: Callable[[], Result]) -> Result:
         try:
-            return action(*arguments)
+            return action()
         except BrokenPipeError:
             raise
         except OSError as error:

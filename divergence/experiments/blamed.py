@@ -31,6 +31,7 @@ from divergence.comparison.result import Report
 from divergence.experiments.localization import Localization, OwnError
 from divergence.experiments.machine import Maker
 from divergence.run.reader import Run
+from divergence.words import Side, SideBothOrNeither
 
 __all__ = ["NEAR", "name_side"]
 
@@ -46,7 +47,7 @@ def name_side(
     made: dict[str, Run],
     truth: Run,
     *,
-    blamed: str | None,
+    blamed: SideBothOrNeither | None,
     above: str | None,
     chosen: str,
     sites: list[str],
@@ -65,7 +66,7 @@ def name_side(
     if len(sides) == 2:
         told = [f"{what} by the {side}" for what, side in said if side in _SIDES]
         done.contradiction = ", ".join(told)
-    elif blamed in _SIDES:
+    elif blamed == "reference" or blamed == "candidate":
         _name(done, maker, made, truth, blamed, alone, chosen, sites, step)
     if done.side is None and done.report is not None:
         done.report = _without_side(done.report)
@@ -86,7 +87,7 @@ def _name(
     maker: Maker,
     made: dict[str, Run],
     truth: Run,
-    blamed: str,
+    blamed: Side,
     alone: str | None,
     chosen: str,
     sites: list[str],

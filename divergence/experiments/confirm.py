@@ -8,7 +8,7 @@ another machine it would confirm what that machine sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from divergence.comparison.api import compare
@@ -21,6 +21,7 @@ from divergence.numerics.rounding.floor import Thresholds
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.untrusted.trust import recorded_attention
+from divergence.words import Progress
 
 __all__ = ["confirm_sizes"]
 
@@ -38,7 +39,7 @@ def confirm_sizes(
     truth: str | Path | Run | None,
     floor: Sequence[str | Path | Run],
     thresholds: Thresholds,
-    progress: Callable[[str, int, int | None, str], None] | None,
+    progress: Progress | None,
     model: str | None,
     device: str,
     trust_remote_code: bool,

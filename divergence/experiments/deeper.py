@@ -14,15 +14,16 @@ def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]
     """Commands, the one that gains most first: an escalated pass for a 16-bit dtype, a truth,
     and more tokens where so few are judged that chance widens the limits."""
     a, b = measured.reference, measured.candidate
-    advice, commands = Advice(a, b), []
-    known, narrow = measured.truth is not None, measured.narrow
+    advice = Advice(a, b)
+    commands: list[str] = []
+    known, narrow = measured.truth, measured.narrow
     here, there = str(a.path), str(b.path)
-    truth = str(measured.truth.run.path) if known else beside(here, "-truth")
+    truth = beside(here, "-truth") if known is None else str(known.run.path)
     candidate = None if made_here else there
     if narrow and not escalated and not made_here:
         candidate = beside(there, "-escalated")
         commands.append(advice.escalate()[0])
-    if not known:
+    if known is None:
         commands.append(advice.truth()[0])
     if commands:
         also = "and an escalated pass, which is then made too" if narrow and made_here else ""

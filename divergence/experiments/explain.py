@@ -21,9 +21,8 @@ is noted). Otherwise another machine's model is looked at, and nothing is said.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import torch
@@ -44,10 +43,10 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Tokens
 from divergence.run.schema.site import module_of
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress, Side
 
 __all__ = ["explain_token"]
 
-Side = Literal["reference", "candidate"]
 _OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}
 _NOTHING = "nothing to explain: "
 _SAME = 0.1  # of what is explained: the share is told to a tenth
@@ -62,7 +61,7 @@ def explain_token(
     model: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
-    progress: Callable[[str, int, int | None, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """The report of ``compare(reference, candidate)`` with ``tokens.explanation``, or with a note
     why there is nothing to explain.
@@ -84,9 +83,8 @@ def explain_token(
     faults = (flip for flip in report.tokens.differences if flip.judgement == "fault")
     first = next(faults, report.tokens.first_difference)
     place = _closest(a, b) if first is None else (first.sample, first.step)
-    rows = {} if place is None else {"reference": logits_row(a, *place),
-                                     "candidate": logits_row(b, *place)}  # fmt: skip
-    if place is None or any(row is None for row in rows.values()):
+    ours, theirs = (None if place is None else logits_row(run, *place) for run in (a, b))
+    if place is None or ours is None or theirs is None:
         return _noted(report, "the logits of no comparable token were recorded")
     guilty: Side = "reference" if report.verdict.side == "reference" else "candidate"
     healthy = _OTHER[guilty]
@@ -108,23 +106,24 @@ def explain_token(
             else f"{a.path} cannot anchor one: {reason}",
         )
     if first is None:
-        tokens = [token for token, _ in top_choices(rows["reference"], 2)]
+        tokens = [token for token, _ in top_choices(ours, 2)]
     else:
         tokens = [first.reference.id, first.candidate.id]
     alone = _alone(own, group)
-    options = {
-        "model": model, "device": device, "trust_remote_code": trust_remote_code,
-        "progress": progress, "step": place[1],
-    }  # fmt: skip
+    repeat = partial(
+        _repeat, alone, step=place[1], model=model, device=device,
+        trust_remote_code=trust_remote_code, progress=progress,
+    )  # fmt: skip
     planted = [parse_plant(text) for text in own.manifest.plan.plants]
     added = [injection.plant() for injection in injections]
     with tempfile.TemporaryDirectory(prefix="divergence-explain-") as folder:
-        baseline = _repeat(alone, Path(folder, "baseline"), planted, **options)
+        baseline = repeat(Path(folder, "baseline"), planted)
         _check_weights(own, baseline)
-        injected = _repeat(alone, Path(folder, "injected"), [*planted, *added], **options)
+        injected = repeat(Path(folder, "injected"), [*planted, *added])
         here = (group.index(place[0]), place[1])
-        found = {
-            **rows,
+        found: dict[str, torch.Tensor | None] = {
+            "reference": ours,
+            "candidate": theirs,
             "baseline": logits_row(baseline, *here),
             "injected": logits_row(injected, *here),
         }
@@ -146,8 +145,8 @@ def explain_token(
         sites=[injection.site for injection in injections],
         flagged=flagged,
         disturbed=healthy,
-        reference=_choice(tokens[0], rows["reference"], (a, b)),
-        candidate=_choice(tokens[1], rows["candidate"], (a, b)),
+        reference=_choice(tokens[0], ours, (a, b)),
+        candidate=_choice(tokens[1], theirs, (a, b)),
         reference_margin=margins["reference"],
         candidate_margin=margins["candidate"],
         baseline_margin=margins["baseline"],
@@ -254,7 +253,7 @@ def _repeat(
     model: str | None,
     device: str,
     trust_remote_code: bool,
-    progress: Callable[[str, int, int | None, str], None] | None,
+    progress: Progress | None,
 ) -> Run:
     """The free pass up to ``step``, of which the logits are kept."""
     site = run.manifest.plan.logits_site

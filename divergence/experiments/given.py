@@ -20,13 +20,11 @@ def given_to(made: dict[str, Run], first: OperatorResult, pass_: str) -> list[Ot
     last operators take other arguments by right."""
     if first.region is not None:
         return []
-    found = []
-    for side, path in (("reference", first.site), ("candidate", first.candidate_site)):
-        node = _node(made[side], path, first, pass_)
-        if node is None:
-            return []
-        found.append(node)
-    return given_inputs(*found, made["reference"], made["candidate"])
+    one = _node(made["reference"], first.site, first, pass_)
+    two = _node(made["candidate"], first.candidate_site, first, pass_)
+    if one is None or two is None:
+        return []
+    return given_inputs(one, two, made["reference"], made["candidate"])
 
 
 def stands_alone(first: OperatorResult, side: str) -> bool:

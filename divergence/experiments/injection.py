@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
@@ -18,6 +17,7 @@ from divergence.errors import PlantError
 from divergence.recording.hooks.plant import FORWARDS, Plant
 from divergence.run.reader import Run
 from divergence.run.schema.site import split_site
+from divergence.words import Side
 
 __all__ = ["Injection", "injections_of"]
 
@@ -59,7 +59,7 @@ def injections_of(
     reference: Run,
     candidate: Run,
     *,
-    guilty: Literal["reference", "candidate"],
+    guilty: Side,
     sample: int,
     last_step: int,
 ) -> list[Injection]:

@@ -14,12 +14,11 @@ from divergence.comparison.result import (
     SiteResult,
     strict_json,
 )
+from divergence.words import Side, SideBothOrNeither
 
 __all__ = ["Level", "Localization", "OwnError", "Repetition"]
 
 LOCALIZATION_SCHEMA_VERSION = 1
-
-Side = Literal["reference", "candidate", "both", "neither"]
 
 
 class Level(msgspec.Struct, kw_only=True, frozen=True):
@@ -29,7 +28,7 @@ class Level(msgspec.Struct, kw_only=True, frozen=True):
     level: Literal["block", "module", "operator"]
     verdict: str
     site: str | None
-    side: Side | None = None
+    side: SideBothOrNeither | None = None
     why: str = ""
 
     @classmethod
@@ -88,7 +87,7 @@ class OwnError(msgspec.Struct, kw_only=True, frozen=True):
     """A side's operator on its own recorded inputs against float64: relative error, median row;
     ``ideal``: what a correct one makes; ``times``: the one over the other, in quadrature."""
 
-    side: Literal["reference", "candidate"]
+    side: Side
     error: float
     ideal: float
     times: float
@@ -152,7 +151,7 @@ class Localization(msgspec.Struct, kw_only=True):
     out: str
     levels: list[Level] = []
     operator: OperatorResult | None = None
-    side: Literal["reference", "candidate"] | None = None
+    side: Side | None = None
     contradiction: str | None = None
     doubt: str | None = None
     code: str | None = None

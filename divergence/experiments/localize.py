@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
@@ -36,11 +36,14 @@ from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.site import ROOT, module_of
 from divergence.run.storage.location import folder_of
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+    Prepare = Callable[[torch.nn.Module], torch.nn.Module | None]
 
 __all__ = ["localize"]
-
-Progress = Callable[..., None]
-Prepare = Callable[[Any], None]
 
 _SIDES = ("reference", "candidate")
 _NOTHING_TO_JUDGE = ("identical", "incomparable")
@@ -75,9 +78,7 @@ def localize(
     Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
     what capture, reference and compare raise.
     """
-    a, b = (
-        unsharded(run if isinstance(run, Run) else Run.open(run)) for run in (reference, candidate)
-    )
+    a, b = (unsharded(_open(run)) for run in (reference, candidate))
     tell: Progress = progress or (lambda event, done, total, detail: None)
     folder = folder_of(out)
     if a.manifest.plan.store != "full":
@@ -116,13 +117,13 @@ def _descend(
 ) -> None:
     """Fill ``done``, as far down as the runs at hand reach."""
     tell("localize", 0, 4, "blocks")
-    right, report = truth, None
-    if right is None and block is None:  # a truth is dear: not where there is nothing to judge
+    right: Run | None = None
+    report: Report | None = None
+    if truth is None and block is None:  # a truth is dear: not where there is nothing to judge
         report = compare(a, b, progress=tell)
     if report is None or not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)):
-        right = truth if truth is not None else maker.truth("truth")
-        if right is not None:
-            right = unsharded(right if isinstance(right, Run) else Run.open(right))
+        right = maker.truth("truth") if truth is None else _open(truth)
+        right = None if right is None else unsharded(right)
         report = compare(a, b, truth=right, progress=tell)
     done.levels = [Level.of_report("block", report)]
     done.truth = None if right is None else str(right.path)
@@ -138,14 +139,16 @@ def _descend(
     escalate = onset is not None and onset.pass_ == "escalated"
     alike = a.manifest.tokens.groups == b.manifest.tokens.groups
     sites = ["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])]
-    made: dict[str, Run | None] = {}
+    made: dict[str, Run] = {}
     for number, side in enumerate(_SIDES):
         tell("localize", 1 + number, 4, f"operators of {chosen}, {side}")
-        made[side] = maker.operators(
+        run = maker.operators(
             side, sites=sites, escalate=escalate, step=step, truth=right, block=chosen
         )
+        if run is not None:
+            made[side] = run
     ops_truth = None
-    if made["reference"] is not None:  # also where the other side is still to come
+    if "reference" in made:  # also where the other side is still to come
         ops_truth = maker.truth("truth-operators", sites=sites, step=step)
     assert right is not None
     apart = None if ops_truth is None else disagreement(right, ops_truth).first
@@ -153,8 +156,8 @@ def _descend(
         maker.refusals.insert(0, _two_truths(maker, right, ops_truth, apart))
         maker.ask("reference", "makes its truths, with both removed")
         return
-    if None in made.values():
-        missing = [side for side in _SIDES if made[side] is None]
+    missing = [side for side in _SIDES if side not in made]
+    if missing:
         done.stopped = f"the {' and the '.join(missing)} cannot be captured on this machine"
         return
     if ops_truth is None:
@@ -165,20 +168,21 @@ def _descend(
     levels = [*done.levels, Level.of_modules(deep, chosen), Level.of_operators(deep)]
     done.report = deep
     done.levels = [level for level in levels if level is not None]
-    first = None if deep.operators is None else onset_result(deep.operators)
+    operators = deep.operators
+    first = None if operators is None else onset_result(operators)
     if first is None and not alike:
         done.stopped = (
             "the two sides ran their prompts in other batches: their operators have other shapes "
             "and are no pairs, so modules are as deep as this goes"
         )
         return
-    if first is None:
+    if operators is None or first is None:
         done.stopped = f"no operator of {chosen} is beyond its limit" + _alone_there(deep)
         return
     tell("localize", 4, 4, first.site)
     done.operator = first
     done.alone = errors_alone(made, first, maker.folder.path, tell, maker.namespaces)
-    blamed = deep.operators.side or report.verdict.side
+    blamed = operators.side or report.verdict.side
     same_block = onset is not None and onset.block in (None, chosen)
     name_side(
         done, maker, made, ops_truth, blamed=blamed,
@@ -191,7 +195,7 @@ def _descend(
             maker, made, ops_truth, deep, done.side, sites=sites, step=step, escalate=escalate,
             tell=tell,
         )  # fmt: skip
-    done.given = given_to(made, first, deep.operators.pass_)
+    done.given = given_to(made, first, operators.pass_)
     guilty = "reference" if (done.side or blamed) == "reference" else "candidate"
     wrong = any(own.times > NEAR for own in done.alone) or not done.alone
     folder = maker.folder.path
@@ -293,6 +297,10 @@ def _inner_modules(run: Run, block: str) -> list[str]:
     names = [n.removeprefix(block + ".") for n in run.manifest.model.digests
              if n.startswith(block + ".")]  # fmt: skip
     return [f"{block}.*"] if any("." in name for name in names) else []
+
+
+def _open(run: str | Path | Run) -> Run:
+    return run if isinstance(run, Run) else Run.open(run)
 
 
 def _path(run: str | Path | Run) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from divergence.errors import DivergenceError, UsageError
 from divergence.experiments.elsewhere import made_elsewhere
@@ -36,6 +36,10 @@ from divergence.recording.options.taken import also_taken
 from divergence.run.reader import Run
 from divergence.run.untrusted.command import command_line, command_words
 from divergence.run.untrusted.trust import recorded_attention, recorded_sites, recorded_source
+from divergence.words import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["HERE", "Maker"]
 
@@ -63,9 +67,9 @@ class Maker:
         force: bool,
         trust_remote_code: bool,
         operators: Sequence[str] = (),
-        prepare: Mapping[str, Callable[[Any], None] | None],
+        prepare: Mapping[str, Callable[[torch.nn.Module], torch.nn.Module | None] | None],
         again: str,
-        progress: Callable[..., None],
+        progress: Progress,
     ) -> None:
         if here not in HERE:
             raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")

@@ -10,13 +10,12 @@ a folder for a vendor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
-from divergence.comparison.result import Report, SiteResult
+from divergence.comparison.result import OperatorResult, Report, SiteResult
 from divergence.comparison.results.operators import CausalCheck
 from divergence.errors import DivergenceError
 from divergence.experiments.given import stands_alone
@@ -27,10 +26,9 @@ from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.repro import repro
 from divergence.run.reader import Run
+from divergence.words import Progress, Side
 
 __all__ = ["errors_alone", "prove", "reproduce"]
-
-Progress = Callable[..., None]
 
 _MIN_ROWS = 8  # fewer rows tell nothing about one channel
 
@@ -97,11 +95,18 @@ def _is_off(site: SiteResult, side: str) -> bool:
 
 
 def errors_alone(
-    made: dict[str, Run], first: Any, folder: Path, tell: Progress, operators: Sequence[str] = ()
+    made: dict[str, Run],
+    first: OperatorResult,
+    folder: Path,
+    tell: Progress,
+    operators: Sequence[str] = (),
 ) -> list[OwnError]:
     """Each side's operator on its own recorded inputs, against float64."""
     found: list[OwnError] = []
-    for side, path in (("reference", first.site), ("candidate", first.candidate_site)):
+    places: tuple[tuple[Side, str], ...] = (
+        ("reference", first.site), ("candidate", first.candidate_site)
+    )  # fmt: skip
+    for side, path in places:
         if not stands_alone(first, side):
             continue
         out = folder / f"{side}-float64"
@@ -115,18 +120,20 @@ def errors_alone(
             return []
         report = compare(right, made[side])
         results = [] if report.operators is None else report.operators.results
-        mine = [r for r in results if r.site == path and r.w is not None]
+        mine = [
+            OwnError(side=side, error=r.candidate_error, ideal=r.floor, times=r.w)
+            for r in results
+            if r.site == path and r.w is not None
+            and r.candidate_error is not None and r.floor is not None
+        ]  # fmt: skip
         if mine:
-            worst = max(mine, key=lambda r: r.w)
-            found.append(
-                OwnError(side=side, error=worst.candidate_error, ideal=worst.floor, times=worst.w)
-            )
+            found.append(max(mine, key=lambda own: own.times))
     return found
 
 
 def reproduce(
     made: dict[str, Run],
-    first: Any,
+    first: OperatorResult,
     side: str,
     folder: Path,
     tell: Progress,

@@ -149,7 +149,7 @@ def _held(
 def _named_first(different: list[tuple[Record, Record]]) -> list[tuple[Record, Record]]:
     """The one that an error names: a module's before an operator's, an anchored pass first."""
 
-    def place(pair: tuple[Record, Record]) -> tuple:
+    def place(pair: tuple[Record, Record]) -> tuple[object, ...]:
         one = pair[0]
         return (is_operator_site(one.site), _PASSES.index(one.pass_), one.sample, one.step,
                 one.order)  # fmt: skip
@@ -170,8 +170,9 @@ def _result(
 ) -> Repetition:
     count, different = held
     if not different:
-        how = "bits" if count else "unknown"
-        return Repetition(run=name, repeats=repeats, how=how, num_compared=count)
+        return Repetition(
+            run=name, repeats=repeats, how="bits" if count else "unknown", num_compared=count
+        )
     first, by = different[0]
     return Repetition(
         run=name, repeats=repeats, how="differs", num_compared=count, num_different=len(different),

@@ -22,10 +22,10 @@ def replaced_sites(made: dict[str, Run], first: OperatorResult, side: str) -> tu
     own = f"{names[side]}:out", f"{names[other]}:out"
     if not first.fed_by or first.fed_by_side != side:
         return own
-    calls = [_call(made[one], names[one], first) for one in (side, other)]
-    if None in calls:
+    mine, theirs = (_call(made[one], names[one], first) for one in (side, other))
+    if mine is None or theirs is None:
         return own
-    for guilty, healthy in zip(calls[0].operands, calls[1].operands, strict=False):
+    for guilty, healthy in zip(mine.operands, theirs.operands, strict=False):
         made_by = _result(guilty)
         if made_by is None or made_by.rpartition(":")[0] != first.fed_by[-1]:
             continue

@@ -31,7 +31,7 @@ def smallest_seen(
     known: dict[int, bool] = {}
 
     def size(place: int) -> float:
-        return min(low * 2.0 ** (place / PER_DOUBLING), high)
+        return min(low * math.pow(2.0, place / PER_DOUBLING), high)
 
     def at(place: int) -> bool:
         if place not in known:

@@ -11,10 +11,12 @@ One failure stops nothing: the next step is tried, and the file holds them all.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
 from divergence.experiments.localize import localize
-from divergence.experiments.selftest_result import Selftest, Step
+from divergence.experiments.selftest_result import Selftest, Step, StepStatus
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
@@ -32,7 +34,8 @@ from divergence.recording.engines.tiny import build
 from divergence.recording.machine.environment import collect_environment, resolve_device
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Environment
-from divergence.run.storage.location import location_of
+from divergence.run.storage.location import folder_of
+from divergence.words import Progress
 
 __all__ = ["selftest"]
 
@@ -60,7 +63,7 @@ def selftest(
     *,
     quick: bool = False,
     keep: str | Path | None = None,
-    progress: Callable[[str, int, int | None, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Selftest:
     """Try every path of the tool that touches ``device``; what was seen, step by step.
 
@@ -73,9 +76,10 @@ def selftest(
     name = resolve_device(device)
     environment = collect_environment(name)
     result = Selftest(tool_version=__version__, device=name, environment=environment)
-    folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
-    if keep is not None:
-        folder = location_of(keep)
+    if keep is None:
+        folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
+    else:
+        folder = folder_of(keep)
         folder.mkdir(parents=True, exist_ok=True)
     try:
         bench = _Bench(name, folder, result)
@@ -95,6 +99,7 @@ def selftest(
 
 def _tried(title: str, work: Callable[[], str]) -> Step:
     began = time.perf_counter()
+    status: StepStatus
     try:
         status, detail = "ok", work()
     except _Skipped as reason:
@@ -111,10 +116,10 @@ def _tried(title: str, work: Callable[[], str]) -> Step:
 def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "the CPU's runs and their float64 truth", bench.references
     for dtype in _DTYPES:
-        yield f"{dtype}: capture, compared with the CPU", lambda d=dtype: bench.healthy(d)
+        yield f"{dtype}: capture, compared with the CPU", partial(bench.healthy, dtype)
     yield "three runs have equal bits", bench.repeats
     for store in ("sketch", "stats", "hash"):
-        yield f"--store {store} agrees with the full bytes", lambda s=store: bench.stored(s)
+        yield f"--store {store} agrees with the full bytes", partial(bench.stored, store)
     yield "one prompt by itself and in a batch", bench.batch
     yield "decode steps against one whole forward", bench.whole
     yield "a planted fault is found, and its side", bench.planted
@@ -248,7 +253,7 @@ class _Bench:
         there = compare(self._path("cpu-float32"), self._path("float32"),
                         truth=self._path("cpu-float32-truth"), device=self._device)  # fmt: skip
         pairs = zip(here.sites, there.sites, strict=True)
-        worst = max((abs(x.rel_l2 - y.rel_l2) / max(x.rel_l2, 1e-30) for x, y in pairs), default=0)
+        worst = max((_apart(x.rel_l2, y.rel_l2) for x, y in pairs), default=0.0)
         if here.verdict.kind != there.verdict.kind or worst > 1e-6:
             raise _Failed(f"{there.verdict.kind} for {here.verdict.kind}; a figure differs by "
                           f"{worst:.1e} of itself")  # fmt: skip
@@ -295,9 +300,16 @@ def _healthy(report: Report, *, also: tuple[str, ...] = ()) -> str:
     if verdict.kind not in (*_HEALTHY, *also):
         raise _Failed(f"{verdict.kind}: {verdict.summary}")
     used = max((s.limit_usage for s in report.sites if s.limit_usage is not None), default=0.0)
-    worst = max((s.rel_l2 for s in report.sites if s.pass_ == "anchored"), default=0.0)
+    worst = max((s.rel_l2 or 0.0 for s in report.sites if s.pass_ == "anchored"), default=0.0)
     told = f"{verdict.kind}, {_num_compared(report)} tensors, "
     return told + f"rel L2 of blocks up to {worst:.1e}, {used:.2f} of a limit"
+
+
+def _apart(one: float | None, two: float | None) -> float:
+    """How far two figures are apart, as a share of the first; ones that are not known are equal."""
+    if one is None or two is None:
+        return 0.0 if one is two else math.inf
+    return abs(one - two) / max(one, 1e-30)
 
 
 def _num_compared(report: Report) -> int:

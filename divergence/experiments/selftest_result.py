@@ -9,16 +9,18 @@ import msgspec
 from divergence.comparison.result import json_safe
 from divergence.run.schema.manifest import Environment, Switch
 
-__all__ = ["SELFTEST_SCHEMA_VERSION", "Selftest", "Step"]
+__all__ = ["SELFTEST_SCHEMA_VERSION", "Selftest", "Step", "StepStatus"]
 
 SELFTEST_SCHEMA_VERSION = 1
+
+StepStatus = Literal["ok", "failed", "skipped"]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One path. ``detail``: what was seen, or why it failed or was left out."""
 
     name: str
-    status: Literal["ok", "failed", "skipped"]
+    status: StepStatus
     seconds: float
     detail: str
 

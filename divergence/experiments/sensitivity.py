@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from divergence._version import __version__
 from divergence.comparison.api import measure_runs
@@ -37,12 +38,12 @@ from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.site import near_names
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 __all__ = ["DEFAULT_BLOCKS", "sensitivity"]
 
 DEFAULT_BLOCKS = ("first", "middle", "last")
 _HEALTHY = ("identical", "within_floor")
-_Progress = Callable[[str, int, int | None, str], None]
 
 
 def sensitivity(
@@ -58,7 +59,7 @@ def sensitivity(
     model: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
-    progress: _Progress | None = None,
+    progress: Progress | None = None,
 ) -> Sensitivity:
     """The smallest fault of each kind that compare would localize, block by block.
 
@@ -75,14 +76,14 @@ def sensitivity(
     a = unsharded(run if isinstance(run, Run) else Run.open(run))
     chosen = faults_named(faults)
     _chosen_blocks(_blocks_with_outputs(a), blocks)  # before anything is captured
-    options = {"model": model, "device": device, "trust_remote_code": trust_remote_code}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(_folder())) if candidate is None or confirm else Path()
         notes: list[str] = []
         if candidate is None:
             b, kernels = _made_here(
-                a, folder / "candidate", escalate=truth is not None, progress=progress, **options
-            )
+                a, folder / "candidate", escalate=truth is not None, progress=progress,
+                model=model, device=device, trust_remote_code=trust_remote_code,
+            )  # fmt: skip
             stack.callback(b.close)
             notes.append(kernels)
         else:
@@ -97,7 +98,8 @@ def sensitivity(
         if confirm:
             confirmations = confirm_sizes(
                 a, b, trials, sizes, block=where[len(where) // 2], folder=folder, truth=truth,
-                floor=floor, thresholds=thresholds, progress=progress, **options,
+                floor=floor, thresholds=thresholds, progress=progress, model=model, device=device,
+                trust_remote_code=trust_remote_code,
             )  # fmt: skip
             left = {fault.name for fault in chosen} - {one.fault for one in confirmations}
             if left:
@@ -159,7 +161,7 @@ def _made_here(
     out: Path,
     *,
     escalate: bool,
-    progress: _Progress | None,
+    progress: Progress | None,
     model: str | None,
     device: str,
     trust_remote_code: bool,
@@ -171,7 +173,7 @@ def _made_here(
     recorded = a.manifest.model.attn_implementation or "eager"
     other = "sdpa" if recorded == "eager" else "eager"
     narrow = format_named(a.manifest.model.dtype).itemsize <= 2
-    options = {
+    options: dict[str, Any] = {
         "like": a, "out": out, "model": model, "device": device, "escalate": escalate and narrow,
         "trust_remote_code": trust_remote_code, "label": "made for sensitivity",
         "progress": progress, "force": True,
@@ -191,7 +193,7 @@ def _healthy(
     truth: str | Path | Run | None,
     floor: Sequence[str | Path | Run],
     thresholds: Thresholds,
-    progress: _Progress | None,
+    progress: Progress | None,
 ) -> tuple[Trials, Verdict]:
     """The pair measured and judged as it is. Raises UsageError where it is no pair to plant in."""
     lines = preflight(a, b)
@@ -217,8 +219,9 @@ def _healthy(
         )
     verdict = trials.verdict_of(measured)
     if verdict.kind not in _HEALTHY:
+        right = None if measured.truth is None else measured.truth.run.path
         again = command_line(
-            "compare", a.path, b.path, truth=measured.truth and measured.truth.run.path,
+            "compare", a.path, b.path, truth=right,
             floor=[run.path if isinstance(run, Run) else run for run in floor],
         )  # fmt: skip
         raise UsageError(
@@ -258,7 +261,7 @@ def _chosen_blocks(known: list[str], wanted: Sequence[str]) -> list[str]:
 
 
 def _search_all(
-    trials: Trials, blocks: list[str], faults: list[Fault], progress: _Progress | None
+    trials: Trials, blocks: list[str], faults: list[Fault], progress: Progress | None
 ) -> list[FaultSize]:
     """Every fault at every block; a neighbour's size is where the next search begins."""
     sizes: list[FaultSize] = []

@@ -12,7 +12,7 @@ the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -130,12 +130,12 @@ class Trials:
         return decide(findings, measured.preflight).verdict
 
     def _changed(
-        self, block: str, fault: Fault, size: float, records, escalated: bool
+        self, block: str, fault: Fault, size: float, records: Iterable[Record], escalated: bool
     ) -> Iterator[tuple[Record, torch.Tensor]]:
         """Each changed record with its faulty tensor."""
         channel = self.channel(block)
         for anchored in records:
-            found = [anchored]
+            found: list[Record | None] = [anchored]
             if escalated:
                 found.append(
                     self._b.find(("escalated", anchored.sample, anchored.step, anchored.site))

@@ -53,7 +53,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
         """The torch dtype. Raises UsageError where this torch is too old to have it."""
         import torch
 
-        dtype = getattr(torch, self.name, None)
+        dtype: torch.dtype | None = getattr(torch, self.name, None)
         if dtype is None:
             raise UsageError(
                 f"torch {torch.__version__} has no dtype {self.name}",

@@ -6,21 +6,26 @@ left alone (a parallel region per 31k elements costs more than the work).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Protocol, Self, TypeVar
 
-__all__ = ["Split", "run_split"]
+__all__ = ["run_split"]
 
-Split = Sequence[Any]
-"""What one worker takes: neighbouring items, in order."""
 
+class Divisible(Protocol):
+    """What is shared out: a list, range or array; a part of it is one too, items in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Self: ...
+
+
+Items = TypeVar("Items", bound=Divisible)
 Result = TypeVar("Result")
 
 
-def run_split(
-    work: Callable[[Split], Result], items: Sequence[Any], *, threads: int
-) -> list[Result]:
+def run_split(work: Callable[[Items], Result], items: Items, *, threads: int) -> list[Result]:
     """``work`` on ``threads`` contiguous parts of ``items``; results in the items' order."""
     threads = max(1, min(threads, len(items)))
     edges = [len(items) * number // threads for number in range(threads + 1)]

@@ -93,4 +93,5 @@ def fitted(
 
 
 def _name(schema: Any) -> str:
-    return schema.name.replace("::", ".")
+    name: str = schema.name
+    return name.replace("::", ".")

@@ -34,7 +34,10 @@ Bound = Mapping[str, Any]
 class Checking(TorchDispatchMode):
     """Checks every operator that code of ours calls on a run's tensors."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         check_bounds(func, _bound(func, args, kwargs))
         return func(*args, **kwargs)
@@ -99,7 +102,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _bound(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = func._schema.arguments
     names = [one.name for one in arguments if not one.kwarg_only]
     defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}

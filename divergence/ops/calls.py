@@ -71,7 +71,7 @@ def replayable_pass(run: Run, wanted: str | None = None) -> PassName:
     raise UsageError(
         f"{run.path} holds no operators"
         + (f", only those of the {', '.join(sorted(held))} pass" if held else ""),
-        hint=command_line("replay", run.path, o="RUN2", **{"pass": "escalated"})
+        hint=command_line("replay", run.path, o="RUN2", pass_="escalated")
         if "escalated" in held
         else _make(run),
     )
@@ -89,8 +89,8 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
 
     Raises UsageError where the patterns match none.
     """
-    results: dict[tuple, dict[str, Record]] = {}
-    firsts: dict[tuple, Record] = {}
+    results: dict[tuple[int, int, str, int], dict[str, Record]] = {}
+    firsts: dict[tuple[int, int, str, int], Record] = {}
     for record in run.records:
         path, _, port = record.site.partition(":")
         if record.pass_ != pass_ or "/" not in path or not port.startswith("out"):

@@ -45,7 +45,7 @@ def _collect(
         known = name in imports or name in parts or name == function.__name__
         if not known and name in function.__globals__:  # else an attribute's name, or a builtin
             value = function.__globals__[name]
-            own = getattr(value, "__module__", None)
+            own: str = getattr(value, "__module__", None) or ""
             if inspect.isfunction(value) and (own == function.__module__ or own.startswith(_OWN)):
                 if value.__name__ != name:
                     raise _not_alone(operator, name)

@@ -29,7 +29,8 @@ class Definition(Protocol):
 def definitions() -> Mapping[str, Definition]:
     """All operators by full name; none where this installation has no suite."""
     try:
-        return importlib.import_module(_CATALOG).OPERATORS
+        operators: Mapping[str, Definition] = importlib.import_module(_CATALOG).OPERATORS
+        return operators
     except ModuleNotFoundError as error:
         if error.name is None or not _CATALOG.startswith(error.name):
             raise  # of the suite itself something is missing

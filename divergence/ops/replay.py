@@ -30,7 +30,6 @@ from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, r
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
 from divergence.recording.engines.weights import Weights
-from divergence.recording.execution import Progress
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.options.taken import taken_from
@@ -43,6 +42,7 @@ from divergence.run.schema.manifest import Manifest, Plan
 from divergence.run.storage.location import location_of
 from divergence.run.untrusted.trust import recorded_seed
 from divergence.run.writing.writer import Item, RunWriter
+from divergence.words import Progress
 
 __all__ = ["replay"]
 
@@ -91,8 +91,8 @@ def replay(
     pass_ = replayable_pass(source, replayed_pass)
     calls = recorded_calls(source, pass_, sites)
     device = resolve_device("cpu" if truth and device == "auto" else device)
-    out = location_of(out)
-    check_output(out, force=force, like=source)
+    place = location_of(out)
+    check_output(place, force=force, like=source)
     weights = None
     if model is not None:
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
@@ -108,7 +108,7 @@ def replay(
             source, pass_, sites, device, determinism,
             truth=truth, label=label, command=command,
         )  # fmt: skip
-        with RunWriter(out, manifest, force=force) as writer:
+        with RunWriter(place, manifest, force=force) as writer:
             skipped = _Skipped(manifest)
             for number, one in enumerate(calls):
                 tell("replay", number, len(calls), one.path)
@@ -129,7 +129,7 @@ def replay(
                     hint="give --model PATH, or another --device",
                 )
             tell("replay", len(calls), len(calls), "")
-    return Run.open(out)
+    return Run.open(place)
 
 
 class _Skipped:

@@ -37,7 +37,7 @@ from divergence.run.storage.location import folder_of
 from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
-    from divergence.recording.execution import Progress
+    from divergence.words import Progress
 
 __all__ = ["FILES", "Reproducer", "repro"]
 

@@ -91,7 +91,7 @@ def script_text(
     check_names(call)
     names = operand_names(call)
     imports, definition, expression, written = _called(call, names)
-    tables = {
+    tables: dict[str, Mapping[str, Any]] = {
         "layout": {
             name: (
                 format_named(operand.dtype).torch_dtype,

@@ -79,13 +79,14 @@ def _scaled_mm(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
     )
     if not fits or bound.get("scale_result") is not None:
         raise NotImplementedError("a scaled matrix product with scales in blocks")
-    out = (one @ two) * a * b
+    out: torch.Tensor = (one @ two) * a * b
     return out if bound.get("bias") is None else out + bound["bias"]
 
 
 def _int8pack(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
     """(M, K) × int8 codes (N, K)ᵀ, scaled by column."""
-    return (bound["self"] @ bound["mat2"].double().t()) * bound["scales"]
+    out: torch.Tensor = (bound["self"] @ bound["mat2"].double().t()) * bound["scales"]
+    return out
 
 
 _DEFINITIONS: dict[str, Definition] = {

@@ -9,7 +9,7 @@ from one module to the next unchanged are counted once, as in a real run.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from divergence.recording.passes.whole import why_not_whole
 from divergence.recording.planned import DryRun, PlannedSite
 from divergence.recording.suites import opened, plan_suite, wants_suite
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Store
+from divergence.run.schema.manifest import ModuleNote, Store
 from divergence.run.schema.site import module_of
 from divergence.run.writing.item import Item
 
@@ -131,7 +131,7 @@ def forward_shapes(
     request: Request,
     loaded: LoadedModel,
     selection: SiteSelection,
-    notes: dict,
+    notes: Mapping[str, ModuleNote],
     *,
     batch: int,
     tokens: int,
@@ -173,7 +173,7 @@ def _count(
     request: Request,
     loaded: LoadedModel,
     selection: SiteSelection,
-    notes: dict,
+    notes: Mapping[str, ModuleNote],
     group: Sequence[int],
     lengths: Sequence[int],
     counter: _Counter | None = None,
@@ -246,7 +246,7 @@ def _inputs(
 
 
 def _rows(
-    request: Request, counters: Sequence[_Counter], notes: dict, steps: int
+    request: Request, counters: Sequence[_Counter], notes: Mapping[str, ModuleNote], steps: int
 ) -> list[PlannedSite]:
     kept_prefill = step_selected(request.steps, 0)
     kept_decode = sum(step_selected(request.steps, step) for step in range(1, steps))

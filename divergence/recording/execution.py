@@ -9,8 +9,7 @@ with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchore
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,6 +35,7 @@ from divergence.recording.options.request import Request
 from divergence.recording.options.sites import SiteSelection
 from divergence.recording.options.store_modes import check_operators
 from divergence.recording.passes.free import (
+    Key,
     Pass,
     RememberingSink,
     RepeatSink,
@@ -59,16 +59,11 @@ from divergence.run.schema.manifest import (
     Tokens,
 )
 from divergence.run.schema.site import ROOT
-from divergence.run.writing.writer import RunWriter
+from divergence.run.storage.location import Location
+from divergence.run.writing.writer import Item, RunWriter
+from divergence.words import Progress
 
 __all__ = ["Execution", "Progress"]
-
-
-class Progress(Protocol):
-    """Called as work goes on. ``event``: ``load``, ``digest``, ``probe``, ``free``, ``repeat``,
-    ``anchored``, ``escalated``, ``whole``, or ``note`` for a warning in ``detail``."""
-
-    def __call__(self, event: str, done: int, total: int | None, detail: str) -> None: ...
 
 
 class Execution:
@@ -106,7 +101,7 @@ class Execution:
             self.own_groups = self.division.groups
             self.plants = self.division.plants(request.plants)
 
-    def run(self, out: Path, *, force: bool, command: str | None) -> Run:
+    def run(self, out: Location, *, force: bool, command: str | None) -> Run:
         """Write the run to ``out``, and open it."""
         request = self.request
         passes = self._made = self._passes()
@@ -122,7 +117,7 @@ class Execution:
             request, out, manifest, device=self.loaded.device, num_bytes=seen * len(passes),
             ranks=self.ranks, force=force, note=self._note,
         ) as (writer, self.keeper), watch.watching():  # fmt: skip
-            first = RememberingSink(writer) if request.repeat > 1 else writer
+            remembering = RememberingSink(writer) if request.repeat > 1 else None
             num_substituted = 0
             for one in passes:
                 free = one.name == "free"
@@ -131,7 +126,7 @@ class Execution:
                     own = own_part(Run.open(writer.flush()), rank)
                     own.borrow_from(request.like)
                     anchor = own_inputs(own)
-                recorder = self._recorder(first if free else writer, one, anchor)
+                recorder = self._recorder(remembering or writer if free else writer, one, anchor)
                 self._run_pass(recorder, one, writer if free else None)
                 self._check_pass(recorder, one, manifest)
                 if recorder.operators is not None:
@@ -145,9 +140,9 @@ class Execution:
             manifest.plan.compiled = watch.notes()
             for note in watch.afterwards():
                 self._note(note)
-            if request.repeat > 1:
+            if remembering is not None:
                 writer.drain()
-                manifest.repeatability = self._repeat(first.items)
+                manifest.repeatability = self._repeat(remembering.items)
             if self.division is not None:
                 writer.flush()
                 self.division.count(manifest)
@@ -228,11 +223,12 @@ class Execution:
     def _plan(self, passes: list[Pass]) -> Plan:
         request = self.request
         anchored = any(one.anchored for one in passes)
+        like = None if request.like is None else request.like.manifest.id
         return Plan(
             passes=[one.name for one in passes],
             **{**recorded_in(request, "plan", CaptureOptions), "sites": self.selection.sites},
-            only_changed=request.like.manifest.id if request.only_changed else None,
-            anchored_to=request.like.manifest.id if anchored else None,
+            only_changed=like if request.only_changed else None,
+            anchored_to=like if anchored else None,
             plants=[f"{plant.site}={plant.fault}" for plant in request.plants],
             substitutes=[str(one) for one in request.substitutes.values()],
             logits_site=f"{ROOT}:out" if self.loaded.task != "encoder" else None,
@@ -251,7 +247,7 @@ class Execution:
         )
         recorded = None if request.like is None else request.like.manifest.model
         same_dtype = recorded is not None and recorded.dtype == identity.dtype
-        if same_dtype and recorded.digest != identity.digest:
+        if recorded is not None and same_dtype and recorded.digest != identity.digest:
             self._note(
                 f"these are not the weights of the recorded run ({identity.digest[:12]}, "
                 f"there {recorded.digest[:12]}): compare will say which differ"
@@ -329,7 +325,7 @@ class Execution:
             return False
         return one.anchored or not any(other.anchored for other in self._made)
 
-    def _widened(self, one: Pass) -> contextlib.AbstractContextManager:
+    def _widened(self, one: Pass) -> contextlib.AbstractContextManager[Any]:
         """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
         if one.compute_dtype is None:
             return contextlib.nullcontext()
@@ -345,14 +341,15 @@ class Execution:
         def note_tokens(group: list[int], result: GroupResult) -> None:
             if self.ranks is not None and not self.ranks.owns(group[0]):
                 return
-            tokens = writer.manifest.tokens
+            assert writer is not None  # or it is not called
+            tokens, like = writer.manifest.tokens, self.request.like
             for place, number in enumerate(group):
                 sample = self.samples[number]
                 sample.generated_ids = result.generated[place]
                 sample.chosen_ids = result.chosen[place]
                 sample.decoder_prompt_ids = result.decoder_prompt[place]
-                if self.request.regrouped:
-                    end_choices(sample, self.request.like.manifest.tokens.samples[number])
+                if like is not None and self.request.regrouped:
+                    end_choices(sample, like.manifest.tokens.samples[number])
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()
 
@@ -379,7 +376,7 @@ class Execution:
                 f"there the {one.name} pass is rounded to them"
             )
 
-    def _repeat(self, first: dict) -> Repeatability:
+    def _repeat(self, first: dict[Key, Item]) -> Repeatability:
         result = Repeatability(num_runs=self.request.repeat)
         for number in range(1, self.request.repeat):
             self.tell("repeat", number, self.request.repeat - 1, "")

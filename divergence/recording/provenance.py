@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
 from typing import Any
 
 from divergence._version import __version__
@@ -12,6 +11,7 @@ from divergence.recording.machine.environment import collect_environment
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
 from divergence.run.writing.writer import new_run_id
+from divergence.words import Progress
 
 __all__ = ["probed", "provenance"]
 
@@ -31,7 +31,7 @@ def provenance(
     }
 
 
-def probed(device: str, tell: Callable[[str, int, int | None, str], None]) -> list[ArithmeticFact]:
+def probed(device: str, tell: Progress) -> list[ArithmeticFact]:
     """What a quick probe finds of the device's arithmetic."""
     from divergence.arithmetic.quick import quick_facts
 

@@ -33,7 +33,7 @@ def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> b
     """Is a suite meant? Raises UsageError for ``impl`` with a model, and for another model with
     ``like`` of a suite."""
     recorded = like is not None and _is_suite(like)
-    if recorded and model is not None:
+    if like is not None and recorded and model is not None:
         raise UsageError(
             f"{like.path} was made of {like.manifest.model.source}, which needs no model",
             hint="leave out --model",
@@ -101,7 +101,7 @@ def plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureOp
         for case in capturing.plan_cases(suite, like=like, sites=options.sites)
     ]  # fmt: skip
     return DryRun(
-        model=str(model or like.manifest.model.source),
+        model=str(model or ("" if like is None else like.manifest.model.source)),
         rows=rows,
         num_sites=len(rows),
         num_prompts=0,

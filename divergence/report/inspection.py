@@ -177,9 +177,9 @@ def code_texts(manifest: Manifest) -> list[str]:
     for name, note in manifest.model.code.items():
         texts += [f"{name}: {text}" for text in note.wrapped]
     groups: dict[str, list[str]] = {}
-    for path, note in manifest.plan.compiled.items():
-        state = "" if note.state == "compiled" else f", {note.state}: {note.reason}"
-        groups.setdefault(f"torch.compile ({note.backend}){state}", []).append(path)
+    for path, own in manifest.plan.compiled.items():
+        state = "" if own.state == "compiled" else f", {own.state}: {own.reason}"
+        groups.setdefault(f"torch.compile ({own.backend}){state}", []).append(path)
     for text, paths in groups.items():
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         texts.append(f"{', '.join(paths[:3])}{more}: {text}")
@@ -285,7 +285,7 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
         lines.append(heading(site, f"{group[0].dtype}, {count(len(group), 'record')}"))
         ranks = any(record.rank for record in records)
         titles = ("pass", "sample", "step", "shape", "min", "max", "mean", "rms", "nan/inf/zero")
-        rows = [("rank", *titles) if ranks else titles]
+        rows: list[tuple[str, ...]] = [("rank", *titles) if ranks else titles]
         for record in group:
             summary = record.summary or _NOTHING
             rows.append(

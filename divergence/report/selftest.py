@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from divergence.experiments.selftest_result import Selftest
+from divergence.experiments.selftest_result import Selftest, StepStatus
 from divergence.layout.lines import BLANK, Line, heading, prose
 from divergence.report.environment import environment_lines, switch_lines
 
 __all__ = ["answer_lines", "selftest_lines"]
 
-_STYLES = {"ok": "green", "failed": "red", "skipped": "yellow"}
+_STYLES: dict[StepStatus, str] = {"ok": "green", "failed": "red", "skipped": "yellow"}
 
 
 def answer_lines(result: Selftest) -> list[Line]:

@@ -46,15 +46,16 @@ def _answer(result: Sensitivity, fault: str) -> Line:
         text += f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         text += f" (of that size it is {unseen[0].by})"
     else:
-        low = min(sizes, key=lambda one: one.size)
-        high = max(sizes, key=lambda one: one.size)
-        text = f"{where}you would see {told.format(size=share(high.size))} in {_blocks(result)}"
-        if low.size < high.size:
-            text += f" (worst: {high.block}; best {share(low.size)} at {low.block})"
+        seen = [(one.size, one.block) for one in sizes if one.size is not None]
+        low, best = min(seen, key=lambda one: one[0])
+        high, worst = max(seen, key=lambda one: one[0])
+        text = f"{where}you would see {told.format(size=share(high))} in {_blocks(result)}"
+        if low < high:
+            text += f" (worst: {worst}; best {share(low)} at {best})"
     if result.escalated:
-        deep = [one.escalated_size for one in sizes]
+        deep = [one.escalated_size for one in sizes if one.escalated_size is not None]
         text += "; with the escalated pass "
-        text += "not in all of them" if None in deep else share(max(deep))
+        text += "not in all of them" if len(deep) < len(sizes) else share(max(deep))
     return Line(prose("", text, width=0).spans[1:], hang=2)
 
 

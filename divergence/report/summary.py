@@ -54,7 +54,8 @@ def verdict_lines(report: Report) -> list[Line]:
     """The judgement alone: what ``--quiet`` prints."""
     verdict = report.verdict
     style = VERDICT_STYLES[verdict.kind]
-    lines = [Line((*line((f"{verdict.kind.upper()}: ", style)).spans, *_span(verdict.summary)), 2)]
+    summary = line(verdict.summary).spans
+    lines = [Line((*line((f"{verdict.kind.upper()}: ", style)).spans, *summary), 2)]
     onset = verdict.onset
     if onset is not None:
         forward = "prefill" if onset.step == 0 else f"decode step {onset.step}"
@@ -83,10 +84,6 @@ def verdict_lines(report: Report) -> list[Line]:
     why = f": {'; '.join(lacking)}" if lacking else ""
     lines.append(prose("confidence", verdict.confidence + why))
     return lines
-
-
-def _span(text: str) -> tuple:
-    return line(text).spans
 
 
 def _run_lines(report: Report) -> list[Line]:
@@ -188,7 +185,7 @@ def _coverage_lines(report: Report, *, all_sites: bool, verbose: bool) -> list[L
 
 def _pass_rows(passes: list[PassCoverage], *, verbose: bool) -> list[tuple[str, ...]]:
     """What each pass of the reference came to; without ``verbose`` only where it is not all."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in passes:
         if row.share == 1.0 and not verbose:
             continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -45,6 +45,7 @@ from divergence.run.storage.ranges import SPAN_BYTES
 from divergence.run.storage.shard import Shard
 from divergence.run.storage.store import Store, open_store
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +118,7 @@ class Run:
     def expect(self, records: Iterable[Record]) -> None:
         """Say what will be read, in about which order: from a URL it is then fetched ahead, in few
         requests. Anything may be read all the same."""
-        if self.far:
+        if self._store is not None and self._store.far:
             self._store.expect(
                 (place.shard, entry.begin, entry.begin + entry.num_bytes)
                 for record in records
@@ -129,19 +130,20 @@ class Run:
         """The files that make the run, with their sizes: manifest, lines, the shards in use."""
         shards = {part.place.shard for record in self.records for part in parts_of(record)}
         lines = map(records_name, range(num_ranks(self.manifest.mesh)))
-        names = [MANIFEST, *filter(self._store.has, lines), *sorted(shards)]
-        return {name: self._store.size(name) for name in names}
+        store = self._opened()
+        names = [MANIFEST, *filter(store.has, lines), *sorted(shards)]
+        return {name: store.size(name) for name in names}
 
     def whole_files(self) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
         """(name, bytes, its pieces in order) of each of ``files``, one after the other."""
-        sizes = self.files()
-        self._store.expect(
+        sizes, store = self.files(), self._opened()
+        store.expect(
             (name, begin, min(begin + SPAN_BYTES, size))
             for name, size in sizes.items()
             for begin in range(0, size, SPAN_BYTES)
         )
         for name, size in sizes.items():
-            yield name, size, self._store.whole(name)
+            yield name, size, store.whole(name)
 
     def close(self) -> None:
         """Release memory maps and connections."""
@@ -173,8 +175,11 @@ class Run:
         """Can the record's tensor be read, here or from the run that was borrowed from?"""
         return record.place is not None or self._lent(record) is not None
 
-    def _lent(self, record: Record) -> Record | None:
-        return None if self._lender is None else self._lender.holding(record)
+    def _lent(self, record: Record) -> tuple[Run, Record] | None:
+        if self._lender is None:
+            return None
+        found = self._lender.holding(record)
+        return None if found is None else (self._lender, found)
 
     def holding(self, other: Record) -> Record | None:
         """A record of this run that has the bytes of ``other``, of any run; or None."""
@@ -191,7 +196,8 @@ class Run:
         if record.place is None:
             lent = self._lent(record)
             if lent is not None:
-                return self._lender.read(lent, verify=verify)
+                lender, its_own = lent
+                return lender.read(its_own, verify=verify)
             raise UsageError(
                 f"no bytes of this tensor are at hand: {why_no_bytes(self.manifest)}",
                 where=f"{self.path}, {name_of(record)}",
@@ -209,8 +215,8 @@ class Run:
         reading it does, without a tensor. Raises RunFormatError."""
         lent = self._lent(record) if record.place is None else None
         if lent is not None:
-            self._lender.check(lent)
-            return
+            lender, its_own = lent
+            return lender.check(its_own)
         for part in parts_of(record)[:1]:
             self._hold(self._touch(record, part), record, part)
 
@@ -235,7 +241,7 @@ class Run:
             self._digests[place.shard, place.key] = found
         if found == part.xxh3:
             return
-        changed = self.far and self._store.has_changed(place.shard)
+        changed = self.far and self._opened().has_changed(place.shard)
         raise RunFormatError(
             f"wrong checksum: recorded {part.xxh3}, the bytes give {found}",
             where=f"{shard.name}, {name_of(record)}",
@@ -255,7 +261,8 @@ class Run:
         """A record's bytes may leave memory for now, in portions; views of them stay good."""
         if record.place is None:
             return
-        self._touched[record.place.shard] = self._shard(record)  # others may have let go of it
+        name = record.place.shard
+        self._touched[name] = self._shard(record, name)  # others may have let go of it
         self._released_bytes += record.numel * format_named(record.dtype).itemsize
         if self._released_bytes >= _RELEASE_BYTES:
             self._released_bytes = 0
@@ -279,9 +286,7 @@ class Run:
             )
         return found
 
-    def verify(
-        self, progress: Callable[[str, int, int | None, str], None] | None = None
-    ) -> list[str]:
+    def verify(self, progress: Progress | None = None) -> list[str]:
         """Check every checksum; returns the problems found, one line each."""
         problems: list[str] = []
         seen: set[tuple[str, str, str | None]] = set()
@@ -300,12 +305,13 @@ class Run:
                     problems.append(f"{error.message} ({error.where})")
         return problems
 
-    def _shard(self, record: Record, name: str | None = None) -> Shard:
-        name = record.place.shard if name is None else name
+    def _opened(self) -> Store:
+        return self._store or open_store(self.path)
+
+    def _shard(self, record: Record, name: str) -> Shard:
         if name not in self._shards:
             checked_shard_name(name, where=name_of(record))
-            store = self._store or open_store(self.path)
-            self._shards[name] = Shard(store.blob(name))
+            self._shards[name] = Shard(self._opened().blob(name))
         return self._shards[name]
 
     def _check_places(self) -> None:

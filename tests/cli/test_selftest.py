@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from divergence.errors import UsageError
 from divergence.experiments import selftest as module
 from divergence.experiments.selftest import selftest
 
@@ -46,6 +47,12 @@ def test_a_step_that_breaks_stops_nothing(few, monkeypatch):
 
     assert [step.detail for step in result.failed] == ["RuntimeError: the runtime's own words"]
     assert result.complete and result.steps[-1].status != "failed"
+
+
+def test_runs_are_kept_on_this_machine():
+    """Not at a URL: said before anything is made."""
+    with pytest.raises(UsageError, match="is a URL"):
+        selftest("cpu", quick=True, keep="s3://bucket/selftest")
 
 
 def test_an_interrupted_one_is_written(few, invoke, tmp_path, monkeypatch):

@@ -70,6 +70,13 @@ def test_nan_on_one_side_is_counted_there():
     assert measure_operator(b, b, torch.ones(2, 3, dtype=torch.float64)).num_nonfinite == (0, 0)
 
 
+def test_nothing_finite_is_a_count_alone():
+    """A side of nan throughout: no row is measured, and the nan are told."""
+    found = measure_operator(rows([1.0, 2.0]), rows([math.nan, math.nan]), None)
+    assert found.num_nonfinite == (0, 2)
+    assert len(found.rows) == len(found.candidate) == len(found.counts) == 0
+
+
 def test_nothing_to_measure():
     """No elements, or a result of zeros alone."""
     nothing = torch.zeros(0, 4)

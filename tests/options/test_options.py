@@ -10,14 +10,14 @@ from typing import Annotated, Any, get_origin
 import pytest
 import torch
 import typer
-from divergence.fleet.many import compare_many
-from divergence.gate.check import check
 from typer.testing import CliRunner
 
 from divergence.arithmetic.api import probe
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
+from divergence.fleet.many import compare_many
+from divergence.gate.check import check
 from divergence.ops.replay import replay
 from divergence.options.capture import CaptureOptions
 from divergence.options.compare import CheckOptions, CompareOptions

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from divergence.run.storage.location import Url
 from divergence.run.untrusted.command import command_line, command_words, quoted, requoted
 
 PACKAGE = Path(__file__).parents[2] / "divergence"
@@ -64,6 +65,13 @@ def test_plain_words_and_placeholders_stay_readable():
         command_line("capture", ranks=2, like="a", o="b", max_new_tokens=0)
         == "torchrun --nproc-per-node 2 -m divergence capture --like a -o b --max-new-tokens 0"
     )
+
+
+def test_a_url_is_a_word():
+    """Runs lie in buckets as well as in directories; an option's name may be a word of Python."""
+    assert command_words("replay", o=Url("s3://runs/a"), pass_="escalated") == [
+        "divergence", "replay", "-o", "s3://runs/a", "--pass", "escalated",
+    ]  # fmt: skip
 
 
 def test_a_name_is_no_option():

@@ -26,7 +26,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
                 f"{check.mesh}: ranks disagree at {check.num_different:,} of "
                 f"{check.num_tensors:,} replicas"
             )
-        style = "bold red" if check.num_different else None
+        style = "bold red" if check.num_different else ""
         lines.append(prose(f"  {check.side}", text, style=style))
         lines += [prose("", _diff_text(diff)) for diff in check.first]
     return [*lines, BLANK]

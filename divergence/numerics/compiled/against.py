@@ -17,7 +17,7 @@ __all__ = ["add_channels", "row_sums"]
 
 
 @jit
-def _rows(a, b, truth, out):
+def _rows(a: np.ndarray, b: np.ndarray, truth: np.ndarray, out: np.ndarray) -> None:
     for i in range(truth.shape[0]):
         x_row, y_row, r_row = a[i], b[i], truth[i]
         rr = aa = bb = ab = ar = br = r4 = 0.0
@@ -43,7 +43,9 @@ def _rows(a, b, truth, out):
 
 
 @jit
-def _updates(a, b, truth, base, out):
+def _updates(
+    a: np.ndarray, b: np.ndarray, truth: np.ndarray, base: np.ndarray, out: np.ndarray
+) -> None:
     for i in range(truth.shape[0]):
         x_row, y_row, r_row, z_row = a[i], b[i], truth[i], base[i]
         uu = au = bu = u4 = 0.0
@@ -62,7 +64,9 @@ def _updates(a, b, truth, base, out):
 
 
 @jit
-def _channels(a, b, truth, rows, out):
+def _channels(
+    a: np.ndarray, b: np.ndarray, truth: np.ndarray, rows: np.ndarray, out: np.ndarray
+) -> None:
     of_a, of_b, of_ab, of_r = out[0], out[1], out[2], out[3]
     for i in rows:
         x_row, y_row, r_row = a[i], b[i], truth[i]
@@ -90,5 +94,5 @@ def add_channels(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Adds Σ(a-R)², Σ(b-R)², Σ(a-b)² and ΣR² over ``rows`` to ``out`` (4, D)."""
-    arrays = (stored(Grid(tensor)) for tensor in (a, b, truth))
-    _channels(*arrays, rows.numpy(), out.numpy())
+    x, y, r = (stored(Grid(tensor)) for tensor in (a, b, truth))
+    _channels(x, y, r, rows.numpy(), out.numpy())

@@ -27,11 +27,23 @@ NUM_STEPS = 5
 """How many neighbouring values are counted at once."""
 
 _RUN = 2048
-_UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+_UNSIGNED: dict[int, type[np.unsignedinteger]] = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @jit
-def _count_steps(a, b, rows, low, high, nothing, zero, one, steps, counts, over):
+def _count_steps(
+    a: np.ndarray,
+    b: np.ndarray,
+    rows: np.ndarray,
+    low: np.signedinteger,
+    high: np.signedinteger,
+    nothing: np.signedinteger,
+    zero: np.unsignedinteger,
+    one: np.unsignedinteger,
+    steps: tuple[np.unsignedinteger, ...],
+    counts: np.ndarray,
+    over: np.ndarray,
+) -> None:
     s0, s1, s2, s3, s4 = steps
     for row in rows:
         for start in range(0, a.shape[1], _RUN):
@@ -61,7 +73,20 @@ def _count_steps(a, b, rows, low, high, nothing, zero, one, steps, counts, over)
 
 
 @jit
-def _pick_beyond(a, b, rows, low, high, nothing, zero, one, bound, counts, run, beyond):
+def _pick_beyond(
+    a: np.ndarray,
+    b: np.ndarray,
+    rows: np.ndarray,
+    low: np.signedinteger,
+    high: np.signedinteger,
+    nothing: np.signedinteger,
+    zero: np.unsignedinteger,
+    one: np.unsignedinteger,
+    bound: np.unsignedinteger,
+    counts: np.ndarray,
+    run: np.ndarray,
+    beyond: np.ndarray,
+) -> int:
     """``counts``: counted, over 1, largest, at the bound. Returns how many ``beyond`` got."""
     found = 0
     for row in rows:
@@ -90,7 +115,16 @@ def _pick_beyond(a, b, rows, low, high, nothing, zero, one, bound, counts, run, 
 
 
 @jit
-def _sample(a, b, rows, low, high, nothing, length, found):
+def _sample(
+    a: np.ndarray,
+    b: np.ndarray,
+    rows: np.ndarray,
+    low: np.signedinteger,
+    high: np.signedinteger,
+    nothing: np.signedinteger,
+    length: int,
+    found: np.ndarray,
+) -> int:
     """Distances of up to ``length`` elements at the start of each of ``rows``."""
     num = 0
     for row in rows:
@@ -100,6 +134,11 @@ def _sample(a, b, rows, low, high, nothing, length, found):
             found[num] = or_zero(keep, distance(p, q))
             num += 1
     return num
+
+
+_Arguments = tuple[
+    np.ndarray, np.ndarray, np.ndarray, np.signedinteger, np.signedinteger, np.signedinteger
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +153,12 @@ class Distances:
     low: int
     high: int
 
-    def _arguments(self, rows: np.ndarray) -> tuple:
+    def _arguments(self, rows: np.ndarray) -> _Arguments:
         kind = self.a.dtype.type
         return self.a, self.b, rows, kind(self.low), kind(self.high), kind(0)
 
     @property
-    def _unsigned(self) -> type:
+    def _unsigned(self) -> type[np.unsignedinteger]:
         return _UNSIGNED[self.a.itemsize]
 
     def count_steps(self, rows: np.ndarray, first: int) -> tuple[list[int], list[int]]:
@@ -135,7 +174,7 @@ class Distances:
         """(counted, over 1, largest, at the bound) and the distances beyond the bound."""
         kind = self._unsigned
         counts = np.zeros(4, np.uint64)
-        run = np.empty(_RUN, kind)
+        run: np.ndarray = np.empty(_RUN, kind)
         # one more than can be found: the loop writes before it knows
         beyond = np.empty(len(rows) * self.a.shape[1] + 1, kind)
         found = _pick_beyond(

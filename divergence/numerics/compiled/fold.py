@@ -10,7 +10,7 @@ __all__ = ["chunk_sums"]
 
 
 @jit
-def _add_products(words, multipliers, sums):
+def _add_products(words: np.ndarray, multipliers: np.ndarray, sums: np.ndarray) -> None:
     """Adds to ``sums`` (chunks, 2), modulo 2^64. ``words``: int32, the same for both sums."""
     size = multipliers.shape[1]
     for chunk in range(sums.shape[0]):

@@ -14,19 +14,30 @@ nan or inf is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llvmlite import ir
 from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
+if TYPE_CHECKING:
+    from numba.core.base import BaseContext
+    from numba.core.types import Type
+    from numba.core.typing.templates import Signature
+
+    Typed = tuple[Signature, Callable[..., ir.Value]]
+    # what numba asks of an intrinsic: the types it takes and gives, and what writes the code
+
 __all__ = [
     "add_if", "distance", "in_range", "jit", "key", "larger", "magnitude", "number", "or_zero",
     "sign_of_order",
 ]  # fmt: skip
 
-_OPTIONS = {
+Function = TypeVar("Function", bound=Callable[..., object])
+
+_OPTIONS: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
@@ -35,15 +46,28 @@ _OPTIONS = {
 _I32, _I64 = (ir.IntType(bits) for bits in (32, 64))
 
 
-def jit(function: Callable) -> Callable:
+def jit(function: Function) -> Function:
     """numba's compiler with this room's options; machine code is kept on disk where it can be."""
+    compiled: Function
     try:
-        return njit(cache=True, **_OPTIONS)(function)
+        compiled = njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # no folder to keep it in: compiled again in each process
-        return njit(**_OPTIONS)(function)
+        compiled = njit(**_OPTIONS)(function)
+    return compiled
 
 
-def _widened(context, builder, signature, arguments):
+def _instructions(typed: Callable[..., Typed]) -> Callable[..., Any]:
+    """An intrinsic as loops call it: on the elements alone, of whatever width they are."""
+    found: Callable[..., Any] = intrinsic(typed)
+    return found
+
+
+def _widened(
+    context: BaseContext,
+    builder: ir.IRBuilder,
+    signature: Signature,
+    arguments: Sequence[ir.Value],
+) -> ir.Value:
     (value,), (kind,) = arguments, signature.args
     if kind == types.uint16:  # bfloat16
         bits = builder.shl(builder.zext(value, _I32), _I32(16))
@@ -63,28 +87,38 @@ def _widened(context, builder, signature, arguments):
     return value
 
 
-@intrinsic
-def number(typing, stored):
+@_instructions
+def number(typing: BaseContext, stored: Type) -> Typed:
     """The float64 that a stored element stands for."""
     return types.float64(stored), _widened
 
 
-@intrinsic
-def magnitude(typing, value):
+@_instructions
+def magnitude(typing: BaseContext, value: Type) -> Typed:
     """The bits of |value| as int64: in the order of the magnitudes, inf and then nan beyond."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         bits = builder.bitcast(arguments[0], _I64)
         return builder.and_(bits, _I64(2**63 - 1))
 
     return types.int64(types.float64), generate
 
 
-@intrinsic
-def sign_of_order(typing, value):
+@_instructions
+def sign_of_order(typing: BaseContext, value: Type) -> Typed:
     """The bits of ``value`` as an int64 in the order of the values: -nan, -inf, ..., inf, nan."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         bits = builder.bitcast(arguments[0], _I64)
         flip = builder.lshr(builder.ashr(bits, _I64(63)), _I64(1))
         return builder.xor(bits, flip)
@@ -92,11 +126,16 @@ def sign_of_order(typing, value):
     return types.int64(types.float64), generate
 
 
-@intrinsic
-def key(typing, bits):
+@_instructions
+def key(typing: BaseContext, bits: Type) -> Typed:
     """Position on the lattice of a signed bit pattern; see divergence.numerics.pairs.ulp."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         kind = arguments[0].type
         sign = builder.ashr(arguments[0], kind(kind.width - 1))
         folded = builder.xor(builder.lshr(sign, kind(1)), arguments[0])
@@ -105,25 +144,36 @@ def key(typing, bits):
     return bits(bits), generate
 
 
-@intrinsic
-def distance(typing, one, two):
+@_instructions
+def distance(typing: BaseContext, one: Any, two: Any) -> Typed:
     """|one - two| as an unsigned integer of the same width, exact where it wraps."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         higher = builder.icmp_signed(">", *arguments)
         high = builder.select(higher, arguments[0], arguments[1])
         low = builder.select(higher, arguments[1], arguments[0])
         return builder.sub(high, low)
 
-    unsigned = {16: types.uint16, 32: types.uint32, 64: types.uint64}[one.bitwidth]
+    kinds: dict[int, Type] = {16: types.uint16, 32: types.uint32, 64: types.uint64}
+    unsigned = kinds[one.bitwidth]
     return unsigned(one, one), generate
 
 
-@intrinsic
-def in_range(typing, value, low, high):
+@_instructions
+def in_range(typing: BaseContext, value: Type, low: Type, high: Type) -> Typed:
     """low <= |value| <= high."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         value, low, high = arguments
         negative = builder.icmp_signed("<", value, value.type(0))
         size = builder.select(negative, builder.sub(value.type(0), value), value)
@@ -134,32 +184,47 @@ def in_range(typing, value, low, high):
     return types.boolean(value, value, value), generate
 
 
-@intrinsic
-def or_zero(typing, keep, value):
+@_instructions
+def or_zero(typing: BaseContext, keep: Type, value: Type) -> Typed:
     """``value`` where ``keep``, else 0."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         return builder.select(arguments[0], arguments[1], arguments[1].type(0))
 
     return value(types.boolean, value), generate
 
 
-@intrinsic
-def larger(typing, one, two):
+@_instructions
+def larger(typing: BaseContext, one: Any, two: Any) -> Typed:
     """The larger of two integers of one type."""
     order = "icmp_signed" if one.signed else "icmp_unsigned"
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         return builder.select(getattr(builder, order)(">", *arguments), *arguments)
 
     return one(one, one), generate
 
 
-@intrinsic
-def add_if(typing, count, condition):
+@_instructions
+def add_if(typing: BaseContext, count: Type, condition: Type) -> Typed:
     """``count`` + 1 where ``condition``, in the counter's own width."""
 
-    def generate(context, builder, signature, arguments):
+    def generate(
+        context: BaseContext,
+        builder: ir.IRBuilder,
+        signature: Signature,
+        arguments: Sequence[ir.Value],
+    ) -> ir.Value:
         return builder.add(arguments[0], builder.zext(arguments[1], arguments[0].type))
 
     return count(count, types.boolean), generate

@@ -18,7 +18,9 @@ _INF = 0x7FF0000000000000
 
 
 @jit
-def _project_rows(values, sigma, tau, sums, squares):
+def _project_rows(
+    values: np.ndarray, sigma: np.ndarray, tau: np.ndarray, sums: np.ndarray, squares: np.ndarray
+) -> None:
     """Adds to ``sums`` (rows, k) and ``squares`` (rows,)."""
     num_cols, k = values.shape[1], sums.shape[1]
     signed = np.empty(num_cols)

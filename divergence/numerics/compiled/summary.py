@@ -26,7 +26,7 @@ _INF = 0x7FF0000000000000
 
 
 @jit
-def _totals(values, sums, ends, counts):
+def _totals(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, counts: np.ndarray) -> None:
     """``sums``: Σx, Σx². ``ends``: smallest and largest, as bits in their order. ``counts``:
     finite, nan, +inf, -inf, zero."""
     for start in range(0, len(values), _RUN):
@@ -68,7 +68,7 @@ def _totals(values, sums, ends, counts):
 
 
 @jit
-def _row_totals(values, sums, ends, counts):
+def _row_totals(values: np.ndarray, sums: np.ndarray, ends: np.ndarray, counts: np.ndarray) -> None:
     for i in range(values.shape[0]):
         _totals(values[i], sums[i], ends[i], counts[i])
 

@@ -23,8 +23,20 @@ _STORED = {"bfloat16": np.uint16, "float16": np.int16}
 
 @jit
 def _add_rows(
-    a, b, base, with_base, rows, row_a, row_d, row_update, row_finite, col_a, col_d, totals, largest
-):
+    a: np.ndarray,
+    b: np.ndarray,
+    base: np.ndarray,
+    with_base: bool,
+    rows: np.ndarray,
+    row_a: np.ndarray,
+    row_d: np.ndarray,
+    row_update: np.ndarray,
+    row_finite: np.ndarray,
+    col_a: np.ndarray,
+    col_d: np.ndarray,
+    totals: np.ndarray,
+    largest: np.ndarray,
+) -> np.ndarray:
     """Adds to the arrays and to ``totals`` (P, Q); ``largest``: bits of max |d|, its row, its
     column. Returns the tiles left out, (first, last, start, stop) each."""
     num_rows, num_cols = len(rows), a.shape[1]
@@ -92,7 +104,7 @@ def _add_rows(
 
 
 @jit
-def _update(x_row, z_row):
+def _update(x_row: np.ndarray, z_row: np.ndarray) -> float:
     """Σ(a - base)² over what is finite."""
     total = 0.0
     for j in range(len(x_row)):
@@ -109,7 +121,7 @@ def _update(x_row, z_row):
 
 
 @jit
-def _largest(values):
+def _largest(values: np.ndarray) -> np.int64:
     """Bits of the largest finite magnitude."""
     top = np.int64(0)
     for i in range(values.shape[0]):

@@ -108,16 +108,17 @@ def measure_against(
                 f"the {name} has shape {tuple(other.shape)}, the reference {tuple(a.shape)}"
             )
     columns = a.shape[-1] if a.ndim else 1
-    flat = [None if t is None else t.reshape(-1, columns) for t in (a, b, truth, base)]
-    count = flat[0].shape[0]
+    x, y, right = (t.reshape(-1, columns) for t in (a, b, truth))
+    start = None if base is None else base.reshape(-1, columns)
+    count = x.shape[0]
     kept = torch.ones(count, dtype=torch.bool)
     if row_mask is not None:
         kept &= row_mask.reshape(-1).to(torch.bool)
     forms = [format_of(t.dtype) for t in (a, b, truth, base) if t is not None]
     if device is None and chosen(kernel, *forms) == "compiled":
-        sums, sink, channels = _in_loops(*flat, kept)
+        sums, sink, channels = _in_loops(x, y, right, start, kept)
     else:
-        sums, sink, channels = _in_chunks(*flat, kept, device)
+        sums, sink, channels = _in_chunks(x, y, right, start, kept, device)
     good = kept & sums[:4].isfinite().all(0)
     norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
     with_base = base is not None
@@ -158,7 +159,7 @@ def _in_chunks(
 
         return sent(tensor, device).double()
 
-    norms = [wide(part).norm(dim=1).cpu() for part in truth.split(rows)]
+    norms = [wide(part).norm(dim=1).cpu() for part in torch.split(truth, rows)]
     sink = _sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
     sums = torch.full((12, count), float("nan"), dtype=torch.float64)
     channels = torch.zeros(4, columns, dtype=torch.float64)

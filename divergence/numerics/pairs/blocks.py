@@ -13,6 +13,7 @@ threads of their own. torch is used where numpy lacks the dtype.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,10 +122,12 @@ def compute_dtype(*formats: Format) -> type[np.float32] | type[np.float64]:
 
 
 def _einsum_dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.einsum("...j,...j->...", x, y)
+    sums: np.ndarray = np.einsum("...j,...j->...", x, y)
+    return sums
 
 
-_vecdot = getattr(np, "vecdot", _einsum_dot)  # numpy >= 2.0: one BLAS dot per row
+# numpy >= 2.0: one BLAS dot per row
+_vecdot: Callable[[np.ndarray, np.ndarray], np.ndarray] = getattr(np, "vecdot", _einsum_dot)
 
 
 def row_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -132,16 +135,21 @@ def row_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     Σ|x y| (float32) or 1e-15 (float64)."""
     rows, cols = x.shape
     if cols == 1:
-        return (x[:, 0] * y[:, 0]).astype(np.float64)
+        return np.asarray(x[:, 0] * y[:, 0], np.float64)
     if cols <= _SEGMENT:
         return _vecdot(x, y).astype(np.float64)
     whole = cols - cols % _SEGMENT
     parts = (rows, whole // _SEGMENT, _SEGMENT)  # splitting the last axis copies nothing
     sums = _vecdot(x[:, :whole].reshape(parts), y[:, :whole].reshape(parts))
-    total = sums.sum(axis=1, dtype=np.float64)
+    total: np.ndarray = sums.sum(axis=1, dtype=np.float64)
     if whole < cols:
         total += _vecdot(x[:, whole:], y[:, whole:])
     return total
+
+
+def _column_sums(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    sums: np.ndarray = np.einsum("ij,ij->j", x, y)
+    return sums
 
 
 def column_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -149,14 +157,14 @@ def column_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     block's own precision: taller blocks are folded, k rows side by side."""
     rows, cols = x.shape
     if rows == 1:
-        return (x[0] * y[0]).astype(np.float64)
+        return np.asarray(x[0] * y[0], np.float64)
     if rows <= 64:
-        return np.einsum("ij,ij->j", x, y).astype(np.float64)
+        return _column_sums(x, y).astype(np.float64)
     fold = -(-rows // 64)
     whole = rows - rows % fold
     shape = (whole // fold, fold * cols)
-    sums = np.einsum("ij,ij->j", x[:whole].reshape(shape), y[:whole].reshape(shape))
-    total = sums.reshape(fold, cols).sum(axis=0, dtype=np.float64)
+    sums = _column_sums(x[:whole].reshape(shape), y[:whole].reshape(shape))
+    total: np.ndarray = sums.reshape(fold, cols).sum(axis=0, dtype=np.float64)
     if whole < rows:
         total += np.multiply(x[whole:], y[whole:]).sum(axis=0, dtype=np.float64)
     return total

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from divergence.numerics.pairs.blocks import BLOCK, Grid
-from divergence.numerics.workers import Split, run_split
+from divergence.numerics.workers import run_split
 
 __all__ = ["LogitsMetrics", "kl_divergence", "logit_error", "measure_logits", "top_choices"]
 
@@ -87,7 +87,7 @@ def measure_logits(
     size = count * grid_a.num_cols
     cols = slice(0, grid_a.num_cols)
 
-    def work(starts: Split) -> list[tuple[np.ndarray, ...]]:
+    def work(starts: range) -> list[tuple[np.ndarray, ...]]:
         buffer_a, buffer_b = np.empty((2, size))
         found = []
         with np.errstate(all="ignore"):
@@ -156,12 +156,14 @@ def _row(row: torch.Tensor) -> np.ndarray:
 
 
 def _usable(x: np.ndarray) -> np.ndarray:
-    return np.isfinite(x.max(axis=1))  # max is nan, inf or, where all are -inf, -inf
+    usable: np.ndarray = np.isfinite(x.max(axis=1))  # max is nan, inf or, where all are -inf, -inf
+    return usable
 
 
 def _logsumexp(x: np.ndarray) -> np.ndarray:
     top = x.max(axis=1)
-    return top + np.log(np.exp(x - top[:, None]).sum(axis=1))
+    sums: np.ndarray = top + np.log(np.exp(x - top[:, None]).sum(axis=1))
+    return sums
 
 
 def _top(x: np.ndarray, k: int) -> np.ndarray:
@@ -223,7 +225,9 @@ def _kl(p: np.ndarray, q: np.ndarray, t: np.ndarray) -> np.ndarray:
         )
     )
     far = (q - p) - np.where(p > 0.0, p * t, 0.0)
-    return np.where((np.abs(t) < _SERIES_BELOW) & (p > 0.0), p * series, far).sum(axis=1)
+    terms = np.where((np.abs(t) < _SERIES_BELOW) & (p > 0.0), p * series, far)
+    divergences: np.ndarray = terms.sum(axis=1)
+    return divergences
 
 
 def _aggregate(

@@ -84,7 +84,19 @@ def measure_operator(
             return None
         none = torch.zeros(0, dtype=torch.float64)
         return OperatorErrors(
-            *[none] * 7, counts, (0.0, 0.0), none.long(), tuple(a.shape[:-1]), 0.0
+            reference=none,
+            candidate=none,
+            between=none,
+            floor=none,
+            column_reference=none,
+            column_candidate=none,
+            column_floor=none,
+            num_nonfinite=counts,
+            over_1_ulp=(0.0, 0.0),
+            rows=none.long(),
+            shape=tuple(a.shape[:-1]),
+            largest_norm=0.0,
+            counts=none.long(),
         )
     x, y, r, norm = x[kept], y[kept], r[kept], norm[kept][:, None]
     rounding = sum_rounding(num_terms)

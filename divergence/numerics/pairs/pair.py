@@ -18,6 +18,7 @@ No thresholds here but the definition of a sink token: judging is compare's.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -244,11 +245,11 @@ class _Pair:
             return totals
 
         parts = tiles(self.real, self.a.num_cols, block=self.block)
-        a2, b2, r2, along = sum(run_split(work, parts, threads=self.threads))
+        a2, b2, r2, along = sum(run_split(work, parts, threads=self.threads), np.zeros(4))
         product = (1.0 - factor) * a2 + along  # a·(a - b), with a - b = (1 - factor) a + r
         return float(a2), float(b2), float(product), max(0.0, float(r2 - along**2 / a2))
 
-    def _largest(self, sums: Sums, shape: tuple[int, ...]) -> dict[str, object]:
+    def _largest(self, sums: Sums, shape: tuple[int, ...]) -> dict[str, Any]:
         if sums.max_at < 0:
             return dict.fromkeys(("max_abs_index", "max_abs_reference", "max_abs_candidate")) | {
                 "max_abs": 0.0
@@ -262,7 +263,7 @@ class _Pair:
             "max_abs_candidate": b,
         }
 
-    def _ulp(self, sums: Sums, form: Format | None, a2: float) -> dict[str, object]:
+    def _ulp(self, sums: Sums, form: Format | None, a2: float) -> dict[str, Any]:
         names = ("ulp_share_over_1", "ulp_p99", "ulp_max")
         if form is None:
             return dict.fromkeys((*names, "ulp_format"))
@@ -287,7 +288,7 @@ class _Pair:
             "ulp_max": counts.max,
         }
 
-    def _channel_metrics(self, sums: Sums, a2: float) -> dict[str, object]:
+    def _channel_metrics(self, sums: Sums, a2: float) -> dict[str, Any]:
         col_a = sums.col_a.reshape(-1, self.a.width).sum(axis=1)
         col_d = sums.col_d.reshape(-1, self.a.width).sum(axis=1)
         if not len(col_a):
@@ -349,7 +350,7 @@ def _largest_magnitude(grid: Grid) -> float:
     return top
 
 
-def _token_metrics(per_row: np.ndarray) -> dict[str, object]:
+def _token_metrics(per_row: np.ndarray) -> dict[str, Any]:
     known = np.sort(per_row[~np.isnan(per_row)])
     count = len(known)
     if not count:
@@ -375,7 +376,8 @@ def _sinks(row_a: np.ndarray) -> np.ndarray:
         return np.zeros(0, bool)
     norms = np.sqrt(row_a)
     median = _median(np.sort(norms))
-    return norms > (SINK_FACTOR * median if median else math.inf)
+    sinks: np.ndarray = norms > (SINK_FACTOR * median if median else math.inf)
+    return sinks
 
 
 def _ratio(x: float, y: float) -> float:

@@ -43,7 +43,9 @@ class Sums:
         self.num_finite = 0
         self.first_nonfinite_row = -1
         self._dtype = dtype
-        self._buffers = np.empty((4, min(BLOCK, max(1, a.num_rows * a.num_cols))), dtype)
+        self._buffers: np.ndarray = np.empty(
+            (4, min(BLOCK, max(1, a.num_rows * a.num_cols))), dtype
+        )
 
     def block(self, rows: Rows, cols: slice) -> None:
         """Take in one block."""

@@ -77,9 +77,10 @@ def key_array(
         return np.take(byte_keys(form), bits, out=out)
     width = 8 * form.itemsize
     sign = np.right_shift(bits, width - 1, out=scratch)
-    keys = np.bitwise_and(sign, bits.dtype.type(2 ** (width - 1) - 1), out=out)
+    keys: np.ndarray = np.bitwise_and(sign, bits.dtype.type(2 ** (width - 1) - 1), out=out)
     np.bitwise_xor(keys, bits, out=keys)
-    return np.subtract(keys, sign, out=keys)
+    np.subtract(keys, sign, out=keys)
+    return keys
 
 
 def distance_array(
@@ -91,7 +92,7 @@ def distance_array(
 ) -> np.ndarray:
     """|a - b| of two key arrays as unsigned integers of their width: exact, because the
     larger minus the smaller, modulo 2^width, is the distance even where it wraps."""
-    high = np.maximum(a, b, out=out)
+    high: np.ndarray = np.maximum(a, b, out=out)
     low = np.minimum(a, b, out=scratch)
     np.subtract(high, low, out=high)
     return high.view(f"u{high.itemsize}")

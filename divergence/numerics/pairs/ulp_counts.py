@@ -63,14 +63,15 @@ def count_ulp(
     Source: divergence.numerics.pairs.ulp.
     """
     smallest_key = _smallest_key(form, form.unit_roundoff * rms)
-    options = {"rows": rows, "smallest_key": smallest_key, "check": check_finite}
     counting: Counting
     if there is not None and form.itemsize <= 4:
-        counting = there.distances(form, **options)
+        counting = there.distances(form, rows=rows, smallest_key=smallest_key, check=check_finite)
     elif kernel == "compiled" and InLoops.reads(a, b, form, check=check_finite):
-        counting = InLoops(a, b, form, **options)
+        counting = InLoops(a, b, form, rows=rows, smallest_key=smallest_key, check=check_finite)
     else:
-        counting = InBlocks(a, b, form, **options, block=block)
+        counting = InBlocks(
+            a, b, form, rows=rows, smallest_key=smallest_key, check=check_finite, block=block
+        )
     guess = counting.guess()
     bound, high = guess or (0, 0)
     close = guess is not None and high - bound < MOST_STEPS - 1
@@ -83,12 +84,11 @@ def count_ulp(
         num_above = counted - math.ceil(0.99 * counted) + 1  # p99 is the num_above-th largest
         p99 = _from_steps(tails, num_above) if steps else _from_beyond(tails, num_above)
         if p99 is None:
-            over = sum(tail.num_over for tail in tails)
-            too_low = bool(steps) and over[-1] >= num_above
+            too_low = bool(steps) and _over(tails)[-1] >= num_above
             bound, steps = (high if too_low else bound // 2), range(0)
             continue
         if 1 in steps:
-            num_over_1 = int(sum(tail.num_over for tail in tails)[steps.index(1)])
+            num_over_1 = int(_over(tails)[steps.index(1)])
         else:
             num_over_1 = sum(tail.num_over_1 for tail in tails)
         return UlpCounts(
@@ -99,10 +99,15 @@ def count_ulp(
         )
 
 
+def _over(tails: list[Tail]) -> np.ndarray:
+    """How many distances exceed each of the steps, of all workers."""
+    return sum((tail.num_over for tail in tails[1:]), tails[0].num_over)
+
+
 def _from_steps(tails: list[Tail], num_above: int) -> int | None:
     """The num_above-th largest distance, or None where it is not among the steps."""
     steps = tails[0].steps
-    few = np.flatnonzero(sum(tail.num_over for tail in tails) < num_above)
+    few = np.flatnonzero(_over(tails) < num_above)
     if not len(few) or (few[0] == 0 and steps[0] > 0):
         return None
     return steps[int(few[0])]

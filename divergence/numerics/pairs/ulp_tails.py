@@ -6,7 +6,7 @@ or, where the percentile was not guessed that closely, those beyond a bound them
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,10 @@ from divergence.numerics.formats import Format
 from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows
 from divergence.numerics.pairs.sums import tiles
 from divergence.numerics.pairs.ulp import distance_array, key_array, stored_bits
-from divergence.numerics.workers import Split, run_split
+from divergence.numerics.workers import run_split
+
+if TYPE_CHECKING:
+    from divergence.numerics.compiled.distances import Distances
 
 __all__ = ["MOST_STEPS", "Counting", "InBlocks", "InLoops", "Tail"]
 
@@ -90,7 +93,7 @@ class InBlocks:
         return _percentiles(np.concatenate(found)) if found else (0, 0)
 
     def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
-        def work(parts: Split) -> Tail:
+        def work(parts: list[tuple[Rows, slice]]) -> Tail:
             tail, buffers = Tail(bound, steps), self._buffers()
             for rows, cols in parts:
                 tail.add(*self._block(rows, cols, buffers))
@@ -130,7 +133,9 @@ class InLoops:
         self, a: Grid, b: Grid, form: Format, *, rows: Rows, smallest_key: int, check: bool
     ) -> None:
         self._a, self._b, self._form = a, b, form
-        self._rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        self._rows: np.ndarray = (
+            np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        )
         self._low, self._high = smallest_key, 2 ** (8 * form.itemsize - 1) - 1
         if check:
             top = torch.tensor([form.max], dtype=torch.float64).to(form.torch_dtype)
@@ -157,7 +162,7 @@ class InLoops:
         return _percentiles(distances.sample(rows, length))
 
     def count(self, bound: int, steps: range, *, threads: int) -> list[Tail]:
-        def work(part: Split) -> Tail:
+        def work(part: np.ndarray) -> Tail:
             tail = Tail(bound, steps)
             for rows in self._pieces(part):
                 distances, rows = self._distances(rows)
@@ -180,7 +185,7 @@ class InLoops:
         count = max(1, (1 << 22) // max(1, self._a.num_cols))
         return [rows[start : start + count] for start in range(0, len(rows), count)]
 
-    def _distances(self, rows: np.ndarray):
+    def _distances(self, rows: np.ndarray) -> tuple[Distances, np.ndarray]:
         """The loops over ``rows``, and their numbers there."""
         from divergence.numerics.compiled.distances import Distances
 
@@ -189,10 +194,11 @@ class InLoops:
             return Distances(self._a.bits, self._b.bits, self._low, self._high), rows
         every = slice(0, self._a.num_cols)
         near = slice(int(rows[0]), int(rows[-1]) + 1) if _gapless(rows) else rows
-        bits = (stored(grid, self._form, near, every) for grid in (self._a, self._b))
-        return Distances(
-            *(np.ascontiguousarray(one) for one in bits), self._low, self._high
-        ), np.arange(len(rows))  # fmt: skip
+        a, b = (
+            np.ascontiguousarray(stored(grid, self._form, near, every))
+            for grid in (self._a, self._b)
+        )
+        return Distances(a, b, self._low, self._high), np.arange(len(rows))
 
 
 def _gapless(rows: np.ndarray) -> bool:
@@ -208,4 +214,5 @@ def stored(grid: Grid, form: Format, rows: Rows, cols: slice) -> np.ndarray:
 
 def _percentiles(distances: np.ndarray) -> tuple[int, int]:
     ordered = np.sort(distances)
-    return tuple(int(ordered[int(share * (len(ordered) - 1))]) for share in (0.97, 0.999))
+    low, high = (int(ordered[int(share * (len(ordered) - 1))]) for share in (0.97, 0.999))
+    return low, high

@@ -33,7 +33,7 @@ def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy")
     ``summarize`` may differ in the last digits of the tensor's compute dtype.
     """
     results: list[Summary | None] = [None] * len(tensors)
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[torch.dtype, int], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if 0 < tensor.numel() <= _SMALL_ELEMENTS and format_of(tensor.dtype).name in _STACKED:
             groups.setdefault((tensor.dtype, tensor.numel()), []).append(index)

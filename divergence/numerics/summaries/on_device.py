@@ -41,7 +41,7 @@ def statistics_on_device(tensor: torch.Tensor) -> Statistics:
     if not len(flat):
         nothing = torch.tensor([math.inf, -math.inf, 0.0, 0.0, 0.0], dtype=wide, device=flat.device)
         return nothing, torch.zeros(5, dtype=torch.int64, device=flat.device)
-    pieces = flat.split(_BLOCK)
+    pieces = torch.split(flat, _BLOCK)
     low = torch.stack([_extreme(piece.to(wide), math.inf).amin() for piece in pieces]).amin()
     high = torch.stack([_extreme(piece.to(wide), -math.inf).amax() for piece in pieces]).amax()
     top = torch.maximum(low.abs(), high.abs())

@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -65,6 +65,9 @@ __all__ = [
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 """Digits of π after those of divergence.numerics.summaries.fold: chosen by nobody."""
+
+SumDtype = Literal["float64", "float32"]
+"""The precision that a sketch's sums are made in."""
 
 _FEWEST, _MOST, _FEATURES_EACH = 8, 64, 128
 _USUAL_BYTES = 2
@@ -162,7 +165,7 @@ def sketch_many(
     import torch
 
     results: list[torch.Tensor | None] = [None] * len(tensors)
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[torch.dtype, str, int, int], list[int]] = {}
     for index, (tensor, k) in enumerate(zip(tensors, ks, strict=True)):
         num_rows, features = rows_of(tensor.shape)
         if num_rows == 1:
@@ -174,7 +177,7 @@ def sketch_many(
         stack = torch.cat([tensors[index].detach().reshape(1, features) for index in members])
         numbers = np.zeros(len(members), np.int64)
         found = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
-        for index, one in zip(members, found.split(1), strict=True):
+        for index, one in zip(members, torch.split(found, 1), strict=True):
             results[index] = one
     return [one for one in results if one is not None]
 
@@ -230,9 +233,11 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.einsum("ij,ij->i", values.numpy(), values.numpy()))
 
 
-def sum_dtype_name(device: str) -> str:
+def sum_dtype_name(device: str) -> SumDtype:
     """``float64``, or ``float32`` on devices that lack it."""
-    return str(_sum_dtype(device)).removeprefix("torch.")
+    import torch
+
+    return "float64" if _sum_dtype(device) == torch.float64 else "float32"
 
 
 @functools.cache

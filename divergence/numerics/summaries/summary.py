@@ -184,4 +184,4 @@ def _sum64(block: np.ndarray) -> float:
     import torch
 
     flat = torch.from_numpy(block).reshape(-1)
-    return sum(float(piece.sum(dtype=torch.float64)) for piece in flat.split(32767))
+    return sum((float(piece.sum(dtype=torch.float64)) for piece in torch.split(flat, 32767)), 0.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from divergence.ops.suite.cases import Source, cases_of
-from divergence.ops.suite.definition import Arguments, Operator
+from divergence.ops.suite.definition import Arguments, Implementation, Operator
 from divergence.ops.suite.noise import stored
 
 __all__ = ["OPERATORS"]
@@ -62,16 +63,16 @@ def _two(source: Source, shape: Shape) -> Arguments:
     return {"gate": source.main("x", shape), "up": source.plain("up", shape)}
 
 
-def _npu_swiglu():
+def _npu_swiglu() -> Implementation:
     import torch_npu
 
     return lambda gate, up: torch_npu.npu_swiglu(torch.cat([gate, up], -1), dim=-1)
 
 
-def _vllm_swiglu():
+def _vllm_swiglu() -> Implementation:
     import vllm._custom_ops  # noqa: F401 - registers torch.ops._C
 
-    def call(gate, up):
+    def call(gate: torch.Tensor, up: torch.Tensor) -> Any:
         out = torch.empty_like(up)
         torch.ops._C.silu_and_mul(out, torch.cat([gate, up], -1))
         return out
@@ -79,7 +80,7 @@ def _vllm_swiglu():
     return call
 
 
-def _liger_swiglu():
+def _liger_swiglu() -> Implementation:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     return lambda gate, up: LigerSiLUMulFunction.apply(gate.contiguous(), up)

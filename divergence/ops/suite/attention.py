@@ -7,14 +7,15 @@ gives 0, as torch's scaled_dot_product_attention does since 2.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Case, Operator, Unavailable
+from divergence.ops.suite.definition import Arguments, Case, Implementation, Operator, Unavailable
 from divergence.ops.suite.noise import stored
 
 __all__ = ["OPERATORS", "attend"]
@@ -24,7 +25,14 @@ _ARGUMENTS = ("query", "key", "value", "mask", "causal", "scale")
 _WINDOW = 5
 
 
-def _run_sdpa(query, key, value, mask, causal, scale):
+def _run_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
     """The kernel that torch chooses."""
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale,
@@ -32,12 +40,27 @@ def _run_sdpa(query, key, value, mask, causal, scale):
     )  # fmt: skip
 
 
-def _run_math(query, key, value, mask, causal, scale):
+def _run_math(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
     """torch's own formula, in elementary operators."""
-    return _backend("MATH")()(query, key, value, mask, causal, scale)
+    attended: torch.Tensor = _backend("MATH")()(query, key, value, mask, causal, scale)
+    return attended
 
 
-def _run_eager(query, key, value, mask, causal, scale):
+def _run_eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
     """As eager attention in transformers: scores in the tensors' dtype, softmax in float32."""
     key, value = _spread(key, query.shape[1]), _spread(value, query.shape[1])
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
@@ -70,14 +93,28 @@ def attend(
     return stored(weights / torch.where(total == 0.0, 1.0, total)) @ value
 
 
-def _truth(query, key, value, mask, causal, scale):
+def _truth(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
     """See attend."""
     heads, queries = query.shape[1], query.shape[2]
     seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
     return attend(query, _spread(key, heads), _spread(value, heads), seen, scale)
 
 
-def _truth_eager(query, key, value, mask, causal, scale):
+def _truth_eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
     """See attend, with the scores stored."""
     heads, queries = query.shape[1], query.shape[2]
     seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
@@ -94,7 +131,7 @@ def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:
     return wide.reshape(batch, heads, length, width)
 
 
-def _seen(mask, causal: bool, scores: torch.Tensor) -> torch.Tensor | None:
+def _seen(mask: torch.Tensor | None, causal: bool, scores: torch.Tensor) -> torch.Tensor | None:
     if not causal:
         return mask
     queries, keys = scores.shape[-2:]
@@ -118,7 +155,7 @@ def _causal(source: Source, shape: Shape) -> Arguments:
     return {**_tensors(source, shape), "causal": True}
 
 
-def _masked(kind: str):
+def _masked(kind: str) -> Callable[[Source, Shape], Arguments]:
     def build(source: Source, shape: Shape) -> Arguments:
         return {**_tensors(source, shape), "mask": torch.from_numpy(mask_of(kind, shape))}
 
@@ -161,17 +198,24 @@ def _cases() -> Iterator[Case]:
         yield from cases_of(_masked(kind), shapes=_SHAPES, plan=odd, suffix=kind)()
 
 
-def _backend(name: str):
+def _backend(name: str) -> Callable[[], Implementation]:
     """scaled_dot_product_attention with one backend alone; what it cannot do, it refuses."""
 
-    def find():
+    def find() -> Implementation:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, name, None)
         if backend is None:
             raise Unavailable(f"torch {torch.__version__} has no {name.lower()}")
 
-        def call(query, key, value, mask, causal, scale):
+        def call(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None,
+            causal: bool,
+            scale: float,
+        ) -> Any:
             with sdpa_kernel([backend]):
                 return _run_sdpa(query, key, value, mask, causal, scale)
 
@@ -180,10 +224,17 @@ def _backend(name: str):
     return find
 
 
-def _flash_attn():
+def _flash_attn() -> Implementation:
     from flash_attn import flash_attn_func
 
-    def call(query, key, value, mask, causal, scale):
+    def call(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Any:
         if mask is not None:
             raise Unavailable("flash_attn takes no mask")
         # (B, N, T, H) → (B, T, N, H) and back

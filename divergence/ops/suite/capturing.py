@@ -45,19 +45,13 @@ from divergence.run.schema.manifest import (
 from divergence.run.schema.site import compile_patterns, join_site, module_of, operator_path
 from divergence.run.untrusted.trust import recorded_seed
 from divergence.run.writing.writer import RunWriter
+from divergence.words import Progress
 
 __all__ = ["capture_suite", "plan_cases", "truth_of_suite"]
 
-Progress = Callable[[str, int, int | None, str], None]
 _REFUSED = (
-    RuntimeError,
-    AssertionError,
-    TypeError,
-    ValueError,
-    IndexError,
-    AttributeError,
-    KeyError,
-)
+    RuntimeError, AssertionError, TypeError, ValueError, IndexError, AttributeError, KeyError
+)  # fmt: skip
 """What operators raise for operands that do not fit."""
 
 
@@ -288,6 +282,7 @@ def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
 
     works = []
     for record in calls_in(run):
+        assert record.call is not None  # calls_in gives no others
         name = record.call.operator
         try:
             operator = find(name)
@@ -391,9 +386,9 @@ def _count_differences(
             result.first_difference = result.first_difference or work.path
 
 
-def _tell(progress: Progress | None, *what: Any) -> None:
+def _tell(progress: Progress | None, event: str, done: int, total: int | None, what: str) -> None:
     if progress is not None:
-        progress(*what)
+        progress(event, done, total, what)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,7 +50,9 @@ class Source:
     values: Values
     strided: bool = False
 
-    def main(self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, axis: int = -1):
+    def main(
+        self, name: str, shape: tuple[int, ...], *, scale: float = 1.0, axis: int = -1
+    ) -> torch.Tensor:
         """The tensor that has the case's distribution. ``scale``: a power of two, or the tensor
         keeps more than 24 bits before it is rounded."""
         x = draw(name, shape, values=self.values, dtype=self.dtype, axis=axis)
@@ -93,7 +95,7 @@ def cut_out(tensor: torch.Tensor) -> torch.Tensor:
 def cases_of(
     build: Callable[[Source, tuple[int, ...]], Arguments],
     *,
-    shapes: dict[str, tuple[int, ...]] = ROWS,
+    shapes: Mapping[str, tuple[int, ...]] = ROWS,
     plan: Plan = PLAN,
     dtypes: Sequence[str] = FLOATS,
     suffix: str = "",

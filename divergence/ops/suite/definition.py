@@ -19,13 +19,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["PREFIX", "Arguments", "Case", "Operator", "Unavailable", "outputs_of"]
+__all__ = ["PREFIX", "Arguments", "Case", "Implementation", "Operator", "Unavailable", "outputs_of"]
 
 PREFIX = "suite."
 """What the names of operators begin with in a run."""
 
 Arguments = dict[str, Any]
 """Argument name → tensor, or a scalar that JSON can hold."""
+
+
+Implementation = Callable[..., Any]
+"""Takes an operator's arguments by position; what it returns, ``outputs_of`` makes a tuple of."""
 
 
 class Unavailable(Exception):
@@ -53,7 +57,7 @@ class Operator:
     truth: Callable[..., Any]
     cases: Callable[[], Iterator[Case]]
     scores: Callable[..., torch.Tensor] | None = None
-    implementations: Mapping[str, Callable[[], Callable[..., Any]]] = field(default_factory=dict)
+    implementations: Mapping[str, Callable[[], Implementation]] = field(default_factory=dict)
 
     @property
     def full_name(self) -> str:

@@ -5,10 +5,12 @@ order, so there a choice among exact ties is shown and is no fault.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Operator
+from divergence.ops.suite.definition import Arguments, Implementation, Operator
 from divergence.ops.suite.softmax import _truth_softmax
 
 __all__ = ["OPERATORS"]
@@ -62,10 +64,10 @@ def _one(source: Source, shape: Shape) -> Arguments:
     return {"x": source.main("x", shape)}
 
 
-def _npu_moe_gating():
+def _npu_moe_gating() -> Implementation:
     import torch_npu
 
-    def call(logits, k):
+    def call(logits: torch.Tensor, k: int) -> Any:
         weights, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(logits, None, k)
         return weights / weights.sum(-1, keepdim=True), experts.long()
 

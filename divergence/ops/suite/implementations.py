@@ -21,7 +21,7 @@ from typing import Any
 
 from divergence.errors import UsageError
 from divergence.ops.suite.catalog import OPERATORS, find
-from divergence.ops.suite.definition import PREFIX, Operator, Unavailable
+from divergence.ops.suite.definition import PREFIX, Implementation, Operator, Unavailable
 
 __all__ = ["DEFAULT", "Chosen", "available", "choose"]
 
@@ -119,7 +119,7 @@ def _imported(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     with _current_directory():
         try:
-            function = getattr(importlib.import_module(module), attribute)
+            function: Implementation = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise UsageError(
                 f"cannot import {name!r}: {error}",

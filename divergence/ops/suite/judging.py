@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -51,8 +52,9 @@ def truth_of(
             other = [(trial.float() != codes) & ~codes.isnan() for trial in found]
             yield f"{port}.floor", torch.stack(other).float().mean(0)
         elif operator.scores is not None:
-            scores = operator.scores(**wide)
-            drawn = list(samples(lambda: operator.scores(**wide), form, equal=equal))
+            scores_of = partial(operator.scores, **wide)
+            scores = scores_of()
+            drawn = list(samples(scores_of, form, equal=equal))
             yield f"{port}.scores", scores
             yield f"{port}.floor", _floor(scores, drawn).float()
 

@@ -74,7 +74,7 @@ class RoundingNoise(TorchDispatchMode):
     dtype. ``equal``: addends are all the same, so their roundings are."""
 
     def __init__(self, form: Format, *, seed: int, equal: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self._form, self._equal = form, equal
         self._single = format_named("float32")
         self._random = torch.Generator().manual_seed(seed)
@@ -82,11 +82,12 @@ class RoundingNoise(TorchDispatchMode):
 
     def __enter__(self) -> RoundingNoise:
         self._token = _STORED.set(self._store)
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # the same
+        return self
 
     def __exit__(self, *error: Any) -> Any:
         _STORED.reset(self._token)
-        return super().__exit__(*error)
+        return super().__exit__(*error)  # type: ignore[no-untyped-call]  # the same
 
     def _store(self, x: torch.Tensor) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():

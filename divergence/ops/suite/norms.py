@@ -6,11 +6,13 @@ the dtype of x before it is multiplied by the weight, as Hugging Face's models d
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from divergence.ops.suite.cases import Source, cases_of
-from divergence.ops.suite.definition import Arguments, Operator
+from divergence.ops.suite.definition import Arguments, Implementation, Operator
 from divergence.ops.suite.noise import stored
 
 __all__ = ["OPERATORS"]
@@ -89,26 +91,26 @@ def _layer(source: Source, shape: Shape) -> Arguments:
     }  # fmt: skip
 
 
-def _npu_rms_norm():
+def _npu_rms_norm() -> Implementation:
     import torch_npu
 
     return lambda x, weight, eps: torch_npu.npu_rms_norm(x, weight, eps)[0]
 
 
-def _npu_add_rms_norm():
+def _npu_add_rms_norm() -> Implementation:
     import torch_npu
 
-    def call(x, residual, weight, eps):
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
 
     return call
 
 
-def _vllm_rms_norm():
+def _vllm_rms_norm() -> Implementation:
     from vllm import _custom_ops
 
-    def call(x, weight, eps):
+    def call(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         out = torch.empty_like(x)
         _custom_ops.rms_norm(out, x, weight, eps)
         return out
@@ -116,10 +118,10 @@ def _vllm_rms_norm():
     return call
 
 
-def _vllm_add_rms_norm():
+def _vllm_add_rms_norm() -> Implementation:
     from vllm import _custom_ops
 
-    def call(x, residual, weight, eps):
+    def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         out, total = x.clone(), residual.clone()  # both are overwritten
         _custom_ops.fused_add_rms_norm(out, total, weight, eps)
         return out, total
@@ -127,7 +129,7 @@ def _vllm_add_rms_norm():
     return call
 
 
-def _liger_rms_norm():
+def _liger_rms_norm() -> Implementation:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     return lambda x, weight, eps: LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)

@@ -10,6 +10,7 @@ it shows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional
 
 from divergence.ops.suite.attention import attend
 from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Case, Operator
+from divergence.ops.suite.definition import Arguments, Case, Implementation, Operator
 from divergence.ops.suite.values import normal, to_tensor
 
 __all__ = ["OPERATORS"]
@@ -36,7 +37,14 @@ def _gathered(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Te
     return pages.flatten(0, 1)[:length].transpose(0, 1)
 
 
-def _run(query, key_cache, value_cache, block_tables, context_lens, scale):
+def _run(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
     """Gathers each sequence, then scaled_dot_product_attention."""
     results = []
     for number, length in enumerate(context_lens.tolist()):
@@ -52,7 +60,14 @@ def _run(query, key_cache, value_cache, block_tables, context_lens, scale):
     return torch.stack(results)
 
 
-def _truth(query, key_cache, value_cache, block_tables, context_lens, scale):
+def _truth(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
     """Attention of query b over its context_lens[b] first cached tokens; see attention.attend."""
     results = []
     for number, length in enumerate(context_lens.tolist()):
@@ -106,10 +121,17 @@ def _repaged(cache: torch.Tensor, tables: torch.Tensor) -> tuple[torch.Tensor, t
     return flat, table.reshape(batch, pages)
 
 
-def _flash_attn():
+def _flash_attn() -> Implementation:
     from flash_attn import flash_attn_with_kvcache
 
-    def call(query, key_cache, value_cache, block_tables, context_lens, scale):
+    def call(
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+    ) -> Any:
         keys, table = _repaged(key_cache, block_tables)
         values, _ = _repaged(value_cache, block_tables)
         attended = flash_attn_with_kvcache(
@@ -121,10 +143,17 @@ def _flash_attn():
     return call
 
 
-def _npu():
+def _npu() -> Implementation:
     import torch_npu
 
-    def call(query, key_cache, value_cache, block_tables, context_lens, scale):
+    def call(
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+    ) -> Any:
         batch, heads, width = query.shape
         blocks, size, groups, _ = key_cache.shape
         operands = (

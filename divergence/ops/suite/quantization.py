@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from divergence.numerics.formats import format_named
 from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Case, Operator, Unavailable
+from divergence.ops.suite.definition import Arguments, Case, Implementation, Operator, Unavailable
 from divergence.ops.suite.values import integers, to_tensor
 
 __all__ = ["OPERATORS"]
@@ -59,9 +60,16 @@ def _truth_dynamic_quant(
     return codes.clamp(_LOW, _HIGH).to(torch.int8), scale
 
 
-def _run_w8a8(x, weight, x_scale, weight_scale, out_dtype):
+def _run_w8a8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: str,
+) -> torch.Tensor:
     if x.device.type == "npu":  # torch's own int8 product runs on the CPU there
-        return _npu_quant_matmul()(x, weight, x_scale, weight_scale, out_dtype)
+        there: torch.Tensor = _npu_quant_matmul()(x, weight, x_scale, weight_scale, out_dtype)
+        return there
     product = _int_product(x, weight.T).float()
     return (product * x_scale[:, None] * weight_scale).to(getattr(torch, out_dtype))
 
@@ -80,10 +88,19 @@ def _int_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(wide, other.T)[:rows, :columns]
 
 
-def _truth_w8a8(x, weight, x_scale, weight_scale, out_dtype):
+def _truth_w8a8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: str,
+) -> torch.Tensor:
     """y_mn = s_m t_n Σ_k x_mk w_nk: int8 codes, exactly summed, one scale for each token and one
     for each output channel."""
     return (x.double() @ weight.double().T) * x_scale[:, None] * weight_scale
+
+
+_Cast = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _to_grid(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -96,7 +113,7 @@ def _to_grid(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.round(x / step) * step
 
 
-def _cast(name: str) -> tuple[Callable, Callable]:
+def _cast(name: str) -> tuple[_Cast, _Cast]:
     form = format_named(name)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +128,7 @@ def _cast(name: str) -> tuple[Callable, Callable]:
     return run, truth
 
 
-def _saturating_cast(name: str) -> tuple[Callable, Callable]:
+def _saturating_cast(name: str) -> tuple[_Cast, _Cast]:
     form = format_named(name)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -214,19 +231,25 @@ def _casts() -> Iterator[Operator]:
             )  # fmt: skip
 
 
-def _npu_quantize():
+def _npu_quantize() -> Implementation:
     import torch_npu
 
-    def call(x, scale, offset):
+    def call(x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> Any:
         return torch_npu.npu_quantize(x, scale, offset, torch.qint8, -1, False)
 
     return call
 
 
-def _npu_quant_matmul():
+def _npu_quant_matmul() -> Implementation:
     import torch_npu
 
-    def call(x, weight, x_scale, weight_scale, out_dtype):
+    def call(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        out_dtype: str,
+    ) -> Any:
         return torch_npu.npu_quant_matmul(
             x, weight.T, weight_scale, pertoken_scale=x_scale,
             output_dtype=getattr(torch, out_dtype),
@@ -235,10 +258,10 @@ def _npu_quant_matmul():
     return call
 
 
-def _npu_dynamic_quant():
+def _npu_dynamic_quant() -> Implementation:
     import torch_npu
 
-    def call(x, smooth):
+    def call(x: torch.Tensor, smooth: torch.Tensor | None) -> Any:
         return torch_npu.npu_dynamic_quant(x, smooth_scales=smooth)
 
     return call

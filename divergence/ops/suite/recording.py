@@ -95,7 +95,11 @@ def arguments_of(run: Run, record: Record, *, known: Collection[str] | None = No
     for name, value in call.arguments.items():
         if isinstance(value, dict):
             number = value.get("tensor")
-            if set(value) != {"tensor"} or number not in range(len(operands)):
+            if (
+                set(value) != {"tensor"}
+                or not isinstance(number, int)
+                or number not in range(len(operands))
+            ):
                 raise _damaged(run, record, f"argument {name} is no operand of the call")
             value = operands[number]
         arguments[name] = value

@@ -11,10 +11,13 @@ come out of exact arithmetic alike on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from divergence.ops.suite.cases import PLAN, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Operator
+from divergence.ops.suite.definition import Arguments, Implementation, Operator
 from divergence.ops.suite.noise import stored
 from divergence.ops.suite.values import normal, to_tensor
 
@@ -25,10 +28,13 @@ _ARGUMENTS = ("query", "key", "cos", "sin")
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(x.chunk(2, dim=-1))  # (..., D) → two of (..., D/2)
+    first, second = x.chunk(2, dim=-1)  # (..., D) → two of (..., D/2)
+    return first, second
 
 
-def _rope(query, key, cos, sin):
+def _rope(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As transformers' apply_rotary_pos_emb: x · cos + rotate_half(x) · sin, tables doubled."""
     cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
@@ -39,7 +45,9 @@ def _rope(query, key, cos, sin):
     return turn(query), turn(key)
 
 
-def _rope_interleaved(query, key, cos, sin):
+def _rope_interleaved(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     def turn(x: torch.Tensor) -> torch.Tensor:
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
@@ -47,7 +55,9 @@ def _rope_interleaved(query, key, cos, sin):
     return turn(query), turn(key)
 
 
-def _truth_rope(query, key, cos, sin):
+def _truth_rope(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(a, b) → (a cos θ - b sin θ, b cos θ + a sin θ) for a = x_i, b = x_(i + D/2)."""
 
     def turn(x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +67,9 @@ def _truth_rope(query, key, cos, sin):
     return turn(query), turn(key)
 
 
-def _truth_rope_interleaved(query, key, cos, sin):
+def _truth_rope_interleaved(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for a = x_(2i), b = x_(2i + 1)."""
 
     def turn(x: torch.Tensor) -> torch.Tensor:
@@ -80,11 +92,13 @@ def _inputs(source: Source, shape: Shape) -> Arguments:
     }
 
 
-def _npu(interleaved: bool):
-    def find():
+def _npu(interleaved: bool) -> Callable[[], Implementation]:
+    def find() -> Implementation:
         import torch_npu
 
-        def call(query, key, cos, sin):
+        def call(
+            query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        ) -> Any:
             repeat = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (
                 lambda x: torch.cat([x, x], -1)
             )  # fmt: skip

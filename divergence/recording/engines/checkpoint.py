@@ -91,7 +91,7 @@ def _takes_adapters() -> bool:
     """Does transformers load adapters here? Without PEFT it passes them over."""
     from transformers.utils import is_peft_available
 
-    return is_peft_available()
+    return bool(is_peft_available())
 
 
 def _refused(source: str, what: str) -> ModelError:

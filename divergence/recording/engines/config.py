@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
     return _NOT_PLAIN if isinstance(value, dict | list | tuple) else type(value).__name__
 
 
-def _is_table(value: dict) -> bool:
+def _is_table(value: dict[Any, Any]) -> bool:
     """Labels by number: a list in disguise."""
     return len(value) > 8 and all(str(key).isdecimal() for key in value)
 

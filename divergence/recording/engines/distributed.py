@@ -33,7 +33,8 @@ def distribution(ranks: Ranks) -> Any | None:
     try:
         from transformers.distributed import DistributedConfig
 
-        return DistributedConfig(**{_NAMES[name]: size for name, size in ranks.sizes.items()})
+        sizes: dict[str, Any] = {_NAMES[name]: size for name, size in ranks.sizes.items()}
+        return DistributedConfig(**sizes)
     except (ImportError, TypeError) as error:
         import transformers
 

@@ -60,7 +60,7 @@ def run_group(
     ids, mask = _inputs(loaded, samples)
     count = max_new_tokens if forced is None else len(forced[0])
     model: Any = loaded.module
-    empty = [[] for _ in samples]
+    empty: list[list[int]] = [[] for _ in samples]
     if loaded.ranks is not None:
         loaded.ranks.begin()
     try:
@@ -109,7 +109,8 @@ def _lacking_operator(loaded: LoadedModel, error: NotImplementedError) -> ModelE
 
 def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
     """Raise ModelError for a token id, of a prompt or forced, that the model does not have."""
-    vocab = getattr(loaded.module.config.get_text_config(), "vocab_size", None)
+    config: Any = loaded.module.config
+    vocab = getattr(config.get_text_config(), "vocab_size", None)
     for number, sample in enumerate(samples):
         top = max((*sample.prompt_ids, *sample.generated_ids), default=0)
         if vocab is not None and top >= vocab:

@@ -53,11 +53,12 @@ def identify(
     narrowed: dict[str, dict[str, str]] = {}
     sizes = _elements(state)
     numels = {name: weight.numel() for name, weight in module.named_parameters()}
-    pipeline = loaded.ranks is not None and "pp" in loaded.ranks.sizes
-    if pipeline:
-        sizes = {key: size for part in loaded.ranks.gather(sizes) for key, size in part.items()}
+    ranks = loaded.ranks
+    pipeline = ranks is not None and "pp" in ranks.sizes
+    if ranks is not None and pipeline:
+        sizes = {key: size for part in ranks.gather(sizes) for key, size in part.items()}
     dtype = _main_dtype(sizes)
-    silent = loaded.ranks is not None and not (pipeline or loaded.ranks.is_first)
+    silent = ranks is not None and not (pipeline or ranks.is_first)
     for number, (name, tensor) in enumerate(weights_of(module)):
         if on_parameter is not None:
             on_parameter(number, len(state), name)
@@ -70,13 +71,13 @@ def identify(
                 if _stays_wide(module, name, target)
                 else _narrow_digest(tensor, target, digests[name])
             )
-    if pipeline:
-        for theirs, wide, counts in loaded.ranks.gather((digests, narrowed, numels)):
+    if ranks is not None and pipeline:
+        for theirs, wide, counts in ranks.gather((digests, narrowed, numels)):
             digests = theirs | digests
             numels = counts | numels
             for target, values in wide.items():
                 narrowed[target] = values | narrowed.get(target, {})
-    config = module.config
+    config: Any = module.config
     tokenizer = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None)
     return ModelIdentity(

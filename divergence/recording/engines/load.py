@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.formats import format_named
@@ -72,9 +72,10 @@ def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -
 
     _check_source(source)
     try:
-        return AutoConfig.from_pretrained(
+        config: PretrainedConfig = AutoConfig.from_pretrained(
             os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
         )
+        return config
     except (
         Exception,
         SystemExit,
@@ -87,7 +88,7 @@ def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
     if task not in TASKS:
         raise UsageError(f"unknown task {task!r}", hint=f"one of {', '.join(TASKS)}")
     if task != "auto":
-        return task
+        return cast(Task, task)  # one of them
     if getattr(config, "is_encoder_decoder", False):
         return "encoder-decoder"
     names = config.architectures or []
@@ -154,14 +155,14 @@ def load_model(
     if device_map is not None:
         options["device_map"] = device_map_of(device_map)
     division = None if ranks is None else distribution(ranks)
-    at_once = division is not None and as_loaded(ranks)
+    at_once = division is not None and ranks is not None and as_loaded(ranks)
     if at_once:
         options["distributed_config"] = division
     factory = _factory(config, kind)
     try:
         with _no_bars():
             module, loading = factory.from_pretrained(os.path.expanduser(source), **options)
-        if division is not None and not at_once:
+        if ranks is not None and division is not None and not at_once:
             module = divide(module, division, ranks)
     except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
         if _about_attention(error, attn_implementation):

@@ -62,7 +62,7 @@ def _tokenize(
     messages = prompt.messages
     text, special = prompt.text, True
     if chat and messages is None:
-        conversation = [{"role": "user", "content": text}]
+        conversation = [{"role": "user", "content": text or ""}]
     elif messages is not None:
         conversation = [{"role": m.role, "content": m.content} for m in messages]
     else:
@@ -82,9 +82,10 @@ def _render(tokenizer: Any, conversation: list[dict[str, str]], number: int) -> 
             hint="give plain text, or a model with a chat template",
         )
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True
         )
+        return text
     except ImportError as error:
         raise PromptError(
             "chat templates need the jinja2 package", hint="pip install jinja2"

@@ -54,7 +54,8 @@ class Weights:
             return None
         try:
             with safe_open(file, framework="pt") as opened:
-                return opened.get_tensor(name)
+                found: torch.Tensor = opened.get_tensor(name)
+                return found
         except (SafetensorError, OSError):  # under another name, or not there: the model knows
             return None
 

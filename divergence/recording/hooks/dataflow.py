@@ -13,7 +13,7 @@ import torch
 
 __all__ = ["Dataflow", "lies_inside", "misalignment_bytes", "storage_of", "tensors_in", "view_of"]
 
-View = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+View = tuple[int, int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage, offset, shape, stride, dtype: one way of looking at one piece of memory."""
 
 
@@ -77,7 +77,8 @@ class Dataflow:
 def storage_of(tensor: torch.Tensor) -> int:
     """What tells one piece of living memory from another."""
     try:
-        return tensor.untyped_storage()._cdata
+        number: int = tensor.untyped_storage()._cdata
+        return number
     except (RuntimeError, NotImplementedError):  # sparse and other layouts have none
         return id(tensor)
 

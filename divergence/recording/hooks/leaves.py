@@ -41,7 +41,7 @@ def _positional(forward: Callable[..., Any]) -> list[str]:
 
 
 def input_leaves(
-    args: tuple, kwargs: Mapping[str, Any], names: Sequence[str] = ()
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> Iterator[Leaf]:
     """(port, tensor) for each tensor among the arguments, in order."""
     first = True
@@ -56,11 +56,11 @@ def input_leaves(
 
 
 def map_inputs(
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     change: Callable[[str, torch.Tensor], torch.Tensor],
     names: Sequence[str] = (),
-) -> tuple[tuple, dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with each tensor replaced by ``change(port, tensor)``."""
     return _walk_inputs(args, kwargs, names, change)
 
@@ -93,7 +93,9 @@ def _leaves(value: Any, name: str) -> Iterator[Leaf]:
             yield from _leaves(item, f"{name}.{key}")
 
 
-def _first_named(change: Callable[[str, torch.Tensor], torch.Tensor], port: str) -> Callable:
+def _first_named(
+    change: Callable[[str, torch.Tensor], torch.Tensor], port: str
+) -> Callable[..., Any]:
     """Give the first tensor the bare port, whatever it was called."""
     first = True
 
@@ -107,8 +109,11 @@ def _first_named(change: Callable[[str, torch.Tensor], torch.Tensor], port: str)
 
 
 def _walk_inputs(
-    args: tuple, kwargs: Mapping[str, Any], names: Sequence[str], change: Callable
-) -> tuple[tuple, dict]:
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    change: Callable[[str, torch.Tensor], torch.Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     named = _first_named(change, "in")
     labels = [names[index] if index < len(names) else str(index) for index in range(len(args))]
     new_args = tuple(
@@ -118,7 +123,7 @@ def _walk_inputs(
     return new_args, new_kwargs
 
 
-def _walk(value: Any, name: str, change: Callable) -> Any:
+def _walk(value: Any, name: str, change: Callable[..., Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(name, value)
     if type(value) in (tuple, list):
@@ -126,10 +131,10 @@ def _walk(value: Any, name: str, change: Callable) -> Any:
         changed = any(a is not b for a, b in zip(new, value, strict=True))
         return type(value)(new) if changed else value
     if isinstance(value, dict):  # ModelOutput is an ordered dict, made anew by each forward
-        new = {key: _walk(item, f"{name}.{key}", change) for key, item in value.items()}
-        different = [key for key in new if new[key] is not value[key]]
+        entries = {key: _walk(item, f"{name}.{key}", change) for key, item in value.items()}
+        different = [key for key in entries if entries[key] is not value[key]]
         if different and type(value) is dict:
             value = dict(value)  # an argument that several blocks may share
         for key in different:
-            value[key] = new[key]
+            value[key] = entries[key]
     return value

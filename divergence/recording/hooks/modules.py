@@ -32,7 +32,7 @@ from divergence.recording.model.routing_sites import by_token
 from divergence.recording.options.selection import select_positions, step_selected
 from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import ModuleNote
-from divergence.run.schema.record import PassName
+from divergence.run.schema.record import PassName, Placement
 from divergence.run.schema.site import ROOT, escape_path, join_site
 from divergence.run.writing.item import Item
 
@@ -53,6 +53,7 @@ class Sink(Protocol):
         order: int,
         positions: tuple[int, ...] | None = None,
         call: Call | None = None,
+        placement: tuple[Placement, ...] | None = None,
     ) -> None: ...
 
 
@@ -165,7 +166,7 @@ class Recorder:
             with contextlib.nullcontext() if self.operators is None else self.operators.installed():
                 yield self
 
-    def _pre_hook(self, path: str, names: Sequence[str]) -> Callable:
+    def _pre_hook(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
         anchors = (
             self._anchor is not None
             and path != ROOT
@@ -174,7 +175,7 @@ class Recorder:
         plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("in")]
         plain = not (anchors or plants)
 
-        def pre_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]):
+        def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = self._next_call(path, args, kwargs)
             if plain and len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
                 self._emit(path, call, "in", args[0])  # nearly always
@@ -198,10 +199,12 @@ class Recorder:
 
         return pre_hook
 
-    def _post_hook(self, path: str) -> Callable:
+    def _post_hook(self, path: str) -> Callable[..., Any]:
         plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("out")]
 
-        def post_hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
+        def post_hook(
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> Any:
             new = map_output(output, self._planter(plants)) if plants else output
             call = self._calls.get(path, "")
             leaves = list(output_leaves(new))
@@ -221,7 +224,7 @@ class Recorder:
 
         return post_hook
 
-    def _next_call(self, path: str, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    def _next_call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """What this call adds to the module's path: nothing, ``#2`` for the second one, or the
         word it is told apart by. Rotary tables are asked for by layer type, and in the order of
         a set of strings, which differs from process to process."""
@@ -255,6 +258,7 @@ class Recorder:
         """The other run's tensor for this input; the own one where none was recorded."""
         if not tensor.is_floating_point() or "mask" in port:
             return tensor
+        assert self._anchor is not None  # asked where there is one
         recorded = self._anchor(self._sample, self._step, join_site(path, port), tensor)
         if recorded is None:
             if port == "in" and self._notes[path.partition("#")[0]].role == "block":
@@ -351,7 +355,7 @@ class Recorder:
         self._order += 1
         self.num_emitted += 1
 
-    def _quiet(self) -> contextlib.AbstractContextManager:
+    def _quiet(self) -> contextlib.AbstractContextManager[Any]:
         """What this recorder itself does is no operator of the model."""
         return contextlib.nullcontext() if self.operators is None else self.operators.paused()
 
@@ -372,6 +376,7 @@ class Recorder:
         if not (self._positions or kept) or tensor.shape[1] != tokens:
             return tensor, None
         positions = select_positions(f"last:{kept}" if kept else self._positions, tokens)
+        assert positions is not None  # something is chosen
         return tensor[:, list(positions)], positions
 
     def check_plants(self) -> None:

@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -97,7 +98,7 @@ class OperatorRecorder(TorchDispatchMode):
         weights: bool = False,
         substitute: Substitution | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self._model, self._roots = model, roots
         self._emit, self._call_of, self._active, self._keep = emit, call_of, active, keep
         self._keep_weights = weights
@@ -148,8 +149,8 @@ class OperatorRecorder(TorchDispatchMode):
                 return root
         return None
 
-    def _push(self, path: str, names: list[str]) -> Callable:
-        def push(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _push(self, path: str, names: list[str]) -> Callable[..., Any]:
+        def push(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._entered:
                 if path not in self._roots or not self._active():
                     return
@@ -157,13 +158,13 @@ class OperatorRecorder(TorchDispatchMode):
                 called = path + self._call_of(path)
                 for port, tensor in input_leaves(args, kwargs, names):
                     self._flow.enter(tensor, join_site(called, port))
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]  # the same
             self._stack.append(path)
 
         return push
 
-    def _pop(self, path: str) -> Callable:
-        def pop(module: torch.nn.Module, args: tuple, output: Any) -> None:
+    def _pop(self, path: str) -> Callable[..., Any]:
+        def pop(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not self._entered or path not in self._stack:
                 return
             while self._stack.pop() != path:  # modules that an exception left
@@ -174,7 +175,7 @@ class OperatorRecorder(TorchDispatchMode):
         return pop
 
     def _leave(self) -> None:
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # the same
         self._entered = False
         self._stack.clear()
         self._flow = Dataflow()  # nothing of a block is held beyond it
@@ -184,7 +185,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._numbers: Counter[tuple[str, str]] = Counter()
         self._weight_sites: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self._paused or not self._stack:
             return func(*args, **kwargs)
@@ -217,12 +220,12 @@ class OperatorRecorder(TorchDispatchMode):
             self.skipped["it returns no tensor"] += 1
             return result
         if self._substitute is not None:
-            self._put_in_place(told.where, results)
+            self._put_in_place(self._substitute, told.where, results)
         with self.paused():
             self._record(told, results, [t for name in writes for t in tensors_in(named.get(name))])
         return result
 
-    def _turned(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _turned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``detach_``, ``t_``: a view in place of its source. No byte is written."""
         before = args[0].detach()
         result = func(*args, **kwargs)
@@ -230,10 +233,12 @@ class OperatorRecorder(TorchDispatchMode):
             self._note_view(func, (before, *args[1:]), kwargs, tensors_in(result))
         return result
 
-    def _put_in_place(self, where: str, results: list[torch.Tensor]) -> None:
+    def _put_in_place(
+        self, substitute: Substitution, where: str, results: list[torch.Tensor]
+    ) -> None:
         """Another run's results, in the memory of these."""
         for index, tensor in enumerate(results):
-            new = self._substitute(f"{where}:out" + (f".{index}" if index else ""))
+            new = substitute(f"{where}:out" + (f".{index}" if index else ""))
             if new is not None:
                 if new.numel() != tensor.numel():
                     raise UsageError(
@@ -312,7 +317,7 @@ class OperatorRecorder(TorchDispatchMode):
                 site=self._weight_site(name, parameter) if self._keep_weights else None,
                 weight=name,
                 xxh3=self._weight_digests[name],
-                offset=tensor.storage_offset() - parameter.storage_offset(),
+                offset=int(tensor.storage_offset() - parameter.storage_offset()),
                 **common,
             )
         known = self._flow.site_of(tensor)
@@ -350,7 +355,9 @@ class OperatorRecorder(TorchDispatchMode):
         with _disable_current_modes():
             return digest_tensor(weight)
 
-    def _note_view(self, func: Any, args: tuple, kwargs: dict, results: list) -> None:
+    def _note_view(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+    ) -> None:
         source = next(iter(tensors_in(args)), None)
         words = [as_word(value) for value in args if not isinstance(value, torch.Tensor)]
         words += [f"{name}={as_word(value)}" for name, value in kwargs.items()]
@@ -370,7 +377,7 @@ def _weights_by_storage(model: torch.nn.Module) -> dict[int, list[tuple[str, tor
 
 def _source() -> str | None:
     """The innermost line of Python that is neither torch's nor this tool's."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH_HOME, _OWN_HOME)):

@@ -24,7 +24,7 @@ def operator_name(func: Any) -> str:
     return f"{func.namespace}.{packet.__name__}"
 
 
-def named_arguments(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that were given, by the schema's names."""
     return dict(zip(_argument_names(func), args, strict=False)) | kwargs
 

@@ -51,8 +51,9 @@ class SideStream:
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            event = self._module.Event()
-            event.record(self._stream)
+            made = self._module.Event()
+            made.record(self._stream)
+        event: Event = made
         return event
 
 

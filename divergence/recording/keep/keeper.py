@@ -91,7 +91,7 @@ class BufferKeeper:
         if device not in self._copies:
             stream = self._streams(device)
             limit = self._buffer.num_bytes // 4
-            self._copies[device] = stream and DeviceCopies(stream, max_bytes=limit)
+            self._copies[device] = None if stream is None else DeviceCopies(stream, max_bytes=limit)
         return self._copies[device]
 
     def _place(self, num_bytes: int) -> Slot | None:

@@ -22,8 +22,9 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from divergence.run.schema.manifest import Settings, Switch
+from divergence.run.schema.manifest import Settings, Switch, SwitchStatus
 
 __all__ = ["Determinism", "deterministic_settings", "seed_everything"]
 
@@ -227,7 +228,10 @@ def _owner(name: str) -> tuple[object, str]:
     return owner, last
 
 
-def _note(state: Determinism, name: str, asked: str, found: str, status, note=None) -> None:
+def _note(
+    state: Determinism, name: str, asked: str, found: str, status: SwitchStatus,
+    note: str | None = None,
+) -> None:  # fmt: skip
     state.switches.append(Switch(name=name, asked=asked, found=found, status=status, note=note))
 
 
@@ -255,7 +259,7 @@ def _write(name: str, value: object) -> None:
     import torch
 
     if name == _FUNCTION:
-        torch.set_float32_matmul_precision(value)
+        torch.set_float32_matmul_precision(str(value))
         return
     owner, last = _owner(name)
     setattr(owner, last, value)
@@ -269,7 +273,10 @@ def _read(name: str) -> object:
         return None
 
 
-def _set(state: Determinism, undo: list, name: str, wanted: object, before: object = None) -> None:
+def _set(
+    state: Determinism, undo: list[tuple[str, object]], name: str, wanted: object,
+    before: object = None,
+) -> None:  # fmt: skip
     label, asked = f"torch.{name}", str(wanted).lower()
     try:
         old = _now(name) if before is None else before
@@ -303,7 +310,7 @@ def _set_variables(device_type: str, state: Determinism, saved: dict[str, str | 
     started = bool(getattr(module, "is_initialized", bool)())
     for name, value in _VARIABLES.get(device_type, ()):
         found = os.environ.get(name)
-        if found in _AS_GOOD.get(name, ()):
+        if found is not None and found in _AS_GOOD.get(name, ()):
             _note(state, name, value, found, "set", "kept: it promises as much or more")
             continue
         if started and found != value:
@@ -325,7 +332,7 @@ def _collected_warnings(state: Determinism) -> Iterator[None]:
     with warnings.catch_warnings():
         pass_on = warnings.showwarning
 
-        def show(message, category, *place, **more) -> None:
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
             for pattern, found in ((_NOISY, state.warnings), (_FELL_BACK, state.fallbacks)):
                 match = pattern.search(str(message))
                 if match is not None:

@@ -219,7 +219,8 @@ def _accelerator() -> str | None:
     if hasattr(torch, "accelerator"):
         if not torch.accelerator.is_available():
             return None
-        return torch.accelerator.current_accelerator().type
+        accelerator = torch.accelerator.current_accelerator()
+        return None if accelerator is None else accelerator.type
     for kind in ("cuda", "npu", "xpu"):
         module = getattr(torch, kind, None)
         if module is not None and module.is_available():

@@ -90,7 +90,7 @@ def _own_class(kind: type) -> type:
 
 
 def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
-    seen: dict[tuple, _Reader] = {}
+    seen: dict[tuple[object, ...], _Reader] = {}
     readers: dict[str, _Reader] = {}
     for path, module in modules.items():
         key = _instance_key(module)
@@ -107,7 +107,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         for text in reader.replaced:
             places.setdefault(text, []).append(path)
     wrapped = Counter(text for module in modules.values() for text in wrappers_of(module))
-    compiled = Counter(text for module in modules.values() if (text := compiler_of(module)))
+    compiled = Counter(by for module in modules.values() if (by := compiler_of(module)))
     return CodeNote(
         digest=usual,
         origin=first.origin,
@@ -132,7 +132,7 @@ def _paths(paths: list[str]) -> str:
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
-def _instance_key(module: Any) -> tuple:
+def _instance_key(module: Any) -> tuple[object, ...]:
     """What of an instance changes which functions run."""
     own = tuple(
         (name, id(value)) for name, value in module.__dict__.items() if _is_code(value, name)

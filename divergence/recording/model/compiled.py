@@ -51,7 +51,7 @@ def _is_wrapper(module: torch.nn.Module) -> bool:
 
 
 def _unwrapped(wrapper: Any) -> torch.nn.Module:
-    inner = wrapper._modules["_orig_mod"]
+    inner: torch.nn.Module = wrapper._modules["_orig_mod"]
     if inner.__dict__.get("_compiled_call_impl") is None:
         inner._compiled_call_impl = wrapper.dynamo_ctx(inner._call_impl)
     return inner
@@ -73,7 +73,11 @@ def compiled_regions(model: torch.nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def hooked(
-    module: torch.nn.Module, before: Callable, after: Callable, *, compiled: bool
+    module: torch.nn.Module,
+    before: Callable[..., Any],
+    after: Callable[..., Any],
+    *,
+    compiled: bool,
 ) -> Iterator[None]:
     """A pre-hook and a hook (both with keyword arguments) on a module; off again on exit.
 
@@ -110,10 +114,11 @@ def hooked(
         module._compiled_call_impl = inner
 
 
-def _untraced(function: Callable) -> Callable:
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     import torch._dynamo
 
-    return torch._dynamo.disable(function)
+    untraced: Callable[..., Any] = torch._dynamo.disable(function)
+    return untraced
 
 
 class CompiledWatch:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from divergence.run.schema.manifest import ModuleNote
+from divergence.run.schema.manifest import ModuleNote, ModuleRole
 from divergence.run.schema.site import ROOT, escape_path
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
         if path in blocks:
-            role = "block"
+            role: ModuleRole = "block"
         elif path == "" or (parent in ancestors and path not in ancestors and path not in lists):
             role = "trunk"
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from divergence.numerics.summaries.fold import folds_of
 from divergence.recording.engines.generate import GroupResult, run_group
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Key",
     "Pass",
     "RememberingSink",
     "RepeatSink",
@@ -62,7 +63,7 @@ class RememberingSink:
         self._writer = writer
         self.items: dict[Key, Item] = {}
 
-    def put(self, item: Item, *, sample: int, step: int, site: str, **rest) -> None:
+    def put(self, item: Item, *, sample: int, step: int, site: str, **rest: Any) -> None:
         self.items[sample, step, site] = item
         self._writer.put(item, sample=sample, step=step, site=site, **rest)
 
@@ -78,7 +79,9 @@ class RepeatSink:
         if item.reduced is not None:
             item.fold, item.reduced = folds_of([item.reduced.sums])[0], None
         elif item.digest is None and item.fold is None:
-            item.digest, item.tensor = digest_tensor(item.tensor), None
+            tensor = item.tensor
+            assert tensor is not None  # no digest yet: it holds its bytes
+            item.digest, item.tensor = digest_tensor(tensor), None
         earlier = self._first.get((sample, step, site))
         self._result.num_compared += 1
         same = earlier is not None and (

@@ -57,7 +57,8 @@ def why_not_whole(
             f"it repeats the free pass block by block, of which --store {request.store} keeps no "
             "bytes; give --store full"
         )
-    if request.only_changed and request.like.manifest.plan.store != "full":
+    like = request.like
+    if like is not None and request.only_changed and like.manifest.plan.store != "full":
         return "what has not changed is in no run; leave out --only-changed"
     if not all(step_selected(request.steps, step) for step in range(request.max_new_tokens)):
         return f"only the steps {request.steps} are recorded; leave out --steps"
@@ -87,12 +88,13 @@ def own_inputs(run: Run) -> Anchor:
             run.find(("free", sample, number, site))
             for number in range(len(samples[sample].generated_ids))
         ]
-        if any(record is None for record in records):
+        held = [record for record in records if record is not None]
+        if len(held) < len(records):
             return None
-        rows = [record.shape[:1] + record.shape[2:] for record in records]
-        if any(len(record.shape) < 2 for record in records) or len(set(rows)) > 1:
+        rows = [record.shape[:1] + record.shape[2:] for record in held]
+        if any(len(record.shape) < 2 for record in held) or len(set(rows)) > 1:
             return None
-        return torch.cat([run.read(record) for record in records], dim=1)  # (B, T, ...)
+        return torch.cat([run.read(record) for record in held], dim=1)  # (B, T, ...)
 
     return anchor
 

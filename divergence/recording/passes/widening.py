@@ -101,13 +101,14 @@ class Widening:
         if self._default in self._dispatch.wider:
             torch.set_default_dtype(self._dtype)
         self._dispatch.keep(self._weights, self._keep_bytes)
-        self._dispatch.__enter__()
-        self._functions.__enter__()
+        # torch has no types for them
+        self._dispatch.__enter__()  # type: ignore[no-untyped-call]
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._functions.__exit__(*exc)
-        self._dispatch.__exit__(*exc)
+        self._functions.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
+        self._dispatch.__exit__(*exc)  # type: ignore[no-untyped-call]  # as above
         self._dispatch.keep((), 0)
         torch.set_default_dtype(self._default)
 
@@ -143,12 +144,12 @@ class _WideOperators(TorchDispatchMode):
     """Below autograd and composite operators: what really computes."""
 
     def __init__(self, owner: Widening, dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         narrow = _ORDER[: _ORDER.index(dtype)]
         self.wider = dict.fromkeys(narrow, dtype)
         self.wider |= {_COMPLEX[one]: _COMPLEX[dtype] for one in narrow if one in _COMPLEX}
         self._owner, self._dtype = owner, dtype
-        self._own: dict[Any, Callable] = {
+        self._own: dict[Any, Callable[..., torch.Tensor]] = {
             aten.mm.default: self._mm,
             aten.addmm.default: self._addmm,
             aten.bmm.default: self._bmm,
@@ -168,7 +169,9 @@ class _WideOperators(TorchDispatchMode):
         self._sources = {storage.data_ptr(): storage for storage in storages}
         self._kept: dict[_Place, tuple[int, torch.Tensor]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _MOVES:
             return self._widen_results(func(*args, **kwargs))
@@ -223,7 +226,7 @@ class _WideOperators(TorchDispatchMode):
         wide = self.wider.get(value.dtype)
         return value if wide is None else value.to(wide)
 
-    def _in_place(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What is written to keeps its identity; if it is narrow, the result is rounded to it."""
         arguments = func._schema.arguments
         writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
@@ -263,13 +266,22 @@ class _WideOperators(TorchDispatchMode):
         return torch.cat(parts, dim=1)
 
     def _addmm(
-        self, bias: torch.Tensor, one: torch.Tensor, two: torch.Tensor, *, beta=1, alpha=1
+        self,
+        bias: torch.Tensor,
+        one: torch.Tensor,
+        two: torch.Tensor,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
     ) -> torch.Tensor:
         if not self._in_slices(two):
             wide = (self._wide(bias), self._wide(one), self._wide(two))
             return torch.addmm(*wide, beta=beta, alpha=alpha)
         product = alpha * self._mm(one, two)
-        return product if beta == 0 else beta * self._wide(bias) + product
+        if beta == 0:
+            return product
+        total: torch.Tensor = beta * self._wide(bias) + product
+        return total
 
     def _bmm(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         """(B, M, K) × (B, K, N): B experts may be large together. They go one by one."""
@@ -278,7 +290,12 @@ class _WideOperators(TorchDispatchMode):
         return torch.stack([self._mm(a, b) for a, b in zip(one, two, strict=True)])
 
     def _grouped_mm(
-        self, one: torch.Tensor, two: torch.Tensor, offs=None, bias=None, out_dtype=None
+        self,
+        one: torch.Tensor,
+        two: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """(S, K) rows sorted by expert × (E, K, N): torch's kernel takes no float64.
 
@@ -316,7 +333,9 @@ class _SameDtype(TorchFunctionMode):
 
     _NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in self._NORMS:
             args, kwargs = self._with_eps(*args, **kwargs)
@@ -327,7 +346,7 @@ class _SameDtype(TorchFunctionMode):
 
     def _with_eps(
         self, input: torch.Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
-    ) -> tuple[tuple, dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Left out, it is that of what torch computes the norm in: float32 for narrower inputs.
         In float64 it would be another formula."""
         if eps is None and self._wider:

@@ -200,7 +200,8 @@ class Division:
                 if item.placement is not None:  # where it has no word the shape would mislead
                     word = item.placement.get("tp")
                 else:
-                    word = self._tensor and self._tensor(site, item.shape, settled=settled)
+                    of = self._tensor
+                    word = None if of is None else of(site, item.shape, settled=settled)
             else:
                 word = "single" if self.ranks.dealt else "replicate"
             if word is None:
@@ -272,7 +273,7 @@ class Division:
         own, last = self.ranks.places["pp"], self.ranks.sizes["pp"] - 1
         if path in self._containers:
             return own == (0 if port.startswith("in") else last)
-        return own == min(self._stages.get(path) or [own])
+        return own == min((self._stages or {}).get(path) or [own])
 
     def order(self, order: int) -> int:
         return order + _STAGE * self.ranks.places.get("pp", 0)
@@ -310,12 +311,14 @@ class LocalKeeper:
     def keep(self, tensor: torch.Tensor) -> Item:
         local = getattr(tensor, "to_local", None)
         if local is None:
-            return self._keeper.keep(tensor)
-        item = self._keeper.keep(local())
-        names = tensor.device_mesh.mesh_dim_names or ()
+            kept: Item = self._keeper.keep(tensor)
+            return kept
+        item: Item = self._keeper.keep(local())
+        divided: Any = tensor  # a DTensor
+        names = divided.device_mesh.mesh_dim_names or ()
         item.placement = {
             name: word
-            for name, placement in zip(names, tensor.placements, strict=False)
+            for name, placement in zip(names, divided.placements, strict=False)
             if (word := _word(placement, tensor.ndim)) is not None
         }
         return item

@@ -60,14 +60,14 @@ def parse_mesh(text: str, num_ranks: int) -> Mesh:
             )
         sizes[name] = int(size) if equals else None
     known = 1
-    for size in sizes.values():
-        known *= size or 1
-    still = [name for name, size in sizes.items() if size is None]
+    for one in sizes.values():
+        known *= one or 1
+    still = [name for name, one in sizes.items() if one is None]
     if still:
         sizes[still[0]] = num_ranks // known if known and num_ranks % known == 0 else 0
     total = 1
-    for size in sizes.values():
-        total *= size or 0
+    for one in sizes.values():
+        total *= one or 0
     if len(still) > 1 or total != num_ranks:
         raise UsageError(
             f"--mesh {text} does not make {num_ranks} rank{'s' if num_ranks != 1 else ''}",
@@ -76,9 +76,9 @@ def parse_mesh(text: str, num_ranks: int) -> Mesh:
         )
     return Mesh(
         axes=[
-            MeshAxis(name=name, size=sizes[name])
+            MeshAxis(name=name, size=one)
             for name in AXES
-            if sizes.get(name) is not None and (sizes[name] > 1 or total == 1)
+            if (one := sizes.get(name)) is not None and (one > 1 or total == 1)
         ]
     )
 

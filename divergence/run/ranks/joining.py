@@ -168,20 +168,23 @@ def merged(summaries: Sequence[Summary], numels: Sequence[int]) -> Summary:
         for name in ("num_nan", "num_posinf", "num_neginf", "num_zero")
     }
     finite = [
-        (s, numel - s.num_nan - s.num_posinf - s.num_neginf)
+        (s.min, s.max, s.mean, s.rms, s.absmax, numel - s.num_nan - s.num_posinf - s.num_neginf)
         for s, numel in zip(summaries, numels, strict=True)
-        if s.absmax is not None
-    ]
-    total = sum(count for _, count in finite)
+        if s.min is not None and s.max is not None and s.mean is not None
+        and s.rms is not None and s.absmax is not None
+    ]  # fmt: skip
+    total = sum(count for *_, count in finite)
     if not total:
         return Summary(min=None, max=None, mean=None, rms=None, absmax=None, **counts)
-    top = max(s.rms for s, _ in finite)  # scaled by it, squares stay in range
-    squares = sum((s.rms / top) ** 2 * (count / total) for s, count in finite) if top else 0.0
+    lows, highs, means, all_rms, absmaxs, sizes = zip(*finite, strict=True)
+    shares = [size / total for size in sizes]
+    top = max(all_rms)  # scaled by it, squares stay in range
+    squares = [(rms / top) ** 2 * share for rms, share in zip(all_rms, shares, strict=True) if top]
     return Summary(
-        min=min(s.min for s, _ in finite),
-        max=max(s.max for s, _ in finite),
-        mean=math.fsum(s.mean * (count / total) for s, count in finite),
-        rms=top * math.sqrt(squares),
-        absmax=max(s.absmax for s, _ in finite),
+        min=min(lows),
+        max=max(highs),
+        mean=math.fsum(mean * share for mean, share in zip(means, shares, strict=True)),
+        rms=top * math.sqrt(sum(squares)),
+        absmax=max(absmaxs),
         **counts,
     )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.numerics.summaries.summary import summarize
+from divergence.numerics.summaries.summary import Summary, summarize
 from divergence.run.ranks.joining import (
     Joined,
     NotWholeError,
@@ -43,11 +43,10 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from divergence.run.storage.blob import Buffer
+    from divergence.words import Progress
 
 __all__ = ["Digests", "Disagreement", "Share", "UnshardedRun", "digests_of", "unsharded"]
 
@@ -92,8 +91,14 @@ def digests_of(run: Run, record: Record) -> Digests:
     records = [part.record for part in parts] or [record]
     if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
         return Digests(cuts, None, None)
-    xxh3, fold = [one.xxh3 for one in records], [one.fold for one in records]
-    return Digests(cuts, *(None if None in kind else tuple(kind) for kind in (xxh3, fold)))
+    return Digests(cuts, _all_of(one.xxh3 for one in records), _all_of(one.fold for one in records))
+
+
+def _all_of(digests: Iterable[str | None]) -> tuple[str, ...] | None:
+    """None where one of them is."""
+    found = tuple(digests)
+    known = tuple(one for one in found if one is not None)
+    return known if len(known) == len(found) else None
 
 
 def unsharded(run: Run) -> Run:
@@ -112,7 +117,7 @@ class UnshardedRun(Run):
         self.disagreements: list[Disagreement] = []
         self.unmade: dict[Coordinates, str] = {}
         self._whole: dict[Coordinates, Joined | Record] = {}
-        self._view: dict[Coordinates, Record] = {}
+        self._records: dict[Coordinates, Record] = {}
         groups: dict[Coordinates, list[Record]] = {}
         for record in run.records:
             groups.setdefault(record.coordinates, []).append(record)
@@ -124,15 +129,15 @@ class UnshardedRun(Run):
                 self.unmade[coordinates] = str(reason)
                 continue
             self._whole[coordinates] = whole
-            self._view[coordinates] = record
+            self._records[coordinates] = record
         # forward by forward: ranks wrote side by side
         self.records = sorted(
-            self._view.values(),
+            self._records.values(),
             key=lambda record: (_PASSES[record.pass_], record.sample, record.step, record.order),
         )
 
     def find(self, coordinates: Coordinates) -> Record | None:
-        return self._view.get(coordinates)
+        return self._records.get(coordinates)
 
     def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
         """As of a run of one process; a tensor in parts is joined, which makes a copy."""
@@ -187,7 +192,7 @@ class UnshardedRun(Run):
         for leaf in self._leaves(record):
             self.run.release(leaf)
 
-    def verify(self, progress: Callable[[str, int, int | None, str], None] | None = None):
+    def verify(self, progress: Progress | None = None) -> list[str]:
         return self.run.verify(progress)
 
     def close(self) -> None:
@@ -195,7 +200,7 @@ class UnshardedRun(Run):
 
     def _is_whole(self, record: Record) -> bool:
         """Is it of this view? By value: a record may have been sent by another process."""
-        known = self._view.get(record.coordinates)
+        known = self._records.get(record.coordinates)
         return known is record or known == record
 
     def _leaves(self, record: Record) -> Iterable[Record]:
@@ -226,12 +231,13 @@ class UnshardedRun(Run):
         if any(record.placement != first.placement for record in members):
             raise NotWholeError(
                 "its ranks state different placements: "
-                + " and ".join(sorted({", ".join(r.placement) for r in members}))
+                + " and ".join(sorted({", ".join(r.placement or ()) for r in members}))
             )
         if any(record.dtype != first.dtype for record in members):
             raise NotWholeError("its ranks hold it in different dtypes")
         if any(record.positions != first.positions for record in members):
             raise NotWholeError("its ranks hold different token positions of it")
+        assert mesh is not None and first.placement is not None  # a run of one process is whole
         level: dict[tuple[int, ...], Joined | Record] = dict(self._agreed(members))
         for axis in reversed(range(len(mesh.axes))):
             word = first.placement[axis]
@@ -250,7 +256,9 @@ class UnshardedRun(Run):
         Grouped by the axes that do not replicate: within a group all must be equal.
         """
         mesh = self.manifest.mesh
-        copies = [word == "replicate" for word in members[0].placement]
+        placement = members[0].placement
+        assert mesh is not None and placement is not None  # _join saw to it
+        copies = [word == "replicate" for word in placement]
         groups: dict[tuple[int, ...], list[Record]] = {}
         for record in members:
             places = places_of(record.rank, mesh)
@@ -263,7 +271,7 @@ class UnshardedRun(Run):
             kind = next((k for k in ("xxh3", "fold") if all(getattr(r, k) for r in group)), None)
             if kind is None:
                 raise NotWholeError("its ranks hold digests of two kinds, which cannot be compared")
-            versions: dict[tuple, list[Record]] = {}
+            versions: dict[tuple[tuple[int, ...], str], list[Record]] = {}
             for record in sorted(group, key=lambda record: record.rank):
                 versions.setdefault((record.shape, getattr(record, kind)), []).append(record)
             best = max(versions.values(), key=len)  # of equally many, the lowest rank's
@@ -292,11 +300,12 @@ class UnshardedRun(Run):
         if added and not kept:
             raise NotWholeError("its ranks hold terms of a sum, of which no bytes are kept")
         if added:
-            summary = summarize(self._read(whole, True))
-        elif any(leaf.summary is None for leaf in leaves):
-            summary = None  # digests alone were kept
+            summary: Summary | None = summarize(self._read(whole, True))
         else:
-            summary = merged([leaf.summary for leaf in leaves], [leaf.numel for leaf in leaves])
+            known = [leaf.summary for leaf in leaves if leaf.summary is not None]
+            numels = [leaf.numel for leaf in leaves]
+            # None where digests alone were kept
+            summary = merged(known, numels) if len(known) == len(leaves) else None
         return msgspec.structs.replace(
             leaves[0],
             shape=shape_of(whole),

@@ -24,6 +24,8 @@ import msgspec
 __all__ = ["Call", "Operand", "operand_indices"]
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_SAID = "plain JSON, or an object of one key that stands for what JSON has no word for"
+Json = Annotated[object, msgspec.Meta(extra_json_schema={"description": _SAID})]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 
 
@@ -58,7 +60,7 @@ class Call(
     ``note``: why running it again cannot give the same (``draws random numbers``)."""
 
     operator: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Json]
     operands: tuple[Operand, ...] = ()
     source: str | None = None
     note: str | None = None

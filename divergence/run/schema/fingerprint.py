@@ -32,7 +32,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy().data)
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:

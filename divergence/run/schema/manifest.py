@@ -27,6 +27,7 @@ __all__ = [
     "MeshAxis",
     "ModelIdentity",
     "ModuleNote",
+    "ModuleRole",
     "Override",
     "Plan",
     "Repeatability",
@@ -35,6 +36,7 @@ __all__ = [
     "Sizes",
     "Store",
     "Switch",
+    "SwitchStatus",
     "Task",
     "Tokens",
 ]
@@ -42,6 +44,9 @@ __all__ = [
 SCHEMA_VERSION = 4
 SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
+
+ModuleRole = Literal["block", "trunk", "inner"]
+SwitchStatus = Literal["accepted", "set", "refused", "absent"]
 
 TokenId = Count
 Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
@@ -167,7 +172,7 @@ class Switch(_Strict, kw_only=True):
     name: str
     asked: str
     found: str
-    status: Literal["accepted", "set", "refused", "absent"]
+    status: SwitchStatus
     note: str | None = None
 
 
@@ -229,7 +234,7 @@ class ModuleNote(_Strict, kw_only=True):
     """
 
     kind: str
-    role: Literal["block", "trunk", "inner"]
+    role: ModuleRole
     routed: bool = False
 
 

@@ -56,8 +56,8 @@ class Renaming:
         path, colon, port = site.rpartition(":")
         found = self._module(path)
         if found is None:  # an operator has no slash in its own name
-            module, slash, operator = path.rpartition("/")
-            module = self._module(module) if slash else None
+            owner, slash, operator = path.rpartition("/")
+            module = self._module(owner) if slash else None
             found = None if module is None else f"{module}/{operator}"
         return site if found is None else f"{found}{colon}{port}"
 

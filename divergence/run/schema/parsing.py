@@ -163,7 +163,7 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     decoder = msgspec.json.Decoder(Record)
     renaming = Renaming(manifest)
     records: list[Record] = []
-    seen: dict[tuple, int] = {}
+    seen: dict[tuple[str, int, int, str, int], int] = {}
     for number, line in _lines(store, name):
         try:
             record = decoder.decode(line)

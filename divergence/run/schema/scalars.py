@@ -115,7 +115,8 @@ def _same(mine: Any, other: Any) -> bool:
         return len(mine) == len(other) and all(map(_same, mine, other))
     both = [v for v in (mine, other) if type(v) in (int, float)]
     if len(both) == 2:
-        return mine == other or abs(mine - other) <= _SAME_NUMBER * min(abs(mine), abs(other))
+        least = min(abs(mine), abs(other))
+        return bool(mine == other or abs(mine - other) <= _SAME_NUMBER * least)
     return type(mine) is type(other) and mine == other
 
 

@@ -82,6 +82,8 @@ class Member:
         header = archive.read(self.begin, _LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
             raise _damaged(archive, f"{name} has no header of its own")
+        name_bytes: int
+        extra_bytes: int
         *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         begin = self.begin + _LOCAL_HEADER.size + name_bytes + extra_bytes
         if begin + self.packed_bytes > archive.size:
@@ -148,7 +150,7 @@ def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:
         with tarfile.TarFile(fileobj=_Guarded(archive), mode="r") as tar:
             num_folders = 0
             while (entry := tar.next()) is not None:
-                tar.members.clear()  # kept by tarfile for look-ups that nobody makes here
+                tar.members.clear()  # type: ignore[attr-defined]  # kept by tarfile for look-ups that nobody makes here
                 if entry.isdir():
                     num_folders += 1
                     if num_folders > MAX_MEMBERS:
@@ -244,7 +246,7 @@ class _Inflating(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what io gives
         data = b""
         try:
             while not data and not self._inflate.eof:

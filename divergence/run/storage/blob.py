@@ -165,7 +165,7 @@ class _Reading(io.RawIOBase):
         self._at = max(0, start + offset)
         return self._at
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what io gives
         data = self._blob.read(self._at, min(len(buffer), max(0, self._blob.size - self._at)))
         buffer[: len(data)] = data
         self._at += len(data)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -205,7 +205,7 @@ def _set_aside(path: Path, aside: Path, lock: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _beside(temporary: Path, final: Path):
+def _beside(temporary: Path, final: Path) -> Iterator[Path]:
     """``temporary`` to write to; renamed to ``final`` where that went well, else removed."""
     try:
         yield temporary

@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -37,10 +37,10 @@ from divergence.run.storage.location import (
     same_location,
 )
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 __all__ = ["pack", "unpack", "write_archive", "write_directory"]
 
-Progress = Callable[[str, int, int | None, str], None]
 
 _ALIGNMENT = 64
 _ALIGNMENT_FIELD = 0xD935  # of an extra field: Android's "alignment", skipped by other readers
@@ -177,6 +177,7 @@ def _write_zip(path: Path, run: Run, progress: Progress | None) -> None:
             entry.file_size = size
             # zipfile decides by the same rule whether the header gets 64-bit sizes (20 bytes)
             wide = size * 1.05 > zipfile.ZIP64_LIMIT
+            assert folder.fp is not None  # open
             begin = folder.fp.tell() + 30 + len(name) + (20 if wide else 0)
             padding = -(begin + 6) % _ALIGNMENT
             entry.extra = struct.pack(f"<HHH{padding}x", _ALIGNMENT_FIELD, 2 + padding, _ALIGNMENT)

@@ -67,7 +67,8 @@ class Remote:
 
         def find() -> dict[str, Any]:
             self._fs.invalidate_cache()
-            return self._fs.find(self._root, detail=True)
+            found: dict[str, Any] = self._fs.find(self._root, detail=True)
+            return found
 
         try:
             found = self._try(find, "listing")
@@ -116,7 +117,7 @@ class Remote:
         """Bytes [begin, end) of an object, all of them."""
 
         def once() -> bytes:
-            data = self._fs.cat_file(self._path(name), start=begin, end=end)
+            data: bytes = self._fs.cat_file(self._path(name), start=begin, end=end)
             if len(data) != end - begin:
                 raise _Short(f"{len(data)} of {end - begin} bytes came")
             return data
@@ -199,7 +200,8 @@ def _open(url: Url) -> tuple[Any, str]:
     try:
         # Listings are asked for when they are needed: another machine may have written meanwhile.
         options = web_options() if url.scheme in _WEB else {}
-        return fsspec.core.url_to_fs(str(url), use_listings_cache=False, **options)
+        system, path = fsspec.core.url_to_fs(str(url), use_listings_cache=False, **options)
+        return system, path
     except ImportError as error:
         package = PACKAGES.get(url.scheme)
         extra = "pip install 'divergence-debug[remote]'"

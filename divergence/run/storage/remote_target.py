@@ -105,8 +105,7 @@ class RemoteTarget:
         if self._lines is not None:
             self._lines.result()
         if self._sent_lines_bytes < self._num_lines_bytes or self._lines_name not in self._sizes:
-            self._send_lines_soon()
-            self._lines.result()
+            self._send_lines_soon().result()
         for shard in self._shards:
             shard.result()
         self._put_manifest()
@@ -135,10 +134,11 @@ class RemoteTarget:
             path.unlink(missing_ok=True)
             self._room.release()
 
-    def _send_lines_soon(self) -> None:
+    def _send_lines_soon(self) -> Future[None]:
         self._lines = self._lines_pool.submit(
             self._send_lines, self._num_lines_bytes, list(self._shards)
         )
+        return self._lines
 
     def _send_lines(self, num_bytes: int, shards: list[Future[None]]) -> None:
         """Store the first ``num_bytes`` of lines, once the shards that they point at are there."""

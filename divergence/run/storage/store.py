@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from divergence.errors import RunFormatError
@@ -31,8 +32,11 @@ class Store(Protocol):
     ``far``: bytes cost time and money to bring here, so only those are read that must be.
     """
 
-    place: Location
-    far: bool
+    @property
+    def place(self) -> Location: ...
+
+    @property
+    def far(self) -> bool: ...
 
     def has(self, name: str) -> bool:
         """Is there anything under this name?"""
@@ -67,7 +71,7 @@ class _Directory:
 
     far = False
 
-    def __init__(self, place: Location) -> None:
+    def __init__(self, place: Path) -> None:
         self.place = place
 
     def has(self, name: str) -> bool:
@@ -253,13 +257,13 @@ def open_store(place: Location) -> Store:
     return store
 
 
-def _open_path(place: Location) -> Store:
+def _open_path(place: Path) -> Store:
     if place.is_dir():
         return _Directory(place)
     if not place.is_file():
-        kind = "is neither a directory nor a file" if place.exists() else "does not exist"
+        why = "is neither a directory nor a file" if place.exists() else "does not exist"
         raise RunFormatError(
-            f"{place} {kind}",
+            f"{place} {why}",
             hint="a run is the directory that `divergence capture MODEL -o RUN` wrote",
         )
     archive = LocalBlob(place)
@@ -274,6 +278,7 @@ def _open_path(place: Location) -> Store:
 
 def _open_url(place: Url) -> Store:
     remote = Remote(place, refused=RunFormatError)
+    objects: dict[str, Object] = {}
     if archive_kind(place) is None:
         objects = remote.objects()
         if not objects:
@@ -282,14 +287,12 @@ def _open_url(place: Url) -> Store:
                 hint="is the bucket's name right, and the path in it?",
             )
         if "" not in objects:
-            store = _Objects(place, remote, objects)
-            store.expect(_needed_to_open({name: one.size for name, one in objects.items()}))
-            return store
-        found = objects[""]
-    else:
-        found = remote.look()
-        if found is None:
-            raise RunFormatError(f"there is nothing at {place}", hint="is the URL right?")
+            folder = _Objects(place, remote, objects)
+            folder.expect(_needed_to_open({name: one.size for name, one in objects.items()}))
+            return folder
+    found = objects[""] if objects else remote.look()
+    if found is None:
+        raise RunFormatError(f"there is nothing at {place}", hint="is the URL right?")
     if not found.size:
         raise RunFormatError(f"{place} is empty", hint="copy it again")
     ranges = Ranges(remote.fetch)

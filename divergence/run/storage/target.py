@@ -28,8 +28,9 @@ class Target(Protocol):
     point at them; the target keeps that order for whoever reads meanwhile.
     """
 
-    place: Location
-    """Where what is written lies meanwhile."""
+    @property
+    def place(self) -> Location:
+        """Where what is written lies meanwhile."""
 
     def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
         """Store a shard: whole under its name, or not at all."""

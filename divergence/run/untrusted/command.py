@@ -11,9 +11,11 @@ import os
 import shlex
 from collections.abc import Iterable
 
+from divergence.run.storage.location import Url
+
 __all__ = ["command_line", "command_words", "quoted", "quoted_words", "requoted"]
 
-Value = str | int | os.PathLike[str] | bool | None | Iterable[object]
+Value = str | int | os.PathLike[str] | Url | bool | None | Iterable[object]
 
 
 def command_line(
@@ -31,7 +33,8 @@ def command_words(name: str, *operands: object, **options: Value) -> list[str]:
     """The words of ``divergence NAME OPERANDS OPTIONS``, as a process takes them.
 
     Options stand in the order given: ``max_new_tokens=3`` is ``--max-new-tokens 3``, ``o="x"`` is
-    ``-o x``, True the flag alone, a list the option once for each; None and False leave it out.
+    ``-o x``, ``pass_`` is ``--pass``, True the flag alone, a list the option once for each; None
+    and False leave it out.
     """
     words = ["divergence", name, *(_operand(str(word)) for word in operands)]
     for key, value in options.items():
@@ -73,10 +76,10 @@ def _operand(text: str) -> str:
 def _option(key: str, value: Value) -> list[str]:
     if value is None or value is False:
         return []
-    flag = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
+    flag = f"-{key}" if len(key) == 1 else f"--{key.rstrip('_').replace('_', '-')}"
     if value is True:
         return [flag]
-    if isinstance(value, str | int | os.PathLike):
+    if isinstance(value, str | int | os.PathLike | Url):
         text = str(value)
         if not text.startswith("-"):
             return [flag, text]

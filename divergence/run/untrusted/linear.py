@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from re import _constants as code  # the names of what the parser returns
-from re import _parser
+from re import _constants as code  # type: ignore[attr-defined]  # re's parser has no types: names
+from re import _parser  # type: ignore[attr-defined]  # the same
+from typing import Any
 
 __all__ = ["MAX_STATES", "fullmatcher"]
 
 MAX_STATES = 2_000
 """Of one pattern, with its counted repeats written out."""
+
+_Item = tuple[object, Any]
+"""What re's parser returns: an operation and its argument, of the kind that the operation takes."""
+
+_State = tuple[str, Any, tuple[int, ...]]
+"""Kind, argument (of the kind that the kind takes) and the states that may follow."""
 
 _SIMPLE = {code.LITERAL, code.NOT_LITERAL, code.ANY, code.IN}
 
@@ -42,21 +49,21 @@ class _Program:
 
     def __init__(self, flags: int) -> None:
         self.flags = flags
-        self.states: list[tuple[str, object, tuple[int, ...]]] = []
+        self.states: list[_State] = []
 
-    def add(self, kind: str, argument: object = None, *following: int) -> int:
+    def add(self, kind: str, argument: Any = None, *following: int) -> int:
         if len(self.states) >= MAX_STATES:
             raise re.error(f"it has more than {MAX_STATES} states; repeat less")
         self.states.append((kind, argument, following))
         return len(self.states) - 1
 
-    def sequence(self, items: list, then: int) -> int:
+    def sequence(self, items: list[_Item], then: int) -> int:
         """The first state of ``items``, one after the other, and then ``then``: built backwards."""
         for operation, argument in reversed(items):
             then = self._item(operation, argument, then)
         return then
 
-    def _item(self, operation: object, argument: object, then: int) -> int:
+    def _item(self, operation: object, argument: Any, then: int) -> int:
         if operation in _SIMPLE:
             return self.add("char", _one_char(operation, argument, self.flags), then)
         if operation is code.SUBPATTERN:
@@ -79,7 +86,7 @@ class _Program:
             return self.add("at", argument, then)
         raise re.error("it refers to a group, or holds an atomic group or a possessive repeat")
 
-    def _repeat(self, low: int, high: object, items: list, then: int) -> int:
+    def _repeat(self, low: int, high: Any, items: list[_Item], then: int) -> int:
         if high is code.MAXREPEAT:
             loop = self.add("split")  # what follows is known once it has been built
             first = self.sequence(items, loop)
@@ -93,7 +100,7 @@ class _Program:
         return then
 
 
-def _one_char(operation: object, argument: object, flags: int) -> Callable[[str], object]:
+def _one_char(operation: object, argument: Any, flags: int) -> Callable[[str], object]:
     """Does one character match? By ``re`` itself, which has nothing to try again here."""
     if operation is code.ANY:
         words = "."
@@ -112,7 +119,7 @@ _CATEGORIES = {
 }  # fmt: skip
 
 
-def _in_words(items: list) -> str:
+def _in_words(items: list[_Item]) -> str:
     """The parsed set of characters as ``re`` would write it."""
     parts = []
     for operation, argument in items:
@@ -145,7 +152,7 @@ class _Match:
     """One text. ``accept`` is reached at its end, ``here`` (the end of what is looked at) anywhere
     ahead, or behind at the place that looks."""
 
-    def __init__(self, states: list[tuple[str, object, tuple[int, ...]]], text: str) -> None:
+    def __init__(self, states: list[_State], text: str) -> None:
         self._states, self._text = states, text
         self._ahead: dict[int, list[bool]] = {}
 
@@ -172,11 +179,14 @@ class _Match:
                     waiting.append((other, at))
         return False
 
-    def _passes(self, kind: str, argument: object, at: int) -> bool:
+    def _passes(self, kind: str, argument: Any, at: int) -> bool:
         if kind == "split":
             return True
         if kind == "at":
             return _PLACES[argument](self._text, at)
+        inner: int
+        width: int | None
+        wanted: bool
         inner, width, wanted = argument
         if width is None:
             return self._looks_ahead(inner)[at] == wanted
@@ -213,9 +223,7 @@ class _Match:
         return self._ahead[inner]
 
 
-def _reachable(
-    states: list[tuple[str, object, tuple[int, ...]]], start: int
-) -> dict[int, list[int]]:
+def _reachable(states: list[_State], start: int) -> dict[int, list[int]]:
     """The states after ``start``, each with those that lead to it."""
     parts: dict[int, list[int]] = {start: []}
     waiting = [start]

@@ -102,6 +102,10 @@ _QUEUED_BYTES = 1024
 """Of Python objects beside a waiting tensor's bytes."""
 
 
+_Region = list[int]
+"""[begin, given back?]"""
+
+
 class Slot:
     """A place in the ring, the holder's as long as the Slot lives (views of it do not count).
 
@@ -110,7 +114,7 @@ class Slot:
 
     __slots__ = ("_copy", "_region", "_ring", "address", "begin", "memory", "num_bytes", "ready")
 
-    def __init__(self, ring: Buffer, region: list, num_bytes: int) -> None:
+    def __init__(self, ring: Buffer, region: _Region, num_bytes: int) -> None:
         self.memory, self.begin, self.num_bytes = ring.memory, region[0], num_bytes
         self.address = ring.address + self.begin
         self._ring = ring.tensor
@@ -164,8 +168,8 @@ class Buffer:
             self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             request_huge_pages(self._map)
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.memory, self.address = memoryview(self.tensor.numpy()), self.tensor.data_ptr()
-        self._regions: deque[list] = deque()  # [begin, given back?]
+        self.memory, self.address = memoryview(self.tensor.numpy().data), self.tensor.data_ptr()
+        self._regions: deque[_Region] = deque()
         self._head = self._touched = 0
 
     def take(self, num_bytes: int) -> Slot | None:

@@ -15,7 +15,9 @@ from divergence.numerics.formats import FORMATS, format_of
 if TYPE_CHECKING:
     import torch
 
-    from divergence.run.schema.record import Place, Sketch, Summary
+    from divergence.numerics.summaries.sketch import SumDtype
+    from divergence.run.schema.call import Call
+    from divergence.run.schema.record import PassName, Place, Placement, Sketch, Summary
     from divergence.run.writing.buffer import Slot
 
 __all__ = ["Item", "Reduced"]
@@ -68,8 +70,15 @@ class Reduced:
     sums: tuple[torch.Tensor, int]
     statistics: tuple[torch.Tensor, torch.Tensor] | None = None
     projections: torch.Tensor | None = None
-    sum_dtype: str = "float64"
+    sum_dtype: SumDtype = "float64"
 
+
+if TYPE_CHECKING:
+    Put = tuple[
+        Item, int, PassName, int, int, str, int, tuple[int, ...] | None, Call | None,
+        tuple[Placement, ...] | None,
+    ]  # fmt: skip
+    """What the writer was given: a tensor, the bytes of its own, and the fields of its record."""
 
 _NAMES: dict[torch.dtype, str] = {}
 """Looked up for every tensor: filled as dtypes are met."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending"]
 
-
 _SHORT_BYTES = 1 << 14
 _APART_BYTES = 1 << 20
 """The ring gives places back in their order: where most tensors leave no bytes, a few token ids

@@ -85,11 +85,12 @@ def _flat(pieces: list[Piece]) -> list[torch.Tensor]:
         rows = torch.frombuffer(together, dtype=FORMATS[dtype].torch_dtype)
         for index, row in zip(indices, rows.view(len(indices), -1).unbind(), strict=True):
             found[index] = row
-    return found
+    return [one for one in found if one is not None]
 
 
 def piece_of_item(item: Item) -> Piece:
     """What an item holds, complete."""
     if item.slot is not None:
         return Piece(item.dtype, item.shape, item.slot.bytes(), item.slot)
+    assert item.tensor is not None
     return piece_of(plain_tensor(item.tensor))

@@ -30,10 +30,11 @@ from divergence.run.writing.piece import Piece, flat_parts, piece_of, piece_of_i
 if TYPE_CHECKING:
     import torch
 
+    from divergence.numerics.summaries.sketch import SumDtype
     from divergence.run.reader import Run
     from divergence.run.schema.manifest import Store
     from divergence.run.schema.record import Place, Summary
-    from divergence.run.writing.item import Item
+    from divergence.run.writing.item import Item, Reduced
 
 __all__ = ["Reducer", "reducer_for", "wants_fold"]
 
@@ -79,14 +80,17 @@ class Reducer:
 
     def take(self, items: Sequence[Item], store: StoreBytes) -> list[Item]:
         """``store(digest, piece)`` says where bytes will be."""
-        self._fetch([item for item in items if item.reduced is not None], store)
+        self._fetch([(item, item.reduced) for item in items if item.reduced is not None], store)
         whole: list[Item] = []
         reduced: list[tuple[Item, Piece]] = []
         for item in items:
             if not item.has_bytes:
                 continue  # twice in one batch, or reduced before
             if self._fold:
-                item.fold = fold_tensor(item.tensor, kernel=self._kernel)
+                tensor = item.tensor
+                assert tensor is not None  # it has bytes
+                item.fold = fold_tensor(tensor, kernel=self._kernel)
+                del tensor  # held by its item alone
             piece = piece_of_item(item)
             item.digest = piece.digest().hex()
             if self._stays_whole(item) and not self._is_held(item):
@@ -97,12 +101,12 @@ class Reducer:
         self._complete(reduced, store)
         return whole
 
-    def _fetch(self, items: list[Item], store: StoreBytes) -> None:
+    def _fetch(self, items: list[tuple[Item, Reduced]], store: StoreBytes) -> None:
         """What devices made of tensors, to the host: one transfer for each kind of number."""
-        by_device: dict[str, dict[int, Item]] = {}
-        for item in items:
-            device = str(item.reduced.sums[0].device)
-            by_device.setdefault(device, {})[id(item)] = item
+        by_device: dict[str, dict[int, tuple[Item, Reduced]]] = {}
+        for item, reduced in items:
+            device = str(reduced.sums[0].device)
+            by_device.setdefault(device, {})[id(item)] = (item, reduced)
         for group in by_device.values():
             _fetch(list(group.values()), store)
 
@@ -155,29 +159,32 @@ class Reducer:
         }
 
 
-def _fetch(items: list[Item], store: StoreBytes) -> None:
+def _fetch(items: list[tuple[Item, Reduced]], store: StoreBytes) -> None:
     """Complete items whose numbers lie on one device."""
     import torch
 
-    reduced = [item.reduced for item in items]
-    for item, fold in zip(items, folds_of([one.sums for one in reduced]), strict=True):
+    folds = folds_of([reduced.sums for _, reduced in items])
+    for (item, _), fold in zip(items, folds, strict=True):
         item.fold, item.reduced = fold, None
-    counted = [(i, one.statistics) for i, one in enumerate(reduced) if one.statistics is not None]
+    counted = [(item, one.statistics) for item, one in items if one.statistics is not None]
     summaries = summaries_of([statistics for _, statistics in counted])
-    for (i, _), summary in zip(counted, summaries, strict=True):
-        items[i].summary = summary
-    sketched = [(i, one) for i, one in enumerate(reduced) if one.projections is not None]
+    for (item, _), summary in zip(counted, summaries, strict=True):
+        item.summary = summary
+    sketched = [
+        (item, one.projections, one.sum_dtype) for item, one in items if one.projections is not None
+    ]
     if not sketched:
         return
-    flat = torch.cat([one.projections.reshape(-1) for _, one in sketched]).cpu()
-    parts = flat.split([one.projections.numel() for _, one in sketched])
-    for (i, one), part in zip(sketched, parts, strict=True):
-        projections = part.reshape(one.projections.shape).clone()
-        k = projections.shape[1] - 2
-        items[i].sketch = stored_sketch(projections, k, store, sums=one.sum_dtype)
+    flat = torch.cat([projections.reshape(-1) for _, projections, _ in sketched]).cpu()
+    parts = torch.split(flat, [projections.numel() for _, projections, _ in sketched])
+    for (item, there, sums), part in zip(sketched, parts, strict=True):
+        projections = part.reshape(there.shape).clone()
+        item.sketch = stored_sketch(projections, projections.shape[1] - 2, store, sums=sums)
 
 
-def stored_sketch(projections: torch.Tensor, k: int, store: StoreBytes, *, sums: str) -> Sketch:
+def stored_sketch(
+    projections: torch.Tensor, k: int, store: StoreBytes, *, sums: SumDtype
+) -> Sketch:
     """Queue a sketch's own bytes, and say where they will be."""
     piece = piece_of(projections)
     digest = piece.digest()

@@ -16,7 +16,7 @@ from divergence.numerics.summaries.summary import Summary
 from divergence.run.schema.layout import shard_name
 from divergence.run.schema.record import Place
 
-__all__ = ["Stored"]
+__all__ = ["Kind", "Stored"]
 
 ENTRY_BYTES = 320
 """Of one remembered tensor: its key, its packed value and their places in a dict."""

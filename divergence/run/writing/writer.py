@@ -36,12 +36,14 @@ from divergence.run.writing.item import Item
 from divergence.run.writing.pending import Pending
 from divergence.run.writing.piece import Piece, flat_parts, piece_of_item
 from divergence.run.writing.reduction import Reducer
-from divergence.run.writing.stored import Stored
+from divergence.run.writing.stored import Kind, Stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from divergence.run.writing.item import Put
 
 __all__ = ["Item", "RunWriter", "new_run_id"]
 
@@ -96,7 +98,7 @@ class RunWriter:
         self._pending = Pending(rank=rank)
         self._stored = Stored(max_bytes=self._limits.stored_bytes, rank=rank)
         self._last_flush = time.monotonic()
-        self._queue: deque[tuple] = deque()
+        self._queue: deque[Put] = deque()
         self._wake_bytes = min(WAKE_BYTES, self._limits.ring_bytes // 8)
         self._put_bytes = self._put_count = 0  # the caller's thread's alone, as the next two
         self._new_bytes = self._new_count = 0
@@ -124,7 +126,7 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object):
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is None:
             self.close(complete=True)
             return
@@ -174,17 +176,15 @@ class RunWriter:
 
     def make_room(self, num_bytes: int) -> Slot | None:
         """A place in the buffer, waited for; None where all that is there is held elsewhere."""
-        slot = None
-        while slot is None:
+        assert self._buffer is not None
+        while True:
             idle = self._done_count >= self._put_count and not self._pending.num_bytes
             slot = self._buffer.take(num_bytes)
-            if slot is None and idle:
-                return None
-            if slot is None:
-                self._flush_asked = True
-                self._wait_until(lambda: not self._flush_asked)
-                self._raise_failure()
-        return slot
+            if slot is not None or idle:
+                return slot
+            self._flush_asked = True
+            self._wait_until(lambda: not self._flush_asked)
+            self._raise_failure()
 
     def drain(self) -> None:
         """Wait until everything put so far has been hashed (and most of it written)."""
@@ -246,8 +246,7 @@ class RunWriter:
             step()
         except Exception as error:
             if self._failure is None:
-                failed = isinstance(error, OSError)
-                self._failure = self._refused(error) if failed else error
+                self._failure = self._refused(error) if isinstance(error, OSError) else error
 
     def _refused(self, error: OSError) -> RunWriteError:
         return RunWriteError(
@@ -293,7 +292,8 @@ class RunWriter:
         """Everything that waits, in batches that leave room for a shard in between."""
         shard_bytes = min(SHARD_BYTES, self._limits.shard_bytes)
         while self._queue:
-            batch, num_bytes = [], 0
+            batch: list[Put] = []
+            num_bytes = 0
             while self._queue and num_bytes < shard_bytes and len(batch) < BATCH_ITEMS:
                 batch.append(self._queue.popleft())
                 num_bytes += batch[-1][0].num_bytes
@@ -310,7 +310,7 @@ class RunWriter:
                 self._done_count += num
                 self._progress.set()
 
-    def _take(self, batch: list[tuple]) -> None:
+    def _take(self, batch: list[Put]) -> None:
         slots = [entry[0].slot for entry in batch]  # held until all is done
         items = [entry[0] for entry in batch]
         if self._reducer is not None:
@@ -343,7 +343,7 @@ class RunWriter:
 
     def _complete(self, items: list[Item]) -> None:
         """Digest, place and summary of items that hold their bytes, which are then let go."""
-        fresh: dict[tuple[bytes, str, tuple], tuple[Item, Piece]] = {}
+        fresh: dict[tuple[bytes, Kind], tuple[Item, Piece]] = {}
         same: list[tuple[Item, Item]] = []
         for item in items:
             if not item.has_bytes:  # it was put before, or keeps none
@@ -354,11 +354,11 @@ class RunWriter:
                 item.digest = digest.hex()
             else:
                 digest = bytes.fromhex(item.digest)
-            identity = (digest, item.dtype, item.shape)
+            identity = (digest, (item.dtype, item.shape))
             first = fresh.get(identity)
             if first is not None:
                 same.append((item, first[0]))
-            elif (known := self._stored.find(digest, identity[1:])) is not None:
+            elif (known := self._stored.find(*identity)) is not None:
                 item.place, item.summary = known
             else:
                 fresh[identity] = (item, piece)
@@ -367,13 +367,13 @@ class RunWriter:
         kernel = self._limits.kernel
         summaries = [one for part in parts for one in summarize_many(part, kernel=kernel)]
         found = zip(fresh.items(), summaries, strict=True)
-        for ((digest, *kind), (item, piece)), summary in found:
+        for ((digest, kind), (item, piece)), summary in found:
             shard = self._pending.shard
             item.place, clash = self._pending.add(digest, piece)
             item.summary = summary
-            self._stored.add(digest, tuple(kind), shard=shard, clash=clash, summary=summary)
-        for item, first in same:
-            item.place, item.summary = first.place, first.summary
+            self._stored.add(digest, kind, shard=shard, clash=clash, summary=summary)
+        for item, other in same:
+            item.place, item.summary = other.place, other.summary
 
     def _store(self, digest: bytes, piece: Piece) -> Place:
         """Queue bytes that are made beside (a sketch's), and say where they will be."""

@@ -27,7 +27,7 @@ import typer
 from divergence.errors import FaultError, RunError
 from divergence.options.option import Option
 from divergence.options.shared import Quiet, TrustRemoteCode, Verbose
-from divergence.run.untrusted.command import quoted_words
+from divergence.run.untrusted.command import command_line, quoted_words
 
 __all__ = ["EPILOG", "OTHER_KERNELS", "command"]
 
@@ -120,8 +120,8 @@ def command(
     found = _localize(plan, a, c, truth, root / "localized",
                       "7. from the block to the operator, and the proof", quiet=quiet)  # fmt: skip
     _check_operator(plan, found)
-    _say("\nNow on two machines:\n"
-         f"  divergence capture {quoted_words([plan.model]) if plan.own else 'MODEL'} -o a\n"
+    first_command = command_line("capture", plan.model if plan.own else "MODEL", o="a")
+    _say("\nNow on two machines:\n  " + first_command + "\n"
          "  divergence capture --like a -o b\n"
          "  divergence truth a -o truth\n"
          "  divergence compare a b --truth truth")  # fmt: skip

@@ -51,10 +51,11 @@ class Analysis:
     """What it has to say of a verdict, given its own answer: why it is so."""
 
 
-def applying(measured: Measured, names: Sequence[str] = ANALYSES) -> list[Analysis]:
-    """The analyses that have something to look at in these runs, imported."""
+def applying(measured: Measured, names: Sequence[str] | None = None) -> list[Analysis]:
+    """The analyses that have something to look at in these runs, imported; of ``names`` alone,
+    where they are given."""
     found = []
-    for name in names:
+    for name in ANALYSES if names is None else names:
         if not _module_of(name).applies(measured):
             continue
         module = _module_of(name, "find")

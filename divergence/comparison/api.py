@@ -15,7 +15,7 @@ import msgspec
 from divergence._version import __version__
 from divergence.comparison.align.names import NameMap, load_name_map
 from divergence.comparison.align.pairs import Alignment
-from divergence.comparison.answer import ANALYSES, Answer, applying, suites
+from divergence.comparison.answer import Answer, applying, suites
 from divergence.comparison.decide.advice import Advice
 from divergence.comparison.decide.decide import decide, explained
 from divergence.comparison.decide.qualify import of_one_run
@@ -127,9 +127,9 @@ def measure_runs(
     return replace(measured, shown=trusted_limits(measured, one_or_more(floor), names=names))
 
 
-def report_on(measured: Measured, names: Sequence[str] = ANALYSES) -> Report:
-    """The report: every analysis of ``names`` that applies is asked, one decision is made, and
-    explained."""
+def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
+    """The report: every analysis that applies is asked, one decision is made, and explained.
+    ``names``: of these analyses alone."""
     analyses = applying(measured, names)
     answers = {one.name: one.find(measured) if one.find else Answer() for one in analyses}
     findings = [finding for answer in answers.values() for finding in answer.findings]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from divergence.comparison.answer import ANALYSES
+from divergence.comparison import answer
 from divergence.comparison.result import Report
 from divergence.layout.lines import Line
 
@@ -17,7 +17,7 @@ _ORDER = ("tokens", "blocks", "suite", "operators", "precision", "ends", "ranks"
 def shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
     """The sections of all analyses that have a ``show`` module, others behind those of _ORDER."""
     lines = []
-    for name in dict.fromkeys((*_ORDER, *ANALYSES)):
+    for name in dict.fromkeys((*_ORDER, *answer.ANALYSES)):
         path = f"divergence.analyses.{name}.show"
         if name in _ORDER or find_spec(path) is not None:
             lines += import_module(path).show(report, all_sites=all_sites)

@@ -16,7 +16,7 @@ import torch
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, Sizes
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 from tests.models.tiny import build
 
 __all__ = ["drawn", "write_msprobe", "write_runs"]
@@ -56,7 +56,7 @@ def write_runs(
     for number, versions in enumerate(drawn(count, shape, dtype, num_runs=num_runs)):
         for writer, tensor in zip(writers, versions, strict=True):
             writer.put(
-                Item(tensor), pass_="free", sample=0, step=0,
+                CapturedTensor(tensor), pass_="free", sample=0, step=0,
                 site=f"model.layers.{number}:out", order=number,
             )  # fmt: skip
     for writer in writers:

@@ -30,7 +30,7 @@ import torch
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, Sizes
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 from tests.models.tiny import build
 
 NUM_SITES = 250
@@ -58,7 +58,7 @@ def write_runs(folder: Path, num_records: int) -> tuple[Path, Path, Path]:
                 tensor = values[site].clone()
                 if number == 2 and site % 10 == 0:
                     tensor[..., step % SIZE] *= 1 + 2.0**-23
-                writer.put(Item(tensor), pass_="free", sample=0, step=step,
+                writer.put(CapturedTensor(tensor), pass_="free", sample=0, step=step,
                            site=f"model.layers.{site}:out", order=site)  # fmt: skip
         writer.close(complete=True)
     return paths

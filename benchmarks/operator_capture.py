@@ -33,7 +33,7 @@ from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keep.keeper import CopyKeeper
 from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest, Sizes
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 from tests.models.tiny import build
 
 BLOCK = "model.layers.1"
@@ -83,7 +83,7 @@ class Bench:
         order = 0
         with RunWriter(Path(self.folder.name) / str(self.number), self.manifest) as writer:
 
-            def put(site: str, item: Item, call: Call | None = None) -> None:
+            def put(site: str, item: CapturedTensor, call: Call | None = None) -> None:
                 nonlocal order
                 writer.put(item, pass_="anchored", sample=0, step=0, site=site, order=order,
                            call=call)  # fmt: skip

@@ -40,8 +40,8 @@ from divergence.run.schema.manifest import (
     Tokens,
 )  # fmt: skip
 from divergence.run.storage.shard import write_shard
-from divergence.run.writing.piece import piece_of
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.shard_entry import piece_of
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 TENSOR_MIB = 2
 SHARD_MIB = 64
@@ -95,7 +95,7 @@ def write(place: Path, *, mib: int, odd: set[int]) -> None:
             x = torch.randn(1, 256, TENSOR_MIB << 11, generator=generator).to(torch.bfloat16)
             if number in odd:
                 x = x * 1.01
-            writer.put(Item(x), pass_="free", sample=0, step=0, site=f"m.{number}:out",
+            writer.put(CapturedTensor(x), pass_="free", sample=0, step=0, site=f"m.{number}:out",
                        order=number)  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def cosine(tmp_path, monkeypatch):
 
 
 def test_the_example_of_the_page_is_an_analysis(cosine, llama, tmp_path):
-    """Two files and its name: the evidence and the JSON have what it found, healthy runs nothing."""
+    """Two files and its name: evidence and JSON have what it found, healthy runs nothing."""
     assert cosine == ["cosine/__init__.py", "cosine/find.py"]
     a = capture(llama, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=1)
     b = capture(like=a, out=tmp_path / "b", plants=["model.layers.1:out=noise:0.5"])

@@ -30,7 +30,7 @@ from divergence.run.schema.manifest import (
     Tokens,
 )
 from divergence.run.storage.location import location_of
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress
 
 __all__ = ["FULL_TERMS", "MAX_TERMS", "probe"]
@@ -88,7 +88,14 @@ def probe(
             finally:
                 state.note_in(manifest.settings)
                 for order, (site, tensor) in enumerate(notebook.tensors):
-                    writer.put(Item(tensor), pass_="free", sample=0, step=0, site=site, order=order)
+                    writer.put(
+                        CapturedTensor(tensor),
+                        pass_="free",
+                        sample=0,
+                        step=0,
+                        site=site,
+                        order=order,
+                    )
     if svg is not None:
         write_drawings(Path(svg), findings)
     return Run.open(place)

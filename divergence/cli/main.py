@@ -35,7 +35,7 @@ from divergence.cli import (
 )
 from divergence.cli.interruption import INTERRUPTED_CODE, interrupted
 from divergence.cli.options import ARGUMENTS, VERBOSE
-from divergence.cli.ranks import one_voice, other_rank
+from divergence.cli.ranks import other_rank, rank0_output
 from divergence.cli.signature import typer_command
 from divergence.cli.streams import nowhere, open_streams
 from divergence.errors import DivergenceError
@@ -196,7 +196,7 @@ def run() -> None:
     """The console script."""
     open_streams()
     try:
-        with one_voice():
+        with rank0_output():
             app(prog_name="divergence")
     except KeyboardInterrupt:
         _say("interrupted")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from divergence.cli.interruption import INTERRUPTED_CODE
 
-__all__ = ["one_voice", "other_rank"]
+__all__ = ["other_rank", "rank0_output"]
 
 PATIENCE_S = 10.0
 
@@ -30,7 +30,7 @@ def other_rank() -> int | None:
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[None]:
+def rank0_output() -> Iterator[None]:
     """Within it, the other ranks' stdout leads nowhere, and their stderr is held back.
 
     torchrun ends all ranks as soon as one has failed. So another rank that fails first leaves rank

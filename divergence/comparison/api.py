@@ -85,8 +85,8 @@ def compare(
         check_alone(truth=truth, floor=floor, name_map=name_map)
         return explain_within(report_on(compare_within(a, thresholds, progress), ("blocks",)))
     b = opened(candidate)
-    a.borrow_from(b)
-    b.borrow_from(a)
+    a.set_fallback(b)
+    b.set_fallback(a)
     if (compare_suites := suites(a, b)) is not None:
         report = compare_suites(a, b, truth=truth and opened(truth), floor=floor, progress=progress)
         return _of_one_run(report)

@@ -61,7 +61,7 @@ def trusted_limits(
     for run in map(opened, runs):
         refuse_own_floor(run, a, b)
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
-        run.borrow_from(a)
+        run.set_fallback(a)
         alignment = without_unknowable(align(a, run, name_map=names), a, run)
         if blocking or not alignment.pairs:
             raise UsageError(

@@ -1,11 +1,11 @@
 """Which of many runs belong together, and who is odd.
 
 Two runs agree where what differs between them is rounding or nothing. That is no equivalence: two
-runs may each be within the floor of a third and not of each other. So a camp is named by the run
-that all its members were held against, and nothing is claimed beyond that. The first camp is that
+runs may each be within the floor of a third and not of each other. So a group is named by the run
+that all its members were held against, and nothing is claimed beyond that. The first group is that
 of the first run, which costs nothing: every run was compared with it. Only where it holds no
 majority are the others compared among themselves, each with the first of them that is left, until
-some camp holds more than half or none can any more.
+some group holds more than half or none can any more.
 
 Runs that are bit for bit the same have one answer, so one of each such group is compared.
 """
@@ -23,7 +23,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 
-__all__ = ["agreement_text", "agrees", "find_camps", "fingerprints", "only_there", "outside"]
+__all__ = ["agreement_text", "agrees", "find_groups", "fingerprints", "only_there", "outside"]
 
 _AGREEING = frozenset({"identical", "within_floor"})
 _TELLING = _AGREEING | {"systematic", "localized", "drift", "nonfinite"}
@@ -37,24 +37,24 @@ def agrees(kind: str | None) -> bool | None:
     return kind in _AGREEING if kind in _TELLING else None
 
 
-def find_camps(
+def find_groups(
     nodes: Sequence[Key], agree: Callable[[Key, Key], bool | None]
 ) -> tuple[list[list[Key]], list[Key]]:
-    """(camps in order, nodes that were not asked any more).
+    """(groups in order, nodes that were not asked any more).
 
     ``nodes[0]`` is the first run; ``agree(pivot, other)`` is asked only as long as an answer can
-    change which camp, if any, holds more than half of all.
+    change which group, if any, holds more than half of all.
     """
-    camps: list[list[Key]] = []
+    groups: list[list[Key]] = []
     left = list(nodes)
     while left:
         pivot, *others = left
-        camp = [pivot, *(other for other in others if agree(pivot, other))]
-        camps.append(camp)
-        left = [other for other in others if other not in camp]
-        if 2 * len(camp) > len(nodes) or 2 * len(left) <= len(nodes):
+        group = [pivot, *(other for other in others if agree(pivot, other))]
+        groups.append(group)
+        left = [other for other in others if other not in group]
+        if 2 * len(group) > len(nodes) or 2 * len(left) <= len(nodes):
             break
-    return camps, left
+    return groups, left
 
 
 def fingerprints(runs: Sequence[Run]) -> list[str | None]:
@@ -133,9 +133,9 @@ def _traits(manifest: Manifest) -> dict[str, str]:
     return found
 
 
-def only_there(odd: Sequence[Manifest], camp: Sequence[Manifest]) -> list[str]:
-    """What all odd machines share and no machine of the camp has, where the camp is of one mind."""
-    mine, others = ([_traits(one) for one in them] for them in (odd, camp))
+def only_there(odd: Sequence[Manifest], group: Sequence[Manifest]) -> list[str]:
+    """What all odd machines share and no machine of the group has."""
+    mine, others = ([_traits(one) for one in them] for them in (odd, group))
     found = []
     for name in dict.fromkeys(name for one in (*mine, *others) for name in one):
         here = {one.get(name, "-") for one in mine}
@@ -146,20 +146,20 @@ def only_there(odd: Sequence[Manifest], camp: Sequence[Manifest]) -> list[str]:
 
 
 def agreement_text(
-    camps: Sequence[Sequence[str]], left: Sequence[str], *, num_silent: int, identical: bool
+    groups: Sequence[Sequence[str]], left: Sequence[str], *, num_silent: int, identical: bool
 ) -> str:
     """One sentence: who agrees with whom. ``num_silent``: runs that could not tell, ``identical``:
-    the largest camp is so bit for bit."""
-    total = sum(map(len, camps)) + len(left)
+    the largest group is so bit for bit."""
+    total = sum(map(len, groups)) + len(left)
     silent = f" ({num_silent} could not tell)" if num_silent else ""
-    largest = max(camps, key=len)
+    largest = max(groups, key=len)
     how = "bit for bit" if identical else "as far as rounding goes"
     if total < 2:
         return f"no two runs could be told apart{silent}"
     if len(largest) == total:
         many = "all" if not num_silent else f"{total} of"
         return f"{many} {total + num_silent} runs agree {how}{silent}"
-    odd = outside(camps, left)
+    odd = outside(groups, left)
     if not odd:
         most = "no two agree" if len(largest) == 1 else f"at most {len(largest)} agree {how}"
         return f"no majority among {total} runs: {most}{silent}"
@@ -168,10 +168,10 @@ def agreement_text(
     return f"{len(largest)} of {total} runs agree {how}; {names} {verb} from them{silent}"
 
 
-def outside(camps: Sequence[Sequence[Key]], left: Sequence[Key]) -> list[Key]:
-    """The runs that are not of the camp that holds more than half; none where no camp does."""
-    total = sum(map(len, camps)) + len(left)
-    largest = max(camps, key=len)
+def outside(groups: Sequence[Sequence[Key]], left: Sequence[Key]) -> list[Key]:
+    """The runs that are not of the group that holds more than half; none where no group does."""
+    total = sum(map(len, groups)) + len(left)
+    largest = max(groups, key=len)
     if 2 * len(largest) <= total:
         return []
-    return [run for camp in camps if camp is not largest for run in camp] + list(left)
+    return [run for group in groups if group is not largest for run in group] + list(left)

@@ -23,12 +23,12 @@ from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.fleet.agreement import (
     agreement_text,
     agrees,
-    find_camps,
+    find_groups,
     fingerprints,
     only_there,
     outside,
 )
-from divergence.fleet.result import Camp, CrossCheck, Matrix, MatrixRow
+from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
@@ -156,21 +156,22 @@ class _Fleet:
         """Who belongs together, from all rows."""
         first, *others = self._members
         telling = [first, *(one for one in others if agrees(one.kind) is not None)]
-        camps, left = find_camps(telling, self._agree)
-        odd = outside(camps, left)
-        largest = max(camps, key=len)
+        groups, left = find_groups(telling, self._agree)
+        odd = outside(groups, left)
+        largest = max(groups, key=len)
         return Matrix(
             tool_version=__version__,
             reference=summary_of(self._first),
             rows=rows,
             identical=_groups(self._members),
-            camps=[
-                Camp(runs=[one.path for one in camp], identical=_identical(camp)) for camp in camps
+            groups=[
+                AgreementGroup(runs=[one.path for one in group], identical=_identical(group))
+                for group in groups
             ],
             cross_checks=self._checks,
             odd=[one.path for one in odd],
             agreement=agreement_text(
-                [[one.path for one in camp] for camp in camps],
+                [[one.path for one in group] for group in groups],
                 [one.path for one in left],
                 num_silent=len(rows) + 1 - len(telling),
                 identical=_identical(largest),
@@ -181,13 +182,13 @@ class _Fleet:
             next=self._next(odd, largest),
         )  # fmt: skip
 
-    def _next(self, odd: list[_Member], camp: list[_Member]) -> list[str]:
-        """The page of the first pair that differs: where there is a camp, one of it against the
+    def _next(self, odd: list[_Member], group: list[_Member]) -> list[str]:
+        """The page of the first pair that differs: where there is a group, one of it against the
         first odd run."""
         first, *others = self._members
         pairs = [(first, one) for one in others if agrees(one.kind) is False]
         if odd:
-            pairs = [(camp[0], odd[0])]
+            pairs = [(group[0], odd[0])]
         truth = None if self._truth is None else self._truth.path
         return [
             command_line(
@@ -210,7 +211,7 @@ class _Fleet:
         try:
             for one in (pivot, other):
                 runs.append(_opened(one.given))
-                runs[-1].borrow_from(self._first)
+                runs[-1].set_fallback(self._first)
             verdict = compare(
                 *runs, truth=self._truth_of(pivot, other), progress=self._progress, **self._options
             ).verdict.kind

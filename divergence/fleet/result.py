@@ -12,7 +12,7 @@ import msgspec
 
 from divergence.comparison.result import Onset, Report, RunSummary, VerdictKind, strict_json
 
-__all__ = ["MATRIX_SCHEMA_VERSION", "Camp", "CrossCheck", "Matrix", "MatrixRow"]
+__all__ = ["MATRIX_SCHEMA_VERSION", "AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]
 
 MATRIX_SCHEMA_VERSION = 1
 
@@ -45,7 +45,7 @@ class MatrixRow(msgspec.Struct, kw_only=True):
     report_path: str | None = None
 
 
-class Camp(msgspec.Struct, frozen=True, kw_only=True):
+class AgreementGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Runs that agree with ``runs[0]``: what differs is rounding, or nothing (``identical``: their
     recorded digests are all the same)."""
 
@@ -66,11 +66,11 @@ class Matrix(msgspec.Struct, kw_only=True):
     """The answer of `compare` for three runs and more; runs are named by path.
 
     ``identical``: groups of runs whose free passes are equal bit for bit, by recorded digests.
-    ``camps``: which runs agree, as far as that had to be found out; ``cross_checks``: the
-    comparisons of candidates that it took. ``odd``: the runs outside the camp that holds more than
-    half of those that can tell; empty where all agree or no camp does. ``agreement``: that in one
+    ``groups``: which runs agree, as far as that had to be found out; ``cross_checks``: the
+    comparisons of candidates that it took. ``odd``: the runs outside the group that holds more than
+    half of those that can tell; empty where all agree or no group does. ``agreement``: that in one
     sentence. ``only_odd``: what the odd runs' manifests say of their machines that those of the
-    camp do not. ``next``: commands that go deeper.
+    group do not. ``next``: commands that go deeper.
     """
 
     schema_version: int = MATRIX_SCHEMA_VERSION
@@ -78,7 +78,7 @@ class Matrix(msgspec.Struct, kw_only=True):
     reference: RunSummary
     rows: list[MatrixRow]
     identical: list[list[str]] = []
-    camps: list[Camp] = []
+    groups: list[AgreementGroup] = []
     cross_checks: list[CrossCheck] = []
     odd: list[str] = []
     agreement: str

@@ -18,11 +18,11 @@ from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Environment, Manifest
 from divergence.run.schema.scalars import scalar_words
 
-__all__ = ["Side", "code_span", "report_text", "title_of"]
+__all__ = ["RunSide", "code_span", "report_text", "title_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class RunSide:
     """One machine's results by port: how far from the truth, and from the first side's."""
 
     label: str
@@ -36,7 +36,7 @@ _NEAR = 1.5  # of the error of storing the truth once
 
 def title_of(
     call: Call,
-    sides: Sequence[Side],
+    sides: Sequence[RunSide],
     stores: Mapping[str, float | None] | None = None,
     *,
     shown: Callable[[str], str] = str,
@@ -64,7 +64,7 @@ def title_of(
 
 def report_text(
     call: Call,
-    sides: Sequence[Side],
+    sides: Sequence[RunSide],
     stores: Mapping[str, float | None],
     *,
     site: str,
@@ -111,7 +111,7 @@ def report_text(
     return "\n".join(lines) + "\n"
 
 
-def _summary(sides: Sequence[Side], truth: str | None) -> list[str]:
+def _summary(sides: Sequence[RunSide], truth: str | None) -> list[str]:
     lines = []
     if truth is None:
         lines.append("There is no float64 result to hold it against: the operator has none here.")
@@ -128,7 +128,7 @@ def _summary(sides: Sequence[Side], truth: str | None) -> list[str]:
     return [" ".join(lines), "", f"The float64 truth was {truth}."]
 
 
-def _table(sides: Sequence[Side], stores: Mapping[str, float | None]) -> list[str]:
+def _table(sides: Sequence[RunSide], stores: Mapping[str, float | None]) -> list[str]:
     lines = [
         "| result | side | held against | rel L2 | max abs | max ulp | elements that differ |",
         "|---|---|---|---|---|---|---|",
@@ -154,7 +154,7 @@ def _table(sides: Sequence[Side], stores: Mapping[str, float | None]) -> list[st
     return lines
 
 
-def _environments(sides: Sequence[Side]) -> list[str]:
+def _environments(sides: Sequence[RunSide]) -> list[str]:
     rows: list[tuple[str, list[str]]] = []
     labels = [code_span(side.label) for side in sides]
     found = [_environment(side.manifest.environment, side.manifest) for side in sides]
@@ -179,7 +179,7 @@ def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]
     return {code_span(name): code_span(value) for name, value in rows.items()}
 
 
-def _facts(call: Call, sides: Sequence[Side]) -> list[str]:
+def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
     """What the probes of each machine proved of this operation in these dtypes; of two machines
     first what differs between them."""
     dtypes = {operand.dtype for operand in call.operands}

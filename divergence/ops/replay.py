@@ -41,7 +41,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Plan
 from divergence.run.storage.location import location_of
 from divergence.run.untrusted.trust import recorded_seed
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress
 
 __all__ = ["replay"]
@@ -187,7 +187,7 @@ def _run_one(
         raise Refusal("it returned other results than were recorded", detail=one.path)
     for port, record in one.results.items():
         writer.put(
-            Item(found[port]),
+            CapturedTensor(found[port]),
             pass_="replayed",
             sample=record.sample,
             step=record.step,

@@ -21,7 +21,7 @@ import torch
 
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.ops.allowed import asked_for
-from divergence.ops.bug_report import Side, code_span, report_text, title_of
+from divergence.ops.bug_report import RunSide, code_span, report_text, title_of
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.differences import Difference, difference, store_error
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
@@ -293,8 +293,8 @@ def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
     return best[1]
 
 
-def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> Side:
-    return Side(
+def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> RunSide:
+    return RunSide(
         label=source.manifest.environment.label,
         manifest=source.manifest,
         from_truth={
@@ -305,7 +305,7 @@ def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> Side:
     )
 
 
-def _told_apart(sides: list[Side], *runs: Run | None) -> list[Side]:
+def _told_apart(sides: list[RunSide], *runs: Run | None) -> list[RunSide]:
     """Two machines of one name are told apart by the names of their runs."""
     if len({side.label for side in sides}) == len(sides):
         return sides
@@ -319,7 +319,7 @@ def _told_apart(sides: list[Side], *runs: Run | None) -> list[Side]:
 def _other_side(
     source: Run, other: Run, one: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
     true: Tensors,
-) -> Side:  # fmt: skip
+) -> RunSide:  # fmt: skip
     """The other run's results at the same call, given the same. Raises UsageError otherwise."""
     pass_ = _pass_of(other, source, one.first.pass_)
     results: dict[str, Any] = {}

@@ -37,9 +37,9 @@ from divergence.recording.passes.whole import why_not_whole
 from divergence.recording.planned import DryRun, PlannedSite
 from divergence.recording.suites import opened, plan_suite, wants_suite
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote, Store
+from divergence.run.schema.manifest import ModuleNote, StoreMode
 from divergence.run.schema.site import module_of
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 
 __all__ = ["forward_shapes", "plan_capture"]
 
@@ -47,19 +47,19 @@ __all__ = ["forward_shapes", "plan_capture"]
 class _Counter:
     """A sink that keeps shapes and sizes by (step, site)."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: StoreMode) -> None:
         self._store = store
-        self.seen: dict[tuple[int, str], tuple[Item, int]] = {}
+        self.seen: dict[tuple[int, str], tuple[CapturedTensor, int]] = {}
         self._counted: set[int] = set()
-        self._alive: list[Item] = []
+        self._alive: list[CapturedTensor] = []
 
-    def put(self, item: Item, *, step: int, site: str, **_: object) -> None:
+    def put(self, item: CapturedTensor, *, step: int, site: str, **_: object) -> None:
         fresh = id(item) not in self._counted
         self._counted.add(id(item))
         self._alive.append(item)  # keeps ids unique
         self.seen[step, site] = (item, self._bytes_of(item) if fresh else 0)
 
-    def _bytes_of(self, item: Item) -> int:
+    def _bytes_of(self, item: CapturedTensor) -> int:
         if self._store == "full":
             return item.num_bytes
         if self._store == "sketch":

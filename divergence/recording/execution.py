@@ -35,10 +35,10 @@ from divergence.recording.options.request import Request
 from divergence.recording.options.sites import SiteSelection
 from divergence.recording.options.store_modes import check_operators
 from divergence.recording.passes.free import (
-    Key,
     Pass,
     RememberingSink,
     RepeatSink,
+    TensorKey,
     can_anchor,
     recorded_inputs,
     run_pass,
@@ -60,7 +60,7 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.schema.site import ROOT
 from divergence.run.storage.location import Location
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress
 
 __all__ = ["Execution", "Progress"]
@@ -124,7 +124,7 @@ class Execution:
                 anchor = self._anchor_inputs() if one.anchored else None
                 if one.whole:
                     own = own_part(Run.open(writer.flush()), rank)
-                    own.borrow_from(request.like)
+                    own.set_fallback(request.like)
                     anchor = own_inputs(own)
                 recorder = self._recorder(remembering or writer if free else writer, one, anchor)
                 self._run_pass(recorder, one, writer if free else None)
@@ -376,7 +376,7 @@ class Execution:
                 f"there the {one.name} pass is rounded to them"
             )
 
-    def _repeat(self, first: dict[Key, Item]) -> Repeatability:
+    def _repeat(self, first: dict[TensorKey, CapturedTensor]) -> Repeatability:
         result = Repeatability(num_runs=self.request.repeat)
         for number in range(1, self.request.repeat):
             self.tell("repeat", number, self.request.repeat - 1, "")

@@ -93,7 +93,7 @@ def _headline(matrix: Matrix) -> list[Line]:
 def _word(matrix: Matrix) -> tuple[str, str]:
     if matrix.odd:
         return "ODD", "bold red"
-    if matrix.camps and len(matrix.camps) == 1 and len(matrix.camps[0].runs) > 1:
+    if matrix.groups and len(matrix.groups) == 1 and len(matrix.groups[0].runs) > 1:
         return "AGREE", "bold green"
     if any(_state(row, matrix) == "diverged" for row in matrix.rows):
         return "SPLIT", "bold red"

@@ -39,7 +39,7 @@ from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.parsing import name_of, read_manifest, read_records
 from divergence.run.schema.record import Coordinates, Record
 from divergence.run.schema.site import natural_key, near_names
-from divergence.run.storage.blob import Buffer
+from divergence.run.storage.blob import Bytes
 from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.ranges import SPAN_BYTES
 from divergence.run.storage.shard import Shard
@@ -76,7 +76,7 @@ class Run:
         self._digests: dict[tuple[str, str], str] = {}
         self._by_coordinates: dict[Coordinates, Record] = {}
         self._by_content: dict[Content, Record] = {}
-        self._lender: Run | None = None
+        self._fallback: Run | None = None
 
     def __repr__(self) -> str:
         state = "complete" if self.manifest.complete else "incomplete"
@@ -134,7 +134,7 @@ class Run:
         names = [MANIFEST, *filter(store.has, lines), *sorted(shards)]
         return {name: store.size(name) for name in names}
 
-    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
+    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Bytes]]]:
         """(name, bytes, its pieces in order) of each of ``files``, one after the other."""
         sizes, store = self.files(), self._opened()
         store.expect(
@@ -160,26 +160,26 @@ class Run:
             self._by_coordinates = {record.coordinates: record for record in self.records}
         return self._by_coordinates.get(coordinates)
 
-    def borrow_from(self, other: Run | None) -> None:
+    def set_fallback(self, other: Run | None) -> None:
         """Read what this run keeps no bytes of from ``other``, if it is the run that holds them
         (``capture --only-changed``); else nothing changes."""
         if other is not None and self.manifest.plan.only_changed == other.manifest.id:
-            self._lender = other
+            self._fallback = other
 
     @property
-    def lender(self) -> Run | None:
+    def fallback(self) -> Run | None:
         """The run that is read from where this one keeps no bytes."""
-        return self._lender
+        return self._fallback
 
     def has_bytes(self, record: Record) -> bool:
         """Can the record's tensor be read, here or from the run that was borrowed from?"""
         return record.place is not None or self._lent(record) is not None
 
     def _lent(self, record: Record) -> tuple[Run, Record] | None:
-        if self._lender is None:
+        if self._fallback is None:
             return None
-        found = self._lender.holding(record)
-        return None if found is None else (self._lender, found)
+        found = self._fallback.holding(record)
+        return None if found is None else (self._fallback, found)
 
     def holding(self, other: Record) -> Record | None:
         """A record of this run that has the bytes of ``other``, of any run; or None."""
@@ -196,8 +196,8 @@ class Run:
         if record.place is None:
             lent = self._lent(record)
             if lent is not None:
-                lender, its_own = lent
-                return lender.read(its_own, verify=verify)
+                fallback, its_own = lent
+                return fallback.read(its_own, verify=verify)
             raise UsageError(
                 f"no bytes of this tensor are at hand: {why_no_bytes(self.manifest)}",
                 where=f"{self.path}, {name_of(record)}",
@@ -215,8 +215,8 @@ class Run:
         reading it does, without a tensor. Raises RunFormatError."""
         lent = self._lent(record) if record.place is None else None
         if lent is not None:
-            lender, its_own = lent
-            return lender.check(its_own)
+            fallback, its_own = lent
+            return fallback.check(its_own)
         for part in parts_of(record)[:1]:
             self._hold(self._touch(record, part), record, part)
 

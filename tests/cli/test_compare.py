@@ -207,7 +207,7 @@ def matching(monkeypatch, reports):
     """``matching(*kinds)`` makes compare_many() return rows of these verdicts (None: unreadable);
     returns its calls."""
     from divergence.fleet import many
-    from divergence.fleet.result import Camp, Matrix, MatrixRow
+    from divergence.fleet.result import AgreementGroup, Matrix, MatrixRow
 
     def answer(*kinds):
         rows = [
@@ -225,7 +225,7 @@ def matching(monkeypatch, reports):
             calls.append((args, options))
             return Matrix(
                 tool_version="0", reference=reports.make_run("a"), rows=rows, agreement="so so",
-                camps=[Camp(runs=["a"])],
+                groups=[AgreementGroup(runs=["a"])],
             )  # fmt: skip
 
         monkeypatch.setattr(many, "compare_many", compare_many)

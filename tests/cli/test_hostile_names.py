@@ -26,7 +26,7 @@ from divergence.run.schema.manifest import (
 )
 from divergence.run.schema.site import escape_path
 from divergence.run.untrusted.command import quoted
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 NAMES = [
     "x; touch pwned",
@@ -59,8 +59,14 @@ def made(path: Path, evil: str, *, offset: float = 0.0, mesh: Mesh | None = None
     )  # fmt: skip
     with RunWriter(path, manifest) as writer:
         for order, port in enumerate(("in", "out")):
-            writer.put(Item(torch.full((1, 1, 4), 1.0 + offset)), pass_="free", sample=0, step=0,
-                       site=f"{evil}:{port}", order=order)  # fmt: skip
+            writer.put(
+                CapturedTensor(torch.full((1, 1, 4), 1.0 + offset)),
+                pass_="free",
+                sample=0,
+                step=0,
+                site=f"{evil}:{port}",
+                order=order,
+            )
     return Run.open(path)
 
 

@@ -27,7 +27,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.reduction import reducer_for
 from divergence.run.writing.writer import RunWriter
 
@@ -76,8 +76,8 @@ def run_of(tmp_path):
             for writer, tensor in zip(writers, tensors, strict=True):
                 if tensor is not None:
                     words = word if isinstance(word, tuple) else word and (word,)
-                    writer.put(Item(tensor.contiguous()), pass_="free", sample=sample, step=0,
-                               site=site, order=order, placement=words)  # fmt: skip
+                    writer.put(CapturedTensor(tensor.contiguous()), pass_="free", sample=sample,
+                               step=0, site=site, order=order, placement=words)  # fmt: skip
         for writer in reversed(writers):
             writer.flush()
             if writer is not writers[0]:
@@ -198,7 +198,7 @@ def test_the_same_bits_have_one_answer(run_of):
     matrix = compare_many(first, [b, c, same])
     (check,) = matrix.cross_checks
     assert (check.reference, check.candidate) == (str(b.path), str(c.path))
-    assert [camp.runs for camp in matrix.camps] == [[str(first.path)], [str(b.path)]]
+    assert [group.runs for group in matrix.groups] == [[str(first.path)], [str(b.path)]]
     assert matrix.identical == [[str(c.path), str(same.path)]] and matrix.odd == []
 
 

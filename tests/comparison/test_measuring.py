@@ -23,7 +23,7 @@ from divergence.numerics.kernels import has_compiled
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, Sizes
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 NUM_BLOCKS = 7
 
@@ -52,7 +52,7 @@ def dumps(tmp_path_factory, tiny_model):
         for port, tensors in (("in", before), ("out", after)):
             for writer, tensor in zip(writers, tensors or (), strict=False):
                 writer.put(
-                    Item(tensor.bfloat16()), pass_="free", sample=0, step=0,
+                    CapturedTensor(tensor.bfloat16()), pass_="free", sample=0, step=0,
                     site=f"model.layers.{number}:{port}", order=2 * number + (port == "out"),
                 )  # fmt: skip
         before = after

@@ -11,7 +11,7 @@ from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 BLOCK = "model.layers.1"
 FAULTY = f"{BLOCK}.mlp.down_proj/aten.mm:out"
@@ -46,7 +46,7 @@ def changed(run: Run, path, site: str, factor: float) -> Run:
             if record.site == site:
                 tensor = tensor * factor
             writer.put(
-                Item(tensor), pass_=record.pass_, sample=record.sample, step=record.step,
+                CapturedTensor(tensor), pass_=record.pass_, sample=record.sample, step=record.step,
                 site=record.site, order=record.order, call=record.call,
             )  # fmt: skip
     return Run.open(path)

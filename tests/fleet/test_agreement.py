@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from divergence.fleet.agreement import (
     agreement_text,
     agrees,
-    find_camps,
+    find_groups,
     fingerprints,
     only_there,
     outside,
@@ -28,14 +28,14 @@ def camps_of(kinds: str):
         asked.append((one, two))
         return kinds[one] == kinds[two]
 
-    return *find_camps(range(len(kinds)), agree), asked
+    return *find_groups(range(len(kinds)), agree), asked
 
 
 @pytest.mark.parametrize(
     ("kinds", "odd", "asked_among_others"),
     [
         ("xxxx", [], 0),
-        ("xxxy", [3], 0),  # the first run's camp is the majority: nothing else is compared
+        ("xxxy", [3], 0),  # the first run's group is the majority: nothing else is compared
         ("yxxx", [0], 2),  # the others among themselves: it is the first that is odd
         ("xyxyy", [0, 2], 2),
         ("xxyy", [], 0),  # the two that are left can be no majority, whatever they say
@@ -47,20 +47,20 @@ def camps_of(kinds: str):
 def test_the_odd_ones_are_outside_the_majority(kinds, odd, asked_among_others):
     """More than half must agree; candidates are compared with one another only where the answer
     can make a majority."""
-    camps, left, asked = camps_of(kinds)
-    assert outside(camps, left) == odd
+    groups, left, asked = camps_of(kinds)
+    assert outside(groups, left) == odd
     assert len([pair for pair in asked if pair[0] != 0]) == asked_among_others
 
 
 @given(st.text("abc", min_size=1, max_size=9))
 def test_who_is_odd_does_not_depend_on_the_order(kinds):
     """Where agreeing is an equivalence, the answer is the one of counting letters."""
-    camps, left, asked = camps_of(kinds)
+    groups, left, asked = camps_of(kinds)
     common = max(set(kinds), key=kinds.count)
     majority = 2 * kinds.count(common) > len(kinds)
     expected = [n for n, letter in enumerate(kinds) if letter != common] if majority else []
-    assert sorted(outside(camps, left)) == expected
-    assert sorted([*itertools.chain(*camps), *left]) == list(range(len(kinds)))
+    assert sorted(outside(groups, left)) == expected
+    assert sorted([*itertools.chain(*groups), *left]) == list(range(len(kinds)))
     assert len(set(asked)) == len(asked)
 
 
@@ -76,8 +76,8 @@ def test_verdicts_that_abstain_are_no_vote():
 def test_the_sentence_says_what_is_known():
     """All, most, half, none."""
 
-    def say(camps, left=(), silent=0, identical=False):
-        return agreement_text(camps, left, num_silent=silent, identical=identical)
+    def say(groups, left=(), silent=0, identical=False):
+        return agreement_text(groups, left, num_silent=silent, identical=identical)
 
     assert say([["a", "b", "c"]]) == "all 3 runs agree as far as rounding goes"
     assert say([["a", "b"]], silent=1) == (
@@ -158,11 +158,11 @@ def machine(**changes):
 
 
 def test_what_only_the_odd_machine_has():
-    """One trait that all of the camp share and the odd one has not; what varies in the camp, and
+    """One trait that all of the group share and the odd one has not; what varies in the group, and
     what is only a name, says nothing."""
-    camp = [machine(num_threads=2), machine(num_threads=4, label="n")]
+    group = [machine(num_threads=2), machine(num_threads=4, label="n")]
     odd = machine(num_threads=8, versions={"torch": "2.12"}, variables={"MKL_CBWR": "AVX2"})
-    assert only_there([odd], camp) == [
+    assert only_there([odd], group) == [
         "torch: 2.12 (the others: 2.13)", "MKL_CBWR: AVX2 (the others: -)"
     ]  # fmt: skip
-    assert only_there([camp[0]], camp[:1]) == []
+    assert only_there([group[0]], group[:1]) == []

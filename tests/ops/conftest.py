@@ -26,7 +26,7 @@ from divergence.run.schema.manifest import (
     Tokens,
 )
 from divergence.run.schema.site import operator_path
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -89,9 +89,14 @@ class _Recorder(TorchDispatchMode):
     def _put(self, site: str, tensor: torch.Tensor, call: Call | None = None) -> None:
         self._order += 1
         self._writer.put(
-            Item(tensor.detach().clone().contiguous()), pass_="free", sample=0, step=self._step,
-            site=site, order=self._order, call=call,
-        )  # fmt: skip
+            CapturedTensor(tensor.detach().clone().contiguous()),
+            pass_="free",
+            sample=0,
+            step=self._step,
+            site=site,
+            order=self._order,
+            call=call,
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None):
         kwargs = kwargs or {}

@@ -17,7 +17,7 @@ from divergence.ops.replay import replay
 from divergence.ops.repro import repro
 from divergence.run.reader import Run
 from divergence.run.schema.call import Call, Operand
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 X = torch.arange(12.0).reshape(3, 4)
 I = torch.tensor([0, 2])  # noqa: E741
@@ -310,8 +310,15 @@ def test_all_of_this_holds_in_replay_and_repro(record, tmp_path):
                 one.call, operator="aten._reshape_alias_copy.default",
                 arguments={"self": {"tensor": 0}, "size": [4096], "stride": [1]},
             )  # fmt: skip
-            writer.put(Item(source.read(one)), pass_=one.pass_, sample=one.sample, step=one.step,
-                       site=one.site, order=one.order, call=call)  # fmt: skip
+            writer.put(
+                CapturedTensor(source.read(one)),
+                pass_=one.pass_,
+                sample=one.sample,
+                step=one.step,
+                site=one.site,
+                order=one.order,
+                call=call,
+            )
     bad = Run.open(tmp_path / "bad")
     site = next(one.site for one in bad.records if one.call)
     with pytest.raises(UsageError, match="none of the 1 operators") as caught:

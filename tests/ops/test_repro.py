@@ -23,7 +23,7 @@ from divergence.ops.repro import FILES, repro
 from divergence.run.reader import Run
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 BARE = """
 import runpy, sys
@@ -404,10 +404,17 @@ def _by_hand(path: Path, call: Call, site: str, label: str = "here") -> Run:
     )  # fmt: skip
     with RunWriter(path, values) as writer:
         for order, name in enumerate(("self", "other")):
-            writer.put(Item(torch.tensor([1.0, 2.0])), pass_="free", sample=0, step=0,
+            writer.put(CapturedTensor(torch.tensor([1.0, 2.0])), pass_="free", sample=0, step=0,
                        site=f"m/aten.add:in.{name}", order=order)  # fmt: skip
-        writer.put(Item(torch.tensor([2.0, 4.0])), pass_="free", sample=0, step=0, site=site,
-                   order=2, call=call)  # fmt: skip
+        writer.put(
+            CapturedTensor(torch.tensor([2.0, 4.0])),
+            pass_="free",
+            sample=0,
+            step=0,
+            site=site,
+            order=2,
+            call=call,
+        )
     return Run.open(path)
 
 
@@ -416,6 +423,12 @@ def _changed(run: Run, path: Path, factor: float) -> Run:
     manifest.complete, manifest.sizes = False, type(manifest.sizes)()
     with RunWriter(path, manifest) as writer:
         for record in run.records:
-            writer.put(Item(run.read(record) * factor), pass_=record.pass_, sample=record.sample,
-                       step=record.step, site=record.site, order=record.order)  # fmt: skip
+            writer.put(
+                CapturedTensor(run.read(record) * factor),
+                pass_=record.pass_,
+                sample=record.sample,
+                step=record.step,
+                site=record.site,
+                order=record.order,
+            )
     return Run.open(path)

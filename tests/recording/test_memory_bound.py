@@ -20,9 +20,9 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Sizes
 from divergence.run.storage import directory_target
 from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits
-from divergence.run.writing.pending import Pending
-from divergence.run.writing.piece import Piece, piece_of
 from divergence.run.writing.reduction import Reducer
+from divergence.run.writing.shard_builder import ShardBuilder
+from divergence.run.writing.shard_entry import ShardEntry, piece_of
 from divergence.run.writing.writer import RunWriter
 
 MIB = 1 << 20
@@ -154,12 +154,12 @@ def test_a_few_bytes_that_are_stored_hold_no_place(tmp_path, captured):
 
 def test_what_has_memory_of_its_own_leaves_the_short_ones_theirs():
     """Sketches lie in no ring: however many there are, token ids after them hold no place."""
-    buffer, pending = Buffer(Limits.of(MIN_BUFFER_BYTES)), Pending(rank=0)
+    buffer, pending = Buffer(Limits.of(MIN_BUFFER_BYTES)), ShardBuilder(rank=0)
     for number in range(200):
         pending.add(number.to_bytes(16, "big"), piece_of(torch.full((2048,), float(number))))
     slot = buffer.take(128)
     slot.tensor(torch.int64, (16,)).copy_(torch.arange(16))
-    piece = Piece("int64", (16,), slot.bytes(), slot)
+    piece = ShardEntry("int64", (16,), slot.bytes(), slot)
     pending.add(b"ids" + bytes(13), piece)
     assert not buffer.empty
     del slot, piece

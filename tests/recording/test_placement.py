@@ -15,7 +15,7 @@ from divergence.recording.ranks.divided import Division, LocalKeeper, check_requ
 from divergence.recording.ranks.placement import TensorPlacement, share_of
 from divergence.recording.ranks.processes import Ranks
 from divergence.run.schema.manifest import Mesh, MeshAxis, Repeatability, Sizes
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 
 PLAN = {
     "b.q": "colwise",
@@ -128,7 +128,7 @@ def division(**values) -> Division:
 def test_a_dtensor_without_a_word_is_not_guessed_at(own, word):
     """A plain tensor is placed by its shape; a DTensor by what it says alone, since interleaved
     parts (a strided shard) have the shape of a stretch."""
-    item = Item(torch.zeros(1, 4, 4))
+    item = CapturedTensor(torch.zeros(1, 4, 4))
     item.placement = own
     assert division().place("b.act:out", item, sample=0, step=0, pass_="free") == word
 

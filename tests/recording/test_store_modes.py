@@ -156,9 +156,9 @@ def test_only_changed(runs, tmp_path):
     unread = next(r for r in part.records if r.place is None)
     with pytest.raises(UsageError, match=runs["full"].manifest.id):
         part.read(unread)
-    part.borrow_from(whole)  # another run: nothing changes
+    part.set_fallback(whole)  # another run: nothing changes
     assert not part.has_bytes(unread)
-    part.borrow_from(runs["full"])
+    part.set_fallback(runs["full"])
     other = by_site(whole)
     for record in part.records:
         assert torch.equal(

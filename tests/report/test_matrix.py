@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from divergence.comparison.result import Onset
-from divergence.fleet.result import Camp, CrossCheck, Matrix, MatrixRow
+from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
 from divergence.layout.lines import MAX_WIDTH
 from divergence.layout.terminal import print_lines
 from divergence.report.matrix import MAX_ROWS, matrix_headline, matrix_lines
@@ -55,7 +55,7 @@ def matrix(row, reports):
         reference=reports.make_run("runs/first"),
         rows=[same, row("runs/b"), faulty, gone, row("runs/c", verdict="undetermined")],
         identical=[["runs/first", "runs/same"]],
-        camps=[Camp(runs=["runs/first", "runs/same", "runs/b"])],
+        groups=[AgreementGroup(runs=["runs/first", "runs/same", "runs/b"])],
         cross_checks=[CrossCheck(reference="runs/b", candidate="runs/c", verdict=None,
                                  problem="why\nmore")],
         odd=["runs/host-[17]"],
@@ -85,7 +85,7 @@ def test_quiet_is_who_is_odd(matrix):
 
 
 @pytest.mark.parametrize(
-    ("camps", "verdicts", "word"),
+    ("groups", "verdicts", "word"),
     [
         ([["a", "b", "c"]], ["identical", "within_floor"], "AGREE"),
         ([["a", "b"]], ["within_floor", None], "AGREE"),
@@ -93,9 +93,9 @@ def test_quiet_is_who_is_odd(matrix):
         ([["a"]], ["undetermined", None], "UNDETERMINED"),
     ],
 )
-def test_the_first_word(matrix, row, camps, verdicts, word):
+def test_the_first_word(matrix, row, groups, verdicts, word):
     """Nobody is odd: all agree, no majority, or nobody can tell."""
-    matrix.odd, matrix.camps = [], [Camp(runs=runs) for runs in camps]
+    matrix.odd, matrix.groups = [], [AgreementGroup(runs=runs) for runs in groups]
     matrix.rows = [row(name, verdict=kind) for name, kind in zip("bc", verdicts, strict=True)]
     assert text_of(matrix_headline(matrix)).startswith(f"{word}: ")
 

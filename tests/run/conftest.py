@@ -66,13 +66,13 @@ def manifest() -> Callable[..., Manifest]:
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[..., Path]:
     """``write_run({"a:out": tensor})`` → the directory of a complete run that holds them."""
-    from divergence.run.writing.writer import Item, RunWriter
+    from divergence.run.writing.writer import CapturedTensor, RunWriter
 
     def write(tensors: dict[str, Any], path: Path | None = None, **changes: Any) -> Path:
         path = path or tmp_path / "run"
         with RunWriter(path, _manifest(**changes)) as writer:
             for order, (site, tensor) in enumerate(tensors.items()):
-                item = tensor if isinstance(tensor, Item) else Item(tensor)
+                item = tensor if isinstance(tensor, CapturedTensor) else CapturedTensor(tensor)
                 writer.put(item, pass_="free", sample=0, step=0, site=site, order=order)
         return path
 

@@ -8,7 +8,7 @@ import torch
 from divergence.errors import RunFormatError
 from divergence.run.reader import Run
 from divergence.run.storage.blob import LocalBlob
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 
 needs_preadv = pytest.mark.skipif(not hasattr(os, "preadv"), reason="the system has no preadv")
@@ -81,7 +81,9 @@ def test_a_system_without_the_call_fetches_nothing(tmp_path, monkeypatch):
 def test_what_is_wrong_is_left_to_the_reader_to_say(tmp_path, manifest, damage):
     """Fetching ahead neither raises nor hides a damaged shard."""
     with RunWriter(tmp_path / "run", manifest()) as writer:
-        writer.put(Item(torch.randn(1000)), pass_="free", sample=0, step=0, site="m:out", order=0)
+        writer.put(
+            CapturedTensor(torch.randn(1000)), pass_="free", sample=0, step=0, site="m:out", order=0
+        )
     run = Run.open(tmp_path / "run")
     (shard,) = (tmp_path / "run/tensors").iterdir()
     if damage == "removed":
@@ -97,7 +99,9 @@ def test_what_is_wrong_is_left_to_the_reader_to_say(tmp_path, manifest, damage):
 def test_a_run_asks_for_its_tensors_bytes(tmp_path, manifest, asked):
     """As many as the record says, of the shard that it names."""
     with RunWriter(tmp_path / "run", manifest()) as writer:
-        writer.put(Item(torch.randn(5000)), pass_="free", sample=0, step=0, site="m:out", order=0)
+        writer.put(
+            CapturedTensor(torch.randn(5000)), pass_="free", sample=0, step=0, site="m:out", order=0
+        )
     run = Run.open(tmp_path / "run")
     run.will_read(run.records[0])
     assert sum(count for _, count in asked) == 20000

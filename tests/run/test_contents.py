@@ -10,7 +10,7 @@ from divergence.numerics.summaries.sketch import sketch_tensor
 from divergence.run.reader import Run
 from divergence.run.schema.contents import sizes_of
 from divergence.run.schema.layout import RECORDS
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.reduction import Reducer
 from divergence.run.writing.writer import RunWriter
 
@@ -21,7 +21,7 @@ def sketched(tmp_path, manifest):
     tensors = [torch.randn(1, 6, 256), torch.randn(1, 6, 512).bfloat16()]
     with RunWriter(tmp_path / "run", manifest(), reducer=Reducer("sketch")) as writer:
         for number, tensor in enumerate(tensors):
-            writer.put(Item(tensor.clone()), pass_="free", sample=0, step=0,
+            writer.put(CapturedTensor(tensor.clone()), pass_="free", sample=0, step=0,
                        site=f"model.layers.{number}:out", order=number)  # fmt: skip
     return tmp_path / "run", tensors
 
@@ -85,14 +85,14 @@ def test_only_the_named_run_lends(sketched, tmp_path, manifest):
     """Bytes come from the run that the plan names, by digest, dtype and shape."""
     path, tensors = sketched
     with RunWriter(tmp_path / "full", manifest()) as writer:
-        writer.put(Item(tensors[0].clone()), pass_="free", sample=0, step=0,
+        writer.put(CapturedTensor(tensors[0].clone()), pass_="free", sample=0, step=0,
                    site="elsewhere:out", order=0)  # fmt: skip
     full, run = Run.open(tmp_path / "full"), Run.open(path)
-    run.borrow_from(full)
+    run.set_fallback(full)
     assert not run.has_bytes(run.records[0])
     run.manifest.plan.only_changed = full.manifest.id
-    run.borrow_from(None)
-    run.borrow_from(full)
+    run.set_fallback(None)
+    run.set_fallback(full)
     assert torch.equal(run.read(run.records[0]), tensors[0])
     assert not run.has_bytes(run.records[1])
 
@@ -104,7 +104,9 @@ def test_sizes_by_the_records_are_those_that_the_writer_counted(tmp_path, manife
     with RunWriter(tmp_path / "run", manifest(), reducer=reducer) as writer:
         for step in range(6):
             tensor = torch.full((8, 256), float(step // 2))
-            writer.put(Item(tensor), pass_="free", sample=0, step=step, site="m:out", order=step)
+            writer.put(
+                CapturedTensor(tensor), pass_="free", sample=0, step=step, site="m:out", order=step
+            )
             if step == 3:
                 writer.flush()  # so that there are two shards
     run = Run.open(tmp_path / "run")

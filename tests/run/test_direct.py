@@ -10,7 +10,7 @@ from divergence.run import process_tuning as tuning
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.reader import Run
 from divergence.run.storage import shard
-from divergence.run.writing.piece import piece_of
+from divergence.run.writing.shard_entry import piece_of
 from divergence.run.writing.writer import RunWriter
 
 needs_direct = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
@@ -116,13 +116,18 @@ def test_a_run_reads_back_either_way(tmp_path, manifest, monkeypatch, refused):
     """Through the writer, with tensors of several dtypes in one large shard."""
     if refused:
         monkeypatch.setattr(DirectFiles, "write", lambda *_: False)
-    from divergence.run.writing.item import Item
+    from divergence.run.writing.captured_tensor import CapturedTensor
 
     tensors = [torch.randn(3 << 20), torch.arange(1 << 20), torch.randn(777).to(torch.bfloat16)]
     with RunWriter(tmp_path / "run", manifest()) as writer:
         for order, tensor in enumerate(tensors):
             writer.put(
-                Item(tensor), pass_="free", sample=0, step=0, site=f"m.{order}:out", order=order
+                CapturedTensor(tensor),
+                pass_="free",
+                sample=0,
+                step=0,
+                site=f"m.{order}:out",
+                order=order,
             )
     run = Run.open(tmp_path / "run")
     for record, tensor in zip(run.records, tensors, strict=True):

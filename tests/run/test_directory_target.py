@@ -15,7 +15,7 @@ import torch
 from divergence.errors import RunExistsError
 from divergence.run.reader import Run
 from divergence.run.storage.target import check_target
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 HERE = Path(__file__).parents[2]
 
@@ -81,7 +81,7 @@ def test_a_reader_meets_the_old_run_or_the_new_one(
 
 
 def _put(writer: RunWriter) -> None:
-    writer.put(Item(torch.ones(2)), pass_="free", sample=0, step=0, site="a:out", order=0)
+    writer.put(CapturedTensor(torch.ones(2)), pass_="free", sample=0, step=0, site="a:out", order=0)
 
 
 @pytest.mark.parametrize("force", [True, False])

@@ -18,14 +18,14 @@ from divergence.run.storage import remote_target
 from divergence.run.storage.location import Url
 from divergence.run.storage.packing import pack
 from divergence.run.writing import writer as writing
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 URL = "far://bucket/run"
 
 
 def put(writer: RunWriter, tensor: torch.Tensor, site: str = "a:out", **changes) -> None:
     values = {"pass_": "free", "sample": 0, "step": 0, "site": site, "order": 0, **changes}
-    writer.put(Item(tensor), **values)
+    writer.put(CapturedTensor(tensor), **values)
 
 
 def upload(far, path, url: str = URL) -> None:

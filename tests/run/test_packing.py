@@ -15,7 +15,7 @@ from divergence.errors import RunExistsError, RunFormatError, RunWriteError, Usa
 from divergence.run.reader import Run
 from divergence.run.storage import packing
 from divergence.run.storage.packing import pack, unpack
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 KINDS = ("tar", "zip")
 
@@ -81,7 +81,9 @@ def test_default_names(small_run, tmp_path, monkeypatch):
 def test_an_incomplete_run_stays_incomplete(tmp_path, manifest):
     """Packing does not make it whole; a shard that no line points at is left out."""
     with pytest.raises(ValueError), RunWriter(tmp_path / "r", manifest()) as writer:
-        writer.put(Item(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0)
+        writer.put(
+            CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0
+        )
         raise ValueError("stop")
     (tmp_path / "r/records.jsonl").write_bytes(b"")
     run = pack(tmp_path / "r")
@@ -187,7 +189,9 @@ def test_the_writer_writes_archives(tmp_path, manifest, kind):
     """Gathered beside, packed at the end; the same file as packing the directory gives."""
     place = tmp_path / f"r.{kind}"
     with RunWriter(place, manifest()) as writer:
-        writer.put(Item(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0)
+        writer.put(
+            CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0
+        )
         assert str(writer.flush()) == f"{place}.partial"
         assert len(Run.open(f"{place}.partial").records) == 1
         assert not place.exists()
@@ -200,7 +204,9 @@ def test_the_writer_writes_archives(tmp_path, manifest, kind):
 def test_a_capture_that_stops_leaves_a_directory(tmp_path, manifest):
     """An archive is always a whole run; what was recorded can be read, and packed."""
     with pytest.raises(KeyboardInterrupt), RunWriter(tmp_path / "r.tar", manifest()) as writer:
-        writer.put(Item(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0)
+        writer.put(
+            CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0
+        )
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["r.tar.partial"]
     run = Run.open(tmp_path / "r.tar.partial")

@@ -23,7 +23,7 @@ from divergence.recording.api import truth as make_truth
 from divergence.run import process_tuning as tuning
 from divergence.run.reader import Run
 from divergence.run.storage import shard
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 
 TASKS = Path("/proc/self/task")
@@ -271,7 +271,9 @@ def test_the_writer_works_alone(two_threads, tmp_path, manifest, monkeypatch, va
             return items
 
     with RunWriter(tmp_path / "run", manifest(), reducer=Looking()) as writer:
-        writer.put(Item(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0)
+        writer.put(
+            CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="a:out", order=0
+        )
     assert found == [expected]
     assert torch.get_num_threads() == 2
 

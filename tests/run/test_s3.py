@@ -14,12 +14,12 @@ from divergence.errors import RunExistsError, RunFormatError, RunWriteError
 from divergence.run.reader import Run
 from divergence.run.storage.packing import pack, unpack
 from divergence.run.writing import writer as writing
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 
 def put(writer: RunWriter, tensor: torch.Tensor, **changes) -> None:
     values = {"pass_": "free", "sample": 0, "step": 0, "site": "a:out", "order": 0, **changes}
-    writer.put(Item(tensor), **values)
+    writer.put(CapturedTensor(tensor), **values)
 
 
 def written(url: str, manifest, num: int = 6) -> Run:

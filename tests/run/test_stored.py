@@ -6,7 +6,7 @@ import math
 import tracemalloc
 
 from divergence.numerics.summaries.summary import Summary
-from divergence.run.writing.stored import Stored
+from divergence.run.writing.dedup_index import DedupIndex
 
 SUMMARY = Summary(min=-1.5, max=2.0, mean=0.1, rms=1.0, absmax=2.0, num_nan=3, num_zero=7)
 NOTHING = Summary(min=None, max=None, mean=None, rms=None, absmax=None, num_nan=5)
@@ -19,7 +19,7 @@ def digest(number: int) -> bytes:
 
 def test_what_was_added_is_found_again():
     """Place and summary come back as they were, also of a tensor without a finite element."""
-    stored = Stored(max_bytes=1 << 20, rank=2)
+    stored = DedupIndex(max_bytes=1 << 20, rank=2)
     stored.add(digest(1), KIND, shard=3, clash=0, summary=SUMMARY)
     stored.add(digest(2), KIND, shard=4, clash=2, summary=NOTHING)
     place, summary = stored.find(digest(1), KIND)
@@ -32,7 +32,7 @@ def test_what_was_added_is_found_again():
 
 def test_equal_bytes_of_another_kind_are_not_found():
     """dtype and shape are part of what a tensor is."""
-    stored = Stored(max_bytes=1 << 20, rank=0)
+    stored = DedupIndex(max_bytes=1 << 20, rank=0)
     stored.add(digest(1), KIND, shard=0, clash=0, summary=SUMMARY)
     assert stored.find(digest(1), ("float32", (3, 2))) is None
     assert stored.find(digest(1), ("int32", (2, 3))) is None
@@ -41,7 +41,7 @@ def test_equal_bytes_of_another_kind_are_not_found():
 
 def test_what_is_met_again_outlives_what_is_not():
     """The limit forgets the oldest; a hit makes an entry young."""
-    stored = Stored(max_bytes=320 * 20, rank=0)
+    stored = DedupIndex(max_bytes=320 * 20, rank=0)
     stored.add(digest(0), KIND, shard=0, clash=0, summary=SUMMARY)
     for number in range(1, 100):
         stored.add(digest(number), KIND, shard=0, clash=0, summary=SUMMARY)
@@ -55,7 +55,7 @@ def test_memory_stays_within_the_limit():
     limit = 1 << 20
     tracemalloc.start()
     try:
-        stored = Stored(max_bytes=limit, rank=0)
+        stored = DedupIndex(max_bytes=limit, rank=0)
         for number in range(100 * limit // 320):
             stored.add(digest(number), KIND, shard=number % 7, clash=0, summary=SUMMARY)
         used, _ = tracemalloc.get_traced_memory()

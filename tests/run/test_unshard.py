@@ -15,7 +15,7 @@ from divergence.numerics.summaries.summary import summarize
 from divergence.run.ranks.unshard import digests_of, unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Mesh, MeshAxis
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 
 WHOLE = torch.arange(24, dtype=torch.float32).reshape(1, 4, 6) - 7.5
@@ -36,8 +36,15 @@ def ranks(tmp_path, manifest):
         for rank, writer in enumerate([first, *others]):
             if rank in parts:
                 tensor, placement = parts[rank]
-                writer.put(Item(tensor.contiguous()), pass_="free", sample=0, step=0, site="m:out",
-                           order=rank, placement=placement)  # fmt: skip
+                writer.put(
+                    CapturedTensor(tensor.contiguous()),
+                    pass_="free",
+                    sample=0,
+                    step=0,
+                    site="m:out",
+                    order=rank,
+                    placement=placement,
+                )
             writer.flush()
         for writer in others:
             first.manifest.sizes.num_records += writer.manifest.sizes.num_records
@@ -265,7 +272,7 @@ def test_a_run_of_one_process_is_itself(tmp_path, manifest):
 
 
 def _put(writer):
-    writer.put(Item(torch.ones(3)), pass_="free", sample=0, step=0, site="m:out", order=0,
+    writer.put(CapturedTensor(torch.ones(3)), pass_="free", sample=0, step=0, site="m:out", order=0,
                placement=("replicate",))  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from divergence.numerics.formats import FORMATS
 from divergence.run.reader import Run
 from divergence.run.storage import directory_target as target_of_runs
 from divergence.run.writing import writer as writing
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 HAVE = [name for name in FORMATS if hasattr(torch, name)]
 SOME_BYTES = torch.randint(
@@ -42,7 +42,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def put(writer: RunWriter, tensor: torch.Tensor, site: str = "a:out", **changes) -> None:
     values = {"pass_": "free", "sample": 0, "step": 0, "site": site, "order": 0, **changes}
-    writer.put(Item(tensor), **values)
+    writer.put(CapturedTensor(tensor), **values)
 
 
 # --- what comes back ---------------------------------------------------------------------------
@@ -458,7 +458,7 @@ def test_what_cannot_be_stored_stops_the_capture(tmp_path, manifest):
     assert "meta" in run.manifest.stopped_by
 
 
-class _OnMeta(Item):
+class _OnMeta(CapturedTensor):
     """An item whose tensor has no bytes."""
 
     def __init__(self):

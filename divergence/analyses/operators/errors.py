@@ -14,9 +14,9 @@ from divergence.analyses.operators.products import OwnError, is_product_region, 
 from divergence.analyses.operators.regions import Region, Regions, regions_in
 from divergence.analyses.operators.rights import Rights, distance_of
 from divergence.comparison.calls.codes import Codes, count_codes
+from divergence.comparison.calls.expert_routing import Rerouted, rerouted_in
 from divergence.comparison.calls.graph import Forward, Node, forwards_of, operator_passes
 from divergence.comparison.calls.match import Match, match_calls, match_paths
-from divergence.comparison.calls.rerouted import Rerouted, rerouted_in
 from divergence.comparison.results.operators import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.operator import OperatorErrors, measure_operator

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from divergence.comparison.calls.expert_routing import CHOOSING
 from divergence.comparison.calls.graph import Node
 from divergence.comparison.calls.match import Match
-from divergence.comparison.calls.rerouted import CHOOSING
 from divergence.run.reader import Run
 
 __all__ = ["Codes", "count_codes"]

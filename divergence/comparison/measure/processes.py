@@ -255,7 +255,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Run):
-            return "run", type(value), value.path, value.lender and value.lender.path
+            return "run", type(value), value.path, value.fallback and value.fallback.path
         return ("lock",) if isinstance(value, type(threading.Lock())) else None
 
 
@@ -269,11 +269,11 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, named: Any) -> Any:
         if named[0] == "lock":
             return threading.Lock()
-        _, kind, path, lender = named
+        _, kind, path, fallback = named
         if named not in self._runs:
             run = Run.open(path)
-            if lender is not None:
-                run.borrow_from(self.persistent_load(("run", Run, lender, None)))
+            if fallback is not None:
+                run.set_fallback(self.persistent_load(("run", Run, fallback, None)))
             self._runs[named] = run if kind is Run else kind(run)
         return self._runs[named]
 

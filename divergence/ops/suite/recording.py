@@ -29,7 +29,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.record import PassName, Record
 from divergence.run.schema.site import join_site, operator_path
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 __all__ = ["CaseWriter", "arguments_of", "calls_in", "output_port"]
 
@@ -70,7 +70,7 @@ class CaseWriter:
         return Call(operator=operator, arguments=plain, operands=tuple(operands))
 
     def put(self, site: str, tensor: torch.Tensor, call: Call | None = None) -> None:
-        item = Item(tensor.detach().to("cpu", copy=True).contiguous())
+        item = CapturedTensor(tensor.detach().to("cpu", copy=True).contiguous())
         self.writer.put(
             item, pass_=self.pass_, sample=0, step=0, site=site, order=self.order, call=call
         )

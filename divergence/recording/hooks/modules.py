@@ -34,7 +34,7 @@ from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.record import PassName, Placement
 from divergence.run.schema.site import ROOT, escape_path, join_site
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 
 __all__ = ["Anchor", "Recorder", "Sink", "inside"]
 
@@ -44,7 +44,7 @@ class Sink(Protocol):
 
     def put(
         self,
-        item: Item,
+        item: CapturedTensor,
         *,
         pass_: PassName,
         sample: int,
@@ -323,7 +323,7 @@ class Recorder:
 
     def _kept(
         self, path: str, port: str, tensor: torch.Tensor
-    ) -> tuple[Item, tuple[int, ...] | None]:
+    ) -> tuple[CapturedTensor, tuple[int, ...] | None]:
         """What is kept of the tensor, or was when this very tensor last came by; and of which
         token positions, where not of all."""
         if self._step == 0:
@@ -336,11 +336,15 @@ class Recorder:
             self._recent.add(tensor, item)
         return item, None
 
-    def _emit_operator(self, site: str, item: Item, call: Call | None = None) -> None:
+    def _emit_operator(self, site: str, item: CapturedTensor, call: Call | None = None) -> None:
         self._put(site, item, None, call)
 
     def _put(
-        self, site: str, item: Item, positions: tuple[int, ...] | None, call: Call | None = None
+        self,
+        site: str,
+        item: CapturedTensor,
+        positions: tuple[int, ...] | None,
+        call: Call | None = None,
     ) -> None:
         self.sink.put(
             item,

@@ -46,7 +46,7 @@ from divergence.recording.hooks.schema import (
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.site import ROOT, escape_path, join_site, operator_path
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 
 __all__ = ["Emit", "OperatorRecorder"]
 
@@ -60,17 +60,17 @@ _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permu
 class Emit(Protocol):
     """How a record of the forward under way is made: the recorder's own."""
 
-    def __call__(self, site: str, item: Item, call: Call | None = None) -> None: ...
+    def __call__(self, site: str, item: CapturedTensor, call: Call | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _PendingCall:
     """A call about to be recorded: the counter's key, the operator's path, what it was given."""
 
     key: tuple[str, str]
     where: str
     call: Call
-    pending: list[tuple[str, Item]]
+    pending: list[tuple[str, CapturedTensor]]
 
 
 Substitution = Callable[[str], "torch.Tensor | None"]
@@ -94,7 +94,7 @@ class OperatorRecorder(TorchDispatchMode):
         emit: Emit,
         call_of: Callable[[str], str],
         active: Callable[[], bool],
-        keep: Callable[[torch.Tensor], Item],
+        keep: Callable[[torch.Tensor], CapturedTensor],
         weights: bool = False,
         substitute: Substitution | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._paused = 0
         self._entered = False
         self._weights = _weights_by_storage(model)
-        self._weight_items: dict[str, Item] = {}
+        self._weight_items: dict[str, CapturedTensor] = {}
         self._weight_digests: dict[str, str] = {}
         self.end_of_forward()
         self._flow = Dataflow()
@@ -249,13 +249,13 @@ class OperatorRecorder(TorchDispatchMode):
                 tensor.copy_(new.reshape(tensor.shape))
                 self.num_substituted += 1
 
-    def _told(self, func: Any, named: dict[str, Any]) -> _Told:
+    def _told(self, func: Any, named: dict[str, Any]) -> _PendingCall:
         """The call as it is recorded, and the operands that no record holds yet."""
         module = self._stack[-1]
         key = (module + self._call_of(module), operator_name(func))
         where = operator_path(*key, self._numbers[key] + 1)
         operands: list[Operand] = []
-        pending: list[tuple[str, Item]] = []
+        pending: list[tuple[str, CapturedTensor]] = []
         with self.paused():
             arguments = {
                 name: self._encode(value, f"{where}:in.{name}", operands, pending)
@@ -268,10 +268,10 @@ class OperatorRecorder(TorchDispatchMode):
             source=_source(),
             note=_DRAWS if draws_random_numbers(func, named) else None,
         )
-        return _Told(key, where, call, pending)
+        return _PendingCall(key, where, call, pending)
 
     def _record(
-        self, told: _Told, results: list[torch.Tensor], written: list[torch.Tensor]
+        self, told: _PendingCall, results: list[torch.Tensor], written: list[torch.Tensor]
     ) -> None:
         self._numbers[told.key] += 1
         for site, item in told.pending:
@@ -285,7 +285,11 @@ class OperatorRecorder(TorchDispatchMode):
             self._flow.made(tensor, site)
 
     def _encode(
-        self, value: Any, site: str, operands: list[Operand], pending: list[tuple[str, Item]]
+        self,
+        value: Any,
+        site: str,
+        operands: list[Operand],
+        pending: list[tuple[str, CapturedTensor]],
     ) -> Any:
         """An argument as JSON; its tensors become operands."""
         if isinstance(value, torch.Tensor):
@@ -298,7 +302,9 @@ class OperatorRecorder(TorchDispatchMode):
             ]
         return as_json(value)
 
-    def _operand(self, tensor: torch.Tensor, site: str, pending: list[tuple[str, Item]]) -> Operand:
+    def _operand(
+        self, tensor: torch.Tensor, site: str, pending: list[tuple[str, CapturedTensor]]
+    ) -> Operand:
         common: dict[str, Any] = {
             "shape": tuple(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -346,7 +352,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._weight_sites.add(site)
         return site
 
-    def _as_loaded(self, weight: torch.Tensor) -> Item:
+    def _as_loaded(self, weight: torch.Tensor) -> CapturedTensor:
         """In the weight's own dtype, also where a mode below computes in a wider one."""
         with _disable_current_modes():
             return self._keep(weight)

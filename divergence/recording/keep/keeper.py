@@ -17,7 +17,7 @@ import torch
 
 from divergence.recording.keep.device_copy import DeviceCopies, Stream, side_stream
 from divergence.run.writing.buffer import Buffer, Slot
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 
 __all__ = ["BufferKeeper", "CopyKeeper", "Keeper", "Recent", "ShapeKeeper"]
@@ -29,14 +29,14 @@ _REMEMBERED = 16
 class Keeper(Protocol):
     """``keep(tensor)``: any tensor of the model, on any device, as the module holds it."""
 
-    def keep(self, tensor: torch.Tensor) -> Item: ...
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor: ...
 
 
 class CopyKeeper:
     """Keeps every byte: a contiguous host copy that nobody else writes to."""
 
-    def keep(self, tensor: torch.Tensor) -> Item:
-        return Item(self.copy(tensor))
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        return CapturedTensor(self.copy(tensor))
 
     @staticmethod
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class BufferKeeper:
         self._buffer, self._writer, self._streams = buffer, writer, streams
         self._copies: dict[torch.device, DeviceCopies | None] = {}
 
-    def keep(self, tensor: torch.Tensor) -> Item:
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
         if not tensor.is_cpu:
             copies = self._copies_of(tensor.device)
             if copies is not None:
@@ -74,18 +74,18 @@ class BufferKeeper:
             tensor = CopyKeeper.copy(tensor)
         slot = self._place(tensor.nbytes)
         if slot is None:
-            return Item(CopyKeeper.copy(tensor))
+            return CapturedTensor(CopyKeeper.copy(tensor))
         slot.fill(tensor.data_ptr())
-        return Item(tensor, slot)
+        return CapturedTensor(tensor, slot)
 
-    def _keep_later(self, tensor: torch.Tensor, copies: DeviceCopies) -> Item:
+    def _keep_later(self, tensor: torch.Tensor, copies: DeviceCopies) -> CapturedTensor:
         """What lies on a device: its bytes arrive in the slot beside the model's work."""
         clone = copies.clone(tensor)
         slot = self._place(clone.nbytes)
         if slot is None:
-            return Item(CopyKeeper.copy(clone))
+            return CapturedTensor(CopyKeeper.copy(clone))
         copies.start(clone, slot)
-        return Item(clone, slot)
+        return CapturedTensor(clone, slot)
 
     def _copies_of(self, device: torch.device) -> DeviceCopies | None:
         if device not in self._copies:
@@ -117,21 +117,21 @@ def _plain(tensor: torch.Tensor) -> bool:
 class ShapeKeeper:
     """Keeps no byte: for counting what a capture would write, on the meta device."""
 
-    def keep(self, tensor: torch.Tensor) -> Item:
-        return Item(tensor.detach())
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        return CapturedTensor(tensor.detach())
 
 
 class Recent:
     """Items of the tensors that came by last. Holds no tensor alive."""
 
     def __init__(self) -> None:
-        self._items: dict[int, tuple[weakref.ref[torch.Tensor], int, Item]] = {}
+        self._items: dict[int, tuple[weakref.ref[torch.Tensor], int, CapturedTensor]] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         """Perhaps: did a tensor come by at this address?"""
         return id(tensor) in self._items
 
-    def find(self, tensor: torch.Tensor) -> Item | None:
+    def find(self, tensor: torch.Tensor) -> CapturedTensor | None:
         """The item made of this very tensor, if nothing has been written to it since."""
         known = self._items.get(id(tensor))
         # the reference is gone with its tensor, so that the id cannot be another's
@@ -139,7 +139,7 @@ class Recent:
             return None
         return known[2]
 
-    def add(self, tensor: torch.Tensor, item: Item) -> None:
+    def add(self, tensor: torch.Tensor, item: CapturedTensor) -> None:
         version = _version(tensor)
         if version is None:
             return

@@ -17,13 +17,13 @@ from divergence.numerics.formats import format_of
 from divergence.numerics.summaries.fold import fold_sums, is_exact_on
 from divergence.numerics.summaries.on_device import statistics_on_device
 from divergence.numerics.summaries.sketch import num_projections, sketch_tensor, sum_dtype_name
-from divergence.run.writing.item import Item, Reduced
+from divergence.run.writing.captured_tensor import CapturedTensor, Reduced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from divergence.recording.keep.keeper import Keeper
-    from divergence.run.schema.manifest import Store
+    from divergence.run.schema.manifest import StoreMode
 
 __all__ = ["ReducedKeeper"]
 
@@ -34,7 +34,7 @@ class ReducedKeeper:
 
     def __init__(
         self,
-        store: Store,
+        store: StoreMode,
         inner: Keeper,
         *,
         hosts: bool = False,
@@ -44,7 +44,7 @@ class ReducedKeeper:
         self._store, self._hosts, self._note = store, hosts, note
         self._lacking: set[torch.device] = set()
 
-    def keep(self, tensor: torch.Tensor) -> Item:
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
         device = tensor.device
         if device in self._lacking or (device.type == "cpu" and not self._hosts):
             return self.inner.keep(tensor)
@@ -56,7 +56,7 @@ class ReducedKeeper:
             k = num_projections(tensor.shape, format_of(tensor.dtype))
             if k is None:
                 return self.inner.keep(tensor)
-        item = Item(tensor)
+        item = CapturedTensor(tensor)
         try:
             item.reduced = self._reduce(tensor, k)
         except torch.OutOfMemoryError:

@@ -15,7 +15,7 @@ from divergence.recording.keep.device_copy import can_pin
 from divergence.recording.keep.keeper import BufferKeeper, Keeper
 from divergence.recording.keep.reduced import ReducedKeeper
 from divergence.recording.ranks.divided import LocalKeeper, started
-from divergence.run.schema.manifest import Manifest, Store
+from divergence.run.schema.manifest import Manifest, StoreMode
 from divergence.run.writing.buffer import Buffer, Limits
 from divergence.run.writing.reduction import reducer_for, wants_fold
 from divergence.run.writing.writer import RunWriter
@@ -88,7 +88,7 @@ def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:
     return kernel_for(num_bytes) if buffer_bytes >= _SHARE * RESIDENT_BYTES else "numpy"
 
 
-def _load_compiled(store: Store) -> None:
+def _load_compiled(store: StoreMode) -> None:
     """Now, and not on the writer's thread, which would keep Python's lock from the model."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         tensor = torch.ones(1, 16, dtype=dtype)

@@ -26,7 +26,7 @@ from divergence.recording.options.store_modes import chosen_store
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
-from divergence.run.schema.manifest import Manifest, Override, Store
+from divergence.run.schema.manifest import Manifest, Override, StoreMode
 from divergence.run.untrusted.trust import (
     recorded_attention,
     recorded_revision,
@@ -58,7 +58,7 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     sites: list[str]
     deterministic: bool
     seed: int
-    store: Store
+    store: StoreMode
     plants: list[Plant]
     substitutes: dict[str, Substitute]
 

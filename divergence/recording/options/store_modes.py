@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 from divergence.errors import UsageError
-from divergence.run.schema.manifest import Store
+from divergence.run.schema.manifest import StoreMode
 from divergence.run.schema.site import near_names
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["check_operators", "chosen_store"]
 
-STORES: tuple[Store, ...] = get_args(Store)
+STORES: tuple[StoreMode, ...] = get_args(StoreMode)
 
 
-def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> Store:
+def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> StoreMode:
     """The mode: as asked for, else that of the run to be repeated, else ``full``.
 
     Raises UsageError for a mode that there is none of, and for ``only_changed`` without a run that
@@ -49,7 +49,7 @@ def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> 
     return "full"
 
 
-def check_operators(selection: SiteSelection, *, store: Store, only_changed: bool) -> None:
+def check_operators(selection: SiteSelection, *, store: StoreMode, only_changed: bool) -> None:
     """Operators are run again from their recorded inputs, which must then be there."""
     if not selection.operators or (store == "full" and not only_changed):
         return

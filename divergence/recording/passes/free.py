@@ -25,23 +25,23 @@ from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import ModuleNote, Repeatability, SampleTokens
 from divergence.run.schema.record import PassName
 from divergence.run.schema.site import module_of
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Key",
     "Pass",
     "RememberingSink",
     "RepeatSink",
+    "TensorKey",
     "can_anchor",
     "recorded_inputs",
     "run_pass",
 ]
 
-Key = tuple[int, int, str]
+TensorKey = tuple[int, int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class RememberingSink:
 
     def __init__(self, writer: RunWriter) -> None:
         self._writer = writer
-        self.items: dict[Key, Item] = {}
+        self.items: dict[TensorKey, CapturedTensor] = {}
 
-    def put(self, item: Item, *, sample: int, step: int, site: str, **rest: Any) -> None:
+    def put(self, item: CapturedTensor, *, sample: int, step: int, site: str, **rest: Any) -> None:
         self.items[sample, step, site] = item
         self._writer.put(item, sample=sample, step=step, site=site, **rest)
 
@@ -71,11 +71,11 @@ class RememberingSink:
 class RepeatSink:
     """Holds a repeated run's digests against the first run's. ``first`` must be written out."""
 
-    def __init__(self, first: dict[Key, Item], result: Repeatability) -> None:
+    def __init__(self, first: dict[TensorKey, CapturedTensor], result: Repeatability) -> None:
         self._first = first
         self._result = result
 
-    def put(self, item: Item, *, sample: int, step: int, site: str, **_: object) -> None:
+    def put(self, item: CapturedTensor, *, sample: int, step: int, site: str, **_: object) -> None:
         if item.reduced is not None:
             item.fold, item.reduced = folds_of([item.reduced.sums])[0], None
         elif item.digest is None and item.fold is None:

@@ -24,7 +24,7 @@ from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import Environment, Manifest, ModuleNote, SampleTokens
 from divergence.run.schema.site import ROOT, escape_path, module_of, split_site
 from divergence.run.storage.location import Url, archive_kind, location_of
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 
 if TYPE_CHECKING:
     import os
@@ -187,7 +187,7 @@ class Division:
         return known
 
     def place(
-        self, site: str, item: Item, *, sample: int, step: int, pass_: str
+        self, site: str, item: CapturedTensor, *, sample: int, step: int, pass_: str
     ) -> tuple[str, ...] | None:
         """The record's placement; None where one axis leaves it open."""
         words: list[str] = []
@@ -291,7 +291,15 @@ class _Share:
         self._division, self._sink = division, sink
 
     def put(
-        self, item: Item, *, pass_: Any, sample: int, step: int, site: str, order: int, **rest: Any
+        self,
+        item: CapturedTensor,
+        *,
+        pass_: Any,
+        sample: int,
+        step: int,
+        site: str,
+        order: int,
+        **rest: Any,
     ) -> None:
         division = self._division
         if not division.answers(sample, site):
@@ -308,12 +316,12 @@ class LocalKeeper:
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper
 
-    def keep(self, tensor: torch.Tensor) -> Item:
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
         local = getattr(tensor, "to_local", None)
         if local is None:
-            kept: Item = self._keeper.keep(tensor)
+            kept: CapturedTensor = self._keeper.keep(tensor)
             return kept
-        item: Item = self._keeper.keep(local())
+        item: CapturedTensor = self._keeper.keep(local())
         divided: Any = tensor  # a DTensor
         names = divided.device_mesh.mesh_dim_names or ()
         item.placement = {

@@ -45,7 +45,7 @@ from divergence.run.schema.record import Coordinates, Record
 if TYPE_CHECKING:
     import torch
 
-    from divergence.run.storage.blob import Buffer
+    from divergence.run.storage.blob import Bytes
     from divergence.words import Progress
 
 __all__ = ["Digests", "Disagreement", "Share", "UnshardedRun", "digests_of", "unsharded"]
@@ -165,15 +165,15 @@ class UnshardedRun(Run):
     def files(self) -> dict[str, int]:
         return self.run.files()
 
-    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
+    def whole_files(self) -> Iterator[tuple[str, int, Iterator[Bytes]]]:
         return self.run.whole_files()
 
-    def borrow_from(self, other: Run | None) -> None:
-        self.run.borrow_from(other)
+    def set_fallback(self, other: Run | None) -> None:
+        self.run.set_fallback(other)
 
     @property
-    def lender(self) -> Run | None:
-        return self.run.lender
+    def fallback(self) -> Run | None:
+        return self.run.fallback
 
     def has_bytes(self, record: Record) -> bool:
         return all(self.run.has_bytes(leaf) for leaf in self._leaves(record))

@@ -34,7 +34,7 @@ __all__ = [
     "SampleTokens",
     "Settings",
     "Sizes",
-    "Store",
+    "StoreMode",
     "Switch",
     "SwitchStatus",
     "Task",
@@ -53,7 +53,7 @@ Task = Literal["causal-lm", "encoder", "encoder-decoder", "operators"]
 """``operators``: no model; a suite, a replay or a probe of single operators."""
 
 
-Store = Literal["full", "sketch", "stats", "hash"]
+StoreMode = Literal["full", "sketch", "stats", "hash"]
 """What is kept of a tensor: every byte, projections and statistics, statistics, or digests."""
 
 
@@ -266,7 +266,7 @@ class Plan(_Strict, kw_only=True):
     sites: list[str]
     steps: str | None = None
     positions: str | None = None
-    store: Store = "full"
+    store: StoreMode = "full"
     only_changed: str | None = None
     anchored_to: str | None = None
     plants: list[str] = []

@@ -20,7 +20,7 @@ from divergence.run.storage.directory_target import DirectoryTarget
 from divergence.run.storage.location import Location
 
 if TYPE_CHECKING:
-    from divergence.run.writing.piece import Piece
+    from divergence.run.writing.shard_entry import ShardEntry
 
 __all__ = ["ArchiveTarget"]
 
@@ -38,7 +38,7 @@ class ArchiveTarget:
         self._staged = DirectoryTarget(self.place, force=force, rank=rank)
         self._complete = False
 
-    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
+    def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
         self._staged.write_shard(name, pieces)
 
     def append_records(self, lines: bytes) -> None:

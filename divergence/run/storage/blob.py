@@ -15,9 +15,9 @@ from typing import BinaryIO, Protocol
 
 from divergence.run.process_tuning import release_pages
 
-__all__ = ["Blob", "Buffer", "LocalBlob", "reader"]
+__all__ = ["Blob", "Bytes", "LocalBlob", "reader"]
 
-Buffer = bytes | memoryview
+Bytes = bytes | memoryview
 
 
 _SCRATCH_BYTES = 1 << 20

@@ -16,7 +16,7 @@ from divergence.run.schema.layout import MANIFEST, TENSORS, is_run_name, records
 from divergence.run.storage.shard import write_shard
 
 if TYPE_CHECKING:
-    from divergence.run.writing.piece import Piece
+    from divergence.run.writing.shard_entry import ShardEntry
 
 __all__ = ["DirectoryTarget", "check_directory", "prepare_directory"]
 
@@ -46,7 +46,7 @@ class DirectoryTarget:
             lines.unlink()
         self._records = open(lines, "ab", buffering=0)  # noqa: SIM115 - see close()
 
-    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
+    def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
         final = self.place / name
         with _beside(final.with_suffix(".tmp"), final) as temporary:
             write_shard(temporary, pieces, direct=self._direct)

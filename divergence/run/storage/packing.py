@@ -26,7 +26,7 @@ from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.run.reader import Run
 from divergence.run.schema.layout import TENSORS
 from divergence.run.storage.archive_place import check_archive
-from divergence.run.storage.blob import Buffer
+from divergence.run.storage.blob import Bytes
 from divergence.run.storage.directory_target import check_directory
 from divergence.run.storage.location import (
     ARCHIVES,
@@ -187,7 +187,7 @@ def _write_zip(path: Path, run: Run, progress: Progress | None) -> None:
 
 def _files(
     run: Run, event: str, progress: Progress | None
-) -> Iterator[tuple[str, int, Iterator[Buffer]]]:
+) -> Iterator[tuple[str, int, Iterator[Bytes]]]:
     """(name, size, pieces) of each file that makes the run, in the order of an archive."""
     total = sum(run.files().values())
     done = 0
@@ -198,7 +198,7 @@ def _files(
         done += size
 
 
-def _write(target: IO[bytes], pieces: Iterator[Buffer], size: int, shown: str) -> None:
+def _write(target: IO[bytes], pieces: Iterator[Bytes], size: int, shown: str) -> None:
     num_bytes = 0
     for piece in pieces:
         target.write(piece)

@@ -36,7 +36,7 @@ from divergence.run.storage.remote import Object, Remote
 from divergence.run.storage.shard import write_shard
 
 if TYPE_CHECKING:
-    from divergence.run.writing.piece import Piece
+    from divergence.run.writing.shard_entry import ShardEntry
 
 __all__ = ["RemoteTarget", "check_remote"]
 
@@ -74,7 +74,7 @@ class RemoteTarget:
         self._pool = ThreadPoolExecutor(NUM_WAITING, thread_name_prefix="divergence-upload")
         self._lines_pool = ThreadPoolExecutor(1, thread_name_prefix="divergence-lines")
 
-    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
+    def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
         self._room.acquire()
         try:
             self._raise_failure()

@@ -24,8 +24,8 @@ import msgspec
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
-from divergence.run.storage.blob import Blob, Buffer
-from divergence.run.writing.piece import Piece
+from divergence.run.storage.blob import Blob, Bytes
+from divergence.run.writing.shard_entry import ShardEntry
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ class Shard:
             raw = raw.clone()  # an unaligned writer or archive: view() below needs alignment
         return raw.view(dtype).view(shape) if shape else raw.view(dtype)[0]
 
-    def stretch(self, key: str, wanted: int) -> Buffer:
+    def stretch(self, key: str, wanted: int) -> Bytes:
         """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
         entry = self.entries[key]
         if entry.num_bytes != wanted:
@@ -111,7 +111,7 @@ class Shard:
 
 
 def write_shard(
-    path: Path, pieces: Mapping[str, Piece], *, direct: DirectFiles | None = None
+    path: Path, pieces: Mapping[str, ShardEntry], *, direct: DirectFiles | None = None
 ) -> None:
     """Write ``pieces`` by key as a safetensors file, a large one with ``direct``. Raises OSError.
 

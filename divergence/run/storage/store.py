@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 from divergence.errors import RunFormatError
 from divergence.run.schema.layout import MANIFEST, SHARD_PATTERN, checked_file, is_records_name
 from divergence.run.storage.archive import Member, archive_kind_of, members_of
-from divergence.run.storage.blob import Blob, Buffer, LocalBlob, reader
+from divergence.run.storage.blob import Blob, Bytes, LocalBlob, reader
 from divergence.run.storage.location import Location, Url, archive_kind
 from divergence.run.storage.ranges import SPAN_BYTES, Ranges
 from divergence.run.storage.remote import Object, Remote
@@ -53,7 +53,7 @@ class Store(Protocol):
     def size(self, name: str) -> int:
         """Bytes of what ``open`` gives."""
 
-    def whole(self, name: str) -> Iterator[Buffer]:
+    def whole(self, name: str) -> Iterator[Bytes]:
         """A file from end to end, in pieces, without a copy where it lies here as it is."""
 
     def has_changed(self, name: str) -> bool:
@@ -89,7 +89,7 @@ class _Directory:
     def size(self, name: str) -> int:
         return os.stat(checked_file(self.place, name)).st_size
 
-    def whole(self, name: str) -> Iterator[Buffer]:
+    def whole(self, name: str) -> Iterator[Bytes]:
         return _pieces(self.blob(name))
 
     def has_changed(self, name: str) -> bool:
@@ -134,7 +134,7 @@ class _Archive:
     def size(self, name: str) -> int:
         return self._member(name).size
 
-    def whole(self, name: str) -> Iterator[Buffer]:
+    def whole(self, name: str) -> Iterator[Bytes]:
         if not self._member(name).deflated:
             return _pieces(self.blob(name))
         return iter(partial(self.open(name).read, SPAN_BYTES), b"")
@@ -198,7 +198,7 @@ class _Objects:
     def size(self, name: str) -> int:
         return self.blob(name).size
 
-    def whole(self, name: str) -> Iterator[Buffer]:
+    def whole(self, name: str) -> Iterator[Bytes]:
         return _pieces(self.blob(name))
 
     def has_changed(self, name: str) -> bool:
@@ -308,7 +308,7 @@ def _open_url(place: Url) -> Store:
     return store
 
 
-def _pieces(blob: Blob) -> Iterator[Buffer]:
+def _pieces(blob: Blob) -> Iterator[Bytes]:
     for begin in range(0, blob.size, SPAN_BYTES):
         yield blob.view(begin, SPAN_BYTES)
     blob.close()

@@ -16,7 +16,7 @@ from divergence.run.storage.archive_target import ArchiveTarget
 from divergence.run.storage.directory_target import DirectoryTarget, check_directory
 from divergence.run.storage.location import Location, Url, archive_kind
 from divergence.run.storage.remote_target import RemoteTarget, check_remote
-from divergence.run.writing.piece import Piece
+from divergence.run.writing.shard_entry import ShardEntry
 
 __all__ = ["Target", "check_target", "open_target"]
 
@@ -32,7 +32,7 @@ class Target(Protocol):
     def place(self) -> Location:
         """Where what is written lies meanwhile."""
 
-    def write_shard(self, name: str, pieces: Mapping[str, Piece]) -> None:
+    def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
         """Store a shard: whole under its name, or not at all."""
 
     def append_records(self, lines: bytes) -> None:

@@ -25,20 +25,20 @@ from divergence.numerics.summaries.on_device import summaries_of
 from divergence.numerics.summaries.sketch import num_projections, rows_of, sketch_many
 from divergence.run.schema.contents import Content, contents_of
 from divergence.run.schema.record import Sketch
-from divergence.run.writing.piece import Piece, flat_parts, piece_of, piece_of_item
+from divergence.run.writing.shard_entry import ShardEntry, flat_parts, piece_of, piece_of_item
 
 if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.summaries.sketch import SumDtype
     from divergence.run.reader import Run
-    from divergence.run.schema.manifest import Store
+    from divergence.run.schema.manifest import StoreMode
     from divergence.run.schema.record import Place, Summary
-    from divergence.run.writing.item import Item, Reduced
+    from divergence.run.writing.captured_tensor import CapturedTensor, Reduced
 
 __all__ = ["Reducer", "reducer_for", "wants_fold"]
 
-StoreBytes = Callable[[bytes, Piece], "Place"]
+StoreBytes = Callable[[bytes, ShardEntry], "Place"]
 
 _REMEMBERED = 4096
 """Reduced tensors kept for recognition: an output comes by again as the next input, or not."""
@@ -50,7 +50,7 @@ def wants_fold(run: Run | None) -> bool:
 
 
 def reducer_for(
-    store: Store, *, like: Run | None, only_changed: bool, kernel: Kernel = "numpy"
+    store: StoreMode, *, like: Run | None, only_changed: bool, kernel: Kernel = "numpy"
 ) -> Reducer | None:
     """The reducer of a capture, or None where the writer keeps everything by itself."""
     fold = wants_fold(like) or store == "sketch"  # sketches are no proof that two are equal
@@ -69,7 +69,7 @@ class Reducer:
 
     def __init__(
         self,
-        store: Store,
+        store: StoreMode,
         *,
         fold: bool = False,
         held: frozenset[Content] = frozenset(),
@@ -78,11 +78,11 @@ class Reducer:
         self._store_mode, self._fold, self._held, self._kernel = store, fold, held, kernel
         self._known: dict[Content, tuple[Summary | None, Sketch | None]] = {}
 
-    def take(self, items: Sequence[Item], store: StoreBytes) -> list[Item]:
+    def take(self, items: Sequence[CapturedTensor], store: StoreBytes) -> list[CapturedTensor]:
         """``store(digest, piece)`` says where bytes will be."""
         self._fetch([(item, item.reduced) for item in items if item.reduced is not None], store)
-        whole: list[Item] = []
-        reduced: list[tuple[Item, Piece]] = []
+        whole: list[CapturedTensor] = []
+        reduced: list[tuple[CapturedTensor, ShardEntry]] = []
         for item in items:
             if not item.has_bytes:
                 continue  # twice in one batch, or reduced before
@@ -101,27 +101,27 @@ class Reducer:
         self._complete(reduced, store)
         return whole
 
-    def _fetch(self, items: list[tuple[Item, Reduced]], store: StoreBytes) -> None:
+    def _fetch(self, items: list[tuple[CapturedTensor, Reduced]], store: StoreBytes) -> None:
         """What devices made of tensors, to the host: one transfer for each kind of number."""
-        by_device: dict[str, dict[int, tuple[Item, Reduced]]] = {}
+        by_device: dict[str, dict[int, tuple[CapturedTensor, Reduced]]] = {}
         for item, reduced in items:
             device = str(reduced.sums[0].device)
             by_device.setdefault(device, {})[id(item)] = (item, reduced)
         for group in by_device.values():
             _fetch(list(group.values()), store)
 
-    def _stays_whole(self, item: Item) -> bool:
+    def _stays_whole(self, item: CapturedTensor) -> bool:
         if self._store_mode == "sketch":
             return num_projections(item.shape, format_named(item.dtype)) is None
         return self._store_mode == "full"
 
-    def _is_held(self, item: Item) -> bool:
+    def _is_held(self, item: CapturedTensor) -> bool:
         return any(
             (digest, item.dtype, item.shape) in self._held for digest in (item.digest, item.fold)
         )
 
-    def _complete(self, items: list[tuple[Item, Piece]], store: StoreBytes) -> None:
-        fresh: dict[Content, Piece] = {}
+    def _complete(self, items: list[tuple[CapturedTensor, ShardEntry]], store: StoreBytes) -> None:
+        fresh: dict[Content, ShardEntry] = {}
         for item, piece in items:
             content = _content(item)
             if content not in self._known:
@@ -159,7 +159,7 @@ class Reducer:
         }
 
 
-def _fetch(items: list[tuple[Item, Reduced]], store: StoreBytes) -> None:
+def _fetch(items: list[tuple[CapturedTensor, Reduced]], store: StoreBytes) -> None:
     """Complete items whose numbers lie on one device."""
     import torch
 
@@ -191,5 +191,5 @@ def stored_sketch(
     return Sketch(place=store(digest, piece), xxh3=digest.hex(), num_projections=k, sums=sums)
 
 
-def _content(item: Item) -> Content:
+def _content(item: CapturedTensor) -> Content:
     return (item.digest or item.fold or "", item.dtype, item.shape)

@@ -32,20 +32,20 @@ from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.target import open_target
 from divergence.run.untrusted.command import command_line
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, Slot
-from divergence.run.writing.item import Item
-from divergence.run.writing.pending import Pending
-from divergence.run.writing.piece import Piece, flat_parts, piece_of_item
+from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.run.writing.dedup_index import DedupIndex, Kind
 from divergence.run.writing.reduction import Reducer
-from divergence.run.writing.stored import Kind, Stored
+from divergence.run.writing.shard_builder import ShardBuilder
+from divergence.run.writing.shard_entry import ShardEntry, flat_parts, piece_of_item
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from divergence.run.writing.item import Put
+    from divergence.run.writing.captured_tensor import Put
 
-__all__ = ["Item", "RunWriter", "new_run_id"]
+__all__ = ["CapturedTensor", "RunWriter", "new_run_id"]
 
 SHARD_BYTES = 64 << 20
 """Bytes gathered before a shard is written: also bounds what a kill can lose."""
@@ -95,8 +95,8 @@ class RunWriter:
         self._rank, self._reducer, self._device = rank, reducer, device
         self._buffer = buffer
         self._limits = Limits.of(DEFAULT_BUFFER_BYTES) if buffer is None else buffer.limits
-        self._pending = Pending(rank=rank)
-        self._stored = Stored(max_bytes=self._limits.stored_bytes, rank=rank)
+        self._pending = ShardBuilder(rank=rank)
+        self._stored = DedupIndex(max_bytes=self._limits.stored_bytes, rank=rank)
         self._last_flush = time.monotonic()
         self._queue: deque[Put] = deque()
         self._wake_bytes = min(WAKE_BYTES, self._limits.ring_bytes // 8)
@@ -139,7 +139,7 @@ class RunWriter:
 
     def put(
         self,
-        item: Item,
+        item: CapturedTensor,
         *,
         pass_: PassName,
         sample: int,
@@ -341,10 +341,10 @@ class RunWriter:
         self._pending.add_records(records, seen_bytes=sum(entry[0].num_bytes for entry in batch))
         del slots
 
-    def _complete(self, items: list[Item]) -> None:
+    def _complete(self, items: list[CapturedTensor]) -> None:
         """Digest, place and summary of items that hold their bytes, which are then let go."""
-        fresh: dict[tuple[bytes, Kind], tuple[Item, Piece]] = {}
-        same: list[tuple[Item, Item]] = []
+        fresh: dict[tuple[bytes, Kind], tuple[CapturedTensor, ShardEntry]] = {}
+        same: list[tuple[CapturedTensor, CapturedTensor]] = []
         for item in items:
             if not item.has_bytes:  # it was put before, or keeps none
                 continue
@@ -375,7 +375,7 @@ class RunWriter:
         for item, other in same:
             item.place, item.summary = other.place, other.summary
 
-    def _store(self, digest: bytes, piece: Piece) -> Place:
+    def _store(self, digest: bytes, piece: ShardEntry) -> Place:
         """Queue bytes that are made beside (a sketch's), and say where they will be."""
         return self._pending.add(digest, piece)[0]
 

@@ -33,7 +33,7 @@ from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.schema.record import Record
-from divergence.run.writing.item import Item
+from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 
 ROOT = Path(__file__).parents[3]
@@ -135,7 +135,7 @@ def divide(run: Run, out: Path) -> None:
         for writer, part in zip(writers, whole.chunk(2, dim=-1) if even else (whole,) * 2,
                                 strict=True):  # fmt: skip
             writer.put(
-                Item(part.contiguous()), pass_=record.pass_, sample=record.sample,
+                CapturedTensor(part.contiguous()), pass_=record.pass_, sample=record.sample,
                 step=record.step, site=record.site, order=record.order,
                 positions=record.positions,
                 placement=(f"shard:{whole.ndim - 1}" if even else "replicate",),

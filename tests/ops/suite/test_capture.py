@@ -15,7 +15,7 @@ from divergence.errors import RunExistsError, RunFormatError, UsageError
 from divergence.ops.suite.definition import Unavailable
 from divergence.ops.suite.recording import arguments_of
 from divergence.recording.dry_run import plan_capture
-from divergence.run.writing.writer import Item, RunWriter
+from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 FEW = ["rms_norm.float32.*", "topk.bfloat16.odd*"]
 
@@ -347,8 +347,15 @@ def _changed(run: Run, folder: Path, port: str, change) -> Path:
             if one.site.startswith(("embedding.float32.decode", "paged_attention.float32.decode")):
                 tensor = run.read(one)
                 tensor = change(tensor.clone()) if one.site.endswith(f":{port}") else tensor
-                writer.put(Item(tensor), pass_=one.pass_, sample=one.sample, step=one.step,
-                           site=one.site, order=one.order, call=one.call)  # fmt: skip
+                writer.put(
+                    CapturedTensor(tensor),
+                    pass_=one.pass_,
+                    sample=one.sample,
+                    step=one.step,
+                    site=one.site,
+                    order=one.order,
+                    call=one.call,
+                )
     return folder
 
 

@@ -10,15 +10,15 @@ import msgspec
 from divergence.run.schema.layout import shard_name
 from divergence.run.schema.record import Place
 from divergence.run.writing.buffer import Slot
-from divergence.run.writing.stored import place_of
+from divergence.run.writing.dedup_index import place_of
 
 if TYPE_CHECKING:
     from divergence.run.schema.manifest import Sizes
     from divergence.run.schema.record import Record
     from divergence.run.storage.target import Target
-    from divergence.run.writing.piece import Piece
+    from divergence.run.writing.shard_entry import ShardEntry
 
-__all__ = ["Pending"]
+__all__ = ["ShardBuilder"]
 
 _SHORT_BYTES = 1 << 14
 _APART_BYTES = 1 << 20
@@ -26,7 +26,7 @@ _APART_BYTES = 1 << 20
 that wait for their shard would keep everything behind them. So many are copied out of it."""
 
 
-class Pending:
+class ShardBuilder:
     """Tensors by key, and encoded lines. ``shard``: the number of the shard they will make."""
 
     def __init__(self, *, rank: int) -> None:
@@ -36,12 +36,12 @@ class Pending:
         self._empty()
 
     def _empty(self) -> None:
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[str, ShardEntry] = {}
         self._lines: list[bytes] = []
         self._apart_bytes = 0
         self.num_bytes = self.num_records = self.line_bytes = self.seen_bytes = 0
 
-    def add(self, digest: bytes, piece: Piece) -> tuple[Place, int]:
+    def add(self, digest: bytes, piece: ShardEntry) -> tuple[Place, int]:
         """Where its bytes will be, and how many equal ones of another dtype or shape are there."""
         clash = 0
         place = place_of(digest, clash, rank=self._rank, shard=self.shard)

@@ -15,12 +15,12 @@ from divergence.run.writing.buffer import Slot
 if TYPE_CHECKING:
     import torch
 
-    from divergence.run.writing.item import Item
+    from divergence.run.writing.captured_tensor import CapturedTensor
 
-__all__ = ["Piece", "flat_parts", "piece_of", "piece_of_item"]
+__all__ = ["ShardEntry", "flat_parts", "piece_of", "piece_of_item"]
 
 
-class Piece(NamedTuple):
+class ShardEntry(NamedTuple):
     """dtype (as records name it), shape and bytes. ``holder`` keeps the bytes what they are."""
 
     dtype: str
@@ -38,25 +38,25 @@ class Piece(NamedTuple):
             return self.holder.tensor(FORMATS[self.dtype].torch_dtype, (math.prod(self.shape),))
         return self.holder.reshape(-1)
 
-    def apart(self) -> Piece:
+    def apart(self) -> ShardEntry:
         """A copy in memory of its own."""
         return piece_of(self.flat().clone().view(self.shape))
 
 
-def piece_of(tensor: torch.Tensor) -> Piece:
+def piece_of(tensor: torch.Tensor) -> ShardEntry:
     """A contiguous CPU tensor as a piece, without a copy."""
     name = str(tensor.dtype).removeprefix("torch.")
-    return Piece(name, tuple(tensor.shape), tensor_bytes(tensor), tensor)
+    return ShardEntry(name, tuple(tensor.shape), tensor_bytes(tensor), tensor)
 
 
 _FEW_BYTES = 1 << 15
 _COPIED_BYTES = 1 << 20
 
 
-def flat_parts(pieces: Iterable[Piece]) -> Iterator[list[torch.Tensor]]:
+def flat_parts(pieces: Iterable[ShardEntry]) -> Iterator[list[torch.Tensor]]:
     """``[piece.flat() for piece in pieces]``, in parts. The short ones are copied together: a
     decode step leaves thousands, and a view of each costs more than its bytes."""
-    part: list[Piece] = []
+    part: list[ShardEntry] = []
     copied = 0
     for piece in pieces:
         part.append(piece)
@@ -69,7 +69,7 @@ def flat_parts(pieces: Iterable[Piece]) -> Iterator[list[torch.Tensor]]:
         yield _flat(part)
 
 
-def _flat(pieces: list[Piece]) -> list[torch.Tensor]:
+def _flat(pieces: list[ShardEntry]) -> list[torch.Tensor]:
     import torch
 
     found: list[torch.Tensor | None] = [None] * len(pieces)
@@ -88,9 +88,9 @@ def _flat(pieces: list[Piece]) -> list[torch.Tensor]:
     return [one for one in found if one is not None]
 
 
-def piece_of_item(item: Item) -> Piece:
+def piece_of_item(item: CapturedTensor) -> ShardEntry:
     """What an item holds, complete."""
     if item.slot is not None:
-        return Piece(item.dtype, item.shape, item.slot.bytes(), item.slot)
+        return ShardEntry(item.dtype, item.shape, item.slot.bytes(), item.slot)
     assert item.tensor is not None
     return piece_of(plain_tensor(item.tensor))

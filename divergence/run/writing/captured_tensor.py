@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from divergence.run.schema.record import PassName, Place, Placement, Sketch, Summary
     from divergence.run.writing.buffer import Slot
 
-__all__ = ["Item", "Reduced"]
+__all__ = ["CapturedTensor", "Reduced"]
 
 
-class Item:
+class CapturedTensor:
     """``tensor``: a host tensor that nobody writes to any more, or the shape of one whose bytes
     are copied into ``slot``. ``num_bytes``, ``dtype`` and ``shape`` stay when the bytes go."""
 
@@ -75,7 +75,7 @@ class Reduced:
 
 if TYPE_CHECKING:
     Put = tuple[
-        Item, int, PassName, int, int, str, int, tuple[int, ...] | None, Call | None,
+        CapturedTensor, int, PassName, int, int, str, int, tuple[int, ...] | None, Call | None,
         tuple[Placement, ...] | None,
     ]  # fmt: skip
     """What the writer was given: a tensor, the bytes of its own, and the fields of its record."""

@@ -16,7 +16,7 @@ from divergence.numerics.summaries.summary import Summary
 from divergence.run.schema.layout import shard_name
 from divergence.run.schema.record import Place
 
-__all__ = ["Kind", "Stored"]
+__all__ = ["DedupIndex", "Kind"]
 
 ENTRY_BYTES = 320
 """Of one remembered tensor: its key, its packed value and their places in a dict."""
@@ -29,7 +29,7 @@ Kind = tuple[str, tuple[int, ...]]
 """dtype and shape: equal bytes of another kind are another tensor."""
 
 
-class Stored:
+class DedupIndex:
     """``find`` and ``add`` by (digest, dtype, shape); at most ``max_bytes`` in all."""
 
     def __init__(self, *, max_bytes: int, rank: int) -> None:

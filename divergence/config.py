@@ -39,7 +39,7 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.compare import CheckOptions, CompareOptions
 from divergence.options.option import Field, Options, fields_of
 from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import BUILTIN_SITES, near_names
 from divergence.run.untrusted.trust import ATTENTION
 
 __all__ = [
@@ -58,9 +58,6 @@ __all__ = [
 
 SETTINGS_FILE = "divergence.toml"
 PREFIX = "DIVERGENCE_"
-BUILTIN_SITES = ("blocks", "modules")
-"""Words that capture itself understands; they come before any preset of that name."""
-
 _T = TypeVar("_T")
 
 

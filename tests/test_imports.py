@@ -61,7 +61,7 @@ LEVELS = {
 APART = {("recording", "comparison"), ("comparison", "recording")}
 """Level 3 rooms may use each other (ops uses recording's hooks), except these pairs."""
 
-MAX_LOADED = 150
+MAX_LOADED = 136
 """Modules of ours that a plain comparison loads; it may only shrink."""
 
 REPORT_READS = (
@@ -298,3 +298,32 @@ def test_help_is_light(arguments):
     run = "import runpy; runpy.run_module('divergence', run_name='__main__', alter_sys=True)"
     loaded = loaded_after(f"sys.argv = ['divergence', *{arguments}]; {run}")
     assert not loaded & HEAVY
+
+
+def test_a_plain_comparison_loads_what_it_needs(llama, tmp_path):
+    """Two runs without operators, ranks or a probe: nothing of the analyses that do not apply, and
+    no more modules than ever."""
+    from divergence.recording.api import capture
+
+    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=1, probe=False)
+    capture(like=a, out=tmp_path / "b", probe=False)
+    program = (
+        "import sys, divergence\n"
+        f"divergence.compare({str(tmp_path / 'a')!r}, {str(tmp_path / 'b')!r})\n"
+        "print(*(name for name in sys.modules if name.startswith('divergence')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = [name for name in done.stdout.split() if _has_code(name)]
+    for name in ("operators", "precision", "ranks", "suite", "experts", "arithmetic"):
+        assert f"divergence.analyses.{name}.find" not in loaded, name
+    for room in ("recording", "cli", "report", "experiments", "gate", "ops"):
+        assert not [name for name in loaded if name.startswith(f"divergence.{room}.")], room
+    assert len(loaded) <= MAX_LOADED, len(loaded)
+
+
+def _has_code(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return bool(file.read_text(encoding="utf-8").strip())

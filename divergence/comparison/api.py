@@ -33,8 +33,6 @@ from divergence.comparison.result import (
     Report,
 )
 from divergence.comparison.run_summary import summary_of
-from divergence.comparison.trusted import trusted_limits, widening_notes
-from divergence.comparison.within import check_alone, compare_within, explain_within
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.numerics.rounding.thresholds import check_thresholds
 from divergence.run.process_tuning import collect_garbage_rarely
@@ -82,6 +80,8 @@ def compare(
     check_thresholds(thresholds)
     a = opened(reference)
     if candidate is None:
+        from divergence.comparison.within import check_alone, compare_within, explain_within
+
         check_alone(truth=truth, floor=floor, name_map=name_map)
         return explain_within(report_on(compare_within(a, thresholds, progress), ("blocks",)))
     b = opened(candidate)
@@ -102,8 +102,12 @@ def compare(
         progress=progress,
     )  # fmt: skip
     report = report_on(measured)
-    notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
-    return _of_one_run(msgspec.structs.replace(report, notes=[*report.notes, *notes]))
+    if floor:
+        from divergence.comparison.trusted import widening_notes
+
+        notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
+        report = msgspec.structs.replace(report, notes=[*report.notes, *notes])
+    return _of_one_run(report)
 
 
 def measure_runs(
@@ -124,6 +128,8 @@ def measure_runs(
     )
     if not floor:
         return measured
+    from divergence.comparison.trusted import trusted_limits
+
     return replace(measured, shown=trusted_limits(measured, one_or_more(floor), names=names))
 
 

@@ -28,7 +28,6 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
-from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 
 __all__ = ["measure", "measure_tensors", "opened", "run_notes"]
@@ -36,7 +35,12 @@ __all__ = ["measure", "measure_tensors", "opened", "run_notes"]
 
 def opened(run: str | Path | Run) -> Run:
     """The run, its ranks' tensors put together."""
-    return unsharded(run if isinstance(run, Run) else Run.open(run))
+    run = run if isinstance(run, Run) else Run.open(run)
+    if run.manifest.mesh is None:
+        return run
+    from divergence.run.ranks.unshard import unsharded
+
+    return unsharded(run)
 
 
 def measure(

@@ -27,13 +27,12 @@ from divergence.comparison.align.pairs import Alignment, Piece, compared_passes,
 from divergence.comparison.result import SiteResult, Skipped, TokensResult
 from divergence.comparison.results.coverage import PassCoverage
 from divergence.comparison.results.operators import OperatorsResult
-from divergence.config import BUILTIN_SITES
 from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, ModuleNote
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import compile_patterns, module_of
+from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_of
 
 __all__ = ["account", "tokens_row"]
 

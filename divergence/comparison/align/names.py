@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError
 from divergence.run.schema.site import module_of
 
@@ -40,6 +39,8 @@ class _MapFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def load_name_map(path: str | Path) -> NameMap:
     """Read a name map by path, or by name from configs/. Raises ConfigError."""
+    from divergence.config import decode, find_config, load_toml
+
     found = find_config(path, what="name map")
     content = decode(load_toml(found), _MapFile, where=str(found))
     rules: list[tuple[re.Pattern[str], str]] = []

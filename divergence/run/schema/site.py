@@ -35,6 +35,7 @@ from divergence.errors import UsageError
 from divergence.run.untrusted.linear import fullmatcher
 
 __all__ = [
+    "BUILTIN_SITES",
     "ROOT",
     "compile_patterns",
     "escape_path",
@@ -53,6 +54,9 @@ __all__ = [
 
 ROOT = "."
 """How the root module is written in a site."""
+
+BUILTIN_SITES = ("blocks", "modules")
+"""Words that capture itself understands; they come before any preset of that name."""
 
 MAX_PATTERNS = 1_000
 """With wildcards, in one list; names in full are not counted."""

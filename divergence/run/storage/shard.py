@@ -25,10 +25,11 @@ from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.storage.blob import Blob, Bytes
-from divergence.run.writing.shard_entry import ShardEntry
 
 if TYPE_CHECKING:
     import torch
+
+    from divergence.run.writing.shard_entry import ShardEntry
 
 __all__ = ["Entry", "Shard", "write_shard"]
 

@@ -1,0 +1,102 @@
+"""One vocabulary: the glossary, the help texts and the JSON say the same words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from divergence.comparison.result import Report
+from divergence.fleet.result import Matrix
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+
+ROOT = Path(__file__).parents[1]
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+TERMS = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.M)
+
+PLAIN = frozenset(
+    """
+about abs absmax accumulates after against alike all allow anchor architecture argument
+arguments arithmetic asked at attn attributes axes backend baseline batch before below
+beside bless buffer build bytes capability causal changed channel chat check checks choice
+chosen class clause command compared compiled complete compute computed config confirm
+consumer cosine cpu created cross csv db decoder detail deterministic device devices diff
+differ different differs disturbed driver dry dtype elsewhere embedding empty entering
+environment environments equal error escalate estimated example exit expected explain
+explanation extra fallbacks faults first flags flips flushed fold force format forwards
+found frame functions generated generates graphs head here high holds id identical ids impl
+index inf injected inputs is json judged judgement keep kernel key kind kl largest leads
+leans least left like logits logprob low mask masked match matched matches max mean
+measurable median min minus misalignment missing model more nan near neginf new next no
+nondeterministic nonfinite norm note notes num numbers numel off offset on one only origin
+other out over overlap overrides own p99 pad parameters passes peers phase place places plan
+platform posinf problem projections prompt prompts python quantization quick quiet reason
+region relative remote repeat repeatability replaced replayed report reports resolution
+rests result results revision right rms rounded rows runtime same schema score se seed seen
+settings shape size sizes skipped source sqnr state status still stopped store stored stride
+substitute substitutes summary sums svg switches task template tensors terms text texts
+threads tied times to token tokenizer tokens told tool top top1 top5 torch trust type unit
+unmatched update used value values variables verbose verified verify version versions via
+viewed warnings weight weights what why without workdir worst wrapped wrong xxh3 zero
+""".split()
+)
+"""Words of plain or of torch's English, which need no entry in the glossary."""
+
+GONE = (
+    "strain", "camp", "camps", "lender", "without_team", "one_voice", "reference run in "
+    "float64", "float64 reference",
+)  # fmt: skip
+"""Words that were private, or had two meanings. Nothing says them any more."""
+
+
+def keys() -> Iterator[tuple[str, str]]:
+    """(name, where) of all keys of the JSON of reports and runs, and of all options."""
+    for kind in (Report, Matrix, Manifest, Record):
+        for name, record in msgspec.json.schema(kind)["$defs"].items():
+            for key in record.get("properties", {}):
+                yield key, f"{kind.__name__}: {name}.{key}"
+    surface = json.loads((ROOT / "tests/cli/surface.json").read_text(encoding="utf-8"))
+    for command, options in surface.items():
+        for option in options:
+            for name in option["names"]:
+                yield name.strip("-"), f"divergence {command} {name}"
+
+
+def test_every_word_of_the_json_and_the_options_is_known():
+    """It stands in the glossary, or is plain English. A new word of our own needs an entry."""
+    known = {word for term in TERMS for word in re.findall(r"[a-z0-9]+", term.lower())}
+    unknown = {
+        word: where
+        for name, where in keys()
+        for word in re.split("[_-]", name.lower())
+        if len(word) > 1 and not {word, word.rstrip("s")} & (known | PLAIN)
+    }
+    assert not unknown
+
+
+def test_the_glossary_has_each_word_once_in_order():
+    """One word, one meaning, and where one looks for it."""
+    terms = [term.strip() for term in TERMS if term.strip() != "word"]
+    assert len(terms) == len(set(terms))
+    assert terms == sorted(terms, key=str.lower)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "README.md",
+        *(ROOT / "divergence").rglob("*.py"),
+    ],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_no_private_word_is_left(path):
+    """In documents, help and code."""
+    text = path.read_text(encoding="utf-8")
+    found = [word for word in GONE if re.search(rf"\b{word}\b", text)]
+    assert not found

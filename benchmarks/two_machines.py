@@ -86,7 +86,7 @@ def serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import divergence.cli.main
-    import divergence.experiments.localize
+    import divergence.experiments.localization.localize
     import divergence.recording.api
     import divergence.recording.engines.generate
 

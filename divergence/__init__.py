@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from divergence.arithmetic.api import probe
     from divergence.comparison.api import compare
     from divergence.comparison.result import Report
-    from divergence.experiments.localize import localize
+    from divergence.experiments.localization.localize import localize
     from divergence.experiments.selftest import selftest
-    from divergence.experiments.sensitivity import sensitivity
+    from divergence.experiments.sensitivity.search import sensitivity
     from divergence.fleet.many import compare_many
     from divergence.fleet.result import Matrix
     from divergence.gate.check import check
     from divergence.ops.replay import replay
-    from divergence.ops.repro import repro
+    from divergence.ops.reproducer.repro import repro
     from divergence.recording.api import capture, truth
     from divergence.run.reader import Run
     from divergence.run.storage.packing import pack, unpack
@@ -61,13 +61,13 @@ _HOMES = {
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
     "compare_many": "divergence.fleet.many",
-    "localize": "divergence.experiments.localize",
+    "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.storage.packing",
     "probe": "divergence.arithmetic.api",
     "replay": "divergence.ops.replay",
-    "repro": "divergence.ops.repro",
+    "repro": "divergence.ops.reproducer.repro",
     "selftest": "divergence.experiments.selftest",
-    "sensitivity": "divergence.experiments.sensitivity",
+    "sensitivity": "divergence.experiments.sensitivity.search",
     "truth": "divergence.recording.api",
     "unpack": "divergence.run.storage.packing",
 }

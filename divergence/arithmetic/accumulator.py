@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from divergence.arithmetic.summing import Summing
-from divergence.arithmetic.trees import Tree
+from divergence.arithmetic.additions.summing import Summing
+from divergence.arithmetic.additions.trees import Tree
 from divergence.numerics.formats import format_of
 
 __all__ = ["Accumulator", "InputBits", "find_accumulator", "input_bits", "keep_bits"]

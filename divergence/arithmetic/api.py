@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import xxhash
 
-from divergence.arithmetic.drawing import write_drawings
+from divergence.arithmetic.additions.drawing import write_drawings
+from divergence.arithmetic.additions.facts import FULL, QUICK, operators, probe_orders
+from divergence.arithmetic.additions.order import Finding
 from divergence.arithmetic.notebook import Notebook
-from divergence.arithmetic.order import Finding
-from divergence.arithmetic.orders import FULL, QUICK, operators, probe_orders
 from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, scalar_probes
 from divergence.errors import RunExistsError, UsageError
 from divergence.recording.machine.determinism import deterministic_settings

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
+from divergence.arithmetic.additions.facts import QUICK, operators, probe_orders
 from divergence.arithmetic.elementary import probe_elementary
 from divergence.arithmetic.notebook import Notebook, first_line
-from divergence.arithmetic.orders import QUICK, operators, probe_orders
 from divergence.arithmetic.rounding import probe_fused, probe_rounding, probe_subnormals
 from divergence.arithmetic.rows import probe_rows
 from divergence.run.schema.arithmetic import ArithmeticFact

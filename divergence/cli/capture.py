@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from divergence.cli.made import show_plan, show_run
-from divergence.cli.options import settings
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.made import show_plan, show_run
+from divergence.cli.shell.options import settings
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import Option, fields_of

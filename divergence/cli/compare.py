@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from divergence.cli.options import settings, show
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.options import settings, show
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import UsageError
 from divergence.options.compare import CompareOptions
 from divergence.options.option import Option

@@ -229,7 +229,7 @@ def _compare(a: Path, b: Path, truth: Path, title: str, *, quiet: bool) -> Any:
 def _localize(
     plan: _Plan, a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bool
 ) -> Any:
-    from divergence.experiments.localize import localize
+    from divergence.experiments.localization.localize import localize
     from divergence.layout.terminal import print_lines
     from divergence.report.localization import localization_lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.cli.options import show
+from divergence.cli.shell.options import show
 from divergence.options.shared import Device, Json, Quiet, Verbose
 
 __all__ = ["EPILOG", "command"]

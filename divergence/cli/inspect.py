@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from divergence.cli.options import show
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.options import show
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import RunFormatError
 from divergence.options.option import Option
 from divergence.options.shared import Json, Quiet, Verbose

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import show
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.options import show
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import UsageError
 from divergence.options.option import Option
 from divergence.options.shared import (
@@ -82,7 +82,7 @@ def command(
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")
-    from divergence.experiments.localize import localize
+    from divergence.experiments.localization.localize import localize
     from divergence.layout.terminal import print_lines
     from divergence.report.localization import localization_lines
 

@@ -33,11 +33,11 @@ from divergence.cli import (
     truth,
     unpack,
 )
-from divergence.cli.interruption import INTERRUPTED_CODE, interrupted
-from divergence.cli.options import ARGUMENTS, VERBOSE
-from divergence.cli.ranks import other_rank, rank0_output
-from divergence.cli.signature import typer_command
-from divergence.cli.streams import nowhere, open_streams
+from divergence.cli.shell.interruption import INTERRUPTED_CODE, interrupted
+from divergence.cli.shell.options import ARGUMENTS, VERBOSE
+from divergence.cli.shell.ranks import other_rank, rank0_output
+from divergence.cli.shell.signature import typer_command
+from divergence.cli.shell.streams import nowhere, open_streams
 from divergence.errors import DivergenceError
 from divergence.printable import printable, printable_lines
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from divergence.cli.options import show
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.options import show
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import UsageError
 from divergence.options.probe import ProbeOptions
 from divergence.options.shared import Force, Json, Out, Quiet, Verbose

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from divergence.cli.made import show_run
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.made import show_run
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import UsageError
 from divergence.options.option import Option
 from divergence.options.replay import ReplayOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from divergence.cli.options import show
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.options import show
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import UsageError
 from divergence.options.option import Option
 from divergence.options.shared import (
@@ -80,7 +80,7 @@ def command(
     import msgspec
 
     from divergence.layout.terminal import print_lines
-    from divergence.ops.repro import repro as call
+    from divergence.ops.reproducer.repro import repro as call
     from divergence.report.machine import strict_json
     from divergence.report.reproducing import reproducer_lines
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from divergence.cli.options import show
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.options import show
+from divergence.cli.shell.progress import progress_bars
 from divergence.errors import RunExistsError, RunWriteError
 from divergence.options.option import Option
 from divergence.options.shared import Device, Json, Quiet, Verbose

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from divergence.cli.options import show
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.options import show
+from divergence.cli.shell.progress import progress_bars
 from divergence.options.option import Option
 from divergence.options.shared import (
     LIMITS,
@@ -83,7 +83,7 @@ def command(
     Plants faults of growing size in what the candidate recorded and asks the judge of
     compare each time. The model does not run for it.
     """
-    from divergence.experiments.sensitivity import sensitivity
+    from divergence.experiments.sensitivity.search import sensitivity
     from divergence.gate.loading import load_policy
     from divergence.layout.terminal import print_lines
     from divergence.report.sensitivity import answer_lines, sensitivity_lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from divergence.cli.made import show_copy
-from divergence.cli.progress import progress_bars
+from divergence.cli.shell.made import show_copy
+from divergence.cli.shell.progress import progress_bars
 from divergence.options.option import Option
 from divergence.options.shared import Force, Json, Quiet, Verbose
 

@@ -1,6 +1,6 @@
 """compare(): two runs → a Report.
 
-Everything flows one way: preflight, align and measure (comparison.measuring), findings of the
+Everything flows one way: preflight, align and measure (measure.runs), findings of the
 analyses that apply, one decision, what explains it, the report.
 """
 
@@ -21,8 +21,8 @@ from divergence.comparison.decide.decide import decide, explained
 from divergence.comparison.decide.qualify import of_one_run
 from divergence.comparison.facts import explain_arithmetic
 from divergence.comparison.measure.pipeline import measured_on
+from divergence.comparison.measure.runs import measure, opened
 from divergence.comparison.measured import Measured
-from divergence.comparison.measuring import measure, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import (
     Coverage,

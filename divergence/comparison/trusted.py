@@ -13,8 +13,8 @@ from divergence.comparison.align.names import NameMap
 from divergence.comparison.align.pairs import align
 from divergence.comparison.answer import limits_used
 from divergence.comparison.measure.reduced import equal_contents, without_unknowable
+from divergence.comparison.measure.runs import measure_tensors, opened
 from divergence.comparison.measured import Measured, Shown
-from divergence.comparison.measuring import measure_tensors, opened
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import UsageError

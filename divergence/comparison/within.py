@@ -19,8 +19,8 @@ import msgspec
 
 from divergence.comparison.align.pairs import Alignment, Pair, Piece, why_nothing
 from divergence.comparison.decide.advice import WithinAdvice
+from divergence.comparison.measure.runs import measure_tensors, run_notes
 from divergence.comparison.measured import Measured
-from divergence.comparison.measuring import measure_tensors, run_notes
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
 from divergence.comparison.results.coverage import Skipped

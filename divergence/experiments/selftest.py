@@ -25,7 +25,7 @@ from divergence.arithmetic.quick import quick_facts
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
-from divergence.experiments.localize import localize
+from divergence.experiments.localization.localize import localize
 from divergence.experiments.selftest_result import Selftest, Step, StepStatus
 from divergence.ops.replay import replay
 from divergence.recording.api import capture

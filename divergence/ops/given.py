@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from divergence.ops.calls import RecordedCall, operand_value
-from divergence.ops.differences import difference
 from divergence.ops.refusal import Refusal
+from divergence.ops.reproducer.differences import difference
 from divergence.run.reader import Run
 from divergence.run.schema.call import Call, operand_indices
 from divergence.run.schema.fingerprint import digest_tensor

@@ -7,7 +7,7 @@
                    recorded="settings.seed"),
         ] = None
 
-That is the whole declaration. Derived from it: the parameter of the command line (cli.signature),
+That is the whole declaration. Derived from it: the parameter of the command line (shell.signature),
 the key of the settings file and its DIVERGENCE_* variable (config), the check of what a caller
 of the Python API gave (recording.options.wishes), the place in the manifest where it is written
 and from where ``--like`` takes it (recording.options.request), whether a suite of operators may be

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from divergence.arithmetic.replay import Arithmetic, replay
-from divergence.arithmetic.summing import Summing
-from divergence.arithmetic.trees import Tree
+from divergence.arithmetic.additions.proof import Arithmetic, replay
+from divergence.arithmetic.additions.summing import Summing
+from divergence.arithmetic.additions.trees import Tree
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from divergence.arithmetic.additions.facts import note_finding
+from divergence.arithmetic.additions.order import find_order, typical_error
+from divergence.arithmetic.additions.trees import balanced, sequential
 from divergence.arithmetic.notebook import Notebook
-from divergence.arithmetic.order import find_order, typical_error
-from divergence.arithmetic.orders import note_finding
-from divergence.arithmetic.trees import balanced, sequential
 from divergence.comparison.facts import expected_w
 from divergence.run.schema.arithmetic import ArithmeticFact
 from tests.models.matrix_unit import matrix_unit

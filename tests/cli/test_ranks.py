@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from divergence.cli import main, ranks
+from divergence.cli import main
+from divergence.cli.shell import ranks
 from divergence.errors import FaultError, UsageError
 
 

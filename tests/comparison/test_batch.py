@@ -12,7 +12,7 @@ import torch
 from divergence.cli.main import app
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
-from divergence.experiments.localize import localize
+from divergence.experiments.localization.localize import localize
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from divergence.comparison.result import Onset
-from divergence.experiments.localize import _is_outside
+from divergence.experiments.localization.localize import _is_outside
 
 
 @pytest.mark.parametrize(

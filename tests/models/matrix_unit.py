@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from divergence.arithmetic.accumulator import keep_bits
-from divergence.arithmetic.summing import COLUMNS, Summing
+from divergence.arithmetic.additions.summing import COLUMNS, Summing
 from divergence.numerics.formats import format_of
 
 __all__ = ["matrix_unit"]

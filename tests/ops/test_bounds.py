@@ -14,7 +14,7 @@ from divergence.ops.allowed import check_operator
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.replay import replay
-from divergence.ops.repro import repro
+from divergence.ops.reproducer.repro import repro
 from divergence.run.reader import Run
 from divergence.run.schema.call import Call, Operand
 from divergence.run.writing.writer import CapturedTensor, RunWriter

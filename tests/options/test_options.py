@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from divergence.arithmetic.api import probe
-from divergence.cli.signature import typer_command
+from divergence.cli.shell.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
 from divergence.fleet.many import compare_many

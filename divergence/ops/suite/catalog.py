@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from divergence.errors import UsageError
-from divergence.ops.suite import (
+from divergence.ops.suite.definition import PREFIX, Case, Operator
+from divergence.ops.suite.operators import (
     activations,
     attention,
     embedding,
@@ -18,7 +19,6 @@ from divergence.ops.suite import (
     softmax,
     sums,
 )
-from divergence.ops.suite.definition import PREFIX, Case, Operator
 from divergence.run.schema.site import near_names
 
 __all__ = ["OPERATORS", "SUITES", "case_path", "cases_in", "find", "suite_named"]

@@ -11,7 +11,7 @@ import torch
 
 from divergence.analyses.blocks.nonfinite import find_nonfinite
 from divergence.comparison.api import compare
-from divergence.comparison.measuring import measure
+from divergence.comparison.measure.runs import measure
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import NonfiniteCount
 from divergence.errors import UsageError

@@ -8,7 +8,7 @@ import pytest
 
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
-from divergence.experiments.localize import _choose
+from divergence.experiments.localization.localize import _choose
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.keep import storage

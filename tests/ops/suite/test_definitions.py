@@ -127,7 +127,7 @@ def test_attention_of_grouped_heads():
 
 def test_sliding_windows():
     """A query at the end sees the last five keys, none before and none behind."""
-    from divergence.ops.suite.attention import mask_of
+    from divergence.ops.suite.operators.attention import mask_of
 
     seen = mask_of("window", (1, 1, 1, 2, 7, 8))[0, 0]
     assert seen.tolist() == [[False] + [True] * 5 + [False], [False] * 2 + [True] * 5]

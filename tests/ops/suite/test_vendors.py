@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from divergence.ops.suite.paged_attention import OPERATORS as PAGED
-from divergence.ops.suite.quantization import OPERATORS as QUANTIZATION
+from divergence.ops.suite.operators.paged_attention import OPERATORS as PAGED
+from divergence.ops.suite.operators.quantization import OPERATORS as QUANTIZATION
 from divergence.recording.api import capture
 
 (PAGED_ATTENTION,) = PAGED

@@ -1,0 +1,131 @@
+"""A command's parameters for typer, made from options.
+
+    def command(
+        options: Annotated[dict[str, Any], CompareOptions],     # those of them that were given
+        exit_code: Annotated[bool, Option("--exit-code", "...")] = False,
+        json: Json = False,
+    ) -> None:
+
+Typer reads the signature of what it is handed, so it is handed one in which a struct of options
+is spread out to one parameter each, in the place where the command names it. What was not given
+is not passed on: the default is that of the function which the command calls.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from divergence.cli.shell.options import ARGUMENTS, VERBOSE
+from divergence.errors import UsageError
+from divergence.options.option import Option, Options, fields_of, parted, text_type
+from divergence.run.untrusted.command import quoted_words
+
+__all__ = ["typer_command"]
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_Parameter = tuple[Option, inspect.Parameter]
+
+
+def typer_command(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` with a signature that typer reads. A ``command`` among its parameters is the
+    command line as it was given, for the manifest."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    structs: dict[str, type[Options]] = {}
+    parameters: list[_Parameter] = []
+    defaults: dict[str, Any] = {}
+    for own in inspect.signature(function).parameters.values():
+        type_, said = parted(hints[own.name])
+        if own.name == "command":
+            continue
+        if said and isinstance(said[0], Option):
+            parameters.append(_parameter(own.name, type_, own.default, said[0]))
+            defaults[own.name] = own.default
+        else:
+            (structs[own.name],) = said
+            parameters += _spread(structs[own.name])
+    wants_line = "command" in hints
+
+    def command(ctx: typer.Context, **values: Any) -> None:
+        ctx.meta[VERBOSE] = values["verbose"]
+        for name, kind in structs.items():
+            values[name] = _given(kind, values)
+        for name, default in defaults.items():
+            if values[name] is None or values[name] == []:
+                values[name] = default
+            elif isinstance(values[name], enum.Enum):
+                values[name] = values[name].value
+        if wants_line:
+            arguments = ctx.meta.get(ARGUMENTS)
+            values["command"] = quoted_words(["divergence", *arguments]) if arguments else None
+        function(**values)
+
+    context = inspect.Parameter("ctx", _KEYWORD, annotation=typer.Context)
+    listed = [context, *_in_order(parameters)]
+    command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    command.__doc__ = function.__doc__
+    return command
+
+
+def _spread(kind: type[Options]) -> list[_Parameter]:
+    """A parameter for each way in which an option is written. Where help tells the default in
+    words, or a setting may stand behind it, typer is told of none."""
+    found = []
+    for field in fields_of(kind):
+        for option in field.options:
+            name = field.name if option is field.option else option.word
+            told = option.setting or "Default: " in option.help
+            default = field.default if isinstance(field.default, str) and not told else None
+            found.append(_parameter(name, field.type, default, option))
+    return found
+
+
+def _parameter(name: str, type_: Any, default: Any, option: Option) -> _Parameter:
+    read_as: Any = text_type(type_)
+    if option.choices:
+        make_enum: Any = enum.Enum
+        read_as = make_enum(name, {choice: choice for choice in option.choices})
+    said: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    if option.panel is not None:
+        said["rich_help_panel"] = option.panel
+    if option.minimum is not None:
+        said["min"] = option.minimum
+    if read_as is bool:
+        default = False
+    elif default in (None, ()):
+        default, read_as, said["show_default"] = None, read_as | None, False
+    make: Any = typer.Option if option.names else typer.Argument
+    annotation: Any = Annotated[read_as, make(*option.names, **said)]
+    return option, inspect.Parameter(name, _KEYWORD, annotation=annotation, default=default)
+
+
+def _in_order(parameters: list[_Parameter]) -> list[inspect.Parameter]:
+    """As help shows them: an option that is to follow another one stands behind it."""
+    found = [parameter for option, parameter in parameters if option.after is None]
+    for option, parameter in parameters:
+        if option.after is not None:
+            names = [one.name for one in found]
+            found.insert(names.index(option.after) + 1, parameter)
+    return found
+
+
+def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of ``kind`` out of ``values``; those that were given, by their field."""
+    found: dict[str, Any] = {}
+    for field in fields_of(kind):
+        for option in field.options:
+            value = values.pop(field.name if option is field.option else option.word)
+            if value is None or value is False or value == []:
+                continue
+            if field.name in found:
+                both = " and ".join(one.names[0] for one in field.options)
+                raise UsageError(f"{both} cannot be combined", hint="give one of them")
+            if isinstance(value, enum.Enum):
+                value = value.value
+            found[field.name] = option.turns_on if value is True else value
+    return found

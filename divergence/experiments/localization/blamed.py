@@ -1,0 +1,176 @@
+"""Which side of a localized operator is wrong, if that can be told.
+
+The truth is the reference's own code in float64. It tells kernels apart from what the code asks
+for; it cannot tell whose *code* is right, since it has the reference's. So a side is named only on
+evidence that does not rest on that:
+
+- *alone*: one side's operator is off by itself, on its own recorded inputs, by the operator's
+  definition. That holds whoever made the truth.
+- *the reference* is blamed by a truth that was made on a machine which repeats the reference: its
+  own code in float64 says otherwise than its kernels, and the candidate agrees with it.
+- *the candidate* is blamed by a truth with which the candidate's own code agrees in float64 (a
+  second float64 run, made on the candidate's machine), or both sides were repeated on one
+  machine, by what is installed there.
+
+Where float64 tells the two sides' code apart, none is named by it: by each side's code the other
+is wrong. What the manifests say of the code (a forward that was replaced on one side alone) may
+name one then. Levels that blame different sides contradict each other: no side.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from divergence.comparison.preflight.owner import (
+    Disagreement,
+    disagreement,
+    replaced_in,
+    without_pads,
+)
+from divergence.comparison.result import Report
+from divergence.experiments.localization.machine import Maker
+from divergence.experiments.localization.result import Localization, OwnError
+from divergence.run.reader import Run
+from divergence.words import Side, SideBothOrNeither
+
+__all__ = ["NEAR", "name_side"]
+
+NEAR = 3.0
+"""Times an ideal operator's error: nearer than that, an operator is right by itself."""
+_SIDES = ("reference", "candidate")
+_MUCH = 10.0  # times what the two codes differ by: then a tenth of the error at most is the code's
+
+
+def name_side(
+    done: Localization,
+    maker: Maker,
+    made: dict[str, Run],
+    truth: Run,
+    *,
+    blamed: SideBothOrNeither | None,
+    above: str | None,
+    chosen: str,
+    sites: list[str],
+    step: int | None,
+) -> None:
+    """Set ``done.side``, or ``doubt`` or ``contradiction``. ``blamed``: by the operators, against
+    ``truth``; ``above``: by the comparison that named the block ``chosen``."""
+    assert done.operator is not None
+    alone = _off_alone(done.alone)
+    said = [
+        (f"block {chosen}", above),
+        (f"operator {done.operator.site}", blamed),
+        (f"{done.operator.site} by itself", alone),
+    ]
+    sides = {side for _, side in said if side in _SIDES}
+    if len(sides) == 2:
+        told = [f"{what} by the {side}" for what, side in said if side in _SIDES]
+        done.contradiction = ", ".join(told)
+    elif blamed == "reference" or blamed == "candidate":
+        _name(done, maker, made, truth, blamed, alone, chosen, sites, step)
+    if done.side is None and done.report is not None:
+        done.report = _without_side(done.report)
+
+
+def _without_side(report: Report) -> Report:
+    """The last comparison names a side as well, by the truth: it is not to say more than this."""
+    verdict = report.verdict
+    if verdict.side not in _SIDES:
+        return report
+    summary = verdict.summary.replace(f", by the {verdict.side}", "")
+    verdict = msgspec.structs.replace(verdict, side=None, summary=summary, confidence="low")
+    return msgspec.structs.replace(report, verdict=verdict)
+
+
+def _name(
+    done: Localization,
+    maker: Maker,
+    made: dict[str, Run],
+    truth: Run,
+    blamed: Side,
+    alone: str | None,
+    chosen: str,
+    sites: list[str],
+    step: int | None,
+) -> None:
+    """Name the side that the truth blames, or say what is missing for that."""
+    if alone == blamed or maker.one_machine:
+        done.side = blamed
+    elif blamed == "reference":
+        if maker.folder.is_verified(truth):
+            done.side = "reference"
+        else:
+            done.doubt = (
+                f"the reference is blamed, by a truth of which it is not known that the "
+                f"reference's code made it: remove {truth.path} and run this on the reference's "
+                "machine"
+            )
+            maker.ask("reference", "makes the truth by its code")
+    else:
+        _by_both_codes(done, maker, made, truth, chosen, sites, step)
+
+
+def _off_alone(errors: list[OwnError]) -> str | None:
+    """The side whose operator is off by itself, while the other's is not, or far less."""
+    if len(errors) != 2:
+        return None
+    less, more = sorted(errors, key=lambda own: own.times)
+    return more.side if more.times > NEAR * max(1.0, less.times) else None
+
+
+def _by_both_codes(
+    done: Localization,
+    maker: Maker,
+    made: dict[str, Run],
+    truth: Run,
+    chosen: str,
+    sites: list[str],
+    step: int | None,
+) -> None:
+    """The candidate is blamed: does its own code say so too?"""
+    other = maker.truth("truth-by-candidate", side="candidate", sites=sites, step=step)
+    if other is None:
+        done.doubt = (
+            "the candidate is blamed, by the reference's code; what the candidate's code makes of "
+            "it in float64 is to be seen on its machine"
+        )
+        return
+    found = disagreement(truth, other, inside=chosen)
+    if found.num_compared == 0:
+        done.doubt = "the two sides' code has no site in common in this block"
+        return
+    if found.first is None or _is_small(found.first, truth, other, made["candidate"], chosen):
+        done.side = "candidate"
+        return
+    done.code = found.first.site
+    notes = {side: replaced_in(made[side].manifest, chosen) for side in _SIDES}
+    if notes["candidate"] and not notes["reference"]:
+        done.side = "candidate"
+        return
+    done.doubt = (
+        f"the two sides' code is not the same: in float64 {found.first}. By the reference's code "
+        "the candidate is wrong, by the candidate's the reference; which code is right no truth "
+        "can tell"
+    )
+    if notes["reference"]:
+        done.doubt += f". The reference's code was replaced: {', '.join(notes['reference'][:3])}"
+
+
+def _is_small(apart: Disagreement, truth: Run, other: Run, run: Run, chosen: str) -> bool:
+    """Is the candidate's error at the block's output far beyond what the codes differ by?"""
+    errors, differ = 0.0, 0.0
+    for record in truth.records:
+        if record.pass_ != "anchored" or record.site != f"{chosen}:out":
+            continue
+        theirs, own = other.find(record.coordinates), run.find(record.coordinates)
+        if theirs is None or own is None or {theirs.shape, own.shape} != {record.shape}:
+            return False
+        right, mine, its = (
+            without_pads(run.manifest, record, source.read(one).double())
+            for source, one in ((truth, record), (run, own), (other, theirs))
+        )
+        if right is None or mine is None or its is None:
+            return False
+        errors = max(errors, float((mine - right).norm() / right.norm()))
+        differ = max(differ, float((its - right).norm() / right.norm()))
+    return 0 < differ * _MUCH <= errors

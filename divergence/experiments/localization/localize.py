@@ -1,0 +1,307 @@
+"""localize(): from the block to the operator, making only the runs that are missing.
+
+Block: the two runs are compared as they are. Module and operator: the block's operators are
+captured on both sides, anchored to the same run (so from equal inputs), and in float64. Cause: the
+healthy side's result is put in the place of the operator that is blamed, on the side that is
+blamed, and what follows must be fine then. Alone: each side's operator against float64 on its own
+inputs. Last, the operator as a reproducer.
+
+A side's runs are made where its machine is: on this one, if it has the recorded device and
+versions (the recorded environment variables are set in a process of its own) and gives the recorded
+bits again. The truth is made where the reference's machine is. What another machine has to make is
+printed as a command, and the runs lie in one directory: the same command there goes on where this
+one stopped. What does not repeat the run it stands for is not concluded from, and a truth that is
+not the reference's is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from divergence.analyses.operators.find import onset_result
+from divergence.comparison.api import compare
+from divergence.comparison.preflight.owner import Disagreement, disagreement
+from divergence.comparison.result import Onset, Report
+from divergence.errors import UsageError
+from divergence.experiments.localization.blamed import NEAR, name_side
+from divergence.experiments.localization.given_operands import given_to, stands_alone
+from divergence.experiments.localization.machine import Maker
+from divergence.experiments.localization.proof import errors_alone, prove, reproduce
+from divergence.experiments.localization.result import Level, Localization
+from divergence.run.ranks.unshard import unsharded
+from divergence.run.reader import Run
+from divergence.run.schema.contents import why_no_bytes
+from divergence.run.schema.site import ROOT, module_of
+from divergence.run.storage.location import folder_of
+from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+    Prepare = Callable[[torch.nn.Module], torch.nn.Module | None]
+
+__all__ = ["localize"]
+
+_SIDES = ("reference", "candidate")
+_NOTHING_TO_JUDGE = ("identical", "incomparable")
+
+
+def localize(
+    reference: str | Path | Run,
+    candidate: str | Path | Run,
+    *,
+    out: str | Path,
+    truth: str | Path | Run | None = None,
+    block: str | None = None,
+    model: str | Path | None = None,
+    device: str = "auto",
+    here: str = "auto",
+    force: bool = False,
+    trust_remote_code: bool = False,
+    operators: Sequence[str] = (),
+    prepare_reference: Prepare | None = None,
+    prepare_candidate: Prepare | None = None,
+    progress: Progress | None = None,
+) -> Localization:
+    """Descend from the block where ``reference`` and ``candidate`` part to the operator.
+
+    ``truth``: the float64 run of ``divergence.truth``; made in ``out`` where there is none.
+    ``block``: go into this one, whatever the comparison says. ``here``: which side's machine this
+    is (``reference``, ``candidate``, ``both``, ``none``); ``auto`` asks the recorded environments.
+    ``operators``: as in ``replay``. ``prepare_*``: what ``capture`` was given to make that side's
+    run, called here too. ``out`` holds the runs that are made, and is gone on with where it holds
+    some of this pair; those of another pair are refused, or removed with ``force``.
+
+    Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
+    what capture, reference and compare raise.
+    """
+    a, b = (unsharded(_open(run)) for run in (reference, candidate))
+    tell: Progress = progress or (lambda event, done, total, detail: None)
+    folder = folder_of(out)
+    if a.manifest.plan.store != "full":
+        raise UsageError(
+            f"{a.path} cannot be gone into: every run of the descent is anchored to its inputs, "
+            f"and it keeps no bytes ({why_no_bytes(a.manifest)})",
+            hint="capture both in full, the blocks are enough: "
+            f"{command_line('capture', like=a.path, o='A', store='full', sites='blocks')}; "
+            "divergence capture --like A -o B; divergence localize A B",
+        )
+    again = _again(a, b, truth, folder, block=block, model=model, device=device,
+                   trust_remote_code=trust_remote_code, operators=operators)  # fmt: skip
+    maker = Maker(
+        a, b, folder, model=None if model is None else str(model), device=device, here=here,
+        force=force, trust_remote_code=trust_remote_code, operators=operators, again=again,
+        prepare={"reference": prepare_reference, "candidate": prepare_candidate}, progress=tell,
+    )  # fmt: skip
+    done = Localization(reference=str(a.path), candidate=str(b.path), out=str(folder), again=again)
+    _descend(done, maker, a, b, truth=truth, block=block, tell=tell)
+    done.commands = list(dict.fromkeys(maker.commands))
+    done.repetitions = list(maker.repetitions.values())
+    if maker.refusals and done.operator is None:
+        done.refused, done.stopped = True, "; ".join(dict.fromkeys(maker.refusals))
+    return done
+
+
+def _descend(
+    done: Localization,
+    maker: Maker,
+    a: Run,
+    b: Run,
+    *,
+    truth: str | Path | Run | None,
+    block: str | None,
+    tell: Progress,
+) -> None:
+    """Fill ``done``, as far down as the runs at hand reach."""
+    tell("localize", 0, 4, "blocks")
+    right: Run | None = None
+    report: Report | None = None
+    if truth is None and block is None:  # a truth is dear: not where there is nothing to judge
+        report = compare(a, b, progress=tell)
+    if report is None or not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)):
+        right = maker.truth("truth") if truth is None else _open(truth)
+        right = None if right is None else unsharded(right)
+        report = compare(a, b, truth=right, progress=tell)
+    done.levels = [Level.of_report("block", report)]
+    done.truth = None if right is None else str(right.path)
+    chosen, why = _choose(report, block)
+    if not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)) and right is None:
+        done.stopped = "the truth has to be made on the reference's machine, by its code"
+        return
+    if chosen is None:
+        done.stopped = why
+        return
+    onset = report.verdict.onset
+    step = onset.step if onset is not None and onset.block == chosen else None
+    escalate = onset is not None and onset.pass_ == "escalated"
+    alike = a.manifest.tokens.groups == b.manifest.tokens.groups
+    sites = ["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])]
+    made: dict[str, Run] = {}
+    for number, side in enumerate(_SIDES):
+        tell("localize", 1 + number, 4, f"operators of {chosen}, {side}")
+        run = maker.operators(
+            side, sites=sites, escalate=escalate, step=step, truth=right, block=chosen
+        )
+        if run is not None:
+            made[side] = run
+    ops_truth = None
+    if "reference" in made:  # also where the other side is still to come
+        ops_truth = maker.truth("truth-operators", sites=sites, step=step)
+    assert right is not None
+    apart = None if ops_truth is None else disagreement(right, ops_truth).first
+    if ops_truth is not None and apart is not None:
+        maker.refusals.insert(0, _two_truths(maker, right, ops_truth, apart))
+        maker.ask("reference", "makes its truths, with both removed")
+        return
+    missing = [side for side in _SIDES if side not in made]
+    if missing:
+        done.stopped = f"the {' and the '.join(missing)} cannot be captured on this machine"
+        return
+    if ops_truth is None:
+        done.stopped = f"the truth of {chosen} has to be made on the reference's machine"
+        return
+    tell("localize", 3, 4, "operators")
+    deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=tell)
+    levels = [*done.levels, Level.of_modules(deep, chosen), Level.of_operators(deep)]
+    done.report = deep
+    done.levels = [level for level in levels if level is not None]
+    operators = deep.operators
+    first = None if operators is None else onset_result(operators)
+    if first is None and not alike:
+        done.stopped = (
+            "the two sides ran their prompts in other batches: their operators have other shapes "
+            "and are no pairs, so modules are as deep as this goes"
+        )
+        return
+    if operators is None or first is None:
+        done.stopped = f"no operator of {chosen} is beyond its limit" + _alone_there(deep)
+        return
+    tell("localize", 4, 4, first.site)
+    done.operator = first
+    done.alone = errors_alone(made, first, maker.folder.path, tell, maker.namespaces)
+    blamed = operators.side or report.verdict.side
+    same_block = onset is not None and onset.block in (None, chosen)
+    name_side(
+        done, maker, made, ops_truth, blamed=blamed,
+        above=report.verdict.side if same_block else None, chosen=chosen, sites=sites, step=step,
+    )  # fmt: skip
+    repeated = all(maker.repetitions[f"{side}-operators"].met for side in _SIDES)
+    whole = first.region is None or first.region.argument is None
+    if done.side is not None and repeated and whole:
+        done.causal = prove(
+            maker, made, ops_truth, deep, done.side, sites=sites, step=step, escalate=escalate,
+            tell=tell,
+        )  # fmt: skip
+    done.given = given_to(made, first, operators.pass_)
+    guilty = "reference" if (done.side or blamed) == "reference" else "candidate"
+    wrong = any(own.times > NEAR for own in done.alone) or not done.alone
+    folder = maker.folder.path
+    if stands_alone(first, guilty) and (wrong or first.other_operands):
+        done.repro = reproduce(made, first, guilty, folder, tell, maker.namespaces)
+    if first.other_operands and first.region is None:  # the other side's call, with its scalars
+        other = "candidate" if guilty == "reference" else "reference"
+        done.repro_other = reproduce(
+            made, first, other, folder, tell, maker.namespaces, f"repro-{other}"
+        )
+
+
+def _two_truths(maker: Maker, right: Run, made: Run, apart: Disagreement) -> str:
+    """Two float64 runs of the reference that are not of one code."""
+    whose = (
+        f"{made.path} was made on a machine that repeats the reference, so {right.path} was not "
+        "made by the reference's code"
+        if maker.folder.is_verified(made)
+        else "one of them was not made by the reference's code"
+    )
+    return f"{made.path} is not the same truth as {right.path}: {apart}; {whose}"
+
+
+def _choose(report: Report, block: str | None) -> tuple[str | None, str | None]:
+    """(the block to go into, why there is none)."""
+    blocks = {site.block for site in report.sites if site.block}
+    if block is not None:
+        if block not in blocks:
+            raise UsageError(
+                f"there is no block {block!r} in these runs",
+                hint=f"blocks are named like {min(blocks)}" if blocks else "their runs hold none",
+            )
+        return block, None
+    verdict = report.verdict
+    if _is_one_run(report):
+        return None, f"{verdict.summary}: there is nothing to find"
+    if verdict.kind in ("localized", "systematic", "nonfinite") and verdict.onset is not None:
+        if _is_outside(verdict.onset):
+            return None, (
+                f"what is wrong at {verdict.onset.site} is made outside the blocks and modules: "
+                "there is none to go into (--block PATH goes into one all the same)"
+            )
+        if verdict.onset.block is not None:
+            return verdict.onset.block, None
+        return module_of(verdict.onset.site), None
+    standouts = [one.block for one in verdict.evidence if one.block is not None]
+    if (
+        verdict.kind in ("within_floor", "drift") and standouts
+    ):  # below every limit, and yet worth a look
+        return standouts[0], None
+    return None, {
+        "identical": "the runs are equal bit for bit: there is nothing to find",
+        "within_floor": "no block makes an error beyond rounding: there is nothing to go into "
+        "(--block PATH goes into one all the same)",
+        "incomparable": "the runs are not the same experiment",
+    }.get(verdict.kind, "no block could be named (--block PATH goes into one all the same)")
+
+
+def _is_outside(onset: Onset) -> bool:
+    """Between modules, or behind the last of them (ends.find)?"""
+    path, _, port = onset.site.partition(":")
+    at_the_edge = port.startswith("in") and onset.block in (None, path)
+    return onset.pass_ == "free" and (at_the_edge or path == ROOT)
+
+
+def _is_one_run(report: Report) -> bool:
+    """Was a run compared with itself, and its ranks, if there are several, agree?"""
+    return report.reference.id == report.candidate.id and report.verdict.kind == "undetermined"
+
+
+def _alone_there(report: Report) -> str:
+    """Operators that one side alone calls: where no operator that both call is wrong, they are
+    what is left."""
+    parts = []
+    for side in _SIDES:
+        unmatched = [] if report.operators is None else report.operators.unmatched
+        names = list(dict.fromkeys(one.site for one in unmatched if one.side == side))
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            parts.append(f"only the {side} calls {shown}")
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+def _again(
+    a: Run, b: Run, truth: str | Path | Run | None, folder: Path, *, block: str | None,
+    model: str | Path | None, device: str, trust_remote_code: bool, operators: Sequence[str],
+) -> str:  # fmt: skip
+    """The command that goes on from here."""
+    return command_line(
+        "localize", a.path, b.path,
+        truth=None if truth is None else _path(truth), o=folder, block=block, model=model,
+        device=None if device == "auto" else device, trust_remote_code=trust_remote_code,
+        operators=operators,
+    )  # fmt: skip
+
+
+def _inner_modules(run: Run, block: str) -> list[str]:
+    """The pattern of the modules inside ``block``, if its parameters tell of any."""
+    names = [n.removeprefix(block + ".") for n in run.manifest.model.digests
+             if n.startswith(block + ".")]  # fmt: skip
+    return [f"{block}.*"] if any("." in name for name in names) else []
+
+
+def _open(run: str | Path | Run) -> Run:
+    return run if isinstance(run, Run) else Run.open(run)
+
+
+def _path(run: str | Path | Run) -> str:
+    return str(run.path if isinstance(run, Run) else run)

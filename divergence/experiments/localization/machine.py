@@ -1,0 +1,382 @@
+"""Whose machine is this? And a run of either side, made here if it is that side's.
+
+A run tells its device, CPU, versions and the environment variables that change arithmetic. If
+all but the variables are this machine's, it is tried here: in this process if they are the same,
+else in one of its own in which they are set. What decides is values: a run that was made again
+must have the bits of the run it stands for (localization.repetition), and what cannot be held
+against recorded bits, a truth or a run with a substitute, is made only where the side's own run
+was repeated first. So no machine is taken for another because no field tells them apart.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from divergence.errors import DivergenceError, UsageError
+from divergence.experiments.localization.elsewhere import made_elsewhere
+from divergence.experiments.localization.folder import Folder
+from divergence.experiments.localization.repetition import (
+    check_repetition,
+    check_substituted,
+    why_not_bits,
+)
+from divergence.experiments.localization.result import Repetition
+from divergence.options.capture import CaptureOptions
+from divergence.options.option import command_options
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.recording.engines.checkpoint import check_data_alone
+from divergence.recording.hooks.substitute import Substitute
+from divergence.recording.machine.environment import (
+    DEVICE_TYPES,
+    collect_environment,
+    resolve_device,
+    variables_to_set,
+)
+from divergence.recording.options.taken import also_taken
+from divergence.run.reader import Run
+from divergence.run.untrusted.command import command_line, command_words
+from divergence.run.untrusted.trust import recorded_attention, recorded_sites, recorded_source
+from divergence.words import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HERE", "Maker"]
+
+HERE = ("auto", "reference", "candidate", "both", "none")
+_PACKAGES = ("torch", "transformers")
+
+
+class Maker:
+    """Makes what ``localize`` lacks, in ``folder``.
+
+    ``commands``: what other machines must make, ``again``: the command that goes on.
+    ``repetitions``: by run, whether it repeats the one it stands for; ``refusals``: why one that
+    does not was left out.
+    """
+
+    def __init__(
+        self,
+        a: Run,
+        b: Run,
+        folder: Path,
+        *,
+        model: str | None,
+        device: str,
+        here: str,
+        force: bool,
+        trust_remote_code: bool,
+        operators: Sequence[str] = (),
+        prepare: Mapping[str, Callable[[torch.nn.Module], torch.nn.Module | None] | None],
+        again: str,
+        progress: Progress,
+    ) -> None:
+        if here not in HERE:
+            raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")
+        self._runs = {"reference": a, "candidate": b}
+        self._model, self._device, self._again = model, device, again
+        self.namespaces = operators
+        self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
+        self._here = here
+        self._repeated: dict[str, Repetition] = {}
+        self.commands: list[str] = []
+        self.repetitions: dict[str, Repetition] = {}
+        self.refusals: list[str] = []
+        self.folder = Folder(folder, self._runs, force=force)
+
+    def truth(
+        self,
+        name: str,
+        *,
+        side: str = "reference",
+        sites: list[str] | None = None,
+        step: int | None = None,
+    ) -> Run | None:
+        """The reference in float64 with these sites, by the code of ``side``; None where this is
+        not its machine, with the command for there in ``commands``."""
+        out, source, own = self.folder / name, self._runs["reference"], self._runs[side]
+        known = self._known(out, "reference", sites, step, compute_dtype="float64")
+        if known is not None and (side == "reference" or self.folder.is_verified(known)):
+            return known
+        if not self.repeats(side):
+            self.ask(side, f"makes {name}")
+            return None
+        self.folder.claim()
+        attention = own.manifest.model.attn_implementation
+        if side == "reference" or attention not in ("eager", "sdpa"):
+            attention = None
+        tokens = None if step is None else step + 1
+        variables = variables_to_set(self._runs[side].manifest.environment)
+        if variables:
+            words = command_words(
+                "truth", source.path, o=out, force=True, model=self._model_of(side),
+                sites=sites, max_new_tokens=tokens, attn_implementation=attention,
+                trust_remote_code=self._trust,
+            )  # fmt: skip
+            run = made_elsewhere(words, out, variables)
+        else:
+            run = make_truth(
+                source, out=out, model=self._model_of(side), sites=sites or (), force=True,
+                attn_implementation=attention, trust_remote_code=self._trust,
+                progress=self._tell, max_new_tokens=tokens,
+            )  # fmt: skip
+        self.folder.verify(run)
+        return run
+
+    def operators(
+        self,
+        side: str,
+        *,
+        sites: list[str],
+        escalate: bool,
+        step: int | None,
+        truth: Run | None = None,
+        block: str | None = None,
+    ) -> Run | None:
+        """That side's operators, anchored to the reference; None where this is not its machine,
+        with the command for there in ``commands``. ``truth``, ``block``: to tell a repetition by
+        its error, where its machine does not repeat bits."""
+        name = f"{side}-operators"
+        out = self.folder / name
+        values = self._values(side, sites=sites, escalate=escalate, step=step)
+        run = self._known(out, side, sites, step, escalate=escalate)
+        lay_there = run is not None
+        if run is None and not self._is_here(side):
+            self.commands.append(self._command(side, out, values))
+            return None
+        if run is None:
+            self.folder.claim()
+            run = self._capture(side, out, values)
+        found = check_repetition(
+            run, self._runs[side], name=name, side=side, truth=truth, block=block
+        )
+        self.repetitions[name] = found
+        if found.how == "differs":
+            self._refuse(side, found, run if lay_there else None)
+            self.commands.append(self._command(side, out, values, force=lay_there))
+            if not lay_there:
+                run.close()
+                shutil.rmtree(out, ignore_errors=True)
+            return None
+        if not lay_there:
+            self._repeated[side] = found
+        return run
+
+    def substituted(
+        self,
+        side: str,
+        made: Run,
+        *,
+        substitute: tuple[str, Run, str],
+        block: str,
+        sites: list[str],
+        escalate: bool,
+        step: int | None,
+    ) -> Run | None:
+        """The same as ``made``, ``side``'s operators, with another run's result in one place:
+        (site, run, site there). None where this is not that side's machine."""
+        name = f"{side}-substituted"
+        out = self.folder / name
+        site, healthy, other = substitute
+        run = self._known(out, side, sites, step, escalate=escalate)
+        planned = [str(Substitute(healthy, other))]
+        if run is None or not self.folder.is_verified(run) or _plan(run) != planned:
+            if not self.repeats(side):
+                self.ask(side, "proves it there")
+                return None
+            self.folder.claim()
+            values = self._values(side, sites=sites, escalate=escalate, step=step)
+            run = self._capture(side, out, values, substitute=substitute)
+            self.folder.verify(run)
+        found = check_substituted(run, made, site=site, block=block, name=name)
+        self.repetitions[name] = found
+        return run if found.met else None
+
+    def repeats(self, side: str) -> bool:
+        """Does this machine repeat that side's run? Tried once, with its free pass, if nothing that
+        was made here has shown it."""
+        if side in self._repeated:
+            return True
+        if not self._is_here(side) or f"{side}-again" in self.repetitions:
+            return False
+        name, own = f"{side}-again", self._runs[side]
+        values = self._values(side, sites=_free_sites(own), escalate=False, step=None)
+        values |= {"anchor": False, "store": "hash", "weights": False, "probe": False}
+        self.folder.claim()
+        out = self.folder / name
+        run = self._capture(side, out, values)
+        found = check_repetition(run, own, name=name, side=side)
+        run.close()
+        shutil.rmtree(out, ignore_errors=True)
+        self.repetitions[name] = found
+        why = why_not_bits(own.manifest, run.manifest)
+        if found.met or (found.how == "differs" and why is not None):
+            self._repeated[side] = found
+            return True
+        self._refuse(side, found, None)
+        return False
+
+    @property
+    def one_machine(self) -> bool:
+        """Were both sides' runs repeated here, by what is installed here?"""
+        return {"reference", "candidate"} <= set(self._repeated)
+
+    def _refuse(self, side: str, found: Repetition, lay_there: Run | None) -> None:
+        by = "" if found.rel_l2 is None else f", rel L2 {found.rel_l2:.2e}"
+        what = f"{found.site} differs{by}"
+        if found.how == "unknown":
+            what = "no tensor to hold against it"
+        label = self._runs[side].manifest.environment.label
+        if lay_there is not None:
+            text = f"{lay_there.path} was not made on the {side}'s machine ({label})"
+        else:
+            text = f"this is not the {side}'s machine ({label})"
+        self.refusals.append(f"{text}: its blocks do not repeat ({what})")
+
+    def ask(self, side: str, what: str) -> None:
+        """The same command on that side's machine."""
+        self.commands.append(f"{self._again}   # on the {side}'s machine: {what}")
+
+    def _values(
+        self, side: str, *, sites: list[str], escalate: bool, step: int | None
+    ) -> dict[str, Any]:
+        """How that side's run is repeated: parameters of capture."""
+        source, own = self._runs["reference"], self._runs[side].manifest
+        values: dict[str, Any] = {"sites": sites, "weights": True, "escalate": escalate}
+        if step is not None:
+            values["max_new_tokens"] = step + 1
+        if own.model.dtype != source.manifest.model.dtype:
+            values["dtype"] = own.model.dtype
+        if own.model.attn_implementation != source.manifest.model.attn_implementation:
+            values["attn_implementation"] = recorded_attention(own)
+        if not own.settings.deterministic and source.manifest.settings.deterministic:
+            values["deterministic"] = False
+        if own.tokens.groups != source.manifest.tokens.groups:
+            values["batch"] = len(own.tokens.groups) == 1
+        if own.plan.plants:
+            values["plants"] = own.plan.plants
+        values["label"] = own.environment.label
+        return values
+
+    def _capture(
+        self,
+        side: str,
+        out: Path,
+        values: dict[str, Any],
+        *,
+        substitute: tuple[str, Run, str] | None = None,
+    ) -> Run:
+        source, model = self._runs["reference"], self._model_of(side)
+        variables = variables_to_set(self._runs[side].manifest.environment)
+        theirs = None if model == self._model else model
+        also = also_taken(self._runs[side], theirs, values, variables, with_code=self._trust)
+        if also is not None:
+            self._tell("taken", 0, None, also)
+        if self._prepare.get(side) is not None or not variables:
+            if substitute is not None:
+                site, run, other = substitute
+                values = {**values, "substitutes": {site: Substitute(run, other)}}
+            return capture(
+                model, like=source, out=out, force=True, device=self._device_of(side),
+                trust_remote_code=self._trust, progress=self._tell,
+                prepare=self._prepare.get(side), **values,
+            )  # fmt: skip
+        put = None
+        if substitute is not None:
+            site, run, other = substitute
+            put = f"{site}={run.path}" + (f"={other}" if other != site else "")
+        words = command_words(
+            "capture", like=source.path, o=out, force=True, device=self._device_of(side),
+            model=model, trust_remote_code=self._trust,
+            **command_options(CaptureOptions, values), substitute=put,
+        )  # fmt: skip
+        return made_elsewhere(words, out, variables)
+
+    def _model_of(self, side: str) -> str | None:
+        source, own = self._runs["reference"].manifest.model, self._runs[side].manifest
+        if self._model is None and own.model.source != source.source:
+            if not self._trust:  # the run names it, not the user
+                check_data_alone(recorded_source(own), revision=None)
+            return recorded_source(own)
+        return self._model
+
+    def _known(
+        self,
+        out: Path,
+        side: str,
+        sites: list[str] | None,
+        step: int | None,
+        *,
+        escalate: bool = False,
+        compute_dtype: str | None = None,
+    ) -> Run | None:
+        """A finished run that lies there already and is what would be made."""
+        try:
+            run = Run.open(out)
+        except DivergenceError:  # nothing there, or damaged: it is made anew
+            return None
+        source, own = self._runs["reference"].manifest, self._runs[side].manifest
+        made = run.manifest
+        num_steps = source.settings.max_new_tokens if step is None else step + 1
+        same = (
+            made.like == source.id
+            and made.complete
+            and made.model.digest == own.model.digest
+            and made.settings.compute_dtype == compute_dtype
+            and made.settings.max_new_tokens >= min(num_steps, source.settings.max_new_tokens)
+            and (sites is None or made.plan.sites == sites)
+            and (not escalate or "escalated" in made.plan.passes)
+        )
+        return run if same else None
+
+    def _is_here(self, side: str) -> bool:
+        """May this be that side's machine? By what is recorded; values decide."""
+        if self._here != "auto":
+            return self._here in (side, "both")
+        if self._prepare.get(side) is not None:
+            return True
+        recorded = self._runs[side].manifest.environment
+        try:
+            mine = collect_environment(resolve_device(self._device_of(side)))
+        except UsageError:
+            return False
+        names = ("device_type", "device_name", "cpu", "platform")
+        if any(getattr(recorded, name) != getattr(mine, name) for name in names):
+            return False
+        return all(recorded.versions.get(p) == mine.versions.get(p) for p in _PACKAGES)
+
+    def _recorded_device(self, side: str) -> str | None:
+        """The kind of device that the side ran on; None where this tool knows no such kind."""
+        kind = self._runs[side].manifest.environment.device_type
+        return kind if kind in DEVICE_TYPES else None
+
+    def _device_of(self, side: str) -> str:
+        """Where that side runs: the user's device if it is of the kind that the side ran on, else
+        that kind. So a reference of this host's CPU is not made on its accelerator."""
+        kind = self._recorded_device(side)
+        asked = self._device.partition(":")[0]
+        return self._device if kind is None or asked == kind else kind
+
+    def _command(self, side: str, out: Path, values: dict[str, Any], *, force: bool = False) -> str:
+        source, own = self._runs["reference"], self._runs[side].manifest.model
+        elsewhere = own.source != source.manifest.model.source  # as it is called on that machine
+        return command_line(
+            "capture", like=source.path, o=out, model=own.source if elsewhere else None,
+            device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
+            **command_options(CaptureOptions, values), note=f"on the {side}'s machine",
+        )  # fmt: skip
+
+
+def _free_sites(own: Run) -> list[str]:
+    """Blocks, where the run holds them; else what it recorded."""
+    blocks = {path for path, note in own.manifest.plan.modules.items() if note.role == "block"}
+    held = any(r.pass_ == "free" and r.site.rpartition(":")[0] in blocks for r in own.records)
+    return ["blocks"] if held else recorded_sites(own.manifest)
+
+
+def _plan(run: Run) -> list[str]:
+    return run.manifest.plan.substitutes

@@ -1,0 +1,154 @@
+"""The proof of a localization: cause, operator alone, reproducer.
+
+*Cause*: the healthy side's result is put in the place of the operator that is blamed, on its
+machine, and what follows must be fine then. *Alone*: each side's operator in float64 on its own
+recorded inputs, by the operator's definition: no truth of the model and no code of it is needed
+for that, so a side that is off by itself is off whoever made the truth. *Reproducer*: the same as
+a folder for a vendor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from divergence.analyses.operators.find import onset_result
+from divergence.comparison.api import compare
+from divergence.comparison.result import OperatorResult, Report, SiteResult
+from divergence.comparison.results.operators import CausalCheck
+from divergence.errors import DivergenceError
+from divergence.experiments.localization.given_operands import stands_alone
+from divergence.experiments.localization.machine import Maker
+from divergence.experiments.localization.replaced import replaced_sites
+from divergence.experiments.localization.result import OwnError
+from divergence.numerics.rounding.floor import THRESHOLDS
+from divergence.ops.replay import replay
+from divergence.ops.reproducer.repro import repro
+from divergence.run.reader import Run
+from divergence.words import Progress, Side
+
+__all__ = ["errors_alone", "prove", "reproduce"]
+
+_MIN_ROWS = 8  # fewer rows tell nothing about one channel
+
+
+def prove(
+    maker: Maker,
+    made: dict[str, Run],
+    truth: Run,
+    deep: Report,
+    side: str,
+    *,
+    sites: list[str],
+    step: int | None,
+    escalate: bool,
+    tell: Progress,
+) -> CausalCheck | None:
+    """The healthy side's result in the guilty one's place: what is then still wrong? None where
+    that side's machine is not this one, or the run does not repeat what comes before."""
+    assert deep.operators is not None
+    first = onset_result(deep.operators)
+    assert first is not None
+    other = "candidate" if side == "reference" else "reference"
+    guilty, healthy = replaced_sites(made, first, side)
+    run = maker.substituted(
+        side, made[side], substitute=(guilty, made[other], healthy), block=first.block or "",
+        sites=sites, escalate=escalate, step=step,
+    )  # fmt: skip
+    if run is None:
+        return None
+    pair = (made["reference"], run) if side == "candidate" else (run, made["candidate"])
+    again = compare(*pair, truth=truth, progress=tell)
+    if again.operators is None:
+        return None
+    place = (first.phase == "decode", first.order)
+    itself = guilty.rpartition(":")[0] not in (first.site, first.candidate_site)
+    before, after = (
+        [r for r in o.results if ((r.phase == "decode", r.order) > place and r.site != first.site)
+         or (itself and r.site == first.site)]
+        for o in (deep.operators, again.operators)
+    )  # fmt: skip
+    still = [r.site for r in after if r.limit_usage > 1]
+    still += [s.site for s in again.sites if s.flagged and s.site == f"{s.block}:out"
+              and s.pass_ != "free" and s.block == first.block and _is_off(s, side)]  # fmt: skip
+    return CausalCheck(
+        site=first.site,
+        holds=not still,
+        num_after=len(after),
+        before=max((r.limit_usage for r in before), default=0.0),
+        largest_limit_usage=max((r.limit_usage for r in after), default=0.0),
+        still=list(dict.fromkeys(still)),
+    )
+
+
+def _is_off(site: SiteResult, side: str) -> bool:
+    """Is the block's output off by ``side``? Where every block of a kind has the fault, the one
+    that is free of it now stands out among its siblings, and is flagged for being right."""
+    truth = site.truth
+    if truth is None:
+        return True
+    questions = [(truth.w_median, THRESHOLDS.operator), (truth.w_max, THRESHOLDS.operator_row)]
+    if math.prod(site.shape[:-1]) >= _MIN_ROWS:
+        questions.append((truth.w_channel, THRESHOLDS.operator_column))
+    return any((w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions)
+
+
+def errors_alone(
+    made: dict[str, Run],
+    first: OperatorResult,
+    folder: Path,
+    tell: Progress,
+    operators: Sequence[str] = (),
+) -> list[OwnError]:
+    """Each side's operator on its own recorded inputs, against float64."""
+    found: list[OwnError] = []
+    places: tuple[tuple[Side, str], ...] = (
+        ("reference", first.site), ("candidate", first.candidate_site)
+    )  # fmt: skip
+    for side, path in places:
+        if not stands_alone(first, side):
+            continue
+        out = folder / f"{side}-float64"
+        try:
+            right = replay(
+                made[side], out=out, sites=[f"{path}:*"], truth=True, force=True, progress=None,
+                operators=operators,
+            )  # fmt: skip
+        except DivergenceError as error:
+            tell("note", 0, None, f"{path} could not be computed in float64: {error.message}")
+            return []
+        report = compare(right, made[side])
+        results = [] if report.operators is None else report.operators.results
+        mine = [
+            OwnError(side=side, error=r.candidate_error, ideal=r.floor, times=r.w)
+            for r in results
+            if r.site == path and r.w is not None
+            and r.candidate_error is not None and r.floor is not None
+        ]  # fmt: skip
+        if mine:
+            found.append(max(mine, key=lambda own: own.times))
+    return found
+
+
+def reproduce(
+    made: dict[str, Run],
+    first: OperatorResult,
+    side: str,
+    folder: Path,
+    tell: Progress,
+    operators: Sequence[str] = (),
+    name: str = "repro",
+) -> str | None:
+    """One side's operator as a folder; None where it cannot stand alone."""
+    path = first.site if side == "reference" else first.candidate_site
+    out = folder / name
+    try:
+        repro(
+            made[side], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
+            force=True, operators=operators,
+        )  # fmt: skip
+    except DivergenceError as error:
+        tell("note", 0, None, f"no reproducer of {path}: {error.message}")
+        return None
+    return str(out)

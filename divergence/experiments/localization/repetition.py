@@ -1,0 +1,209 @@
+"""Repetition: does a run that was captured again repeat the run that it stands for?
+
+Whatever is concluded from a run made again holds for the first one only if both are the same
+computation. The same model, code, kernels and settings give the same bits (recording operators
+changes none), so every tensor that both runs hold must be equal: same pass, sample, step and site,
+as long as both were fed the same tokens. Fields of an environment cannot tell that: what changes
+the numbers need not be in any field. Values tell it.
+
+Where equal bits are not to be had, because the run itself is known not to repeat them (its own
+repeats differed, it has operators without a deterministic form or compiled modules, several
+processes made it and one repeats it), its error against the truth must be the same at the block
+that is looked into: the median row's, within ``_SAME_ERROR`` either way. Then what is repeated is
+the error, not its bits.
+
+It refuses to guess: runs that share nothing are not said to repeat each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from divergence.comparison.measure.reduced import equal_contents
+from divergence.experiments.localization.result import Repetition
+from divergence.numerics.rounding.chance import spread
+from divergence.numerics.rounding.floor import THRESHOLDS
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, module_of
+
+__all__ = ["check_repetition", "check_substituted", "why_not_bits"]
+
+_SAME_ERROR = THRESHOLDS.widen  # the room that compare gives what a trusted run shows
+_PASSES = ("anchored", "escalated", "free")  # in this order the first difference is named
+
+
+def check_repetition(
+    made: Run,
+    own: Run,
+    *,
+    name: str,
+    side: str,
+    truth: Run | None = None,
+    block: str | None = None,
+) -> Repetition:
+    """Hold ``made`` (called ``name``) against ``own``, the ``side``'s run.
+
+    ``truth`` and ``block``: for the error that stands in for bits, see the module's head.
+    """
+    found = _held(made, own, _shared(made, own))
+    result = _result(found, name=name, repeats=f"the {side}")
+    if result.how != "differs":
+        return result
+    why = why_not_bits(own.manifest, made.manifest)
+    if why is None or truth is None or block is None:
+        return result
+    how = "error" if _same_error(made, own, truth, block) else "differs"
+    return msgspec.structs.replace(result, how=how, reason=why)
+
+
+def check_substituted(made: Run, own: Run, *, site: str, block: str, name: str) -> Repetition:
+    """A run with one operator's result replaced: what comes before that operator, and the other
+    blocks in passes that give each block its input, must repeat ``own`` all the same."""
+    places = {
+        (r.pass_, r.sample, r.step): r.order
+        for r in own.records
+        if r.site.rpartition(":")[0] == site.rpartition(":")[0] and ":out" in r.site
+    }
+
+    def untouched(record: Record) -> bool:
+        place = places.get((record.pass_, record.sample, record.step))
+        if place is not None and record.order < place:
+            return True
+        note = made.manifest.plan.modules.get(module_of(record.site).partition("/")[0])
+        other = note is not None and note.role == "block" and module_of(record.site) != block
+        return record.pass_ != "free" and other
+
+    pairs = ((one, two) for one, two in _shared(made, own) if untouched(one))
+    return _result(_held(made, own, pairs), name=name, repeats="the run without it")
+
+
+def why_not_bits(own: Manifest, made: Manifest) -> str | None:
+    """Why equal bits cannot be asked for, or None."""
+    for manifest in (own, made):
+        seen = manifest.repeatability
+        if seen.num_runs > 1 and seen.num_different:
+            return f"its own repeats differed in {seen.num_different} of {seen.num_compared}"
+        if manifest.settings.nondeterministic_warnings:
+            return "it has operators without a deterministic form"
+        notes = (getattr(manifest.model, "code", None) or {}).values()
+        if any(getattr(note, "compiled", None) for note in notes):
+            return "it has compiled modules, which run eagerly while operators are recorded"
+    if own.mesh is not None and made.mesh is None:
+        return "several processes made it, and one repeats it"
+    return None
+
+
+def _shared(made: Run, own: Run) -> Iterator[tuple[Record, Record]]:
+    """Records of one meaning in both: of passes that gave blocks the same inputs, and of forwards
+    before which both were fed the same tokens."""
+    one, two = made.manifest, own.manifest
+    if one.tokens.groups != two.tokens.groups:
+        return
+    last = {group[0]: _last_step(one, two, group) for group in one.tokens.groups}
+    passes = {"free"}
+    if one.plan.anchored_to is not None and one.plan.anchored_to == two.plan.anchored_to:
+        passes |= {"anchored", "escalated"}
+    for record in made.records:
+        if record.pass_ not in passes or record.step > last.get(record.sample, -1):
+            continue
+        other = own.find(record.coordinates)
+        if other is not None and other.positions == record.positions:
+            yield record, other
+
+
+def _last_step(one: Manifest, two: Manifest, group: list[int]) -> int:
+    """The last forward to which both were fed the same; -1 where the prompts are other ones."""
+    last = math.inf
+    for number in group:
+        a, b = one.tokens.samples[number], two.tokens.samples[number]
+        if (a.prompt_ids, a.decoder_prompt_ids, a.num_left_pad, a.num_right_pad) != (
+            b.prompt_ids, b.decoder_prompt_ids, b.num_left_pad, b.num_right_pad
+        ):  # fmt: skip
+            return -1
+        fed = zip(a.generated_ids, b.generated_ids, strict=False)
+        same = next((step for step, (x, y) in enumerate(fed) if x != y), None)
+        last = min(last, math.inf if same is None else same)
+    return 2**62 if last == math.inf else int(last)
+
+
+def _held(
+    made: Run, own: Run, pairs: Iterator[tuple[Record, Record]]
+) -> tuple[int, list[tuple[Record, float | None]]]:
+    """(how many were compared, those that differ and by how much)."""
+    count, different = 0, []
+    for one, two in pairs:
+        equal = equal_contents(made, one, own, two)  # a device's digest is made of a host's bytes
+        if equal is None:
+            continue
+        count += 1
+        if not equal:
+            different.append((one, two))
+    return count, [(one, _rel_l2(made, one, own, two)) for one, two in _named_first(different)]
+
+
+def _named_first(different: list[tuple[Record, Record]]) -> list[tuple[Record, Record]]:
+    """The one that an error names: a module's before an operator's, an anchored pass first."""
+
+    def place(pair: tuple[Record, Record]) -> tuple[object, ...]:
+        one = pair[0]
+        return (is_operator_site(one.site), _PASSES.index(one.pass_), one.sample, one.step,
+                one.order)  # fmt: skip
+
+    return sorted(different, key=place)
+
+
+def _rel_l2(made: Run, one: Record, own: Run, two: Record) -> float | None:
+    if one.shape != two.shape or not (made.has_bytes(one) and own.has_bytes(two)):
+        return None
+    x, y = own.read(two).double(), made.read(one).double()
+    norm, distance = float(x.norm()), float((x - y).norm())
+    return distance / norm if norm else (math.inf if distance else 0.0)
+
+
+def _result(
+    held: tuple[int, list[tuple[Record, float | None]]], *, name: str, repeats: str
+) -> Repetition:
+    count, different = held
+    if not different:
+        return Repetition(
+            run=name, repeats=repeats, how="bits" if count else "unknown", num_compared=count
+        )
+    first, by = different[0]
+    return Repetition(
+        run=name, repeats=repeats, how="differs", num_compared=count, num_different=len(different),
+        site=first.site, pass_=first.pass_, sample=first.sample, step=first.step, rel_l2=by,
+    )  # fmt: skip
+
+
+def _same_error(made: Run, own: Run, truth: Run, block: str) -> bool:
+    """Is the median row of the block's output as far from the truth in both?"""
+    import torch
+
+    rows: dict[str, list[torch.Tensor]] = {"made": [], "own": []}
+    numel = 0
+    for record in truth.records:
+        if record.pass_ != "anchored" or record.site != f"{block}:out":
+            continue
+        right = truth.read(record).double()
+        place = (record.sample, record.step, record.site)
+        for which, run in (("made", made), ("own", own)):
+            anchored = run.find(("anchored", *place))
+            if which == "own" and run.manifest.id == truth.manifest.like:
+                anchored = run.find(("free", *place))  # it is what anchors the others
+            if anchored is None or anchored.shape != record.shape or not run.has_bytes(anchored):
+                return False
+            error = (run.read(anchored).double() - right).flatten(0, -2).norm(dim=-1)
+            rows[which].append(error / right.flatten(0, -2).norm(dim=-1).clamp_min(1e-300))
+        numel += record.numel
+    if not rows["made"]:
+        return False
+    one, two = (float(torch.cat(rows[which]).median()) for which in ("made", "own"))
+    if one == two:
+        return True
+    limit = _SAME_ERROR * spread(numel)
+    return two > 0 and 1 / limit <= one / two <= limit

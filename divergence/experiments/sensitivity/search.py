@@ -1,0 +1,314 @@
+"""sensitivity(): how small a fault this set-up would see, measured by planting some.
+
+The set-up is a run, a healthy candidate like it, and what else compare is given: a truth,
+trusted runs, thresholds. At chosen blocks faults of several kinds are planted in what the
+candidate recorded (sensitivity.trials), smaller and smaller (sensitivity.bisection), and each
+time the judge of compare is asked. So the answer is about the whole way from numbers to
+verdict, the limits included, and not about a formula for them.
+
+What it does not say: how large a real fault is at a block's output (a wrong constant in one
+attention head may be small there), or what a fault outside the blocks would look like.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from divergence._version import __version__
+from divergence.comparison.api import measure_runs
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.result import Verdict
+from divergence.comparison.run_summary import summary_of
+from divergence.errors import IncomparableError, UsageError
+from divergence.experiments.sensitivity.advice import deeper
+from divergence.experiments.sensitivity.bisection import LOWEST, smallest_seen
+from divergence.experiments.sensitivity.confirm import confirm_sizes
+from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, Fault, faults_named
+from divergence.experiments.sensitivity.result import FaultSize, Sensitivity
+from divergence.experiments.sensitivity.trials import Trials, sees
+from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.recording.api import capture
+from divergence.recording.passes.free import can_anchor
+from divergence.run.ranks.unshard import unsharded
+from divergence.run.reader import Run
+from divergence.run.schema.site import near_names
+from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
+
+__all__ = ["DEFAULT_BLOCKS", "sensitivity"]
+
+DEFAULT_BLOCKS = ("first", "middle", "last")
+_HEALTHY = ("identical", "within_floor")
+
+
+def sensitivity(
+    run: str | Path | Run,
+    *,
+    candidate: str | Path | Run | None = None,
+    truth: str | Path | Run | None = None,
+    floor: Sequence[str | Path | Run] = (),
+    blocks: Sequence[str] = DEFAULT_BLOCKS,
+    faults: Sequence[str] = DEFAULT_FAULTS,
+    thresholds: Thresholds = THRESHOLDS,
+    confirm: bool = False,
+    model: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """The smallest fault of each kind that compare would localize, block by block.
+
+    ``candidate``: a healthy run captured like ``run``; no model is needed then. Without one it
+    is captured here for the while, by other attention kernels where the model has some.
+    ``truth``, ``floor``, ``thresholds``: as in ``compare``. ``blocks``: first, middle, last, all,
+    numbers from 0 in execution order, or module paths. ``faults``: see sensitivity.faults.
+    ``confirm``: plant the found sizes for real as well, in one block: two captures a fault.
+
+    Raises UsageError for a pair that cannot be planted in (no block outputs, no anchored pass)
+    or is not healthy before anything is planted, IncomparableError for other weights or
+    tokens, and what ``capture`` and ``compare`` raise.
+    """
+    a = unsharded(run if isinstance(run, Run) else Run.open(run))
+    chosen = faults_named(faults)
+    _chosen_blocks(_blocks_with_outputs(a), blocks)  # before anything is captured
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(_folder())) if candidate is None or confirm else Path()
+        notes: list[str] = []
+        if candidate is None:
+            b, kernels = _made_here(
+                a, folder / "candidate", escalate=truth is not None, progress=progress,
+                model=model, device=device, trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+            stack.callback(b.close)
+            notes.append(kernels)
+        else:
+            b = unsharded(candidate if isinstance(candidate, Run) else Run.open(candidate))
+        trials, verdict = _healthy(
+            a, b, truth=truth, floor=floor, thresholds=thresholds, progress=progress
+        )
+        measured = trials.measured
+        where = _chosen_blocks(trials.blocks, blocks)
+        sizes = _search_all(trials, where, chosen, progress)
+        confirmations = []
+        if confirm:
+            confirmations = confirm_sizes(
+                a, b, trials, sizes, block=where[len(where) // 2], folder=folder, truth=truth,
+                floor=floor, thresholds=thresholds, progress=progress, model=model, device=device,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+            left = {fault.name for fault in chosen} - {one.fault for one in confirmations}
+            if left:
+                notes.append(f"not planted for real: {', '.join(sorted(left))}")
+        if verdict.kind == "identical":
+            notes.append(
+                "the two sides are equal bit for bit: a really different machine rounds otherwise, "
+                "and its siblings' limits are then wider"
+            )
+        return Sensitivity(
+            tool_version=__version__,
+            reference=summary_of(a),
+            candidate=summary_of(b),
+            made_here=candidate is None,
+            truth=None if measured.truth is None else str(measured.truth.run.path),
+            num_floor_runs=len(floor),
+            dtype=a.manifest.model.dtype,
+            escalated=trials.escalated,
+            verdict=verdict,
+            num_blocks=len(trials.blocks),
+            num_prompt_tokens=sum(len(s.prompt_ids) for s in a.manifest.tokens.samples),
+            num_trials=trials.num_trials,
+            blocks=where,
+            units={fault.name: fault.unit for fault in chosen},
+            phrases={fault.name: fault.phrase for fault in chosen},
+            sizes=sizes,
+            confirmations=confirmations,
+            notes=[*notes, *measured.notes],
+            next=deeper(measured, made_here=candidate is None, escalated=trials.escalated),
+        )
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="divergence-sensitivity-")
+
+
+def _blocks_with_outputs(run: Run) -> list[str]:
+    """The blocks whose output the run holds. Raises UsageError where no trial could be made."""
+    plan = run.manifest.plan
+    outputs = {record.site for record in run.records if record.pass_ == "free"}
+    blocks = [path for path, note in plan.modules.items() if note.role == "block"]
+    blocks = [path for path in blocks if f"{path}:out" in outputs]
+    if not blocks:
+        raise UsageError(
+            f"{run.path} holds no block outputs, so no fault can be planted in them",
+            where=f"its sites: {', '.join(plan.sites)}",
+            hint=command_line("capture", like=run.path, o=f"{run.path}-blocks", sites="blocks"),
+        )
+    if plan.plants:
+        raise UsageError(
+            f"{run.path} carries planted faults itself ({', '.join(plan.plants)})",
+            hint="give a healthy run",
+        )
+    return blocks
+
+
+def _made_here(
+    a: Run,
+    out: Path,
+    *,
+    escalate: bool,
+    progress: Progress | None,
+    model: str | None,
+    device: str,
+    trust_remote_code: bool,
+) -> tuple[Run, str]:
+    """A candidate for the while, and what it is, in words."""
+    reason = can_anchor(a, a.manifest.plan.modules)
+    if reason is not None:
+        raise UsageError(f"{a.path} cannot anchor a candidate: {reason}")
+    recorded = a.manifest.model.attn_implementation or "eager"
+    other = "sdpa" if recorded == "eager" else "eager"
+    narrow = format_named(a.manifest.model.dtype).itemsize <= 2
+    options: dict[str, Any] = {
+        "like": a, "out": out, "model": model, "device": device, "escalate": escalate and narrow,
+        "trust_remote_code": trust_remote_code, "label": "made for sensitivity",
+        "progress": progress, "force": True,
+    }  # fmt: skip
+    try:
+        run = capture(**options, attn_implementation=other)
+    except UsageError:  # the model has no such kernels; anything else is met again below
+        run = capture(**options)
+        return run, "the candidate was made here, with the same kernels: the model has no others"
+    return run, f"the candidate was made here, with other attention kernels: {other}"
+
+
+def _healthy(
+    a: Run,
+    b: Run,
+    *,
+    truth: str | Path | Run | None,
+    floor: Sequence[str | Path | Run],
+    thresholds: Thresholds,
+    progress: Progress | None,
+) -> tuple[Trials, Verdict]:
+    """The pair measured and judged as it is. Raises UsageError where it is no pair to plant in."""
+    lines = preflight(a, b)
+    blocking = [line.check for line in lines if line.status == "blocking"]
+    if blocking:
+        raise IncomparableError(
+            f"not the same experiment: other {' and '.join(blocking)}",
+            where=f"{a.path} and {b.path}",
+            hint=command_line("capture", like=a.path, o="CANDIDATE"),
+        )
+    measured = measure_runs(
+        a, b, lines, truth=truth, floor=floor, thresholds=thresholds, progress=progress
+    )
+    trials = Trials(measured, thresholds=thresholds)
+    if not trials.blocks:
+        reason = can_anchor(a, a.manifest.plan.modules)
+        if reason is not None:
+            raise UsageError(f"{a.path} cannot anchor a candidate: {reason}")
+        raise UsageError(
+            f"{b.path} has no anchored pass to {a.path}: a fault in one block would show in all "
+            "that follow it",
+            hint=command_line("capture", like=a.path, o="CANDIDATE"),
+        )
+    verdict = trials.verdict_of(measured)
+    if verdict.kind not in _HEALTHY:
+        right = None if measured.truth is None else measured.truth.run.path
+        again = command_line(
+            "compare", a.path, b.path, truth=right,
+            floor=[run.path if isinstance(run, Run) else run for run in floor],
+        )  # fmt: skip
+        raise UsageError(
+            "the pair is not healthy before anything is planted: "
+            f"{verdict.kind}: {verdict.summary}",
+            where=f"{a.path} and {b.path}",
+            hint=f"{again} says more; then give a healthy --candidate",
+        )
+    return trials, verdict
+
+
+def _chosen_blocks(known: list[str], wanted: Sequence[str]) -> list[str]:
+    """Blocks by word, number or module path, in execution order. Raises UsageError."""
+    places: set[int] = set()
+    words = {"first": 0, "middle": len(known) // 2, "last": len(known) - 1}
+    for word in wanted:
+        if word == "all":
+            places |= set(range(len(known)))
+        elif word in words:
+            places.add(words[word])
+        elif word in known:
+            places.add(known.index(word))
+        elif word.isdecimal() and int(word) < len(known):
+            places.add(int(word))
+        else:
+            near = near_names(word, [*words, "all", *known], count=1)
+            raise UsageError(
+                f"no block {word!r} among the {len(known)} of the run",
+                where="--blocks",
+                hint=(f"did you mean {near[0]}? " if near else "")
+                + f"first, middle, last, all, numbers from 0 to {len(known) - 1}, or a module path "
+                f"such as {known[0]}",
+            )
+    if not places:
+        raise UsageError("no block to plant in", where="--blocks", hint="first, middle, last, all")
+    return [known[place] for place in sorted(places)]
+
+
+def _search_all(
+    trials: Trials, blocks: list[str], faults: list[Fault], progress: Progress | None
+) -> list[FaultSize]:
+    """Every fault at every block; a neighbour's size is where the next search begins."""
+    sizes: list[FaultSize] = []
+    for number, fault in enumerate(faults):
+        guesses: dict[bool, float | None] = {}
+        for place, block in enumerate(blocks):
+            if progress is not None:
+                done = number * len(blocks) + place
+                progress("plant", done, len(faults) * len(blocks), f"{fault.name} in {block}")
+            sizes.append(_search(trials, block, fault, guesses))
+    return sizes
+
+
+def _search(
+    trials: Trials, block: str, fault: Fault, guesses: dict[bool, float | None]
+) -> FaultSize:
+    reason = trials.unfit(block, fault)
+    if reason is not None:
+        return FaultSize(block=block, fault=fault.name, size=None, tried=0.0, reason=reason)
+    num_features = trials.num_features(block)
+    found: dict[bool, tuple[float | None, str | None]] = {False: (None, None), True: (None, None)}
+    for escalated in (False, True)[: 1 + trials.escalated]:
+        why: dict[float, str] = {}
+
+        def seen(size: float, escalated: bool = escalated, why: dict[float, str] = why) -> bool:
+            verdict = trials.judge(block, fault, size, escalated=escalated)
+            here = sees(verdict, block)
+            why[size] = verdict.evidence[0].text if here else f"{verdict.kind}: {verdict.summary}"
+            return here
+
+        size = smallest_seen(
+            seen,
+            high=fault.high,
+            low=1 / num_features if fault.in_features else LOWEST,
+            guess=guesses.get(escalated),
+        )
+        if size is None:
+            found[escalated] = None, why[fault.high]
+            continue
+        guesses[escalated] = size
+        found[escalated] = fault.rounded(size, num_features), why[size]
+    return FaultSize(
+        block=block,
+        fault=fault.name,
+        size=found[False][0],
+        tried=fault.high,
+        by=found[False][1],
+        escalated_size=found[True][0],
+        escalated_by=found[True][1],
+    )

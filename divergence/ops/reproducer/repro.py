@@ -1,0 +1,383 @@
+"""repro(): one recorded operator as a folder that runs anywhere, for a vendor's bug tracker.
+
+    repro.py               runs it and prints how far the result is off: torch and safetensors alone
+    inputs.safetensors     its inputs, bit by bit
+    expected.safetensors   what the run recorded
+    truth.safetensors      the same in float64
+    report.md              the text of a bug report
+
+The script lays the inputs out in memory as they lay, sets the switches that the run's machine
+took, and needs neither this package nor the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.ops.allowed import asked_for
+from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
+from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
+from divergence.ops.given import what_differs
+from divergence.ops.refusal import Refusal, Unsafe
+from divergence.ops.reproducer.bug_report import RunSide, code_span, report_text, title_of
+from divergence.ops.reproducer.differences import Difference, difference, store_error
+from divergence.ops.reproducer.script import operand_names, portable, portable_truth, script_text
+from divergence.recording.engines.weights import Weights
+from divergence.recording.machine.environment import resolve_device
+from divergence.run.reader import Run
+from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, module_of, natural_key, near_names
+from divergence.run.storage.location import folder_of
+from divergence.run.untrusted.command import command_line
+
+if TYPE_CHECKING:
+    from divergence.words import Progress
+
+__all__ = ["FILES", "Reproducer", "repro"]
+
+FILES = ("repro.py", "inputs.safetensors", "expected.safetensors", "truth.safetensors", "report.md")
+"""All that a reproducer's folder holds."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproducer:
+    """What was written. ``from_truth`` and ``against``: by port, of this run's result from the
+    truth, and of the other run's from this one's; ``against`` is empty without another run."""
+
+    path: Path
+    title: str
+    site: str
+    operator: str
+    sample: int
+    step: int
+    files: tuple[str, ...]
+    from_truth: dict[str, Difference | None]
+    against: dict[str, Difference | None]
+    notes: tuple[str, ...] = ()
+
+
+def repro(
+    run: str | Path | Run,
+    *,
+    site: str,
+    out: str | Path,
+    truth: str | Path | Run | None = None,
+    against: str | Path | Run | None = None,
+    sample: int | None = None,
+    step: int | None = None,
+    model: str | Path | None = None,
+    trust_remote_code: bool = False,
+    operators: Sequence[str] = (),
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Reproducer:
+    """Write the operator at ``site`` of ``run`` as a reproducer into the directory ``out``.
+
+    ``against``: a run of the other machine, best a replay of ``run``; its figures stand beside
+    this run's. ``truth``: a float64 replay of ``run``; else it is computed here. ``sample``,
+    ``step``: which call; by default the one that differs most from ``against``, else the first.
+    ``model``, ``operators``: as in ``replay``.
+
+    Raises UsageError for a site that is no operator's or not there, for operators that cannot run
+    alone, for runs that do not belong together and where ``against`` was given other inputs or
+    scalars, RunFormatError, ModelError, RunExistsError and
+    RunWriteError.
+    """
+    source, other, right = (None if one is None else _opened(one) for one in (run, against, truth))
+    assert source is not None
+    pass_ = replayable_pass(source)
+    calls = _calls_at(source, pass_, site, sample=sample, step=step)
+    if right is not None:
+        _check_truth(right, source, pass_)
+    out = folder_of(out)
+    _check_folder(out, force=force)
+    one = calls[0] if other is None else _worst(source, other, calls)
+    weights = None
+    if model is not None:
+        weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
+    if progress is not None:
+        progress("repro", 0, None, one.path)
+    notes: list[str] = []
+    asked = asked_for(operators, resolve_device("auto"))
+    try:
+        operands = operand_values(source, one, weights)
+        expected = {port: source.read(record) for port, record in one.results.items()}
+        true, made_by = _truth(source, right, one, operands, notes, asked)
+        sides = [_side(source, expected, true, expected)]
+        if other is not None:
+            sides.append(_other_side(source, other, one, operands, expected, true))
+        sides = _told_apart(sides, source, other)
+        stores = {port: store_error(true[port], expected[port].dtype) for port in true}
+        title = title_of(one.call, sides, stores)
+        device = (other or source).manifest.environment.device_type
+        text = script_text(
+            one.call, source.manifest, expected,
+            site=one.first.site, title=title, device=device, has_truth=bool(true),
+        )  # fmt: skip
+    except Refusal as refusal:
+        raise UsageError(
+            f"{one.path} cannot be run alone: {refusal.reason}",
+            where=refusal.detail,
+            hint="choose another operator, or give --model PATH for its weights",
+        ) from refusal
+    report = report_text(
+        one.call, sides, stores,
+        site=one.first.site,
+        where=f"{pass_} pass, sample {one.first.sample}, step {one.first.step}",
+        truth=made_by,
+    )  # fmt: skip
+    inputs = dict(zip(operand_names(one.call), operands, strict=True))
+    files = _write(out, text, report, inputs, expected, true)
+    return Reproducer(
+        path=out, title=title, site=one.first.site, operator=one.call.operator,
+        sample=one.first.sample, step=one.first.step, files=files,
+        from_truth=dict(sides[0].from_truth),
+        against=dict(sides[1].from_first) if other is not None else {},
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _opened(run: str | Path | Run) -> Run:
+    return run if isinstance(run, Run) else Run.open(run)
+
+
+def _calls_at(
+    run: Run, pass_: str, site: str, *, sample: int | None, step: int | None
+) -> list[RecordedCall]:
+    """The calls of one site, in the order of capture. Raises UsageError with what is there."""
+    calls = recorded_calls(run, pass_)
+    path = site.partition(":")[0]
+    found = [one for one in calls if one.path == path]
+    if not found:
+        raise _no_operator(run, site, calls)
+    chosen = [
+        one
+        for one in found
+        if sample in (None, one.first.sample) and step in (None, one.first.step)
+    ]
+    if not chosen:
+        there = ", ".join(f"{one.first.sample}/{one.first.step}" for one in found[:8])
+        raise UsageError(
+            f"{path} was not recorded in sample {sample}, step {step}"
+            if None not in (sample, step)
+            else f"{path} was not recorded there",
+            hint=f"sample/step with it: {there}",
+        )
+    return chosen
+
+
+def _no_operator(run: Run, site: str, calls: list[RecordedCall]) -> UsageError:
+    paths = sorted({one.path for one in calls}, key=natural_key)
+    if not is_operator_site(site):
+        module = module_of(site)
+        inside = [p for p in paths if module_of(p) == module]
+        inside = inside or [p for p in paths if module_of(p).startswith(module + ".")]
+        if inside:
+            return UsageError(
+                f"{site} is a module, not an operator",
+                hint=f"its operators are {', '.join(f'{p}:out' for p in inside[:6])}"
+                + (f" and {len(inside) - 6} more" if len(inside) > 6 else ""),
+            )
+    near = near_names(site.partition(":")[0], paths)
+    return UsageError(
+        f"no operator at {site} in {run.path}",
+        hint=f"did you mean {' or '.join(f'{p}:out' for p in near)}?"
+        if near
+        else f"`{command_line('inspect', run.path, v=True)}` lists the sites",
+    )
+
+
+def _check_truth(truth: Run, source: Run, pass_: str) -> None:
+    plan = truth.manifest.plan
+    belongs = plan.anchored_to == source.manifest.id and plan.replayed_pass == pass_
+    if truth.manifest.settings.compute_dtype != "float64" or not belongs:
+        raise UsageError(
+            f"{truth.path} is no float64 replay of {source.path}",
+            hint=command_line("replay", source.path, o="TRUTH", truth=True)
+            + "; or leave it out, and it is computed here",
+        )
+
+
+def _check_folder(out: Path, *, force: bool) -> None:
+    """Only an empty or absent directory is written to, or with ``force`` a reproducer's."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise RunExistsError(f"{out} exists and is not a directory")
+    try:
+        names = {entry.name for entry in out.iterdir()} if out.exists() else set()
+    except OSError as error:
+        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error
+    if names and not (force and names <= set(FILES)):
+        other = sorted(names - set(FILES))
+        raise RunExistsError(
+            f"{out} exists already" if not (force and other) else f"{out} holds {other[0]}",
+            hint="choose another directory with -o"
+            + ("" if force else ", or pass --force to replace a reproducer"),
+        )
+
+
+def _truth(
+    source: Run, right: Run | None, one: RecordedCall, operands: list[torch.Tensor],
+    notes: list[str], asked: frozenset[str],
+) -> tuple[dict[str, torch.Tensor], str | None]:  # fmt: skip
+    """The right results by port and what computed them; empty where that cannot be had.
+
+    The operator is run here in any case: what is not safe to run comes into no script.
+    """
+    try:
+        results = execute_ports(
+            one.call, operands, device="cpu", compute_dtype=torch.float64, namespaces=asked
+        )
+    except Refusal as refusal:
+        if isinstance(refusal, Unsafe) or refusal.reason in (RANDOM, UNINITIALISED, one.call.note):
+            raise  # no machine's result would be the right one
+        results, why = None, refusal.reason
+    if right is not None:
+        found = {port: _find(right, "replayed", record) for port, record in one.results.items()}
+        held = {port: right.read(record) for port, record in found.items() if record is not None}
+        if held:
+            return (
+                held,
+                "computed by divergence "
+                f"{code_span(right.manifest.tool_version)}, in a run of its own",
+            )
+        notes.append(f"{right.path} does not hold this operator: the truth was computed here")
+    if results is None:
+        notes.append(f"no truth: {why}")
+        return {}, None
+    kept = {port: results[port] for port in one.results if port in results}
+    return kept, f"computed with torch {torch.__version__} on a CPU"
+
+
+def _find(run: Run, pass_: str, record: Record) -> Record | None:
+    return run.find((pass_, record.sample, record.step, record.site))
+
+
+def _pass_of(other: Run, source: Run, pass_: str) -> str:
+    """The pass of the other run that holds the partner's records."""
+    plan = other.manifest.plan
+    if plan.anchored_to == source.manifest.id:
+        return "replayed" if plan.replayed_pass is not None else "anchored"
+    return "replayed" if plan.replayed_pass is not None else pass_
+
+
+def _worst(source: Run, other: Run, calls: list[RecordedCall]) -> RecordedCall:
+    """The call whose first result differs most between the two runs."""
+    pass_ = _pass_of(other, source, calls[0].first.pass_)
+    best: tuple[float, RecordedCall] | None = None
+    for one in calls:
+        record = _find(other, pass_, one.first)
+        if record is None:
+            continue
+        found = difference(other.read(record), source.read(one.first))
+        size = float("inf") if found is None else found.rel_l2
+        size = float("inf") if size != size else size
+        if best is None or size > best[0]:
+            best = size, one
+    if best is None:
+        paths = {r.site.partition(":")[0] for r in other.records if r.pass_ == pass_}
+        near = near_names(calls[0].path, paths)
+        raise UsageError(
+            f"{other.path} does not hold {calls[0].path}",
+            hint=f"near: {', '.join(near)}"
+            if near
+            else f"{command_line('replay', source.path, o='OTHER')}, on the other machine",
+        )
+    return best[1]
+
+
+def _side(source: Run, results: Tensors, true: Tensors, first: Tensors) -> RunSide:
+    return RunSide(
+        label=source.manifest.environment.label,
+        manifest=source.manifest,
+        from_truth={
+            port: difference(tensor, true[port]) if port in true else None
+            for port, tensor in results.items()
+        },
+        from_first={port: difference(tensor, first[port]) for port, tensor in results.items()},
+    )
+
+
+def _told_apart(sides: list[RunSide], *runs: Run | None) -> list[RunSide]:
+    """Two machines of one name are told apart by the names of their runs."""
+    if len({side.label for side in sides}) == len(sides):
+        return sides
+    names = [run.path.name for run in runs if run is not None]
+    return [
+        replace(side, label=f"{side.label} [{name}]")
+        for side, name in zip(sides, names, strict=True)
+    ]
+
+
+def _other_side(
+    source: Run, other: Run, one: RecordedCall, operands: list[torch.Tensor], expected: Tensors,
+    true: Tensors,
+) -> RunSide:  # fmt: skip
+    """The other run's results at the same call, given the same. Raises UsageError otherwise."""
+    pass_ = _pass_of(other, source, one.first.pass_)
+    results: dict[str, Any] = {}
+    for port, record in one.results.items():
+        found = _find(other, pass_, record)
+        if found is not None:
+            results[port] = other.read(found)
+    if other.manifest.plan.anchored_to != source.manifest.id or pass_ != "replayed":
+        _check_inputs(source, other, pass_, one, operands)
+    return _side(other, results, true, expected)
+
+
+def _check_inputs(
+    source: Run, other: Run, pass_: str, one: RecordedCall, operands: list[torch.Tensor]
+) -> None:
+    """Refuse a pair whose inputs or scalars are not shown to be equal: of other inputs the other
+    machine's result is no fault of its operator."""
+    first = one.first
+    theirs = [c for c in recorded_calls(other, pass_) if c.path == one.path
+              and (c.first.sample, c.first.step) == (first.sample, first.step)]  # fmt: skip
+    differs = "its call was not recorded there"
+    if theirs:
+        found = what_differs(one, operands, other, theirs[0])
+        if found is None:
+            return
+        differs = found
+    raise UsageError(
+        f"inputs differ at {one.path}: this reproducer would blame the operator for what it was "
+        "given",
+        where=f"{other.path}, {pass_} pass, sample {first.sample}, step {first.step}: {differs}",
+        hint=f"{command_line('replay', source.path, o='OTHER')}, on the other machine, "
+        "gives its operator these inputs; then --against OTHER",
+    )
+
+
+def _write(
+    out: Path, script: str, report: str, inputs: Tensors, expected: Tensors, true: Tensors
+) -> tuple[str, ...]:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    saved = {
+        "inputs.safetensors": {name: portable(tensor) for name, tensor in inputs.items()},
+        "expected.safetensors": {port: portable(tensor) for port, tensor in expected.items()},
+        "truth.safetensors": {port: portable_truth(tensor) for port, tensor in true.items()},
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (out / name).unlink(missing_ok=True)
+        for name, tensors in saved.items():
+            if tensors or name != "truth.safetensors":
+                save_file(tensors, out / name)
+        (out / "repro.py").write_text(script, encoding="utf-8")
+        (out / "report.md").write_text(report, encoding="utf-8")
+    except (OSError, SafetensorError) as error:  # safetensors' own, where the disk is full
+        reason = getattr(error, "strerror", None) or error
+        raise RunWriteError(
+            f"writing failed: {reason}", where=str(out), hint="choose another -o"
+        ) from error
+    return tuple(name for name in FILES if (out / name).exists())

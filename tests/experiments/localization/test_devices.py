@@ -1,0 +1,68 @@
+"""Each side is made again on the kind of device that it ran on, here and in printed commands."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from divergence.comparison.decide.advice import Advice
+from divergence.experiments.localization.machine import Maker
+from divergence.recording.api import capture
+from divergence.run.reader import Run
+
+WHAT = {"sites": ["blocks"], "escalate": False, "step": None}
+
+
+@pytest.fixture(scope="module")
+def run(llama, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("devices")
+    return capture(str(llama), out=folder / "a", sites=["blocks"], max_new_tokens=1)
+
+
+def on(run: Run, device_type: str) -> Run:
+    """The run as if made there."""
+    manifest = run.manifest
+    there = msgspec.structs.replace(manifest.environment, device_type=device_type)
+    return Run(run.path, msgspec.structs.replace(manifest, environment=there), run.records)
+
+
+def maker(a: Run, b: Run, folder, device: str = "auto", here: str = "auto") -> Maker:
+    return Maker(
+        a, b, folder / "work", model=None, device=device, here=here, force=False,
+        trust_remote_code=False, prepare={}, again="again", progress=lambda *_: None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["auto", "npu", "npu:1"])
+def test_a_reference_of_the_cpu_is_not_made_on_the_accelerator(run, tmp_path, device):
+    made = maker(run, on(run, "npu"), tmp_path, device=device)
+
+    assert made._device_of("reference") == "cpu"
+    assert made._device_of("candidate") == ("npu" if device == "auto" else device)
+    assert made.operators("reference", **WHAT) is not None  # this host's CPU is here
+    assert made.operators("candidate", **WHAT) is None  # no such device is here
+    assert "--device npu" in made.commands[0]
+
+
+def test_the_command_for_another_machine_names_the_device(run, tmp_path):
+    made = maker(run, on(run, "npu"), tmp_path, here="none")
+
+    made.operators("reference", **WHAT)
+    made.operators("candidate", **WHAT)
+
+    assert "--device cpu" in made.commands[0] and "--device npu" in made.commands[1]
+
+
+def test_a_device_that_this_tool_does_not_know_is_not_asked_for(run, tmp_path):
+    made = maker(run, on(run, "tpu; touch pwned"), tmp_path, device="cpu", here="none")
+    made.operators("candidate", **WHAT)
+    assert "--device" not in made.commands[0] and made._device_of("candidate") == "cpu"
+
+
+def test_compare_prints_the_devices_where_they_differ(run):
+    alike = Advice(run, run, None)
+    assert "--device" not in " ".join(alike.into_block("model.layers.1"))
+    other = Advice(run, on(run, "npu"), None).into_block("model.layers.1")
+    assert [("--device cpu" in one, "--device npu" in one) for one in other[1:3]] == [
+        (True, False), (False, True)
+    ]  # fmt: skip

@@ -1,0 +1,258 @@
+"""The descent in one command: block, module, operator, cause, reproducer."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+
+import pytest
+import torch
+
+from divergence.errors import RunExistsError, UsageError
+from divergence.experiments.localization.localize import localize
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.report.localization import localization_lines
+from divergence.run.reader import Run
+
+BLOCK = "model.layers.1"
+
+
+def truncated_down_proj(model):
+    """A product that keeps 7 bits of its inputs: a wrong kernel in place of the right one."""
+    linear = model.get_submodule(f"{BLOCK}.mlp.down_proj")
+    healthy = linear.forward
+
+    def forward(x):
+        bits = x.view(torch.int32) & ~0xFFFF
+        return healthy(bits.view(torch.float32))
+
+    linear.forward = forward
+
+
+@pytest.fixture(scope="module")
+def runs(llama, tmp_path_factory):
+    """a, its healthy repeat, a repeat with a planted fault, a repeat with a wrong kernel, truth."""
+    folder = tmp_path_factory.mktemp("localize")
+    a = capture(llama, out=folder / "a", prompts=["one two three four"], dtype="float32",
+                max_new_tokens=2)  # fmt: skip
+    capture(like=a, out=folder / "healthy")
+    capture(like=a, out=folder / "planted", plants=[f"{BLOCK}.mlp.act_fn:out=scale:1.02"])
+    capture(like=a, out=folder / "kernel", prepare=truncated_down_proj)
+    make_truth(a, out=folder / "truth")
+    return folder
+
+
+def test_a_planted_fault_is_followed_to_the_operators_that_only_one_side_calls(runs, tmp_path):
+    """Block, module and operator in one call, proven by substitution, with a reproducer."""
+    result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
+    assert [level.level for level in result.levels] == ["block", "module", "operator"]
+    assert [level.site for level in result.levels] == [
+        f"{BLOCK}:out", f"{BLOCK}.mlp.act_fn:out", f"{BLOCK}.mlp/aten.mul:out"
+    ]  # fmt: skip
+    assert result.side == "candidate"
+    assert f"{BLOCK}.mlp.act_fn/aten.mul" in result.operator.fed_by
+    assert result.causal.holds
+    assert result.causal.before > 1 > result.causal.largest_limit_usage
+    assert max(own.times for own in result.alone) < 3  # the product itself is right on both sides
+    assert result.repro is None  # so there is nothing to show its vendor
+    assert result.commands == []
+
+
+def low_bits_lost(model):
+    """The block's second product, in the kernel: below everything that a capture sees."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Lossy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.silu.default and self.inside:
+                out = (out.view(torch.int32) & ~0xFFFF).view(torch.float32)
+            return out
+
+    lossy = Lossy()
+    lossy.inside = False
+    block = model.get_submodule(BLOCK)
+    block.register_forward_pre_hook(lambda *_: setattr(lossy, "inside", True))
+    block.register_forward_hook(lambda *_: setattr(lossy, "inside", False))
+    healthy = model.forward
+
+    @functools.wraps(healthy)
+    def forward(*args, **kwargs):
+        with lossy:
+            return healthy(*args, **kwargs)
+
+    model.forward = forward
+
+
+def test_a_kernel_that_is_wrong_by_itself_is_shown_as_a_reproducer(runs, tmp_path):
+    """Far from float64 on its own inputs, on one side alone."""
+    b = capture(like=runs / "a", out=tmp_path / "b", prepare=low_bits_lost)
+    result = localize(
+        runs / "a", b, truth=runs / "truth", out=tmp_path / "work",
+        prepare_candidate=low_bits_lost,
+    )  # fmt: skip
+    assert result.operator.site == f"{BLOCK}.mlp.act_fn/aten.silu"
+    assert result.causal.holds
+    times = {own.side: own.times for own in result.alone}
+    assert times["candidate"] > 1000 > 3 > times["reference"]
+    report = (tmp_path / "work/repro/report.md").read_text()
+    assert "aten.silu.default" in report
+    assert "silu n=2048 float32" in report  # what the probe knows of this operation
+    assert "linear" not in report.partition("## Arithmetic")[2]
+
+
+def test_what_several_operators_read_is_replaced_for_all_of_them(runs, tmp_path):
+    """A norm reads its input twice, for the mean and for the product: proven all the same."""
+    plant = f"{BLOCK}.post_attention_layernorm:in=noise:0.05"
+    b = capture(like=runs / "a", out=tmp_path / "b", plants=[plant])
+    result = localize(runs / "a", b, truth=runs / "truth", out=tmp_path / "work")
+    assert result.side == "candidate"
+    assert result.operator.fed_by_side == "candidate"
+    assert result.causal.holds
+
+
+def test_a_wrong_side_may_be_the_reference(runs, tmp_path):
+    """The healthy side's result is then put in the reference's place."""
+    planted, healthy = Run.open(runs / "planted"), runs / "healthy"
+    again = capture(like=planted, out=tmp_path / "again", plants=[])
+    assert again.manifest.plan.plants == []
+    del healthy
+    result = localize(planted, again, out=tmp_path / "work")
+    assert result.side == "reference"
+    assert result.operator.site == f"{BLOCK}.mlp/aten.mul"
+    assert result.causal.holds
+
+
+def test_a_wrong_kernel_is_named_by_what_it_is_given(runs, tmp_path):
+    """What was prepared for the capture is prepared again for the descent."""
+    result = localize(
+        runs / "a", runs / "kernel", truth=runs / "truth", out=tmp_path / "work",
+        prepare_candidate=truncated_down_proj,
+    )  # fmt: skip
+    assert result.side == "candidate"
+    assert result.operator.site == f"{BLOCK}.mlp.down_proj/aten.mm"
+    assert result.causal.holds
+
+
+def test_a_healthy_pair_is_not_gone_into(runs, tmp_path):
+    """Nothing is captured, and it says why."""
+    result = localize(runs / "a", runs / "healthy", truth=runs / "truth", out=tmp_path / "work")
+    assert (result.operator, result.commands) == (None, [])
+    assert "nothing" in result.stopped
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_block_can_be_asked_for(runs, tmp_path):
+    """And a healthy one is found healthy."""
+    result = localize(
+        runs / "a", runs / "healthy", truth=runs / "truth", out=tmp_path / "w", block=BLOCK
+    )
+    assert result.stopped == f"no operator of {BLOCK} is beyond its limit"
+    with pytest.raises(UsageError, match=r"no block 'model\.layers\.9'"):
+        localize(runs / "a", runs / "healthy", truth=runs / "truth", out=tmp_path / "w",
+                 block="model.layers.9")  # fmt: skip
+
+
+def test_what_another_machine_must_make_is_a_command(runs, tmp_path):
+    """And what lies there already is not made again."""
+    work = tmp_path / "work"
+    first = localize(runs / "a", runs / "planted", truth=runs / "truth", out=work, here="reference")
+    assert first.operator is None
+    assert "candidate" in first.stopped
+    (command,) = first.commands
+    assert command.startswith("divergence capture --like")
+    assert "--plant" in command
+    made = (work / "reference-operators/manifest.json").stat().st_mtime_ns
+    second = localize(
+        runs / "a", runs / "planted", truth=runs / "truth", out=work, here="candidate"
+    )
+    assert second.operator.site == f"{BLOCK}.mlp/aten.mul"
+    assert (work / "reference-operators/manifest.json").stat().st_mtime_ns == made
+
+
+def test_the_page_and_the_json_say_the_same(runs, tmp_path):
+    """The operator first; the answer alone is its first lines; JSON holds the same facts."""
+    result = localize(runs / "a", runs / "planted", truth=runs / "truth", out=tmp_path / "work")
+    lines = [line.text for line in localization_lines(result)]
+    assert lines[0].startswith("LOCALIZED: the error comes into")
+    assert len(lines) < 60
+    assert [one.text for one in localization_lines(result, answer_only=True)] == lines[:4]
+    answer = json.loads(result.to_json())
+    assert (answer["schema_version"], answer["side"]) == (1, "candidate")
+    assert answer["causal"]["holds"] is True
+
+
+def test_equal_runs_and_other_experiments_need_no_truth(runs, tmp_path):
+    """It would take the model and minutes, to say what the runs alone say."""
+    for other, kind in (("a", "undetermined"), ("other", "incomparable")):
+        b = runs / "a"
+        if other == "other":
+            source = Run.open(runs / "a").manifest.model.source
+            b = capture(source, out=tmp_path / "b", prompts=["five six"], max_new_tokens=1)
+        result = localize(runs / "a", b, out=tmp_path / "work", model=tmp_path / "no such model")
+        assert (result.levels[0].verdict, result.truth) == (kind, None)
+        assert result.stopped
+        assert not any(line.text.startswith("truth") for line in localization_lines(result))
+
+
+def test_a_directory_that_is_not_its_own_is_refused(runs, tmp_path):
+    """A file, a run, and the runs of another pair: those are not the candidate's."""
+    options = {"truth": runs / "truth", "block": BLOCK, "here": "reference"}
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunExistsError, match="is not a directory"):
+        localize(runs / "a", runs / "planted", out=tmp_path / "file", **options)
+    with pytest.raises(RunExistsError, match="is a run itself"):
+        localize(runs / "a", runs / "planted", out=runs / "a", **options)
+    localize(runs / "a", runs / "planted", out=tmp_path / "work", **options)
+    with pytest.raises(RunExistsError, match="made for another pair"):
+        localize(runs / "a", runs / "healthy", out=tmp_path / "work", **options)
+    localize(runs / "a", runs / "healthy", out=tmp_path / "work", force=True, **options)
+    ours = (tmp_path / "work" / "pair.json").read_text()
+    (tmp_path / "work" / "notes.txt").write_text("mine")
+    with pytest.raises(RunExistsError, match=r"other files \(notes.txt\)"):
+        localize(runs / "a", runs / "planted", out=tmp_path / "work", force=True, **options)
+    assert (tmp_path / "work" / "pair.json").read_text() == ours
+
+
+def test_what_was_made_for_fewer_tokens_or_of_other_weights_is_made_anew(runs, tmp_path, llama):
+    """A run in the directory is taken only where it is what would be made."""
+    a, work = Run.open(runs / "a"), tmp_path / "work"
+    make_truth(a, out=work / "truth", max_new_tokens=1)
+    localize(a, runs / "planted", out=work, here="reference")
+    assert Run.open(work / "truth").manifest.settings.max_new_tokens == 2
+    made = (work / "truth/manifest.json").stat().st_mtime_ns
+    localize(a, runs / "planted", out=work, here="none")
+    assert (work / "truth/manifest.json").stat().st_mtime_ns == made
+
+
+def test_commands_run_as_they_are_printed(runs, tmp_path):
+    """Paths with spaces are quoted, and what was asked for is asked for again."""
+    work = tmp_path / "a b"
+    result = localize(
+        runs / "a", runs / "planted", truth=runs / "truth", out=work, here="none", block=BLOCK
+    )
+    words = shlex.split(result.again)
+    assert words[:2] == ["divergence", "localize"]
+    assert words[words.index("-o") + 1] == str(work)
+    assert words[words.index("--block") + 1] == BLOCK
+    assert any(line.text.strip().startswith(result.again) for line in localization_lines(result))
+
+
+def test_operators_of_one_side_alone_are_named_where_no_other_is_wrong(runs, tmp_path):
+    """A head whose result is scaled: its product is right, and the candidate goes on with it."""
+    scaled = capture(like=runs / "a", out=tmp_path / "b", plants=["lm_head:out=scale:1.1"])
+    result = localize(runs / "a", scaled, truth=runs / "truth", out=tmp_path / "work")
+    assert result.operator is None
+    assert "only the candidate calls lm_head/aten.mul" in result.stopped
+
+
+def test_a_module_whose_output_is_equal_is_not_where_the_runs_part(tiny_model, tmp_path):
+    """In BERT, a healthy dropout before the planted fault, flagged against the truth on both."""
+    model, dense = str(tiny_model("bert")), "bert.encoder.layer.1.intermediate.dense:out"
+    a = capture(model, out=tmp_path / "a", prompts=["hello there", "a b c"], batch=True,
+                dtype="float32")  # fmt: skip
+    b = capture(like=a, out=tmp_path / "b", plants=[f"{dense}=scale:1.1"])
+    result = localize(a, b, out=tmp_path / "work")
+    assert [level.site for level in result.levels][1] == dense

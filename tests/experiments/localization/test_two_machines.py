@@ -17,7 +17,7 @@ from divergence.report.localization import localization_lines
 from divergence.run.reader import Run
 
 # benchmarks/ is beside the package, not in it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 BLOCK = "model.layers.0"
 SITES = ["blocks", f"{BLOCK}.*", f"ops@{BLOCK}"]

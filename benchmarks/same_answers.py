@@ -30,7 +30,10 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RENAMED_KEYS: dict[str, str] = {"limit_usage": "limit_usage"}
+RENAMED_KEYS: dict[str, str] = {
+    "strain": "limit_usage", "share": "limit_usage", "largest_share": "largest_limit_usage",
+    "camps": "groups",
+}  # fmt: skip
 """Old name of a key of the report to the new one."""
 ADDED_KEYS = frozenset({"findings", "checks"})
 """Keys that the old version has not, or leaves empty."""

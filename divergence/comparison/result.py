@@ -109,11 +109,7 @@ __all__ = [
 REPORT_SCHEMA_VERSION = 1
 
 
-class _Part(msgspec.Struct, kw_only=True):
-    """Shared options; no fields of its own."""
-
-
-class RunSummary(_Part, frozen=True, kw_only=True):
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What the report says about each run without opening it again. ``compute_dtype``: of a
     truth, what its operators were computed in. ``generates``: a model that chooses tokens."""
 
@@ -132,7 +128,7 @@ class RunSummary(_Part, frozen=True, kw_only=True):
     generates: bool = False
 
 
-class Report(_Part, kw_only=True):
+class Report(msgspec.Struct, kw_only=True):
     """The answer of `compare`. ``operators``: None where not both sides recorded any; ``audit``:
     None where neither did; ``replicas``: of each side that several ranks made, its ranks against
     one another; ``suite``: None unless both runs are of an operator suite, which has no

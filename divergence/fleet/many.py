@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,9 @@ from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import one_or_more
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 __all__ = ["compare_many"]
-
-Progress = Callable[..., None]
 
 
 def compare_many(

@@ -30,6 +30,7 @@ from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthSt
 from divergence.comparison.result import SiteResult
 from divergence.numerics.rounding.chance import normal_deviate, spread
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import SideOrBoth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +44,6 @@ __all__ = [
     "usages",
 ]
 
-Side = Literal["reference", "candidate", "both"]
 TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
 _LEAST_FAMILY = 0.05
 
@@ -56,7 +56,7 @@ class Blame:
     """One question's answer. ``value`` over ``control`` is held against ``limit``; ``share`` is
     how much of the limit is used, > 1 blames ``side``; ``at``: where it is largest."""
 
-    side: Side
+    side: SideOrBoth
     why: Why
     value: float
     control: float

@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from divergence.analyses.blocks.blame import least_of
 from divergence.analyses.blocks.units import Unit, num_values
@@ -23,6 +22,7 @@ from divergence.comparison.result import Evidence
 from divergence.comparison.results.sites import order_of
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import Side
 
 __all__ = ["StandOut", "evidence_of", "find_standouts"]
 
@@ -38,7 +38,7 @@ class StandOut:
 
     unit: Unit
     times: float
-    side: Literal["reference", "candidate"] | None = None
+    side: Side | None = None
 
     @property
     def text(self) -> str:

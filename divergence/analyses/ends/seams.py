@@ -36,6 +36,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import ROOT, is_operator_site, module_of
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +64,8 @@ class Seam:
     way: Way
     size: float
     limit: float
-    by: Literal["reference", "candidate"] | None = None
-    side: Literal["reference", "candidate"] | None = None
+    by: Side | None = None
+    side: Side | None = None
 
     @property
     def beyond(self) -> bool:
@@ -232,7 +233,7 @@ class _Looked:
         """What ``run`` does to the tensor that the other side hands on."""
         import torch
 
-        by: Literal["reference", "candidate"] = "reference" if run is self.a else "candidate"
+        by: Side = "reference" if run is self.a else "candidate"
         name = source.reference.record.site
         if record.shape != before.shape and not _narrowed(record, before):
             size = math.inf
@@ -259,9 +260,7 @@ class _Looked:
         forms += [format_named(run.manifest.model.dtype) for run in (self.a, self.b)]
         return [form for form in forms if form.kind == "float" and form.itemsize >= 2]
 
-    def _side(
-        self, result: SiteResult, source: Pair, by: Literal["reference", "candidate"]
-    ) -> Literal["reference", "candidate"] | None:
+    def _side(self, result: SiteResult, source: Pair, by: Side) -> Side | None:
         """With a truth: the side that does what the truth does not."""
         if self.truth is None:
             return None

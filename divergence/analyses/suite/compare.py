@@ -9,7 +9,7 @@ no more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,13 +49,13 @@ from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of, operator_of, split_site
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 __all__ = ["compare_suites", "report_on_suites"]
 
 _RANK: dict[SuiteStatus, int] = {
     "wrong": 0, "differs": 1, "flushed": 2, "ties": 3, "healthy": 4, "identical": 5,
 }  # fmt: skip
-Progress = Callable[[str, int, int | None, str], None]
 
 
 def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:

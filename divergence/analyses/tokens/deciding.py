@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from divergence.comparison.logits_row import Place, logits_row
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.logits import kl_divergence
 from divergence.run.reader import Run
+from divergence.words import Side
 
 if TYPE_CHECKING:
     pass
@@ -46,7 +47,7 @@ class Distances:
     num_positions: int
     between: Spread
     floor: Spread | None = None
-    side: Literal["reference", "candidate"] | None = None
+    side: Side | None = None
     num_effective: float = 0.0
 
 
@@ -58,7 +59,7 @@ def distances_of(
 ) -> Distances | None:
     """Over ``places``; None where no row can be compared. One row of each run at a time."""
     between: list[float] = []
-    errors: dict[Literal["reference", "candidate"], list[float]] = {
+    errors: dict[Side, list[float]] = {
         "reference": [], "candidate": []
     }  # fmt: skip
     for place in places:
@@ -92,7 +93,7 @@ def distances_of(
     )
 
 
-def _coarser(reference: Run, candidate: Run) -> Literal["reference", "candidate"] | None:
+def _coarser(reference: Run, candidate: Run) -> Side | None:
     """The side whose dtype rounds more: its rounding is what may move a token, not the other's."""
     one, two = (
         format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)

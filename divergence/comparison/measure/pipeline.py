@@ -30,13 +30,13 @@ from divergence.comparison.result import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for
 from divergence.run.current_device import set_device
+from divergence.words import Progress
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
 
-Progress = Callable[..., None]
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
 """Pairs are started until so much is under way for each thread; one at least, however large."""

@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["RankShare", "ReplicaCheck", "ReplicaDiff"]
+from divergence.words import Side
 
-Side = Literal["reference", "candidate"]
+__all__ = ["RankShare", "ReplicaCheck", "ReplicaDiff"]
 
 
 class ReplicaDiff(msgspec.Struct, frozen=True, kw_only=True):

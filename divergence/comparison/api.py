@@ -15,7 +15,7 @@ import msgspec
 from divergence._version import __version__
 from divergence.comparison.align.names import NameMap, load_name_map
 from divergence.comparison.align.pairs import Alignment
-from divergence.comparison.answer import ANALYSES, Answer, applying, suites
+from divergence.comparison.answer import ANALYSES, Answer, Parts, applying, suites
 from divergence.comparison.decide.advice import Advice
 from divergence.comparison.decide.decide import decide, explained
 from divergence.comparison.decide.qualify import of_one_run
@@ -134,12 +134,13 @@ def report_on(measured: Measured, names: Sequence[str] = ANALYSES) -> Report:
     answers = {one.name: one.find(measured) if one.find else Answer() for one in analyses}
     findings = [finding for answer in answers.values() for finding in answer.findings]
     decision = decide(findings, measured.preflight)
-    parts = {name: part for answer in answers.values() for name, part in answer.parts.items()}
-    sites = parts.pop("sites")
+    parts = Parts()
+    for answer in answers.values():
+        parts.update(answer.parts)
     sites = [
         msgspec.structs.replace(site, flagged=True) if site.key in decision.flags else site
-        for site in sites
-    ] if decision.flags else sites  # fmt: skip
+        for site in parts["sites"]
+    ]
     measured = replace(measured, sites=sites)
     explanations = [
         finding
@@ -148,7 +149,7 @@ def report_on(measured: Measured, names: Sequence[str] = ANALYSES) -> Report:
         for finding in one.explain(measured, decision.verdict, answers[one.name])
     ]
     verdict = explained(decision.verdict, explanations)
-    tokens = parts.pop("tokens", None)
+    tokens = parts.get("tokens")
     return Report(
         tool_version=__version__,
         reference=summary_of(measured.reference),
@@ -160,7 +161,9 @@ def report_on(measured: Measured, names: Sequence[str] = ANALYSES) -> Report:
         sites=sites,
         notes=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[*findings, *explanations],
-        **parts,
+        operators=parts.get("operators"),
+        audit=parts.get("audit"),
+        replicas=parts.get("replicas", []),
     )
 
 

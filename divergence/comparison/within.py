@@ -30,6 +30,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
 from divergence.run.untrusted.command import command_line
+from divergence.words import SideOrBoth
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]
 
@@ -186,7 +187,7 @@ def _order(pair: Pair) -> tuple[int, int, int, int]:
     return (record.sample, record.step, pair.reference.record.order, pair.candidate.sample)
 
 
-def _skip(pass_: str, record: Record, reason: str, side) -> Skipped:
+def _skip(pass_: str, record: Record, reason: str, side: SideOrBoth) -> Skipped:
     return Skipped(
         pass_=pass_, sample=record.sample, step=record.step, site=record.site, reason=reason,
         side=side,

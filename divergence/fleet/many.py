@@ -144,8 +144,10 @@ class _Fleet:
     def check_truth(self) -> None:
         """After all rows: UsageError for the truth of a run that is none of these."""
         truth = self._truth
-        like = None if truth is None else truth.manifest.like
-        if like is not None and like not in self._known:
+        if truth is None or truth.manifest.like is None:
+            return
+        like = truth.manifest.like
+        if like not in self._known:
             raise UsageError(
                 f"{truth.path} is the truth of none of these runs ({like})",
                 hint=_make_truth(self._first),
@@ -246,8 +248,9 @@ def _fill(row: MatrixRow, report: Report, logits_site: str | None) -> None:
         row.num_equal = tokens.num_equal
         row.num_tokens = tokens.num_tokens + tokens.num_missing
     found = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
-    if found and all(site.rel_l2 is not None for site in found):
-        row.logits_rel_l2 = max(site.rel_l2 for site in found)
+    apart = [site.rel_l2 for site in found if site.rel_l2 is not None]
+    if found and len(apart) == len(found):
+        row.logits_rel_l2 = max(apart)
     if found:
         row.top1_agreement = _top1(found)
 

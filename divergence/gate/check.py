@@ -261,8 +261,8 @@ def is_tie(difference: TokenDifference, margin: float | None, z: float | None = 
     """Whether both sides preferred their own token by no more than ``margin`` logits, or the gap
     was at most ``z`` standard deviations of what rounding makes of these logits: of the floor where
     a truth shows it, of the rounding model otherwise; never of the two sides' own difference."""
-    judged = difference.z_of in ("floor", "model") and difference.z is not None
-    if z is not None and judged and difference.z <= z:
+    judged = difference.z_of in ("floor", "model")
+    if judged and z is not None and difference.z is not None and difference.z <= z:
         return True
     if margin is None or difference.margin is None:
         return False
@@ -320,6 +320,7 @@ def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
     candidate.
     """
     tokens, rules = report.tokens, policy.tokens
+    assert tokens is not None
     margin = rules.tie_margin_for(report.reference.dtype)
     ties = sum(is_tie(flip, margin, rules.tie_z) for flip in tokens.differences)
     if ties and not tokens.forced and ties == len(tokens.differences):
@@ -344,8 +345,8 @@ def _tolerances(report: Report, policy: Policy) -> list[Failure]:
                 )
             )
     for site in report.sites:
-        tolerance = policy.tolerance_for(site)
-        for name, limit in (tolerance.limits() if tolerance else {}).items():
+        wanted = policy.tolerance_for(site)
+        for name, limit in (wanted.limits() if wanted else {}).items():
             found = getattr(site, name)
             # written as "not <=", so that a nan is above every limit
             if site.identical or (found is not None and found <= limit):

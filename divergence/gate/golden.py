@@ -112,8 +112,11 @@ def bless(
 def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
     """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
     place = location_of(golden)
-    packed = isinstance(place, Url) or (archive_kind(place) and not place.is_dir())
-    if packed or place.is_file():
+    if (
+        isinstance(place, Url)
+        or (archive_kind(place) and not place.is_dir())
+        or place.is_file()
+    ):  # fmt: skip
         name = str(place)
         archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
         raise UsageError(

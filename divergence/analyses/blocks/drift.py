@@ -21,6 +21,7 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.schema.site import ROOT, module_of
+from divergence.words import Side
 
 __all__ = ["Drift", "find_drift"]
 
@@ -34,7 +35,7 @@ class Drift:
 
     summary: str
     evidence: Evidence
-    side: str | None = None
+    side: Side | None = None
 
 
 def find_drift(

@@ -89,4 +89,4 @@ def _adds(out: Unit, entering: Unit) -> bool:
     if one is None or two is None or out.side not in ("reference", "candidate"):
         return False
     before, after = (getattr(truth, f"{out.side}_error") for truth in (one, two))
-    return after > THRESHOLDS.truth_confirm * before
+    return bool(after > THRESHOLDS.truth_confirm * before)

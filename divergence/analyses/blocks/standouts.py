@@ -70,7 +70,7 @@ def find_standouts(
     units: Sequence[Unit], excused: Sequence[Unit], thresholds: Thresholds
 ) -> list[StandOut]:
     """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth."""
-    families: dict[tuple, list[Unit]] = {}
+    families: dict[Kind, list[Unit]] = {}
     for unit in units:
         if unit.pass_ == "anchored" and unit.kind[0] == "block":
             families.setdefault(unit.kind, []).append(unit)

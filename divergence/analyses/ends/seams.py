@@ -126,11 +126,15 @@ def _of(pair: Pair, side: int) -> Record:
     return (pair.reference, pair.candidate)[side].record
 
 
+_Key = tuple[str | None, str, tuple[int, ...], tuple[int, ...] | None]
+"""(digest, dtype, shape, positions) of what a record holds."""
+
+
 def _digest(record: Record) -> str | None:
     return record.xxh3 or record.fold
 
 
-def _key(record: Record) -> tuple:
+def _key(record: Record) -> _Key:
     return _digest(record), record.dtype, record.shape, record.positions
 
 
@@ -139,7 +143,7 @@ class _Given:
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self.pairs: list[Pair] = []
-        self._by_key: tuple[dict[tuple, list[Pair]], ...] = ({}, {})
+        self._by_key: tuple[dict[_Key, list[Pair]], ...] = ({}, {})
         for pair in pairs:
             self.add(pair)
 
@@ -285,8 +289,9 @@ class _Looked:
         ``given``: the outputs since the last block's, since which of them is used is not known."""
         if result.token_rel_l2_median is None or not given:
             return None
-        carried = [self._error(p) for p in given]
-        if None in carried:
+        errors = [self._error(p) for p in given]
+        carried = [error for error in errors if error is not None]
+        if len(carried) < len(errors):
             return None
         entering = max(carried, default=0.0)
         forms = self._formats(given[-1].reference.record, given[-1].candidate.record)

@@ -17,13 +17,14 @@ from divergence.comparison.answer import Answer
 from divergence.comparison.decide.confidence import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict
-from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff, Side
+from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.formats import format_named
 from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.ranks.unshard import Disagreement, UnshardedRun
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
+from divergence.words import Side
 
 __all__ = ["check_replicas", "explain", "find"]
 
@@ -40,7 +41,7 @@ _UNMEASURED = (
     "excluded"
 )
 
-Where = dict[tuple[str, tuple], Pair]
+Where = dict[tuple[Side, Coordinates], Pair]
 
 
 def find(measured: Measured) -> Answer:
@@ -60,7 +61,8 @@ def check_replicas(a: Run, b: Run, pairs: Sequence[Pair]) -> list[ReplicaCheck]:
         where[("reference", pair.reference.record.coordinates)] = pair
         where[("candidate", pair.candidate.record.coordinates)] = pair
     checks: list[ReplicaCheck] = []
-    for side, run, other in (("reference", a, b), ("candidate", b, a)):
+    sides: tuple[tuple[Side, Run, Run], ...] = ("reference", a, b), ("candidate", b, a)
+    for side, run, other in sides:
         if isinstance(run, UnshardedRun):
             checks.append(_check(side, run, other, where))
     return checks
@@ -130,7 +132,7 @@ def _apart(one: Run, a: Record, two: Run, b: Record) -> float:
     return _rel_l2(one.read(a), two.read(b))
 
 
-def _rel_l2(a, b) -> float:
+def _rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     import torch
 
     x, y = a.to(torch.float64), b.to(torch.float64)

@@ -82,14 +82,15 @@ def distances_of(
     if len(errors["reference"]) < len(between):
         return Distances(num_positions=len(between), between=_spread(between))
     coarser = _coarser(reference, candidate)
-    side = coarser or min(errors, key=lambda side: float(np.mean(errors[side])))
-    squares = float(np.square(errors[side]).sum())
+    side: Side = coarser or min(errors, key=lambda one: float(np.mean(errors[one])))
+    floor = np.array(errors[side])
+    squares = float(np.square(floor).sum())
     return Distances(
         num_positions=len(between),
         between=_spread(between),
         floor=_spread(errors[side]),
         side=side,
-        num_effective=float(np.sum(errors[side])) ** 2 / squares if squares > 0 else 1.0,
+        num_effective=float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0,
     )
 
 

@@ -35,7 +35,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
+__all__ = ["judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
 
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
@@ -180,7 +180,8 @@ class _Batch:
 
 def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
     """Handing a pair from thread to thread takes as long as looking at a small one."""
-    batch, total = [], 0
+    batch: list[Pair] = []
+    total = 0
     for pair in pairs:
         num_bytes = _num_bytes(pair)
         if batch and (total + num_bytes >= _FETCHED_ALONE_BYTES or len(batch) == _MOST_PAIRS):

@@ -17,9 +17,15 @@ __all__ = [
     "OperatorsResult",
     "OtherInput",
     "OtherOperand",
+    "Question",
     "RegionResult",
     "UnmatchedOperator",
 ]
+
+Question = Literal[
+    "typical", "row", "column", "slice", "codes", "nonfinite", "operands", "roundings"
+]
+"""By which an operator is beyond its limit."""
 
 OperatorVerdict = Literal["fine", "candidate", "reference", "both", "differs", "unjudged"]
 
@@ -135,10 +141,7 @@ class OperatorResult(msgspec.Struct, kw_only=True):
     leans: Side | None = None
     fed_by: list[str] = []
     fed_by_side: Side | None = None
-    why: (
-        Literal["typical", "row", "column", "slice", "codes", "nonfinite", "operands", "roundings"]
-        | None
-    ) = None
+    why: Question | None = None
     verdict: OperatorVerdict = "unjudged"
     other_inputs: list[OtherInput] = []
     other_operands: list[OtherOperand] = []

@@ -6,7 +6,7 @@ analyses that apply, one decision, what explains it, the report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 __all__ = ["compare", "measure_runs", "report_on"]
 
@@ -56,7 +57,7 @@ def compare(
     floor: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
     device: str = "cpu",
-    progress: Callable[[str, int, int | None, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Compare ``candidate`` with ``reference``, as in ``diff old new``.
 
@@ -115,7 +116,7 @@ def measure_runs(
     truth: str | Path | Run | None = None,
     floor: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
-    progress: Callable[..., None] | None = None,
+    progress: Progress | None = None,
 ) -> Measured:
     """Align and measure, with the limits that trusted runs widen. Parameters and errors are those
     of ``compare``; ``lines``: preflight."""

@@ -64,6 +64,7 @@ __all__ = [
     "AuditRow",
     "AuditedPlace",
     "CausalCheck",
+    "Cell",
     "Check",
     "Claim",
     "Coverage",
@@ -107,6 +108,9 @@ __all__ = [
 ]
 
 REPORT_SCHEMA_VERSION = 1
+
+Cell = str | int | float | bool | tuple[int, ...] | None
+"""One value of a row of Report.to_records."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,11 +158,11 @@ class Report(msgspec.Struct, kw_only=True):
         """``<Report a b: localized>``: all fields are megabytes."""
         return f"<Report {self.reference.path} {self.candidate.path}: {self.verdict.kind}>"
 
-    def to_records(self) -> list[dict[str, Any]]:
+    def to_records(self) -> list[dict[str, Cell]]:
         """One flat dict per compared site, ready for pandas.DataFrame or csv.DictWriter."""
-        rows = []
+        rows: list[dict[str, Cell]] = []
         for site in self.sites:
-            row = msgspec.to_builtins(site)
+            row: dict[str, Any] = msgspec.to_builtins(site)
             row.pop("prompts")
             for name in ("logits", "nonfinite", "truth", "estimated"):
                 nested = row.pop(name) or {}

@@ -12,7 +12,7 @@ Only tensors whose rows are tokens (axis 1) have a row to compare. Others are sk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -30,7 +30,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
 from divergence.run.untrusted.command import command_line
-from divergence.words import SideOrBoth
+from divergence.words import Progress, SideOrBoth
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]
 
@@ -91,9 +91,7 @@ def check_alone(*, truth: object, floor: object, name_map: object) -> None:
         )
 
 
-def compare_within(
-    run: Run, thresholds: Thresholds, progress: Callable[..., None] | None
-) -> Measured:
+def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) -> Measured:
     """The run's decode steps with the cache, measured against its whole pass."""
     alignment = align_within(run)
     if not alignment.pairs:

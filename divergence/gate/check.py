@@ -15,8 +15,9 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +30,10 @@ from divergence.gate.loading import load_policy
 from divergence.gate.policy import Policy
 from divergence.run.schema.site import near_names
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
+
+if TYPE_CHECKING:
+    from divergence.run.reader import Run
 
 __all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_tie"]
 
@@ -65,14 +70,14 @@ class _NothingComparedError(IncomparableError):
 
 
 def check(
-    golden: Any,
-    new: Any,
+    golden: str | Path | Run,
+    new: str | Path | Run,
     *,
     policy: Policy | str | os.PathLike[str] | None = None,
-    name_map: Any = None,
-    truth: Any = None,
-    floor: Sequence[Any] = (),
-    progress: Callable[..., None] | None = None,
+    name_map: str | Path | None = None,
+    truth: str | Path | Run | None = None,
+    floor: str | Path | Run | Sequence[str | Path | Run] = (),
+    progress: Progress | None = None,
 ) -> CheckResult:
     """Compare ``new`` with ``golden`` and hold the report against ``policy`` (configs/ci.toml).
 
@@ -115,7 +120,7 @@ def check(
 
 
 def _whole_verdict(
-    report: Report, new: Any, policy: Policy, progress: Callable[..., None] | None
+    report: Report, new: str | Path | Run, policy: Policy, progress: Progress | None
 ) -> Verdict | None:
     """Of the new run's decode steps against its own whole pass, where the golden has one too."""
     from divergence.comparison.api import compare

@@ -88,7 +88,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     limit *= spread(site.shape[-1] if site.shape else 1)
     if 1 / limit <= w <= limit:
         return None
-    side = "candidate" if w > limit else "reference"
+    side: Side = "candidate" if w > limit else "reference"
     times = w if w > limit else 1 / max(w, 1e-300)
     return Drift(
         summary=f"no single block is beyond its limit, but the {side}'s free run ends "

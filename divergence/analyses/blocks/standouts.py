@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from divergence.analyses.blocks.blame import least_of
-from divergence.analyses.blocks.units import Unit, num_values
+from divergence.analyses.blocks.units import Kind, Unit, num_values
 from divergence.comparison.result import Evidence
 from divergence.comparison.results.sites import order_of
 from divergence.numerics.rounding.chance import spread

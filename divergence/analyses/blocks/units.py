@@ -28,7 +28,12 @@ from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.site import ROOT, module_of
 from divergence.words import SideOrBoth
 
-__all__ = ["Unit", "build_units", "flag", "num_values"]
+__all__ = ["Kind", "Unit", "build_units", "flag", "num_values"]
+
+
+Kind = tuple[str, str, str, str | None, str, str] | tuple[str, str, str, str | None, str]
+"""(block, place inside it, port, class, phase, stack of blocks) or (trunk, path, port, class,
+phase): units that are alike."""
 
 
 @dataclass(slots=True)

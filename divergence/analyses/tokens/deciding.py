@@ -81,8 +81,10 @@ def distances_of(
         return None
     if len(errors["reference"]) < len(between):
         return Distances(num_positions=len(between), between=_spread(between))
-    coarser = _coarser(reference, candidate)
-    side: Side = coarser or min(errors, key=lambda one: float(np.mean(errors[one])))
+    side = _coarser(reference, candidate)
+    if side is None:
+        means = [float(np.mean(errors[one])) for one in ("reference", "candidate")]
+        side = "candidate" if means[1] < means[0] else "reference"
     floor = np.array(errors[side])
     squares = float(np.square(floor).sum())
     return Distances(

@@ -170,13 +170,15 @@ def _channels(stats: TruthStats, forwards: _Forwards) -> None:
     Rounding goes with the values: a massive activation holds nearly all of its row's error.
 
     Of forwards of one row the channel's largest is left out: one bad token is no bad channel."""
+    import torch
+
     if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
         return  # attention weights: their last axis is the tokens seen so far
     sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
     rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
     if rows < _MIN_ROWS or len(sums["reference"]) < 2:
         return
-    norm = sum(t.channel_norm for _, t, _ in forwards)
+    norm = sum((t.channel_norm for _, t, _ in forwards), torch.zeros(()))
     for mine, other in (SIDES, SIDES[::-1]):
         whole = float(sums[other].mean())
         if whole <= 0:
@@ -227,7 +229,11 @@ def _gains(stats: TruthStats, forwards: _Forwards, usual: Sequence[torch.Tensor]
         }
         scale = torch.cat(
             [
-                (floor * (t.norm / t.update.clamp_min(1e-300) if prefix != "gain" else 1.0))[keep]
+                (
+                    floor
+                    if t.update is None or prefix == "gain"
+                    else floor * (t.norm / t.update.clamp_min(1e-300))
+                )[keep]
                 / t.spread[keep].clamp_min(1.0).sqrt()
                 for (_, t, floor), keep in zip(forwards, usual, strict=True)
             ]

@@ -8,7 +8,10 @@ import msgspec
 
 from divergence.words import Side
 
-__all__ = ["RankShare", "ReplicaCheck", "ReplicaDiff"]
+__all__ = ["RankShare", "ReplicaCheck", "ReplicaDiff", "ToldBy"]
+
+ToldBy = Literal["majority", "other run", "nobody"]
+"""What tells which of the ranks are wrong."""
 
 
 class ReplicaDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +30,7 @@ class ReplicaDiff(msgspec.Struct, frozen=True, kw_only=True):
     site: str
     ranks: tuple[int, ...]
     peers: tuple[int, ...]
-    told_by: Literal["majority", "other run", "nobody"] = "majority"
+    told_by: ToldBy = "majority"
     rel_l2: float | None = None
 
 

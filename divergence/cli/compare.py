@@ -154,7 +154,7 @@ def command(
         if not here:
             return
         report = compare(reference, candidate, progress=progress, **options)
-        if explain_token:
+        if explain_token and candidate is not None:
             from divergence.experiments.explain import explain_token as explain
 
             report = explain(

@@ -7,17 +7,22 @@ other analyses nor the verdict of which they become a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from divergence.comparison.results.findings import Finding, Verdict
 
 if TYPE_CHECKING:
     from divergence.comparison.measured import Measured, Shown
     from divergence.comparison.result import Report
+    from divergence.comparison.results.operators import OperatorsResult
+    from divergence.comparison.results.precision import AuditResult
+    from divergence.comparison.results.ranks import ReplicaCheck
+    from divergence.comparison.results.sites import SiteResult
+    from divergence.comparison.results.tokens import TokensResult
     from divergence.run.reader import Run
 
 __all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers_of", "suites"]
@@ -29,13 +34,22 @@ ANALYSES = (
 are compared by analyses.suite alone."""
 
 
+class Parts(TypedDict, total=False):
+    """Fields of the Report, by name: an analysis fills its own."""
+
+    sites: list[SiteResult]
+    tokens: TokensResult | None
+    operators: OperatorsResult | None
+    audit: AuditResult | None
+    replicas: list[ReplicaCheck]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What an analysis found in two runs."""
 
     findings: Sequence[Finding] = ()
-    parts: Mapping[str, object] = field(default_factory=dict)
-    """Fields of the Report that it fills, by name."""
+    parts: Parts = field(default_factory=Parts)
     notes: Sequence[str] = ()
     """Lines below the report: no findings, and worth knowing."""
 
@@ -78,14 +92,16 @@ def numbers_of(name: str, measured: Measured) -> Any:
 
 def limits_used(measured: Measured) -> Shown:
     """What the blocks of two runs use of their limits."""
-    return _module_of("blocks", "find").limits_used(measured)
+    used: Shown = _module_of("blocks", "find").limits_used(measured)
+    return used
 
 
 def suites(a: Run, b: Run) -> Callable[..., Report] | None:
     """What compares two runs of operator suites; None where they are not."""
     if not _module_of("suite").applies(a, b):
         return None
-    return _module_of("suite", "compare").report_on_suites
+    compare: Callable[..., Report] = _module_of("suite", "compare").report_on_suites
+    return compare
 
 
 def _module_of(*names: str) -> ModuleType:

@@ -6,7 +6,7 @@ analyses that apply, one decision, what explains it, the report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import msgspec
 from divergence._version import __version__
 from divergence.comparison.align.names import NameMap, load_name_map
 from divergence.comparison.align.pairs import Alignment
-from divergence.comparison.answer import Answer, applying, suites
+from divergence.comparison.answer import Answer, Parts, applying, suites
 from divergence.comparison.decide.advice import Advice
 from divergence.comparison.decide.decide import decide, explained
 from divergence.comparison.decide.qualify import of_one_run
@@ -39,6 +39,7 @@ from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 __all__ = ["compare", "measure_runs", "report_on"]
 
@@ -54,7 +55,7 @@ def compare(
     floor: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
     device: str = "cpu",
-    progress: Callable[[str, int, int | None, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Compare ``candidate`` with ``reference``, as in ``diff old new``.
 
@@ -119,7 +120,7 @@ def measure_runs(
     truth: str | Path | Run | None = None,
     floor: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
-    progress: Callable[..., None] | None = None,
+    progress: Progress | None = None,
 ) -> Measured:
     """Align and measure, with the limits that trusted runs widen. Parameters and errors are those
     of ``compare``; ``lines``: preflight."""
@@ -140,12 +141,13 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     answers = {one.name: one.find(measured) if one.find else Answer() for one in analyses}
     findings = [finding for answer in answers.values() for finding in answer.findings]
     decision = decide(findings, measured.preflight)
-    parts = {name: part for answer in answers.values() for name, part in answer.parts.items()}
-    sites = parts.pop("sites")
+    parts = Parts()
+    for answer in answers.values():
+        parts.update(answer.parts)
     sites = [
         msgspec.structs.replace(site, flagged=True) if site.key in decision.flags else site
-        for site in sites
-    ] if decision.flags else sites  # fmt: skip
+        for site in parts["sites"]
+    ]
     measured = replace(measured, sites=sites)
     explanations = [
         finding
@@ -154,7 +156,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         for finding in one.explain(measured, decision.verdict, answers[one.name])
     ]
     verdict = explained(decision.verdict, explanations)
-    tokens = parts.pop("tokens", None)
+    tokens = parts.get("tokens")
     return Report(
         tool_version=__version__,
         reference=summary_of(measured.reference),
@@ -166,7 +168,9 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         sites=sites,
         notes=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[*findings, *explanations],
-        **parts,
+        operators=parts.get("operators"),
+        audit=parts.get("audit"),
+        replicas=parts.get("replicas", []),
     )
 
 

@@ -168,10 +168,10 @@ def _is_precision(a: ArithmeticFact, b: ArithmeticFact) -> bool:
 
 def _grouped(pairs: Sequence[Pair]) -> list[list[Pair]]:
     """Pairs of one probe with the same two answers are one sentence."""
-    groups: dict[tuple, list[Pair]] = {}
+    groups: dict[tuple[object, ...], list[Pair]] = {}
     for pair in pairs:
         a, b = pair
-        key: tuple = (a.probe, a.value, b.value)
+        key: tuple[object, ...] = (a.probe, a.value, b.value)
         if a.probe == "ulp":  # every one has figures of its own
             key = (a.probe, _format(a), _is_precision(a, b))
         groups.setdefault(key, []).append(pair)

@@ -64,6 +64,7 @@ __all__ = [
     "AuditRow",
     "AuditedPlace",
     "CausalCheck",
+    "Cell",
     "Check",
     "Claim",
     "Coverage",
@@ -108,12 +109,11 @@ __all__ = [
 
 REPORT_SCHEMA_VERSION = 1
 
+Cell = str | int | float | bool | tuple[int, ...] | None
+"""One value of a row of Report.to_records."""
 
-class _Part(msgspec.Struct, kw_only=True):
-    """Shared options; no fields of its own."""
 
-
-class RunSummary(_Part, frozen=True, kw_only=True):
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What the report says about each run without opening it again. ``compute_dtype``: of a
     truth, what its operators were computed in. ``generates``: a model that chooses tokens."""
 
@@ -132,7 +132,7 @@ class RunSummary(_Part, frozen=True, kw_only=True):
     generates: bool = False
 
 
-class Report(_Part, kw_only=True):
+class Report(msgspec.Struct, kw_only=True):
     """The answer of `compare`. ``operators``: None where not both sides recorded any; ``audit``:
     None where neither did; ``replicas``: of each side that several ranks made, its ranks against
     one another; ``suite``: None unless both runs are of an operator suite, which has no
@@ -158,11 +158,11 @@ class Report(_Part, kw_only=True):
         """``<Report a b: localized>``: all fields are megabytes."""
         return f"<Report {self.reference.path} {self.candidate.path}: {self.verdict.kind}>"
 
-    def to_records(self) -> list[dict[str, Any]]:
+    def to_records(self) -> list[dict[str, Cell]]:
         """One flat dict per compared site, ready for pandas.DataFrame or csv.DictWriter."""
-        rows = []
+        rows: list[dict[str, Cell]] = []
         for site in self.sites:
-            row = msgspec.to_builtins(site)
+            row: dict[str, Any] = msgspec.to_builtins(site)
             row.pop("prompts")
             for name in ("logits", "nonfinite", "truth", "estimated"):
                 nested = row.pop(name) or {}

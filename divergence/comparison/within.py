@@ -12,7 +12,7 @@ Only tensors whose rows are tokens (axis 1) have a row to compare. Others are sk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -30,6 +30,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress, SideOrBoth
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]
 
@@ -90,9 +91,7 @@ def check_alone(*, truth: object, floor: object, name_map: object) -> None:
         )
 
 
-def compare_within(
-    run: Run, thresholds: Thresholds, progress: Callable[..., None] | None
-) -> Measured:
+def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) -> Measured:
     """The run's decode steps with the cache, measured against its whole pass."""
     alignment = align_within(run)
     if not alignment.pairs:
@@ -186,7 +185,7 @@ def _order(pair: Pair) -> tuple[int, int, int, int]:
     return (record.sample, record.step, pair.reference.record.order, pair.candidate.sample)
 
 
-def _skip(pass_: str, record: Record, reason: str, side) -> Skipped:
+def _skip(pass_: str, record: Record, reason: str, side: SideOrBoth) -> Skipped:
     return Skipped(
         pass_=pass_, sample=record.sample, step=record.step, site=record.site, reason=reason,
         side=side,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,9 @@ from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import one_or_more
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
 
 __all__ = ["compare_many"]
-
-Progress = Callable[..., None]
 
 
 def compare_many(
@@ -145,8 +144,10 @@ class _Fleet:
     def check_truth(self) -> None:
         """After all rows: UsageError for the truth of a run that is none of these."""
         truth = self._truth
-        like = None if truth is None else truth.manifest.like
-        if like is not None and like not in self._known:
+        if truth is None or truth.manifest.like is None:
+            return
+        like = truth.manifest.like
+        if like not in self._known:
             raise UsageError(
                 f"{truth.path} is the truth of none of these runs ({like})",
                 hint=_make_truth(self._first),
@@ -248,8 +249,9 @@ def _fill(row: MatrixRow, report: Report, logits_site: str | None) -> None:
         row.num_equal = tokens.num_equal
         row.num_tokens = tokens.num_tokens + tokens.num_missing
     found = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
-    if found and all(site.rel_l2 is not None for site in found):
-        row.logits_rel_l2 = max(site.rel_l2 for site in found)
+    apart = [site.rel_l2 for site in found if site.rel_l2 is not None]
+    if found and len(apart) == len(found):
+        row.logits_rel_l2 = max(apart)
     if found:
         row.top1_agreement = _top1(found)
 

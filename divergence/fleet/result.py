@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from divergence.comparison.result import Onset, Report, RunSummary, VerdictKind, strict_json
+from divergence.words import SideBothOrNeither
 
 __all__ = ["MATRIX_SCHEMA_VERSION", "AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]
 
@@ -34,7 +35,7 @@ class MatrixRow(msgspec.Struct, kw_only=True):
     summary: str | None = None
     confidence: Literal["high", "medium", "low"] | None = None
     onset: Onset | None = None
-    side: Literal["reference", "candidate", "both", "neither"] | None = None
+    side: SideBothOrNeither | None = None
     limit_usage: float | None = None
     logits_rel_l2: float | None = None
     top1_agreement: float | None = None

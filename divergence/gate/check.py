@@ -15,8 +15,9 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +30,10 @@ from divergence.gate.loading import load_policy
 from divergence.gate.policy import Policy
 from divergence.run.schema.site import near_names
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
+
+if TYPE_CHECKING:
+    from divergence.run.reader import Run
 
 __all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_tie"]
 
@@ -65,14 +70,14 @@ class _NothingComparedError(IncomparableError):
 
 
 def check(
-    golden: Any,
-    new: Any,
+    golden: str | Path | Run,
+    new: str | Path | Run,
     *,
     policy: Policy | str | os.PathLike[str] | None = None,
-    name_map: Any = None,
-    truth: Any = None,
-    floor: Sequence[Any] = (),
-    progress: Callable[..., None] | None = None,
+    name_map: str | Path | None = None,
+    truth: str | Path | Run | None = None,
+    floor: str | Path | Run | Sequence[str | Path | Run] = (),
+    progress: Progress | None = None,
 ) -> CheckResult:
     """Compare ``new`` with ``golden`` and hold the report against ``policy`` (configs/ci.toml).
 
@@ -115,7 +120,7 @@ def check(
 
 
 def _whole_verdict(
-    report: Report, new: Any, policy: Policy, progress: Callable[..., None] | None
+    report: Report, new: str | Path | Run, policy: Policy, progress: Progress | None
 ) -> Verdict | None:
     """Of the new run's decode steps against its own whole pass, where the golden has one too."""
     from divergence.comparison.api import compare
@@ -261,8 +266,8 @@ def is_tie(difference: TokenDifference, margin: float | None, z: float | None = 
     """Whether both sides preferred their own token by no more than ``margin`` logits, or the gap
     was at most ``z`` standard deviations of what rounding makes of these logits: of the floor where
     a truth shows it, of the rounding model otherwise; never of the two sides' own difference."""
-    judged = difference.z_of in ("floor", "model") and difference.z is not None
-    if z is not None and judged and difference.z <= z:
+    judged = difference.z_of in ("floor", "model")
+    if judged and z is not None and difference.z is not None and difference.z <= z:
         return True
     if margin is None or difference.margin is None:
         return False
@@ -320,6 +325,7 @@ def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
     candidate.
     """
     tokens, rules = report.tokens, policy.tokens
+    assert tokens is not None
     margin = rules.tie_margin_for(report.reference.dtype)
     ties = sum(is_tie(flip, margin, rules.tie_z) for flip in tokens.differences)
     if ties and not tokens.forced and ties == len(tokens.differences):
@@ -344,8 +350,8 @@ def _tolerances(report: Report, policy: Policy) -> list[Failure]:
                 )
             )
     for site in report.sites:
-        tolerance = policy.tolerance_for(site)
-        for name, limit in (tolerance.limits() if tolerance else {}).items():
+        wanted = policy.tolerance_for(site)
+        for name, limit in (wanted.limits() if wanted else {}).items():
             found = getattr(site, name)
             # written as "not <=", so that a nan is above every limit
             if site.identical or (found is not None and found <= limit):

@@ -10,9 +10,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -29,6 +28,10 @@ from divergence.run.storage.location import (
 )
 from divergence.run.storage.packing import write_directory
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress
+
+if TYPE_CHECKING:
+    from divergence.run.reader import Run
 
 __all__ = ["Blessing", "bless"]
 
@@ -52,9 +55,9 @@ def bless(
     golden: str | os.PathLike[str],
     new: str | os.PathLike[str],
     *,
-    name_map: Any = None,
+    name_map: str | Path | None = None,
     allow_nonfinite: bool = False,
-    progress: Callable[..., None] | None = None,
+    progress: Progress | None = None,
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
 
@@ -96,7 +99,7 @@ def bless(
         try:
             old = Run.open(target)
             old_sites = {record.site for record in old.records}
-            report = compare(target, source, name_map=name_map, progress=progress)
+            report = compare(target, str(source), name_map=name_map, progress=progress)
             said = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
         # a golden that cannot be compared any more is what blessing is for
         except (IncomparableError, RunFormatError, UsageError) as error:
@@ -112,8 +115,11 @@ def bless(
 def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
     """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
     place = location_of(golden)
-    packed = isinstance(place, Url) or (archive_kind(place) and not place.is_dir())
-    if packed or place.is_file():
+    if (
+        isinstance(place, Url)
+        or (archive_kind(place) and not place.is_dir())
+        or place.is_file()
+    ):  # fmt: skip
         name = str(place)
         archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
         raise UsageError(
@@ -128,7 +134,7 @@ def _is_there(place: Location, archive: str) -> bool:
     return archive == str(place) and (isinstance(place, Url) or place.exists())
 
 
-def _refuse_unfit(run: Any, source: Location) -> None:
+def _refuse_unfit(run: Run, source: Location) -> None:
     """UsageError for a run that must not become a golden."""
     manifest = run.manifest
     problems = []
@@ -154,7 +160,7 @@ def _refuse_unfit(run: Any, source: Location) -> None:
         )
 
 
-def _replace(run: Any, target: Path, previous: Path) -> bool:
+def _replace(run: Run, target: Path, previous: Path) -> bool:
     """Copy ``run`` to ``target`` by way of a temporary neighbour; True if one was kept."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -91,9 +91,11 @@ def _why_not(
         return f"flagged and not known: {_place(unknown[0])}{more}"
     if not flagged:
         return "what the verdict rests on is no flagged record, and only such can be known"
-    for result in [] if report.operators is None else report.operators.results:
+    operators = report.operators
+    first_operator = None if operators is None else operators.onset
+    for result in [] if operators is None else operators.results:
         # what a known block's operators make ends in its output, which is no larger than known
-        beyond = result.limit_usage > 1 or result.site == report.operators.onset
+        beyond = result.limit_usage > 1 or result.site == first_operator
         if beyond and (result.block not in blocks or result.why == "nonfinite"):
             return f"the operator {result.site} is beyond its limit"
     inside = onset is not None and onset.block in blocks
@@ -169,10 +171,9 @@ def _is_over(entry: Known, day: datetime.date) -> bool:
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    known = list(values)
-    if any(value is None for value in known):
-        return None
-    return max(known, default=None)
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return max(known, default=None) if len(known) == len(found) else None
 
 
 def _figures(entry: Known, found: dict[str, float | None]) -> str:

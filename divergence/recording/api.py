@@ -19,7 +19,7 @@ from divergence.options.truth import TruthOptions
 from divergence.recording.dry_run import plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.load import load_model
-from divergence.recording.execution import Execution, Progress
+from divergence.recording.execution import Execution
 from divergence.recording.hooks.plant import Plant
 from divergence.recording.hooks.substitute import Substitute
 from divergence.recording.machine.determinism import deterministic_settings
@@ -38,6 +38,7 @@ from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded
 from divergence.run.storage.location import location_of
+from divergence.words import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ def capture(
     probe: bool = True,
     buffer: int | str = "512MiB",
     plants: Sequence[str | Plant] = (),
-    impl: Sequence[str] | Mapping[str, Callable] = (),
+    impl: Sequence[str] | Mapping[str, Callable[..., torch.Tensor | Sequence[torch.Tensor]]] = (),
     mesh: str | None = None,
     label: str | None = None,
     force: bool = False,
@@ -201,7 +202,7 @@ def _execute(
     compute_dtype: torch.dtype | None = None,
 ) -> Run:
     """Load the model and run what was asked for."""
-    out = location_of(out)
+    place = location_of(out)
     tell: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)
     if compute_dtype is not None:
@@ -214,7 +215,7 @@ def _execute(
     ):
         if ranks is None or ranks.is_first:
             others = [substitute.run for substitute in request.substitutes.values()]
-            check_output(out, force=force, like=request.like, substitutes=others)
+            check_output(place, force=force, like=request.like, substitutes=others)
         else:  # the first rank speaks for all
             tell = lambda event, done, total, detail: None  # noqa: E731
         if ranks is not None:
@@ -253,4 +254,4 @@ def _execute(
         execution = Execution(
             request, loaded, device, determinism, tell, compute_dtype=compute_dtype
         )
-        return execution.run(out, force=force, command=command)
+        return execution.run(place, force=force, command=command)

@@ -84,7 +84,7 @@ def quick_thread_switches() -> Iterator[None]:
 
 _holding_memmove = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value)
+)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
 
 
 def short_copy() -> Callable[[int, int, int], object]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls
 from divergence.comparison.logits_row import Place
@@ -30,6 +31,7 @@ from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthSt
 from divergence.comparison.result import SiteResult
 from divergence.numerics.rounding.chance import normal_deviate, spread
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,10 +45,11 @@ __all__ = [
     "usages",
 ]
 
-Side = Literal["reference", "candidate", "both"]
 TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
 _LEAST_FAMILY = 0.05
 
+
+_Floats = npt.NDArray[np.float64]
 
 Why = Literal["typical", "forward", "token", "sink", "channel", "gain", "both"]
 
@@ -56,7 +59,7 @@ class Blame:
     """One question's answer. ``value`` over ``control`` is held against ``limit``; ``share`` is
     how much of the limit is used, > 1 blames ``side``; ``at``: where it is largest."""
 
-    side: Side
+    side: SideOrBoth
     why: Why
     value: float
     control: float
@@ -96,11 +99,12 @@ def questions(
         limit = thresholds.typical * spread(mine.num_values) * widened
         found.append(Blame("both", "both", min(mine.typical.values()), 1.0, limit, mine.first))
     found += _forward(mine, family, forwards, routed, widened, thresholds)
-    for why, room, count in (
+    asked: tuple[tuple[Why, float, int], ...] = (
         ("channel", thresholds.truth_channel, mine.num_rows),
         ("token", thresholds.truth_token, mine.num_columns),
         ("sink", thresholds.truth_token, mine.num_columns),
-    ):
+    )
+    for why, room, count in asked:
         # one forward's only row is no outlier among its like: a rerouted token fills the channels
         few = ("token", "sink", "channel") if mine.first.step else ("token", "sink")
         if not (routed and why in few):
@@ -166,9 +170,9 @@ def usages(
     return found
 
 
-def _apart(value: np.ndarray, control: np.ndarray) -> np.ndarray:
+def _apart(value: _Floats, control: _Floats) -> _Floats:
     """How far a W is from its control, in either direction."""
-    over = np.maximum(value, 1e-300) / np.maximum(control, 1e-300)
+    over: _Floats = np.maximum(value, 1e-300) / np.maximum(control, 1e-300)
     return np.maximum(over, 1 / over)
 
 
@@ -231,7 +235,7 @@ def _gain(
             continue
         deviations = normal_deviate(abs(own["difference"] - usual) / sigma, mine.num_rows - 1)
         off = {s: abs(own[s] - statistics.median(o[s] for o in others)) for s in SIDES}
-        side = max(SIDES, key=lambda s: off[s])
+        side: Side = max(SIDES, key=lambda s: off[s])
         assert mine.first is not None
         what = ("output", "update")[number]
         found.append(

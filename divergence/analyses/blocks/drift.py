@@ -21,6 +21,7 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.schema.site import ROOT, module_of
+from divergence.words import Side
 
 __all__ = ["Drift", "find_drift"]
 
@@ -34,7 +35,7 @@ class Drift:
 
     summary: str
     evidence: Evidence
-    side: str | None = None
+    side: Side | None = None
 
 
 def find_drift(
@@ -87,7 +88,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
     limit *= spread(site.shape[-1] if site.shape else 1)
     if 1 / limit <= w <= limit:
         return None
-    side = "candidate" if w > limit else "reference"
+    side: Side = "candidate" if w > limit else "reference"
     times = w if w > limit else 1 / max(w, 1e-300)
     return Drift(
         summary=f"no single block is beyond its limit, but the {side}'s free run ends "

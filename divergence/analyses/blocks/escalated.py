@@ -17,6 +17,7 @@ from divergence.analyses.blocks.blame import TABLES
 from divergence.analyses.blocks.units import Unit, build_units, flag
 from divergence.comparison.result import Evidence, SiteResult
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import Side, SideOrBoth
 
 __all__ = ["Escalation", "judge_escalated"]
 
@@ -27,7 +28,7 @@ class Escalation:
 
     units: list[Unit] = field(default_factory=list)
     flagged: list[Unit] = field(default_factory=list)
-    judged: set[str | None] = field(default_factory=set)
+    judged: set[Side | None] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
@@ -35,7 +36,7 @@ class Escalation:
         return bool(self.judged)
 
     @property
-    def side(self) -> str | None:
+    def side(self) -> SideOrBoth | None:
         """Which run is wrong, as far as the escalated passes tell."""
         sides = {unit.results[0].of for unit in self.flagged}
         if not sides or None in sides:
@@ -85,11 +86,11 @@ def judge_escalated(
     sites: Sequence[SiteResult], *, routed: frozenset[str], thresholds: Thresholds
 ) -> Escalation:
     """Units and flags of every escalated pass that was compared."""
-    wider = {
+    limits = {
         name: getattr(thresholds, name) * thresholds.escalated
         for name in ("typical", "sibling", "lone", "token", "token_sibling")
     }
-    wider = msgspec.structs.replace(thresholds, **wider)
+    wider = msgspec.structs.replace(thresholds, **limits)
     found = Escalation()
     escalated = [s for s in sites if s.pass_ == "escalated"]
     for of in sorted({site.of for site in escalated}, key=str):

@@ -55,7 +55,7 @@ def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str:
     _, path, port, kind, *_ = unit.kind
     place = path.removeprefix(".")
     if not place:
-        return kind
+        return kind or "block"
     if port.startswith("in"):
         around = path.rpartition(".")[0]
         outer = next((u.kind[3] for u in units if u.kind[0] == "block" and u.kind[1] == around), "")
@@ -64,7 +64,7 @@ def _name(unit: Unit, units: list[Unit], typical: list[Unit]) -> str:
     sources = _sources(unit, units)
     if len({u.kind[1] for u in sources}) > 1 and all(u in typical for u in sources):
         dtype = unit.results[0].candidate_dtype
-        return f"{kind} ({dtype} matrix products)" if kind in _MATMULS else kind
+        return f"{kind} ({dtype} matrix products)" if kind in _MATMULS else kind or place
     return f"{place} ({kind})"
 
 
@@ -89,4 +89,4 @@ def _adds(out: Unit, entering: Unit) -> bool:
     if one is None or two is None or out.side not in ("reference", "candidate"):
         return False
     before, after = (getattr(truth, f"{out.side}_error") for truth in (one, two))
-    return after > THRESHOLDS.truth_confirm * before
+    return bool(after > THRESHOLDS.truth_confirm * before)

@@ -32,6 +32,7 @@ from divergence.comparison.measure.unmeasured import estimated_evidence, unmeasu
 from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.words import SideOrBoth
 
 __all__ = ["JudgedUnits", "find", "judge_units", "limits_used"]
 
@@ -260,7 +261,7 @@ def _only(unit: Unit, by: str) -> str:
     return f",{where}" if by and where else where
 
 
-def _side(flagged: list[Unit]) -> str | None:
+def _side(flagged: list[Unit]) -> SideOrBoth | None:
     """The side all flagged units agree on; both where they do not."""
     sides = {unit.side for unit in flagged if unit.side is not None}
     if not sides:

@@ -22,6 +22,7 @@ from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
 from divergence.run.nonfinite import is_mask
 from divergence.run.schema.site import module_of
+from divergence.words import Side, SideOrBoth
 
 __all__ = ["find_nonfinite"]
 
@@ -89,12 +90,12 @@ def _is_no_result(site: SiteResult) -> bool:
     return site.role == "block" and main and counts.reference_neginf > 0
 
 
-def _both(site: SiteResult, counts: NonfiniteCount) -> tuple[str, str]:
+def _both(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, str]:
     what = _named(counts.reference_nan, counts.reference_inf)
     return "both", f"{what} on both sides, first at {site.site}: equal, but no result"
 
 
-def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[str | None, str]:
+def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None, str]:
     alone = counts.reference_alone, counts.candidate_alone
     if all(alone):
         return "both", (
@@ -102,7 +103,7 @@ def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[str | None, str]:
         )
     if not any(alone):
         return None, (f"nan and inf of another kind or sign on the two sides, first at {site.site}")
-    side = "candidate" if alone[1] else "reference"
+    side: Side = "candidate" if alone[1] else "reference"
     mine = counts.candidate_nan, counts.candidate_inf
     other = counts.reference_nan + counts.reference_inf
     if side == "reference":

@@ -15,14 +15,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from divergence.analyses.blocks.blame import least_of
-from divergence.analyses.blocks.units import Unit, num_values
+from divergence.analyses.blocks.units import Kind, Unit, num_values
 from divergence.comparison.result import Evidence
 from divergence.comparison.results.sites import order_of
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import Side
 
 __all__ = ["StandOut", "evidence_of", "find_standouts"]
 
@@ -38,7 +38,7 @@ class StandOut:
 
     unit: Unit
     times: float
-    side: Literal["reference", "candidate"] | None = None
+    side: Side | None = None
 
     @property
     def text(self) -> str:
@@ -70,7 +70,7 @@ def find_standouts(
     units: Sequence[Unit], excused: Sequence[Unit], thresholds: Thresholds
 ) -> list[StandOut]:
     """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth."""
-    families: dict[tuple, list[Unit]] = {}
+    families: dict[Kind, list[Unit]] = {}
     for unit in units:
         if unit.pass_ == "anchored" and unit.kind[0] == "block":
             families.setdefault(unit.kind, []).append(unit)

@@ -9,7 +9,7 @@ is right: two equally good answers may differ, which is a legitimate difference.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from divergence.analyses.blocks.blame import (
@@ -28,6 +28,7 @@ from divergence.comparison.measure.truth_stats import TruthStats, stats_of
 from divergence.comparison.measured import Shown
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import Side
 
 __all__ = ["find_suspects"]
 
@@ -64,7 +65,7 @@ def _blame_all(
         unit.stats = samples.once(stats_of)
         if unit.stats is not None:
             judged.append(unit)
-    families: dict[tuple, list[Unit]] = {}
+    families: dict[tuple[object, ...], list[Unit]] = {}
     for unit in judged:
         families.setdefault((unit.pass_, *unit.kind), []).append(unit)
     block_w, at_blocks = _block_w(judged, thresholds), _block_forwards(judged, thresholds)
@@ -72,9 +73,10 @@ def _blame_all(
     for family in families.values():
         held = [Controls(at_blocks, 1.0) for _ in family]
         if len(family) >= 3:
-            held = forward_controls([unit.stats for unit in family], thresholds)
+            held = forward_controls(_stats_of(family), thresholds)
         for unit, forwards in zip(family, held, strict=True):
-            others = [other.stats for other in family if other is not unit]
+            others = _stats_of(other for other in family if other is not unit)
+            assert unit.stats is not None
             answers = questions(
                 unit.stats,
                 others,
@@ -106,6 +108,11 @@ def _blame_all(
         if all(unit.results[0].block not in routed for unit in family):
             _blame_forwards(family, thresholds)
     return excused
+
+
+def _stats_of(units: Iterable[Unit]) -> list[TruthStats]:
+    """Of units that were judged against the truth: each has them."""
+    return [unit.stats for unit in units if unit.stats is not None]
 
 
 def _no_measure(unit: Unit) -> bool:
@@ -151,13 +158,13 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     """All of one kind: their own median W, which no comparison among them would show."""
     if len(family) < 3:
         return
-    family_stats = [unit.stats for unit in family]
+    family_stats = _stats_of(family)
     ratios = [s.w(least_of(s, family_stats, thresholds)) for s in family_stats]
     middle = statistics.median(ratios)
     limit = thresholds.truth_systematic
     if max(middle, 1 / middle) <= limit * max(unit.widened for unit in family):
         return
-    side = "candidate" if middle > 1 else "reference"
+    side: Side = "candidate" if middle > 1 else "reference"
     for unit, ratio in zip(family, ratios, strict=True):
         value = ratio if middle > 1 else 1 / ratio
         if value > limit / thresholds.truth_confirm:
@@ -172,7 +179,7 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
     """One forward in all of one kind: their median W there, beside that of the others."""
     if len(family) < 3:
         return
-    family_stats = [unit.stats for unit in family]
+    family_stats = _stats_of(family)
     least = {id(s): least_of(s, family_stats, thresholds) for s in family_stats}
     places = [place for place in family_stats[0].forwards
               if all(place in s.forwards for s in family_stats)]  # fmt: skip
@@ -193,7 +200,7 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
         limit = thresholds.truth_systematic * width * widened
         if max(over, 1 / max(over, 1e-300)) <= limit:
             continue
-        side = "candidate" if over > 1 else "reference"
+        side: Side = "candidate" if over > 1 else "reference"
         for unit, stats in zip(family, family_stats, strict=True):
             own = stats.forwards[place].w(least[id(stats)]) / max(usual, 1e-300)
             value = own if over > 1 else 1 / max(own, 1e-300)

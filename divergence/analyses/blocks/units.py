@@ -17,17 +17,23 @@ from divergence.analyses.blocks.blame import Blame
 from divergence.analyses.blocks.looks import (
     FEW_ROWS,
     Look,
-    Place,
     controls,
     looks_of,
 )
+from divergence.comparison.logits_row import Place
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.site import ROOT, module_of
+from divergence.words import SideOrBoth
 
-__all__ = ["Unit", "build_units", "flag", "num_values"]
+__all__ = ["Kind", "Unit", "build_units", "flag", "num_values"]
+
+
+Kind = tuple[str, str, str, str | None, str, str] | tuple[str, str, str, str | None, str]
+"""(block, place inside it, port, class, phase, stack of blocks) or (trunk, path, port, class,
+phase): units that are alike."""
 
 
 @dataclass(slots=True)
@@ -47,7 +53,7 @@ class Unit:
     site: str
     pass_: str
     phase: str
-    kind: tuple
+    kind: Kind
     results: list[SiteResult] = field(default_factory=list)
     typical: float = 0.0
     worst: float = 0.0
@@ -83,7 +89,7 @@ class Unit:
         )
 
     @property
-    def side(self) -> str | None:
+    def side(self) -> SideOrBoth | None:
         """Which run is wrong here, where a truth tells."""
         return None if self.blame is None else self.blame.side
 
@@ -126,7 +132,7 @@ def build_units(results: Iterable[SiteResult], pass_: str) -> list[Unit]:
         )
         unit.results.append(result)
     for unit in units.values():
-        unit.typical = statistics.median(r.ratio for r in unit.results)
+        unit.typical = statistics.median(r.ratio for r in unit.results if r.ratio is not None)
         unit.worst = max(r.ratio_max or 0.0 for r in unit.results)
         unit.sink = max(r.ratio_sink or 0.0 for r in unit.results)
         unit.looks = looks_of(unit.results)
@@ -146,7 +152,7 @@ def flag(
     (blocks.looks). Limits are wider where few numbers are
     judged.
     """
-    families: dict[tuple, list[Unit]] = {}
+    families: dict[tuple[object, ...], list[Unit]] = {}
     for unit in units:
         families.setdefault((unit.pass_, *unit.kind), []).append(unit)
     blocks, at_blocks = _block_controls(units), _block_looks(units)
@@ -259,7 +265,7 @@ def _whole(path: str, stacks: set[str]) -> bool:
     return path == ROOT or any(stack.startswith(path + ".") for stack in stacks)
 
 
-def _kind(result: SiteResult, phase: str) -> tuple:
+def _kind(result: SiteResult, phase: str) -> Kind:
     path, _, port = result.site.partition(":")
     if result.block is not None:
         # the place inside the block: model.layers.3.mlp.up_proj → .mlp.up_proj; an encoder's

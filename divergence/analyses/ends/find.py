@@ -30,7 +30,8 @@ def find(measured: Measured) -> Answer:
     """At most one finding of each kind: the first in execution order."""
     ends = find_ends(
         measured.reference, measured.candidate, measured.alignment, measured.sites,
-        truth=measured.truth and measured.truth.run, thresholds=measured.thresholds,
+        truth=None if measured.truth is None else measured.truth.run,
+        thresholds=measured.thresholds,
     )  # fmt: skip
     unequal, broken, misfits = ends.unequal, ends.broken, ends.misfits
     found = []

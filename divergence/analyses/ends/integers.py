@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pairs import Alignment, Pair
 from divergence.comparison.align.pieces import Pieces
@@ -28,6 +28,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class Integers:
     candidate: str
     choice: bool
     judged: bool = True
-    side: Literal["reference", "candidate"] | None = None
+    side: Side | None = None
 
 
 def find_integers(
@@ -132,9 +133,7 @@ def _shown(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
     return str(tensor[index].item())
 
 
-def _side(
-    a: Run, one: Record, b: Run, two: Record, truth: Run | None
-) -> Literal["reference", "candidate"] | None:
+def _side(a: Run, one: Record, b: Run, two: Record, truth: Run | None) -> Side | None:
     """The side that the truth does not have the integers of."""
     if truth is None:
         return None
@@ -192,7 +191,7 @@ def _choice(
     if not bool(other.any()):
         return None  # the same ones, in another order
     right = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
-    side: Literal["reference", "candidate"] | None = None
+    side: Side | None = None
     if right == [True, False]:
         side = "candidate"
     elif right == [False, True]:

@@ -7,10 +7,11 @@ them. Only where several logits are equal is any of them right. A row with a nan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from divergence.comparison.logits_row import Place, logits_row
 from divergence.run.reader import Run
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ __all__ = ["Misfit", "find_misfits", "misfit_in"]
 class Misfit:
     """A token that is not the largest of its own logits: ``behind`` the largest by so much."""
 
-    side: Literal["reference", "candidate"]
+    side: Side
     place: Place
     chosen: int
     largest: int
@@ -32,7 +33,7 @@ class Misfit:
 def find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
     """In the order of samples and steps; nothing of runs that recorded no logits."""
     found: list[Misfit] = []
-    sides: tuple[tuple[Literal["reference", "candidate"], Run], ...]
+    sides: tuple[tuple[Side, Run], ...]
     sides = (("reference", reference), ("candidate", candidate))
     for side, run in sides:
         other = candidate if run is reference else reference

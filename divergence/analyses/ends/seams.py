@@ -36,6 +36,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import ROOT, is_operator_site, module_of
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +64,8 @@ class Seam:
     way: Way
     size: float
     limit: float
-    by: Literal["reference", "candidate"] | None = None
-    side: Literal["reference", "candidate"] | None = None
+    by: Side | None = None
+    side: Side | None = None
 
     @property
     def beyond(self) -> bool:
@@ -125,11 +126,15 @@ def _of(pair: Pair, side: int) -> Record:
     return (pair.reference, pair.candidate)[side].record
 
 
+_Key = tuple[str | None, str, tuple[int, ...], tuple[int, ...] | None]
+"""(digest, dtype, shape, positions) of what a record holds."""
+
+
 def _digest(record: Record) -> str | None:
     return record.xxh3 or record.fold
 
 
-def _key(record: Record) -> tuple:
+def _key(record: Record) -> _Key:
     return _digest(record), record.dtype, record.shape, record.positions
 
 
@@ -138,7 +143,7 @@ class _Given:
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self.pairs: list[Pair] = []
-        self._by_key: tuple[dict[tuple, list[Pair]], ...] = ({}, {})
+        self._by_key: tuple[dict[_Key, list[Pair]], ...] = ({}, {})
         for pair in pairs:
             self.add(pair)
 
@@ -232,7 +237,7 @@ class _Looked:
         """What ``run`` does to the tensor that the other side hands on."""
         import torch
 
-        by: Literal["reference", "candidate"] = "reference" if run is self.a else "candidate"
+        by: Side = "reference" if run is self.a else "candidate"
         name = source.reference.record.site
         if record.shape != before.shape and not _narrowed(record, before):
             size = math.inf
@@ -259,9 +264,7 @@ class _Looked:
         forms += [format_named(run.manifest.model.dtype) for run in (self.a, self.b)]
         return [form for form in forms if form.kind == "float" and form.itemsize >= 2]
 
-    def _side(
-        self, result: SiteResult, source: Pair, by: Literal["reference", "candidate"]
-    ) -> Literal["reference", "candidate"] | None:
+    def _side(self, result: SiteResult, source: Pair, by: Side) -> Side | None:
         """With a truth: the side that does what the truth does not."""
         if self.truth is None:
             return None
@@ -286,8 +289,9 @@ class _Looked:
         ``given``: the outputs since the last block's, since which of them is used is not known."""
         if result.token_rel_l2_median is None or not given:
             return None
-        carried = [self._error(p) for p in given]
-        if None in carried:
+        errors = [self._error(p) for p in given]
+        carried = [error for error in errors if error is not None]
+        if len(carried) < len(errors):
             return None
         entering = max(carried, default=0.0)
         forms = self._formats(given[-1].reference.record, given[-1].candidate.record)

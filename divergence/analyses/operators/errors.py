@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from divergence.comparison.results.operators import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.operator import OperatorErrors, measure_operator
 from divergence.run.reader import Run
+from divergence.words import Side
 
 __all__ = ["MeasuredOperators", "OperatorUnit", "measure_operators", "num_terms"]
 
@@ -34,7 +35,7 @@ class OperatorUnit:
     without a partner. ``own``: what each side's region adds by itself (operators.products)."""
 
     match: Match
-    phase: str
+    phase: Literal["prefill", "decode"]
     forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
     num_equal: int = 0
     num_codes: int = 0
@@ -53,11 +54,11 @@ class MeasuredOperators:
     of those that a region holds. ``frame``: see OperatorsResult."""
 
     units: list[OperatorUnit]
-    lone: dict[str, list[Node]]
+    lone: dict[Side, list[Node]]
     frame: str
     with_truth: bool
-    unreached: dict[str, list[Node]]
-    in_regions: dict[str, set[str]]
+    unreached: dict[Side, list[Node]]
+    in_regions: dict[Side, set[str]]
 
 
 def measure_operators(
@@ -85,11 +86,11 @@ def measure_operators(
     replays = "replayed" in passes
     numbers = any(_takes_numbers(run) for run in (a, b))
     units: dict[tuple[str, str, str], OperatorUnit] = {}
-    lone: dict[str, list[Node]] = {"reference": [], "candidate": []}
-    unreached: dict[str, list[Node]] = {"reference": [], "candidate": []}
-    in_regions: dict[str, set[str]] = {"reference": set(), "candidate": set()}
+    lone: dict[Side, list[Node]] = {"reference": [], "candidate": []}
+    unreached: dict[Side, list[Node]] = {"reference": [], "candidate": []}
+    in_regions: dict[Side, set[str]] = {"reference": set(), "candidate": set()}
     for forward in sorted(set(ours) & set(theirs)):
-        phase = "prefill" if forward[1] == 0 else "decode"
+        phase: Literal["prefill", "decode"] = "prefill" if forward[1] == 0 else "decode"
 
         def apart(one: Node, two: Node) -> float:
             return distance_of(a.read(one.results[0]), b.read(two.results[0]))
@@ -136,7 +137,8 @@ def measure_operators(
                 )
                 others = other_operands(match.reference, match.candidate, a, b, measured=numbers)
                 unit.other_operands = _worse(unit.other_operands, others)
-        for number, (side, nodes) in enumerate((("reference", only_a), ("candidate", only_b))):
+        sides: tuple[tuple[Side, list[Node]], ...] = ("reference", only_a), ("candidate", only_b)
+        for number, (side, nodes) in enumerate(sides):
             in_regions[side] |= regions.members[number]
             for known, more in ((lone[side], nodes), (unreached[side], regions.unreached[number])):
                 paths = {node.path for node in known}
@@ -188,23 +190,23 @@ def _of_operand(region: Region, a: Run, b: Run, rights: Rights) -> OperatorError
     consumer, operands = region.consumer, region.operands()
     if consumer is None or operands is None:
         return None
-    records = [
-        operand_record(node, operand, run)
-        for node, operand, run in zip(
-            (consumer.reference, consumer.candidate), operands, (a, b), strict=True
-        )
-    ]
+    one = operand_record(consumer.reference, operands[0], a)
+    two = operand_record(consumer.candidate, operands[1], b)
     right = rights.operand(consumer.reference, region.number)
-    if None in records or (right is None and rights.exist):
+    if one is None or two is None or (right is None and rights.exist):
         return None
-    if {format_named(record.dtype).kind for record in records} != {"float"}:
+    if {format_named(record.dtype).kind for record in (one, two)} != {"float"}:
         return None
-    x, y = a.read(records[0]), b.read(records[1])
+    x, y = a.read(one), b.read(two)
     if x.numel() != y.numel() or (right is not None and right.numel() != x.numel()):
         return None
     shape = operands[0].shape
-    tensors = [None if t is None else t.reshape(shape) for t in (x, y, right)]
-    return measure_operator(*tensors, num_terms=max(map(num_terms, region.reference)))
+    return measure_operator(
+        x.reshape(shape),
+        y.reshape(shape),
+        None if right is None else right.reshape(shape),
+        num_terms=max(map(num_terms, region.reference)),
+    )
 
 
 def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
@@ -212,12 +214,12 @@ def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
     members = (region.reference, region.candidate)
     if not all(is_product_region(nodes) for nodes in members):
         return
-    found = [own_error(run, nodes) for run, nodes in zip((a, b), members, strict=True)]
-    if None in found:
+    found = own_error(a, members[0]), own_error(b, members[1])
+    if found[0] is None or found[1] is None:
         return
     unit.own = unit.own or (OwnError(), OwnError())
-    for known, more in zip(unit.own, found, strict=True):
-        known.add(more)
+    unit.own[0].add(found[0])
+    unit.own[1].add(found[1])
 
 
 def _worse(known: list[_Item], new: list[_Item]) -> list[_Item]:
@@ -262,7 +264,9 @@ def _measure(
             for routing in routings:
                 aligned = aligned and routing.align(match.reference.path, aligned)
             if aligned is not None and (r is not None or not rights.exist):
-                errors = measure_operator(*aligned, num_terms=num_terms(match.reference))
+                p, q, exact = aligned
+                assert p is not None and q is not None  # both sides made the result
+                errors = measure_operator(p, q, exact, num_terms=num_terms(match.reference))
     unit.num_equal += equal
     unit.forwards.append((forward, match, errors))
 

@@ -17,6 +17,7 @@ from divergence.analyses.operators.inputs import argument_names
 from divergence.comparison.results.operators import OperatorResult, RegionResult
 from divergence.numerics.rounding.chance import rare_ratio
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import Side
 
 __all__ = ["judge_operands", "judge_roundings", "region_result"]
 
@@ -42,7 +43,7 @@ def judge_roundings(result: OperatorResult, unit: OperatorUnit, thresholds: Thre
         result.verdict = "fine"
     if max(shares) <= result.limit_usage:
         return
-    side = "candidate" if shares[1] > shares[0] else "reference"
+    side: Side = "candidate" if shares[1] > shares[0] else "reference"
     result.limit_usage, result.leans = max(shares), side
     if max(shares) > 1:
         result.why = "roundings"

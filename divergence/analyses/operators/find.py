@@ -189,8 +189,8 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         )
     # what feeds it is the question then
     given = first.fed_by or first.other_inputs or first.other_operands
-    told = first.w_entering is not None and operators.frame == "block" and not given
-    if told and first.why != "codes":
+    told = operators.frame == "block" and not given
+    if told and first.w_entering is not None and first.why != "codes":
         found.append(
             Evidence(text=f"what feeds it is fine: W at most {figure(first.w_entering)} there")
         )
@@ -319,6 +319,7 @@ def _farther(first: OperatorResult) -> str:
     where = _WHERE.get(first.why or "", "")
     times = first.peak if where else max(first.w, 1 / first.w)
     errors = {"reference": first.reference_error, "candidate": first.candidate_error}
+    assert times is not None  # where a peak is the reason, it was measured
     shown = f"{times:.3g}" if math.isfinite(times) else "infinitely"
     return (
         f"the {mine} is {shown} × as far from the truth as the {other}{where}; typically off by "

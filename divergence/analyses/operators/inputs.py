@@ -40,16 +40,16 @@ def other_inputs(
                 continue
         elif _same_place(mine, other, partner):
             continue
-        records = operand_record(one, mine, a), operand_record(two, other, b)
-        if None not in records and records[0].xxh3 == records[1].xxh3:
+        left, right = operand_record(one, mine, a), operand_record(two, other, b)
+        if left is not None and right is not None and left.xxh3 == right.xxh3:
             continue
         viewed = _same_maker(mine, other, partner) and mine.weight == other.weight
         words = _words(mine), _words(other)
         if words[0] == words[1]:
             words = f"{words[0]}{_strides(mine)}", f"{words[1]}{_strides(other)}"
         difference = None
-        if None not in records and mine.shape == other.shape:
-            difference = relative_difference(a.read(records[0]), b.read(records[1]))
+        if left is not None and right is not None and mine.shape == other.shape:
+            difference = relative_difference(a.read(left), b.read(right))
         found.append(
             OtherInput(
                 argument=names.get(number, str(number)), reference=words[0], candidate=words[1],

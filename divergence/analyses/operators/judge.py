@@ -32,6 +32,7 @@ from divergence.comparison.results.operators import (
     OperatorResult,
     OperatorsResult,
     OtherInput,
+    Question,
     UnmatchedOperator,
 )
 from divergence.numerics.pairs.operator import slices_of
@@ -39,9 +40,11 @@ from divergence.numerics.rounding.chance import rare_ratio
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of
+from divergence.words import Side
 
 __all__ = ["judge_operators"]
 
+_SIDES: tuple[Side, Side] = ("reference", "candidate")
 _ENOUGH_ROWS = 16
 _ENOUGH_COLUMNS = 16
 _EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
@@ -110,10 +113,11 @@ def judge_operators(
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result.w_entering = math.exp(max(entering)) if entering else None
-        for side, node in (
+        ends: tuple[tuple[Side, Node], ...] = (
             ("candidate", unit.match.candidate),
             ("reference", unit.match.reference),
-        ):
+        )
+        for side, node in ends:
             if not result.fed_by and unit.region is None:
                 result.fed_by = _only_there(node, extra[side])
                 result.fed_by_side = side if result.fed_by else None
@@ -135,7 +139,7 @@ def judge_operators(
             UnmatchedOperator(
                 side=side, site=node.path, operator=node.call.operator, source=node.call.source
             )
-            for side in ("reference", "candidate")
+            for side in _SIDES
             for node in extra[side].values()
         ],
         notes=_not_compared(measured),
@@ -221,7 +225,6 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
         torch.cat([getattr(errors, name) for errors in found])
         for name in ("reference", "candidate", "between", "floor")
     )
-    nonfinite = tuple(sum(errors.num_nonfinite[side] for errors in found) for side in (0, 1))
     widths = {len(errors.column_floor) for errors in found if len(errors.reference)}
     columns = None
     if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
@@ -231,24 +234,29 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
             for side in ("reference", "candidate")
         )
     weight = max(1, sum(len(errors.reference) for errors in found))
-    over = tuple(
-        sum(errors.over_1_ulp[side] * len(errors.reference) for errors in found) / weight
-        for side in (0, 1)
-    )
-    raw = tuple(float(rows.median()) if len(rows) else 0.0 for rows in (reference, candidate))
+
+    def median(rows: torch.Tensor) -> float:
+        return float(rows.median()) if len(rows) else 0.0
+
+    def num_nonfinite(side: int) -> int:
+        return sum(errors.num_nonfinite[side] for errors in found)
+
+    def over_1_ulp(side: int) -> float:
+        return sum(errors.over_1_ulp[side] * len(errors.reference) for errors in found) / weight
+
     return _Pooled(
         reference=torch.hypot(reference, floor),
         candidate=torch.hypot(candidate, floor),
         between=between,
         floor=floor,
-        raw=raw,
+        raw=(median(reference), median(candidate)),
         columns=columns,
         wide=torch.cat([errors.counts for errors in found]) >= _ENOUGH_COLUMNS,
         slices=slices_of([e for e in found if len(e.reference)], least=_ENOUGH_ROWS),
         num_values=sum(len(e.reference) * len(e.column_floor) for e in found),
         num_columns=min(widths, default=0),
-        nonfinite=nonfinite,
-        over_1_ulp=over,
+        nonfinite=(num_nonfinite(0), num_nonfinite(1)),
+        over_1_ulp=(over_1_ulp(0), over_1_ulp(1)),
     )
 
 
@@ -264,15 +272,15 @@ def _against_truth(
     result.reference_error, result.candidate_error = pooled.raw
     result.ulp_share_reference, result.ulp_share_candidate = pooled.over_1_ulp
     if any(pooled.nonfinite):
-        side = "candidate" if pooled.nonfinite[1] > pooled.nonfinite[0] else "reference"
-        result.limit_usage, result.why, result.verdict = math.inf, "nonfinite", side
+        result.limit_usage, result.why = math.inf, "nonfinite"
+        result.verdict = _side(pooled.nonfinite[1] > pooled.nonfinite[0])
         return
     if not len(pooled.floor):
         return
     wider = rare_ratio(pooled.num_values)
     a, b = (_typical(rows) for rows in (pooled.reference, pooled.candidate))
     result.w = b / a
-    asked: list[tuple[float, str, str]] = []  # (share of the limit, why, side)
+    asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
     limit = thresholds.operator * wider
     asked.append((max(result.w, 1 / result.w) / limit, "typical", _side(b > a)))
     result.peak = 1.0
@@ -285,10 +293,10 @@ def _against_truth(
         peak = thresholds.operator_column * rare_ratio(len(pooled.floor))
         asked += [(columns[s] / peak, "column", s) for s in columns]
         result.peak = max(result.peak, *columns.values())
-    for rows in pooled.slices:
-        one, two = (_typical(side[rows]) for side in (pooled.reference, pooled.candidate))
+    for members in pooled.slices:
+        one, two = (_typical(side[members]) for side in (pooled.reference, pooled.candidate))
         times = max(one / two, two / one)
-        wide = thresholds.operator_column * rare_ratio(len(rows) * pooled.num_columns)
+        wide = thresholds.operator_column * rare_ratio(len(members) * pooled.num_columns)
         asked.append((times / wide, "slice", _side(two > one)))
         result.peak = max(result.peak, times)
     result.limit_usage, result.why, side = max(asked)
@@ -307,7 +315,7 @@ def _typical(rows: torch.Tensor) -> float:
     return float(rows.square().mean().sqrt() if few else rows.median())
 
 
-def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, float]:
+def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[Side, float]:
     """Each side's largest error over the other side's there (or its median, if larger)."""
     return {
         "candidate": float((candidate / reference.clamp_min(reference.median())).max()),
@@ -315,7 +323,7 @@ def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, float
     }
 
 
-def _side(candidate: bool) -> str:
+def _side(candidate: bool) -> Side:
     return "candidate" if candidate else "reference"
 
 
@@ -331,7 +339,7 @@ def _against_each_other(
     if any(pooled.nonfinite):
         result.limit_usage, result.why, result.verdict = math.inf, "nonfinite", "differs"
         return
-    if not len(pooled.floor):
+    if result.floor is None or result.difference is None:  # no row is left
         return
     entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
     base = math.hypot(math.sqrt(2) * result.floor, grows * entering)

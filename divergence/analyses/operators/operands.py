@@ -85,17 +85,17 @@ def _other_constant(
     operands = mine[1], other[1]
     if any(maker_of(one) is not None for one in operands):
         return None
-    records = operand_record(*mine), operand_record(*other)
-    if None in records or records[0].xxh3 == records[1].xxh3:
+    left, right = operand_record(*mine), operand_record(*other)
+    if left is None or right is None or left.xxh3 == right.xxh3:
         return None
     weights = [one.weight is not None for one in operands]
-    if any(weights) and (not all(weights) or records[0].numel > _SMALL):
+    if any(weights) and (not all(weights) or left.numel > _SMALL):
         return None  # a weight; a small buffer is a constant
     if operands[0].shape != operands[1].shape or operands[0].dtype != operands[1].dtype:
         return None
-    if not (mine[2].has_bytes(records[0]) and other[2].has_bytes(records[1])):
+    if not (mine[2].has_bytes(left) and other[2].has_bytes(right)):
         return None
-    x, y = mine[2].read(records[0]), other[2].read(records[1])
+    x, y = mine[2].read(left), other[2].read(right)
     if x.numel() != y.numel():
         return None
     difference = relative_difference(x, y)
@@ -137,9 +137,11 @@ def _values(values: torch.Tensor) -> str:
 
 def _relative(mine: object, other: object) -> float | None:
     """By how much the candidate's number is off the reference's; None for what is no number."""
-    if type(mine) not in (int, float) or type(other) not in (int, float):
+    if isinstance(mine, bool) or isinstance(other, bool):
         return None
-    return abs(other - mine) / abs(mine) if mine else float("inf")  # type: ignore[operator]
+    if not isinstance(mine, int | float) or not isinstance(other, int | float):
+        return None
+    return abs(other - mine) / abs(mine) if mine else float("inf")
 
 
 def operands_text(items: list[OtherOperand]) -> str:
@@ -157,10 +159,10 @@ def given_inputs(one: Node, two: Node, a: Run, b: Run) -> list[OtherInput]:
     names = argument_names(one.call)
     found = []
     for number, (mine, other) in enumerate(zip(one.call.operands, two.call.operands, strict=True)):
-        records = operand_record(one, mine, a), operand_record(two, other, b)
-        if None in records or mine.shape != other.shape or records[0].xxh3 == records[1].xxh3:
+        left, right = operand_record(one, mine, a), operand_record(two, other, b)
+        if left is None or right is None or mine.shape != other.shape or left.xxh3 == right.xxh3:
             continue
-        difference = relative_difference(a.read(records[0]), b.read(records[1]))
+        difference = relative_difference(a.read(left), b.read(right))
         found.append(
             OtherInput(
                 argument=names.get(number, str(number)),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
@@ -82,8 +83,9 @@ def own_error(run: Run, nodes: Sequence[Node]) -> OwnError | None:
         if node.name in CONSTANTS:
             made[node.path] = run.read(node.results[0]).to(torch.float64)
             continue
-        values = [_value(run, node, one, made, paths) for one in node.call.operands]
-        if any(value is None for value in values):
+        known = [_value(run, node, one, made, paths) for one in node.call.operands]
+        values = [value for value in known if value is not None]
+        if len(values) < len(known):
             return None
         result = _computed(node, values)
         if result is None or result.numel() != node.results[0].numel:
@@ -139,13 +141,20 @@ def _part(run: Run, record: Record, operand: Operand) -> torch.Tensor | None:
     return flat.as_strided(operand.shape, stride, operand.offset).double()
 
 
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
+
+
+def _are_dims(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(dim) is int for dim in value)
+
+
 def _computed(node: Node, values: list[torch.Tensor]) -> torch.Tensor | None:
     """In float64; None for what is no plain product or addition."""
     arguments, name = node.call.arguments, node.name
-    scales = [arguments.get(scale, 1) for scale in ("alpha", "beta")]
-    if any(type(scale) not in (int, float) for scale in scales):
+    alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)
+    if not (_is_number(alpha) and _is_number(beta)):
         return None
-    alpha, beta = scales
     try:
         if is_copy(node):
             return values[-1] if name == "aten.copy" else values[0]
@@ -169,8 +178,9 @@ def _computed(node: Node, values: list[torch.Tensor]) -> torch.Tensor | None:
             dims = arguments.get("dim")
             if dims is None:
                 return values[0].sum()
-            known = isinstance(dims, list) and all(type(dim) is int for dim in dims)
-            return values[0].sum(dims, keepdim=arguments.get("keepdim") is True) if known else None
+            if not _are_dims(dims):
+                return None
+            return values[0].sum(dims, keepdim=arguments.get("keepdim") is True)
     except (RuntimeError, IndexError):  # shapes that a stranger's run claims
         return None
     return None

@@ -101,10 +101,10 @@ def regions_in(
             region = _region(places, *chains, consumer=match, number=number)
             _keep_largest(found.of_operands, region)
             _hold(found, region, places)
-    for side, nodes in enumerate((reference, candidate)):
+    for side, calls in enumerate((reference, candidate)):
         found.unreached[side].extend(
             node
-            for node in nodes
+            for node in calls
             if places.lone(side, ("made", node.path))
             and node.path not in reached[side]
             and not is_copy(node)
@@ -121,8 +121,9 @@ def _hold(found: Regions, region: Region, places: Places) -> None:
         while waiting:
             for feed in waiting.pop().feeds:
                 node = places.nodes[side].get(feed)
-                lone = node is not None and places.lone(side, ("made", feed))
-                if lone and feed not in own and is_copy(node):
+                if node is None or feed in own or not places.lone(side, ("made", feed)):
+                    continue
+                if is_copy(node):
                     own.add(feed)
                     waiting.append(node)
 
@@ -133,8 +134,9 @@ def _keep_largest(known: list[Region], region: Region) -> None:
         if (other.reference[-1], other.candidate[-1]) == (
             region.reference[-1], region.candidate[-1]
         ):  # fmt: skip
-            sizes = [math.prod(one.operands()[0].shape) for one in (other, region)]
-            if sizes[1] > sizes[0]:
+            mine, held = region.operands(), other.operands()
+            assert mine is not None and held is not None  # the result is an argument
+            if math.prod(mine[0].shape) > math.prod(held[0].shape):
                 known[index] = region
             return
     known.append(region)
@@ -162,13 +164,21 @@ def _before(places: Places, side: int, node: Node) -> list[Node]:
     return sorted(reached.values(), key=lambda one: one.order)
 
 
-def _region(places: Places, mine: list[Node], theirs: list[Node], **where: object) -> Region:
+def _region(
+    places: Places,
+    mine: list[Node],
+    theirs: list[Node],
+    *,
+    match: Match | None = None,
+    consumer: Match | None = None,
+    number: int = 0,
+) -> Region:
     begins: list[Source] = []
     for members in (mine,):
         own = {node.path for node in members}
         for node in members:
             begins += [s for s in places.sources(0, node) if s[1] not in own]
-    return Region(mine, theirs, list(dict.fromkeys(begins)), **where)  # type: ignore[arg-type]
+    return Region(mine, theirs, list(dict.fromkeys(begins)), match, consumer, number)
 
 
 _WORDS = {

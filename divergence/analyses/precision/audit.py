@@ -28,6 +28,7 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import is_operator_site, module_of
+from divergence.words import SideOrBoth
 
 __all__ = ["audit_runs", "audited_places"]
 
@@ -81,14 +82,16 @@ def audit_runs(
 
 def _row(mine: list[AuditedPlace], other: list[AuditedPlace]) -> AuditRow:
     judged = next((place for place in (*mine, *other) if place.expected), None)
-    below = [any(place.below for place in side) for side in (mine, other)]
-    whose = {(True, True): "both", (True, False): "reference", (False, True): "candidate"}
+    below = any(place.below for place in mine), any(place.below for place in other)
+    whose: dict[tuple[bool, bool], SideOrBoth] = {
+        (True, True): "both", (True, False): "reference", (False, True): "candidate",
+    }  # fmt: skip
     return AuditRow(
         part=(*mine, *other)[0].part,
         expected=judged.expected if judged else [],
         expected_by=judged.expected_by if judged else "",
         own=judged.own if judged else False,
-        below=whose.get(tuple(below)),
+        below=whose.get(below),
         num_places=max(sum(place.num_calls for place in side) for side in (mine, other)),
     )
 
@@ -104,7 +107,7 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     blocks = {path for path, note in manifest.plan.modules.items() if note.role == "block"}
     logits = manifest.plan.logits_site
     head = None if logits is None else module_of(logits)
-    places: dict[tuple, AuditedPlace] = {}
+    places: dict[tuple[str | None, ...], AuditedPlace] = {}
     for nodes in forwards_of(run, chosen).values():
         for found in find_parts(nodes, blocks, head):
             place = _place(found, manifest, family)

@@ -78,8 +78,8 @@ def _routers(graph: Calls) -> None:
 def _takes_weight(graph: Calls, node: Node) -> bool:
     for operand in node.call.operands:
         maker = graph.maker(operand)
-        cast = maker is not None and maker.is_cast and maker.call.operands
-        if operand.weight or (cast and maker.call.operands[0].weight):
+        cast = maker.call.operands if maker is not None and maker.is_cast else []
+        if operand.weight or (cast and cast[0].weight):
             return True
     return False
 

@@ -11,19 +11,24 @@ divided tensor is off, its parts tell which rank made the wrong one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pairs import Pair
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide.confidence import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict
-from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff, Side
+from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.formats import format_named
 from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.ranks.unshard import Disagreement, UnshardedRun
 from divergence.run.reader import Run
-from divergence.run.schema.record import Record
+from divergence.run.schema.record import Coordinates, Record
+from divergence.words import Side
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["check_replicas", "explain", "find"]
 
@@ -40,7 +45,7 @@ _UNMEASURED = (
     "excluded"
 )
 
-Where = dict[tuple[str, tuple], Pair]
+Where = dict[tuple[Side, Coordinates], Pair]
 
 
 def find(measured: Measured) -> Answer:
@@ -60,7 +65,8 @@ def check_replicas(a: Run, b: Run, pairs: Sequence[Pair]) -> list[ReplicaCheck]:
         where[("reference", pair.reference.record.coordinates)] = pair
         where[("candidate", pair.candidate.record.coordinates)] = pair
     checks: list[ReplicaCheck] = []
-    for side, run, other in (("reference", a, b), ("candidate", b, a)):
+    sides: tuple[tuple[Side, Run, Run], ...] = ("reference", a, b), ("candidate", b, a)
+    for side, run, other in sides:
         if isinstance(run, UnshardedRun):
             checks.append(_check(side, run, other, where))
     return checks
@@ -88,7 +94,8 @@ def _measured(
     side: Side, run: UnshardedRun, other: Run, found: Disagreement, where: Where
 ) -> ReplicaDiff:
     """How far apart the versions are, and which is wrong."""
-    ranks, peers, told_by = found.ranks, found.peers, "majority"
+    ranks, peers = found.ranks, found.peers
+    told_by: ToldBy = "majority"
     size: float | None = None
     records = list(found.records)
     if all(run.has_bytes(record) for record in records):
@@ -130,7 +137,7 @@ def _apart(one: Run, a: Record, two: Run, b: Record) -> float:
     return _rel_l2(one.read(a), two.read(b))
 
 
-def _rel_l2(a, b) -> float:
+def _rel_l2(a: torch.Tensor, b: torch.Tensor) -> float:
     import torch
 
     x, y = a.to(torch.float64), b.to(torch.float64)
@@ -269,7 +276,8 @@ def _share(onset: Onset, measured: Measured) -> RankShare | None:
         one, two = pair.reference.record, pair.candidate.record
         if at is None or _key(pair) != (at.pass_, at.sample, at.step, at.site):
             continue
-        for side, run, own in (("candidate", b, two), ("reference", a, one)):
+        sides: tuple[tuple[Side, Run, Record], ...] = ("candidate", b, two), ("reference", a, one)
+        for side, run, own in sides:
             if not isinstance(run, UnshardedRun) or pair.reference.row is not None:
                 continue
             if one.shape != two.shape or not (a.has_bytes(one) and b.has_bytes(two)):

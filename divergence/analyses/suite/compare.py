@@ -9,7 +9,7 @@ no more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -49,13 +49,13 @@ from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of, operator_of, split_site
 from divergence.run.untrusted.command import command_line
+from divergence.words import Progress, SideOrBoth
 
 __all__ = ["compare_suites", "report_on_suites"]
 
 _RANK: dict[SuiteStatus, int] = {
     "wrong": 0, "differs": 1, "flushed": 2, "ties": 3, "healthy": 4, "identical": 5,
 }  # fmt: skip
-Progress = Callable[[str, int, int | None, str], None]
 
 
 def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
@@ -177,10 +177,10 @@ def _outputs(run: Run) -> dict[str, Record]:
     }
 
 
-def _inputs(run: Run, other: Run) -> dict[str, tuple]:
+def _inputs(run: Run, other: Run) -> dict[str, tuple[object, ...]]:
     """Case → its scalars, and the digests and strides of its tensors. A replay of the other run
     (``divergence replay``) holds no inputs of its own: they are the other's."""
-    found: dict[str, tuple] = {}
+    found: dict[str, tuple[object, ...]] = {}
     digests = {record.site: record.xxh3 for record in run.records}
     if run.manifest.plan.anchored_to == other.manifest.id:
         digests = {record.site: record.xxh3 for record in other.records} | digests
@@ -219,13 +219,14 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     kind = kind_of(one.dtype)
     rel_l2, p99, largest = between(one, two)
     same = record.xxh3 == other.xxh3
-    base = {
-        "site": record.site, "operator": operator_of(record.site), "dtype": record.dtype,
-        "kind": kind, "same": same, "rel_l2": rel_l2, "ulp_p99": p99, "ulp_max": largest,
-    }  # fmt: skip
+    case = SuiteCase(
+        site=record.site, operator=operator_of(record.site), dtype=record.dtype, kind=kind,
+        status="identical" if same else "differs", same=same, rel_l2=rel_l2, ulp_p99=p99,
+        ulp_max=largest,
+    )  # fmt: skip
     right = None if truth is None else _truths(truth, record.site)
     if right is None or right.value.shape != one.shape:
-        return SuiteCase(**base, status="identical" if same else "differs")
+        return case
     subnormal = "subnormals" in module_of(record.site).split(".")
     sides = [look(x, right, subnormal=subnormal) for x in (one, two)]
     count = one.numel()
@@ -238,9 +239,9 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     status, side, why = _status(sides, over, same)
     if kind == "values":
         ideal, before = ideal_error(right, format_of(one.dtype))
-        base |= {"ideal_error": ideal, "floor": before, "w": _w(sides)}
-    return SuiteCase(
-        **base, status=status, side=side, why=why, expected_off=expected,
+        case = msgspec.structs.replace(case, ideal_error=ideal, floor=before, w=_w(sides))
+    return msgspec.structs.replace(
+        case, status=status, side=side, why=why, expected_off=expected,
         reference=sides[0], candidate=sides[1],
     )  # fmt: skip
 
@@ -268,7 +269,7 @@ def _w(sides: list[SuiteSide]) -> float:
 
 def _status(
     sides: list[SuiteSide], over: list[float], same: bool
-) -> tuple[SuiteStatus, str | None, str | None]:
+) -> tuple[SuiteStatus, SideOrBoth | None, str | None]:
     wrong = [value > 1.0 for value in over]
     if any(wrong):
         worst = sides[0] if over[0] >= over[1] else sides[1]
@@ -286,7 +287,7 @@ def _status(
     return "healthy", None, None
 
 
-def _side(which: list[bool]) -> str:
+def _side(which: list[bool]) -> SideOrBoth:
     return "both" if all(which) else "reference" if which[0] else "candidate"
 
 
@@ -346,7 +347,7 @@ def _implementation(manifest: Manifest, path: str) -> str:
     return "-" if note is None else note.kind
 
 
-def _skip(record: Record, reason: str, side: str) -> Skipped:
+def _skip(record: Record, reason: str, side: SideOrBoth) -> Skipped:
     return Skipped(
         pass_=record.pass_, sample=record.sample, step=record.step, site=record.site,
         reason=reason, side=side,

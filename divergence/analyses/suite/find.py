@@ -56,7 +56,7 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
             rests_on=covered,
             evidence=evidence,
         )
-    sides = {item.side for item in wrong}
+    sides = {item.side or "both" for item in wrong}
     side = sides.pop() if len(sides) == 1 else "both"
     bad = [case for case in result.cases if case.status == "wrong"]
     first = bad[0]

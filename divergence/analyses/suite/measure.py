@@ -23,6 +23,7 @@ difference is wrong; an exactly equal score is a tie.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
@@ -63,7 +64,7 @@ class Truths:
         self.value, self.floor, self.gain, self.scores = value, floor, gain, scores
 
 
-def kind_of(dtype: torch.dtype) -> str:
+def kind_of(dtype: torch.dtype) -> Literal["values", "codes", "indices"]:
     """``values``, ``codes`` (int8, 8-bit floats) or ``indices``."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return "values"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from divergence.comparison.logits_row import Place, logits_row
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.logits import kl_divergence
 from divergence.run.reader import Run
+from divergence.words import Side
 
 if TYPE_CHECKING:
     pass
@@ -46,7 +47,7 @@ class Distances:
     num_positions: int
     between: Spread
     floor: Spread | None = None
-    side: Literal["reference", "candidate"] | None = None
+    side: Side | None = None
     num_effective: float = 0.0
 
 
@@ -58,7 +59,7 @@ def distances_of(
 ) -> Distances | None:
     """Over ``places``; None where no row can be compared. One row of each run at a time."""
     between: list[float] = []
-    errors: dict[Literal["reference", "candidate"], list[float]] = {
+    errors: dict[Side, list[float]] = {
         "reference": [], "candidate": []
     }  # fmt: skip
     for place in places:
@@ -80,19 +81,22 @@ def distances_of(
         return None
     if len(errors["reference"]) < len(between):
         return Distances(num_positions=len(between), between=_spread(between))
-    coarser = _coarser(reference, candidate)
-    side = coarser or min(errors, key=lambda side: float(np.mean(errors[side])))
-    squares = float(np.square(errors[side]).sum())
+    side = _coarser(reference, candidate)
+    if side is None:
+        means = [float(np.mean(errors[one])) for one in ("reference", "candidate")]
+        side = "candidate" if means[1] < means[0] else "reference"
+    floor = np.array(errors[side])
+    squares = float(np.square(floor).sum())
     return Distances(
         num_positions=len(between),
         between=_spread(between),
         floor=_spread(errors[side]),
         side=side,
-        num_effective=float(np.sum(errors[side])) ** 2 / squares if squares > 0 else 1.0,
+        num_effective=float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0,
     )
 
 
-def _coarser(reference: Run, candidate: Run) -> Literal["reference", "candidate"] | None:
+def _coarser(reference: Run, candidate: Run) -> Side | None:
     """The side whose dtype rounds more: its rounding is what may move a token, not the other's."""
     one, two = (
         format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)

@@ -8,6 +8,7 @@ from divergence.comparison.decide.confidence import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.tokens import TokensResult
+from divergence.words import Side
 
 __all__ = ["find", "findings_of"]
 
@@ -24,7 +25,11 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     fault = token_fault(tokens)
     if fault is not None and tokens is not None:
         what, evidence = fault
-        farther = {"reference": "candidate", "candidate": "reference", None: None}
+        farther: dict[Side | None, Side | None] = {
+            "reference": "candidate",
+            "candidate": "reference",
+            None: None,
+        }
         findings.append(
             Finding(
                 claim="drift",

@@ -170,7 +170,7 @@ def token_fault(tokens: TokensResult | None) -> tuple[str, Evidence] | None:
             f"{fault.z:.1f} σ of the floor's logit error",
             flip_evidence(fault),
         )
-    if beyond_kl(tokens):
+    if tokens.kl_ratio is not None and beyond_kl(tokens):
         return (
             f"the distributions of the decided tokens are {figure(tokens.kl_ratio)} × as far "
             "apart as the floor's from the truth",

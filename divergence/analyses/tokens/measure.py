@@ -36,7 +36,8 @@ _TOP = 5
 def measure(measured: Measured) -> TokensResult | None:
     """The tokens of two runs, with what rounding may make of them."""
     return compare_tokens(
-        measured.reference, measured.candidate, truth=measured.truth and measured.truth.run,
+        measured.reference, measured.candidate,
+        truth=None if measured.truth is None else measured.truth.run,
         allowed=allowed_errors(measured.sites), thresholds=measured.thresholds,
     )  # fmt: skip
 

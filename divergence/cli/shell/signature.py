@@ -67,7 +67,7 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
 
     context = inspect.Parameter("ctx", _KEYWORD, annotation=typer.Context)
     listed = [context, *_in_order(parameters)]
-    command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]  # inspect reads it
     command.__doc__ = function.__doc__
     return command
 

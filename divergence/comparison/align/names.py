@@ -56,8 +56,9 @@ def load_name_map(path: str | Path) -> NameMap:
         for pattern, target in rules:
             match = pattern.match(path)
             if match:
-                numbers = iter(match.groups())
-                named = re.sub(r"\{n\}", lambda _, found=numbers: next(found), target)
+                named = target
+                for number in match.groups():
+                    named = named.replace("{n}", number, 1)
                 return named + path[match.end() :]
         return path
 

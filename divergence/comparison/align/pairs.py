@@ -10,7 +10,7 @@ got the inputs that its source recorded, so the source and other replays of it a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from divergence.comparison.align.fed import last_comparable_steps, why_no_step
@@ -19,7 +19,8 @@ from divergence.comparison.align.names import NameMap, find_prefix
 from divergence.comparison.result import Skipped
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Record
+from divergence.run.schema.record import Coordinates, Record
+from divergence.words import SideOrBoth
 
 __all__ = [
     "Alignment",
@@ -94,7 +95,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     pairs: list[Pair] = []
     only_reference: list[Skipped] = []
     skipped: list[Skipped] = []
-    used: set[tuple] = set()
+    used: set[Coordinates] = set()
     parts = _Parts(reference, candidate, passes, rename)
     last_step = last_comparable_steps(a, b)
     for pass_, ours_in, theirs_in in passes:
@@ -105,8 +106,8 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             other = theirs.get(key)
             if other is None:
                 if pass_ == "free":
-                    reason = parts.of_candidate(key) or why_no_step(b, "candidate", sample, step)
-                    only_reference.append(_skip(pass_, sample, step, site, reason, "reference"))
+                    why = parts.of_candidate(key) or why_no_step(b, "candidate", sample, step)
+                    only_reference.append(_skip(pass_, sample, step, site, why, "reference"))
                 continue
             used.add(key)
             reason = why_no_pair(piece, other)
@@ -156,7 +157,7 @@ class _Parts:
         passes: list[tuple[str, str, str]],
         rename: NameMap,
     ) -> None:
-        unmade = getattr(reference, "unmade", {})
+        unmade: dict[Coordinates, str] = getattr(reference, "unmade", {})
         self._named = [
             (coordinates, (theirs, *coordinates[1:3], rename(coordinates[3])))
             for coordinates in unmade
@@ -164,18 +165,20 @@ class _Parts:
             if coordinates[0] == ours
         ]
         self._ours = {key: unmade[coordinates] for coordinates, key in self._named}
-        self._theirs: dict[tuple, str] = getattr(candidate, "unmade", {})
+        self._theirs: dict[Coordinates, str] = getattr(candidate, "unmade", {})
         self._compared = {theirs for _, _, theirs in passes}
 
-    def of_reference(self, key: tuple) -> str | None:
+    def of_reference(self, key: Coordinates) -> str | None:
         reason = self._ours.get(key)
         return None if reason is None else f"in the reference {reason}"
 
-    def of_candidate(self, key: tuple) -> str | None:
+    def of_candidate(self, key: Coordinates) -> str | None:
         reason = self._theirs.get(key)
         return None if reason is None else f"in the candidate {reason}"
 
-    def on_no_side(self, ours: dict, theirs: dict) -> list[Skipped]:
+    def on_no_side(
+        self, ours: Mapping[Coordinates, Piece], theirs: Mapping[Coordinates, Piece]
+    ) -> list[Skipped]:
         """Those that the other side has not either, or not in one piece: nothing else tells."""
         found = [
             _skip(*coordinates, self._ours[key], "reference")
@@ -358,7 +361,7 @@ def _selectable(piece: Piece, other: Piece) -> bool:
     )
 
 
-def _skip(pass_: str, sample: int, step: int, site: str, reason: str, side) -> Skipped:
+def _skip(pass_: str, sample: int, step: int, site: str, reason: str, side: SideOrBoth) -> Skipped:
     return Skipped(pass_=pass_, sample=sample, step=step, site=site, reason=reason, side=side)
 
 

@@ -141,4 +141,5 @@ def same_positions(
         return a, b
     if one.positions is not None:
         return a, b[:, list(one.positions)]
+    assert two.positions is not None  # they differ from those of the other side
     return a[:, list(two.positions)], b

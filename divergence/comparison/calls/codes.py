@@ -40,12 +40,13 @@ def count_codes(
 ) -> None:
     other = x != y.reshape(x.shape)
     codes.differing += int(other.sum())
-    entering = [_entering(node, run) for node, run in ((match.reference, a), (match.candidate, b))]
+    p, q = _entering(match.reference, a), _entering(match.candidate, b)
     name = match.reference.name.partition(".")[2]
-    if name in CHOOSING and all(t is not None and t.is_floating_point() for t in entering):
-        odd = other & ~_rounding_explains(*entering, x, y.reshape(x.shape), match.reference)
+    known = None if p is None or q is None else (p, q)
+    if name in CHOOSING and known and all(t.is_floating_point() for t in known):
+        odd = other & ~_rounding_explains(*known, x, y.reshape(x.shape), match.reference)
     else:  # the same numbers went in: the codes must be the same; else they may not be
-        equal = None not in entering and torch.equal(*entering)
+        equal = known is not None and torch.equal(*known)
         odd = other if equal else torch.zeros_like(other)
     codes.unexplained += int(odd.sum())
     if r is not None and not r.is_floating_point() and r.numel() == x.numel():
@@ -56,9 +57,11 @@ def count_codes(
 
 def _entering(node: Node, run: Run) -> torch.Tensor | None:
     """The first operand's value, as the operator saw it."""
-    if not node.call.operands or node.call.operands[0].site is None:
+    if not node.call.operands:
         return None
     own, operand = node.results[0], node.call.operands[0]
+    if operand.site is None:
+        return None
     record = run.find((own.pass_, own.sample, own.step, operand.site))
     return None if record is None else run.read(record).reshape(operand.shape)
 

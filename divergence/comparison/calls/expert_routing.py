@@ -51,6 +51,7 @@ class Rerouted:
             return tuple(tensors)
         num_tokens, num_rows = len(self.kept), len(self.kept) * self.num_chosen
         first = tensors[0]
+        assert first is not None  # both sides made the result
         rows = first.shape[0] if first.ndim else 1
         by_choice = self.kept.repeat_interleave(self.num_chosen)
         if rows == num_rows and rows != num_tokens:
@@ -144,6 +145,7 @@ def _undoes(match: Match, order: tuple[torch.Tensor, ...], read: Read) -> bool:
     if record.shape != tuple(order[0].shape) or not record.dtype.startswith("int"):
         return False
     inverse = read(match, 0)[0]
+    assert inverse is not None  # the reference made it
     whole = torch.arange(len(order[0]))
     return bool(((inverse >= 0) & (inverse < len(whole))).all()) and torch.equal(
         inverse[order[0]], whole

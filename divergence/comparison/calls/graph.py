@@ -64,15 +64,15 @@ def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:
         if path in nodes:
             nodes[path].results.append(record)
     found = {forward: list(nodes.values()) for forward, nodes in by_forward.items()}
-    for nodes in found.values():
-        _connect(nodes)
+    for calls in found.values():
+        _connect(calls)
     return found
 
 
 def maker_of(operand: Operand) -> str | None:
     """Path of the call whose result an operand is, or is a view of; None where none is known."""
-    for site in (operand.site, operand.origin):
-        maker, _, port = (site or "").rpartition(":")
+    for site in (operand.site or "", operand.origin or ""):
+        maker, _, port = site.rpartition(":")
         if port.startswith("out") and is_operator_site(site):
             return maker
     return None

@@ -30,8 +30,13 @@ from divergence.run.schema.scalars import other_scalars
 
 __all__ = ["Apart", "Match", "match_calls", "match_paths"]
 
+Method = Literal["exact", "sequence", "value", "dataflow"]
+
 Apart = Callable[[Node, Node], float]
 """How far two calls' first results are apart, relatively; infinity where nothing can be said."""
+
+_Job = tuple[object, ...]
+"""What two calls that do the same job have in common: module, operator, shapes."""
 
 _SAME = 0.2
 """Two results are the same value where they differ by less, relatively: far beyond any rounding
@@ -49,7 +54,7 @@ class Match:
 
     reference: Node
     candidate: Node
-    method: Literal["exact", "sequence", "value", "dataflow"]
+    method: Method
 
 
 def match_paths(
@@ -113,16 +118,16 @@ class _Matcher:
             self._move_behind()
         self.found.sort(key=lambda match: match.reference.order)
 
-    def _add(self, one: Node, two: Node, method: str | None = None) -> None:
+    def _add(self, one: Node, two: Node, method: Method | None = None) -> None:
         if method is None:
             exact = self._rename(f"{one.path}:out").rpartition(":")[0] == two.path
             method = "exact" if exact else "sequence"
-        self.found.append(Match(one, two, method))  # type: ignore[arg-type]
+        self.found.append(Match(one, two, method))
         self._places.pair(one, two)
         self.lone[0].remove(one)
         self.lone[1].remove(two)
 
-    def _key(self, side: int, node: Node) -> tuple:
+    def _key(self, side: int, node: Node) -> _Job:
         module = node.module
         if side == 0:
             module = self._rename(f"{module}:out").rpartition(":")[0]
@@ -134,10 +139,10 @@ class _Matcher:
             shapes.sort()
         return module, node.name, tuple(shapes), node.results[0].shape
 
-    def _by_key(self) -> tuple[dict[tuple, list[Node]], dict[tuple, list[Node]]]:
-        found: list[dict[tuple, list[Node]]] = []
+    def _by_key(self) -> tuple[dict[_Job, list[Node]], dict[_Job, list[Node]]]:
+        found: list[dict[_Job, list[Node]]] = []
         for side in (0, 1):
-            groups: dict[tuple, list[Node]] = defaultdict(list)
+            groups: dict[_Job, list[Node]] = defaultdict(list)
             for node in self.lone[side]:
                 groups[self._key(side, node)].append(node)
             found.append(groups)

@@ -78,7 +78,7 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
         if first.claim not in _ALONE:
             verdict = _with(verdict, *(fact for f in convicting for fact in f.beside))
     flags = frozenset(first.flags if first is not None else ())
-    place = first and (not first.equal_inputs, *(first.place or _FIRST))
+    place = None if first is None else (not first.equal_inputs, *(first.place or _FIRST))
     for finding in findings:
         if finding.claim != "replicas_disagree":
             continue
@@ -154,7 +154,7 @@ def _with(verdict: Verdict, *evidence: Evidence) -> Verdict:
 
 
 def _with_rank(
-    verdict: Verdict | None, place: tuple | None, finding: Finding
+    verdict: Verdict | None, place: tuple[bool, int, int, int] | None, finding: Finding
 ) -> tuple[Verdict, bool]:
     """A rank that disagrees with its replicas: beside what comes before it, in the place of what
     comes after it. (The verdict, is it the rank's?)"""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from divergence.comparison.experts.routing import Routed
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.pairs.metrics import RowMetrics
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
@@ -23,16 +24,20 @@ def kept_rows(rows: RowMetrics, routed: Routed) -> RowMetrics:
     return replace(rows, rel_l2=rows.rel_l2.masked_fill(~routed.kept, float("nan")))
 
 
+RouteKey = tuple[Side | None, str, int, int, str]
+"""(whose escalated pass, pass, sample, step, site)"""
+
+
 @dataclass(slots=True)
 class Routes:
     """By (whose, pass, sample, step, site), of what lies behind a choice: each token's ratio (T,),
     nan where it is not judged, and its experts (T, k); ``margin``: the widest gap of logits that
     rounding decided. Whose: the side of an escalated pass, else None."""
 
-    found: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    found: dict[RouteKey, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     margin: float | None = None
 
-    def take(self, other: Routes, of: str | None) -> None:
+    def take(self, other: Routes, of: Side | None) -> None:
         """Those of an escalated pass."""
         self.found |= {(of, *key[1:]): value for key, value in other.found.items()}
 
@@ -43,7 +48,7 @@ class Routes:
             self.found[route_key(result)] = ratio, routed.experts
 
 
-def route_key(result: SiteResult) -> tuple:
+def route_key(result: SiteResult) -> RouteKey:
     return result.of, result.pass_, result.sample, result.step, result.site
 
 

@@ -59,6 +59,9 @@ class Routed:
 
 _ALL = Routed(None, 0, None, None)
 
+_Choice = tuple[str | int | None, ...]
+"""(pass, sample, step, block); with ``logits`` before it, of the router."""
+
 
 class Routing:
     """Routing choices of two runs, read when asked for."""
@@ -66,8 +69,8 @@ class Routing:
     def __init__(self, reference: Run, candidate: Run) -> None:
         self._reference, self._candidate = reference, candidate
         self._blocks = _routed_blocks(reference.manifest)
-        self._choices: dict[int, dict[tuple, list[Record]]] = {}
-        self._read: dict[tuple, torch.Tensor | None] = {}
+        self._choices: dict[int, dict[_Choice, list[Record]]] = {}
+        self._read: dict[tuple[int, str, int, int, str], torch.Tensor | None] = {}
 
     def of(
         self, pair: Pair, num_rows: int, right: tuple[Run, Record] | None = None
@@ -92,9 +95,10 @@ class Routing:
         for choice in zip(*found, strict=True):
             if choice[0].order > pair.reference.record.order:
                 continue  # chosen later: it plays no part here
-            rows = [self._rows(run, record, piece) for (run, piece), record in
+            read = [self._rows(run, record, piece) for (run, piece), record in
                     zip(sides, choice, strict=True)]  # fmt: skip
-            if any(one is None or one.shape != rows[0].shape for one in rows):
+            rows = [one for one in read if one is not None]
+            if len(rows) < len(read) or any(one.shape != rows[0].shape for one in rows):
                 return None
             alike = _alike(rows)
             logits = [self._logits(run, record, piece) for (run, piece), record in
@@ -190,10 +194,10 @@ def _block_of(path: str, blocks: Sequence[str]) -> str | None:
     return next((b for b in blocks if path == b or path.startswith(b + ".")), None)
 
 
-def _index(run: Run) -> dict[tuple, list[Record]]:
+def _index(run: Run) -> dict[_Choice, list[Record]]:
     """By (pass, sample, step, block): which experts, (T, k) integers; with ``logits`` before it,
     the routers' first results."""
-    blocks, found = _routed_blocks(run.manifest), dict[tuple, list[Record]]()
+    blocks, found = _routed_blocks(run.manifest), dict[_Choice, list[Record]]()
     notes = run.manifest.plan.modules
     beside = {path.rpartition(".")[0] for path in notes if path.endswith(".experts")}
     for record in run.records if blocks else ():

@@ -16,6 +16,7 @@ from divergence.comparison.result import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run
+from divergence.words import Progress, Side
 
 __all__ = ["compare_escalated", "drop_escalated"]
 
@@ -28,9 +29,9 @@ def compare_escalated(
     truth: Truth | None,
     thresholds: Thresholds,
     measure: Callable[..., list[SiteResult]],
-    progress: Callable[..., None] | None,
+    progress: Progress | None,
     *,
-    sides: Sequence[str] = ("reference", "candidate"),
+    sides: Sequence[Side] = ("reference", "candidate"),
     routes: Routes | None = None,
 ) -> list[SiteResult]:
     """One result for each escalated record that has a partner.
@@ -40,7 +41,8 @@ def compare_escalated(
     of experts.
     """
     inputs = inputs_of(a, b)
-    having = [(name, run) for name, run in (("reference", a), ("candidate", b)) if _has(run)]
+    both: tuple[tuple[Side, Run], ...] = ("reference", a), ("candidate", b)
+    having = [(name, run) for name, run in both if _has(run)]
     results: list[SiteResult] = []
     if truth is not None and truth.anchors:
         right = truth.run
@@ -82,11 +84,11 @@ def _measured(
     one: Run,
     two: Run,
     pass_: str,
-    of: str | None,
+    of: Side | None,
     inputs: Run | None,
     thresholds: Thresholds,
     measure: Callable[..., list[SiteResult]],
-    progress: Callable[..., None] | None,
+    progress: Progress | None,
     routes: Routes | None,
 ) -> list[SiteResult]:
     pairs = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from divergence.numerics.formats import Format
 from divergence.numerics.pairs.metrics import RowMetrics
@@ -141,7 +141,9 @@ def row_floor(
 
     ``norm``, ``update_norm``: the rows' ‖out‖ > 0 and ‖f(x)‖, see numerics.floor.
     """
-    part = role if role in ("block", "inner") else "trunk"
+    part: Literal["block", "inner", "trunk"] = (
+        "block" if role == "block" else "inner" if role == "inner" else "trunk"
+    )
     store, update = floor_weights(form, num_features=num_features, role=part)
     if work.unit_roundoff > form.unit_roundoff:
         update = floor_weights(work, num_features=num_features, role=part)[1]

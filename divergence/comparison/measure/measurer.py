@@ -24,6 +24,7 @@ from divergence.comparison.measure.pair_format import storage_format, work_forma
 from divergence.comparison.measure.reading import Reading, equal_by_record
 from divergence.comparison.measure.reduced import look_reduced
 from divergence.comparison.measure.site_fields import (
+    SitePlace,
     identical_site,
     nonfinite_in,
     nonfinite_of,
@@ -97,7 +98,7 @@ class Measurer:
             key=len, reverse=True,
         )  # fmt: skip
         self._block_by_path: dict[str, str | None] = {}
-        self._cache: dict[tuple, Found] = {}
+        self._cache: dict[tuple[object, ...], Found] = {}
         self._lock = threading.Lock()
         self._entering: dict[tuple[int, int, str], RowMetrics] = {}
         self._beside: dict[tuple[int, int, str], float] = {}
@@ -147,6 +148,7 @@ class Measurer:
     def _against(self, pair: Pair, right: Record, is_block: bool) -> AgainstTruth | None:
         """Both sides against the truth, where all three can be laid side by side. Only a block adds
         to what it gets: of a dropout that hands its input on, nothing would be left."""
+        assert self._truth is not None
         pieces, run = self._pieces, self._truth.run
         a = pieces.tensor(self._reference, pair.reference)
         b = pieces.tensor(self._candidate, pair.candidate)
@@ -171,7 +173,7 @@ class Measurer:
         one, two = pair.reference.record, pair.candidate.record
         path = module_of(one.site)
         note = self._notes.get(path)
-        place = {
+        place: SitePlace = {
             "pass_": pair.pass_,
             "sample": pair.reference.sample,
             "step": two.step,
@@ -228,7 +230,7 @@ class Measurer:
             num_features=result.shape[-1] if result.shape else 1, role=result.role or "inner",
         )  # fmt: skip
 
-    def _identical(self, pair: Pair, place: dict) -> SiteResult:
+    def _identical(self, pair: Pair, place: SitePlace) -> SiteResult:
         record = pair.reference.record
         result = identical_site(record, place)
         more: dict[str, Any] = {"num_rerouted": 0 if self.routing.is_known(pair) else None}
@@ -306,7 +308,7 @@ class Measurer:
         self, key: tuple[int, int, str], port: str, result: SiteResult, rows: RowMetrics
     ) -> None:
         """Note the error with which a module was entered in the free pass."""
-        size = result.token_rel_l2_median
+        size = result.token_rel_l2_median or 0.0
         if port == "in":
             self._entering[key] = rows
             earlier = (key[0], key[2])

@@ -30,13 +30,13 @@ from divergence.comparison.result import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for
 from divergence.run.current_device import set_device
+from divergence.words import Progress
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Progress", "judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
+__all__ = ["judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
 
-Progress = Callable[..., None]
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
 """Pairs are started until so much is under way for each thread; one at least, however large."""
@@ -180,7 +180,8 @@ class _Batch:
 
 def _batches(pairs: Sequence[Pair]) -> Iterator[_Batch]:
     """Handing a pair from thread to thread takes as long as looking at a small one."""
-    batch, total = [], 0
+    batch: list[Pair] = []
+    total = 0
     for pair in pairs:
         num_bytes = _num_bytes(pair)
         if batch and (total + num_bytes >= _FETCHED_ALONE_BYTES or len(batch) == _MOST_PAIRS):

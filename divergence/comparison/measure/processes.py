@@ -26,16 +26,17 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from divergence.comparison.align.pairs import Pair, Piece
 from divergence.comparison.measure.measurer import Found, Measurer
-from divergence.comparison.measure.pipeline import Progress, measure_pairs, measured_by
+from divergence.comparison.measure.pipeline import measure_pairs, measured_by
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
+from divergence.words import Progress
 
 __all__ = ["num_processes", "share_out", "shared_with_ranks"]
 
@@ -93,7 +94,7 @@ def share_out(pairs: Sequence[Pair], num_ranks: int) -> list[int]:
     they are measured once.
     """
     load = [0] * num_ranks
-    known: dict[tuple, int] = {}
+    known: dict[tuple[object, ...], int] = {}
     owners = []
     for pair in pairs:
         one, two = pair.reference.record, pair.candidate.record
@@ -146,7 +147,7 @@ class _Ranks:
 
     def measure_pairs(
         self, measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
-    ) -> Iterator[Found | None]:
+    ) -> Generator[Found | None]:
         """What measuring.measure_pairs gives, with the other ranks' help."""
         owners = share_out(pairs, self._size)
         shares: list[list[Pair]] = [[] for _ in range(self._size)]
@@ -167,7 +168,7 @@ class _Ranks:
             sources[0].close()
             self._stop()
 
-    def _found_by(self, rank: int) -> Iterator[Found | None]:
+    def _found_by(self, rank: int) -> Generator[Found | None]:
         while True:
             found, error, more = self._receive(rank)
             if not more:
@@ -197,7 +198,7 @@ class _Ranks:
 
     def serve(self) -> None:
         """Look at what rank 0 gives, until it gives nothing more."""
-        runs: dict[tuple, Run] = {}
+        runs: dict[tuple[object, ...], Run] = {}
         while (job := self._receive(0)) is not None:
             for message in _batches(job, runs, self._dist.get_rank()):
                 self._send(message, 0)
@@ -222,7 +223,7 @@ class _Ranks:
 
 
 def _batches(
-    job: bytes, runs: dict[tuple, Run], rank: int
+    job: bytes, runs: dict[tuple[object, ...], Run], rank: int
 ) -> Iterator[tuple[list[Found | None], DivergenceError | None, bool]]:
     """(found, what went wrong after these, whether more follows), in the pairs' order."""
     found: list[Found | None] = []
@@ -262,7 +263,7 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Opens the runs that it does not know yet; a path is one object."""
 
-    def __init__(self, file: io.BytesIO, runs: dict[tuple, Run]) -> None:
+    def __init__(self, file: io.BytesIO, runs: dict[tuple[object, ...], Run]) -> None:
         super().__init__(file)
         self._runs = runs
 
@@ -284,7 +285,7 @@ def _packed(job: Any) -> bytes:
     return file.getvalue()
 
 
-def _unpacked(data: bytes, runs: dict[tuple, Run]) -> Any:
+def _unpacked(data: bytes, runs: dict[tuple[object, ...], Run]) -> Any:
     return _Unpickler(io.BytesIO(data), runs).load()
 
 

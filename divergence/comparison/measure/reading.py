@@ -39,13 +39,13 @@ class Reading:
             return
         wanted: dict[int, tuple[Run, list[Record]]] = {}
         for pair in pairs:
-            right = None if self._truth is None else self._truth.record(pair)
+            right = self._right(pair)
             if equal_by_record(pair) and right is None:
                 continue
             one, two = pair.reference.record, pair.candidate.record
             parts = [(self._reference, one), (self._candidate, two)]
             if right is not None:
-                parts.append((self._truth.run, right))
+                parts.append(right)
             base = self._base_of(pair)
             parts += [] if base is None else [base]
             for run, record in parts:
@@ -78,8 +78,13 @@ class Reading:
         """What of which run is read for a pair, a block's input apart."""
         one, two = pair.reference.record, pair.candidate.record
         found = [(self._reference, one), (self._candidate, two)]
-        right = None if self._truth is None else self._truth.record(pair)
-        return found if right is None else [*found, (self._truth.run, right)]
+        right = self._right(pair)
+        return found if right is None else [*found, right]
+
+    def _right(self, pair: Pair) -> tuple[Run, Record] | None:
+        """What the truth has of a pair."""
+        record = None if self._truth is None else self._truth.record(pair)
+        return None if self._truth is None or record is None else (self._truth.run, record)
 
 
 def equal_by_record(pair: Pair) -> bool:

@@ -50,13 +50,13 @@ def equal_contents(a: Run, one: Record, b: Run, two: Record) -> bool | None:
         return False
     mine, theirs = digests_of(a, one), digests_of(b, two)
     if (kind := _common(mine, theirs)) is not None:
-        return getattr(mine, kind) == getattr(theirs, kind)
+        return bool(getattr(mine, kind) == getattr(theirs, kind))
     for run, record, known in ((a, one, theirs), (b, two, mine)):
         kind = _first_kind(known)
         if kind is not None and run.has_bytes(record):
             tensor = run.read(record)
             parts = [tensor[cut].contiguous() for cut in known.cuts]
-            return tuple(map(_MAKERS[kind], parts)) == getattr(known, kind)
+            return bool(tuple(map(_MAKERS[kind], parts)) == getattr(known, kind))
     return None
 
 
@@ -137,12 +137,12 @@ def look_reduced(pieces: Pieces, pair: Pair, *, base: Record | None) -> Looked |
     whole = one.row is None and two.row is None and one.record.positions == two.record.positions
     if whole and equal_contents(runs[0], one.record, runs[1], two.record):
         return None
-    sides = [_sketch_of(runs[0], one, two), _sketch_of(runs[1], two, one)]
+    mine, theirs = _sketch_of(runs[0], one, two), _sketch_of(runs[1], two, one)
     shape = _compared_shape(one, two)
-    if None in sides:
+    if mine is None or theirs is None:
         return *_unmeasured(one.record, two.record, shape), _least(one, two), shape
-    a, b = (side.read() for side in sides)
-    return *_estimated(pieces, pair, sides, (a, b), base, shape), None, shape
+    tensors = mine.read(), theirs.read()
+    return *_estimated(pieces, pair, [mine, theirs], tensors, base, shape), None, shape
 
 
 class _Sketched:
@@ -169,8 +169,6 @@ def _sketch_of(run: Run, piece: Piece, other: Piece) -> _Sketched | None:
     mine, theirs = piece.record.sketch, other.record.sketch
     if len(piece.record.shape) < 2 and (piece.row is not None or other.row is not None):
         return None  # one row: no part of it can be told apart
-    if mine is None and theirs is None:
-        return None
     if mine is not None:
         rows = _row_numbers(piece, other)
         if theirs is not None and (
@@ -180,6 +178,8 @@ def _sketch_of(run: Run, piece: Piece, other: Piece) -> _Sketched | None:
         ):
             return None
         return _Sketched(run, piece, mine.num_projections, rows, other, made=False)
+    if theirs is None:
+        return None
     if not run.has_bytes(piece.record) or format_named(piece.record.dtype).kind != "float":
         return None
     return _Sketched(
@@ -296,16 +296,18 @@ def _unmeasured(
     """Nothing but that they differ, the norms, and what is no finite number."""
     import torch
 
-    fields = dict.fromkeys(PairMetrics.__struct_fields__)
     numel = math.prod(shape)
-    counts = dict.fromkeys(
-        ("num_rows", "num_masked", "num_sink_tokens", "reference_nan", "reference_inf",
-         "candidate_nan", "candidate_inf"), 0,
+    metrics = PairMetrics(
+        identical=False, numel=numel, num_finite=numel, num_rows=0, num_masked=0, rel_l2=None,
+        cosine=None, one_minus_cosine=None, sqnr_db=None, max_abs=None, max_abs_index=None,
+        max_abs_reference=None, max_abs_candidate=None, reference_norm=_norm(one),
+        candidate_norm=_norm(two), gain=None, gain_se=None, ulp_format=None,
+        ulp_share_over_1=None, ulp_p99=None, ulp_max=None, token_rel_l2_median=None,
+        token_rel_l2_p99=None, token_rel_l2_max=None, worst_row=None, channel_rel_l2_max=None,
+        worst_channel=None, update_rel_l2=None, update_norm=None, num_sink_tokens=0,
+        rel_l2_without_sinks=None, pad_rel_l2=None, reference_nan=0, reference_inf=0,
+        candidate_nan=0, candidate_inf=0, first_nonfinite_row=None,
     )  # fmt: skip
-    metrics = PairMetrics(**{
-        **fields, **counts, "identical": False, "numel": numel, "num_finite": numel,
-        "reference_norm": _norm(one), "candidate_norm": _norm(two),
-    })  # fmt: skip
     nothing = torch.zeros(0, dtype=torch.float64)
     rows = RowMetrics(rel_l2=nothing, norm=nothing, update_norm=None)
     return _with_counts(metrics, Piece(one, 0), Piece(two, 0)), rows, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.reader import Run
+from divergence.words import Progress
 
 __all__ = ["measure", "measure_tensors", "opened", "run_notes"]
 
@@ -51,7 +51,7 @@ def measure(
     names: NameMap | None = None,
     truth: str | Path | Run | None = None,
     thresholds: Thresholds = THRESHOLDS,
-    progress: Callable[..., None] | None = None,
+    progress: Progress | None = None,
 ) -> Measured:
     """Everything that two runs have in common: tensors, escalated passes, operators, tokens.
 
@@ -106,7 +106,7 @@ def measure_tensors(
     truth: Truth | None = None,
     inputs: Run | None = None,
     thresholds: Thresholds = THRESHOLDS,
-    progress: Callable[..., None] | None = None,
+    progress: Progress | None = None,
 ) -> Measured:
     """The numbers of the pairs of ``alignment`` alone. ``inputs``: the run whose inputs anchored
     the candidate; found where it is not given."""

@@ -6,21 +6,26 @@ Each side's errors are in floors of the rounding model. blocks.blame asks questi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from divergence.comparison.logits_row import Place
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.result import SiteResult
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.pairs.against import AgainstTruth
 
+    _Forwards = Sequence[tuple[SiteResult, AgainstTruth, torch.Tensor]]
+    """Each with its rows' floor (T,)."""
+
 __all__ = ["LEAST_LONE", "SIDES", "Forward", "TruthStats", "stats_of"]
 
-SIDES = ("reference", "candidate")
+SIDES: tuple[Side, Side] = ("reference", "candidate")
 LEAST_LONE = 0.25
 _MIN_ROWS = 8  # fewer rows tell nothing about one channel, or about a scale
 
@@ -32,7 +37,7 @@ class Forward:
     participation ratio (ΣR²)²/ΣR⁴ says, not as many as it has columns."""
 
     result: SiteResult
-    typical: dict[str, float]
+    typical: dict[Side, float]
     num_rows: int
     num_values: int
 
@@ -55,8 +60,8 @@ class TruthStats:
     num_values: int
     num_rows: int
     num_columns: int
-    typical: dict[str, float]
-    peak: dict[str, dict[str, tuple[float, SiteResult]]] = field(default_factory=dict)
+    typical: dict[Side, float]
+    peak: dict[str, dict[Side, tuple[float, SiteResult]]] = field(default_factory=dict)
     gains: list[dict[str, float]] = field(default_factory=list)
     first: SiteResult | None = None
     forwards: dict[Place, Forward] = field(default_factory=dict)
@@ -141,7 +146,14 @@ def _order(result: SiteResult) -> tuple[int, int, int]:
     return (result.sample, result.step, result.order)
 
 
-def _peak(stats: TruthStats, why: str, side: str, forwards, excess, keep) -> None:
+def _peak(
+    stats: TruthStats,
+    why: str,
+    side: Side,
+    forwards: _Forwards,
+    excess: Sequence[torch.Tensor],
+    keep: Sequence[torch.Tensor],
+) -> None:
     best: tuple[float, SiteResult] | None = None
     for (result, _, _), values, rows in zip(forwards, excess, keep, strict=True):
         if bool(rows.any()):
@@ -152,19 +164,21 @@ def _peak(stats: TruthStats, why: str, side: str, forwards, excess, keep) -> Non
         stats.peak.setdefault(why, {})[side] = best
 
 
-def _channels(stats: TruthStats, forwards) -> None:
+def _channels(stats: TruthStats, forwards: _Forwards) -> None:
     """√(one side's squared error in a channel over the other's there plus what the other makes in
     any channel: its mean one's, or its typical row error's share by size where that is more.
     Rounding goes with the values: a massive activation holds nearly all of its row's error.
 
     Of forwards of one row the channel's largest is left out: one bad token is no bad channel."""
+    import torch
+
     if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
         return  # attention weights: their last axis is the tokens seen so far
     sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
     rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
     if rows < _MIN_ROWS or len(sums["reference"]) < 2:
         return
-    norm = sum(t.channel_norm for _, t, _ in forwards)
+    norm = sum((t.channel_norm for _, t, _ in forwards), torch.zeros(()))
     for mine, other in (SIDES, SIDES[::-1]):
         whole = float(sums[other].mean())
         if whole <= 0:
@@ -178,7 +192,7 @@ def _channels(stats: TruthStats, forwards) -> None:
         stats.peak.setdefault("channel", {})[mine] = (float(excess.max()), stats.first)
 
 
-def _usual_error(forwards, side: str) -> float:
+def _usual_error(forwards: _Forwards, side: Side) -> float:
     """The median row's relative error, sinks apart."""
     import torch
 
@@ -186,7 +200,7 @@ def _usual_error(forwards, side: str) -> float:
     return float(torch.cat(rows).median())
 
 
-def _largest_row(forwards, side: str) -> torch.Tensor:
+def _largest_row(forwards: _Forwards, side: Side) -> torch.Tensor:
     """Of each channel, the largest squared error in a forward that has one row alone (D,)."""
     import torch
 
@@ -196,7 +210,7 @@ def _largest_row(forwards, side: str) -> torch.Tensor:
     return torch.stack(alone).amax(0)
 
 
-def _gains(stats: TruthStats, forwards, usual) -> None:
+def _gains(stats: TruthStats, forwards: _Forwards, usual: Sequence[torch.Tensor]) -> None:
     import torch
 
     if stats.num_rows < _MIN_ROWS:
@@ -215,7 +229,11 @@ def _gains(stats: TruthStats, forwards, usual) -> None:
         }
         scale = torch.cat(
             [
-                (floor * (t.norm / t.update.clamp_min(1e-300) if prefix != "gain" else 1.0))[keep]
+                (
+                    floor
+                    if t.update is None or prefix == "gain"
+                    else floor * (t.norm / t.update.clamp_min(1e-300))
+                )[keep]
                 / t.spread[keep].clamp_min(1.0).sqrt()
                 for (_, t, floor), keep in zip(forwards, usual, strict=True)
             ]

@@ -32,7 +32,9 @@ def estimated_evidence(sites: Sequence[SiteResult]) -> list[Evidence]:
         errors = [
             site.estimated.relative_error
             for site in found
-            if (site.step > 0) == steps and site.estimated.relative_error is not None
+            if site.estimated is not None
+            and (site.step > 0) == steps
+            and site.estimated.relative_error is not None
         ]
         if errors:
             middle, worst = statistics.median(errors), max(errors)

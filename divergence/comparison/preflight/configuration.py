@@ -6,7 +6,7 @@ another) is found by its last name.
 
 from __future__ import annotations
 
-from divergence.comparison.result import PreflightLine
+from divergence.comparison.results.preflight import PreflightLine, PreflightStatus
 from divergence.run.schema.manifest import ConfigValue, Manifest
 
 __all__ = ["config_differences", "config_line"]
@@ -20,7 +20,8 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     """The line of preflight: keys whose values differ, reference first."""
     digests = [one.model.config_digest[:12] for one in (a, b)]
     same = digests[0] == digests[1]
-    detail, status = None, "same" if same else "differs"
+    detail = None
+    status: PreflightStatus = "same" if same else "differs"
     if a.model.config and b.model.config:
         found, moved = config_differences(a.model.config, b.model.config)
         if found:

@@ -17,7 +17,7 @@ from divergence.comparison.preflight.causes import (
 from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.configuration import config_line
 from divergence.comparison.preflight.structure import block_lines, list_names, match_parameters
-from divergence.comparison.result import PreflightLine
+from divergence.comparison.results.preflight import PreflightLine, PreflightStatus
 from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch
@@ -110,17 +110,19 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
     """How many processes made each run; nothing where one made both."""
     if a.mesh is None and b.mesh is None:
         return []
-    odd = [m for m in (a, b) if m.mesh is not None and m.mesh.environments]
+    odd = [m.mesh for m in (a, b) if m.mesh is not None and m.mesh.environments]
     detail = None
     if odd:
-        labels = list(dict.fromkeys(one.label for one in odd[0].mesh.environments))
+        labels = list(dict.fromkeys(one.label for one in odd[0].environments))
         detail = "its ranks ran on unlike machines: " + ", ".join(labels[:_NAMED])
     return [_same("ranks", describe_mesh(a.mesh), describe_mesh(b.mesh), detail)]
 
 
 def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLine:
-    status = "same" if a == b else "differs"
-    return PreflightLine(check=check, status=status, reference=a, candidate=b, detail=detail)
+    return PreflightLine(
+        check=check, status="same" if a == b else "differs", reference=a, candidate=b,
+        detail=detail,
+    )  # fmt: skip
 
 
 def _digests(check: str, a: str | None, b: str | None, cause: str | None) -> PreflightLine:
@@ -148,7 +150,8 @@ def _short(digest: str | None) -> str:
 
 def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     one, two = a.model, b.model
-    status, detail = "same", None
+    detail = None
+    status: PreflightStatus = "same"
     shown = f"{one.digest[:12]} ({one.dtype})", f"{two.digest[:12]} ({two.dtype})"
     if one.missing or two.missing:
         missing = one.missing or two.missing
@@ -222,7 +225,8 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
         f"{len(ids)} prompt{'s' if len(ids) != 1 else ''}, {sum(map(len, ids))} tokens"
         for ids in (ids_a, ids_b)
     )
-    detail, status = None, "same"
+    detail = None
+    status: PreflightStatus = "same"
     if ids_a != ids_b:
         status = "blocking"
         if len(ids_a) != len(ids_b):

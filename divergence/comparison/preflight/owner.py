@@ -103,10 +103,10 @@ def disagreement(one: Run, two: Run, *, inside: str | None = None) -> Agreement:
     if first is None:
         return Agreement(num_compared=count, first=None)
     record, distance, limit = first
-    found = Disagreement(
+    first_off = Disagreement(
         site=record.site, sample=record.sample, step=record.step, rel_l2=distance, limit=limit
     )
-    return Agreement(num_compared=count, first=found)
+    return Agreement(num_compared=count, first=first_off)
 
 
 def _place(record: Record) -> tuple[int, int, int]:
@@ -126,9 +126,10 @@ def _distance(one: Run, record: Record, two: Run, other: Record) -> tuple[float,
     x, y = one.read(record), two.read(other)
     if form.kind != "float":
         return None if bool((x == y).all()) else (math.inf, 0.0)
-    x, y = (without_pads(one.manifest, record, tensor.double()) for tensor in (x, y))
-    if x is None or y is None:
+    kept = [without_pads(one.manifest, record, tensor.double()) for tensor in (x, y)]
+    if kept[0] is None or kept[1] is None:
         return None
+    x, y = kept[0], kept[1]
     same = x.isfinite()
     if not bool((same == y.isfinite()).all()):
         return math.inf, limit

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from divergence.words import SideOrBoth
+
 __all__ = ["Coverage", "PassCoverage", "Skipped"]
 
 
@@ -56,7 +58,7 @@ class Skipped(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     site: str
     reason: str
-    side: Literal["reference", "candidate", "both"]
+    side: SideOrBoth
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from divergence.words import SideBothOrNeither
+
 __all__ = ["Check", "Claim", "Evidence", "Finding", "Onset", "Role", "SiteKey", "Verdict",
            "VerdictKind"]  # fmt: skip
 
@@ -58,11 +60,7 @@ SiteKey = tuple[str, str | None, int, int, str]
 """(pass, whose escalated pass, sample, step, site)."""
 
 
-class _Part(msgspec.Struct, kw_only=True):
-    """Shared options; no fields of its own."""
-
-
-class Onset(_Part, frozen=True, kw_only=True):
+class Onset(msgspec.Struct, frozen=True, kw_only=True):
     """The first site, in execution order, where the error is made rather than inherited.
 
     ``block``: module path of the repeated block the site is or lies in, or None.
@@ -78,7 +76,7 @@ class Onset(_Part, frozen=True, kw_only=True):
     pass_: str = msgspec.field(name="pass", default="free")
 
 
-class Evidence(_Part, frozen=True, kw_only=True):
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """One fact the verdict rests on: a sentence, and its numbers by name. ``block``: one that it
     points at, to look into, though nothing is beyond a limit there."""
 
@@ -87,7 +85,7 @@ class Evidence(_Part, frozen=True, kw_only=True):
     block: str | None = None
 
 
-class Check(_Part, frozen=True, kw_only=True):
+class Check(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that a verdict's confidence rests on. ``detail``: what is lacking, where it is."""
 
     name: str
@@ -95,7 +93,7 @@ class Check(_Part, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Verdict(_Part, frozen=True, kw_only=True):
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The judgement. ``side``: which run is wrong, where that can be told.
 
     ``summary``: one line for people. ``checks``: what the confidence is computed from. ``next``:
@@ -106,13 +104,13 @@ class Verdict(_Part, frozen=True, kw_only=True):
     summary: str
     onset: Onset | None = None
     confidence: Literal["high", "medium", "low"]
-    side: Literal["reference", "candidate", "both", "neither"] | None = None
+    side: SideBothOrNeither | None = None
     evidence: list[Evidence] = []
     next: list[str] = []
     checks: list[Check] = []
 
 
-class Finding(_Part, frozen=True, kw_only=True):
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What one analysis claims."""
 
     claim: Claim
@@ -126,7 +124,7 @@ class Finding(_Part, frozen=True, kw_only=True):
     """(sample, step, order): when it happens, for what may happen before something else."""
     equal_inputs: bool = False
     """Was it seen where both sides got the same inputs (an anchored or escalated pass)?"""
-    side: Literal["reference", "candidate", "both", "neither"] | None = None
+    side: SideBothOrNeither | None = None
     rests_on: list[Check] = []
     """The checks that it needs. The confidence is computed from them."""
     evidence: list[Evidence] = []

@@ -9,24 +9,28 @@ from typing import Literal
 
 import msgspec
 
+from divergence.words import Side, SideOrBoth
+
 __all__ = [
     "CausalCheck",
     "OperatorResult",
     "OperatorsResult",
     "OtherInput",
     "OtherOperand",
+    "Question",
     "RegionResult",
     "UnmatchedOperator",
 ]
 
+Question = Literal[
+    "typical", "row", "column", "slice", "codes", "nonfinite", "operands", "roundings"
+]
+"""By which an operator is beyond its limit."""
+
 OperatorVerdict = Literal["fine", "candidate", "reference", "both", "differs", "unjudged"]
 
 
-class _Part(msgspec.Struct, kw_only=True):
-    """Shared options; no fields of its own."""
-
-
-class OtherInput(_Part, frozen=True, kw_only=True):
+class OtherInput(msgspec.Struct, frozen=True, kw_only=True):
     """An argument that is not the same thing on both sides: another operator's result, another
     view of one, another weight, or a value from outside that differs.
 
@@ -42,7 +46,7 @@ class OtherInput(_Part, frozen=True, kw_only=True):
     difference: float | None = None
 
 
-class OtherOperand(_Part, frozen=True, kw_only=True):
+class OtherOperand(msgspec.Struct, frozen=True, kw_only=True):
     """A scalar argument, or a constant made outside the recorded modules, that the sides do not
     share: a fact, not a measurement.
 
@@ -59,7 +63,7 @@ class OtherOperand(_Part, frozen=True, kw_only=True):
     difference: float | None = None
 
 
-class RegionResult(_Part, frozen=True, kw_only=True):
+class RegionResult(msgspec.Struct, frozen=True, kw_only=True):
     """Operators of both sides that compute one thing in different ways, compared as one step.
 
     ``text``: ``8 products and 7 additions in place of one product`` (the candidate's in place of
@@ -81,7 +85,7 @@ class RegionResult(_Part, frozen=True, kw_only=True):
     candidate_times: float | None = None
 
 
-class OperatorResult(_Part, kw_only=True):
+class OperatorResult(msgspec.Struct, kw_only=True):
     """One operator of the reference and its partner, all forwards of a phase together.
 
     ``site``: of the reference's first result, without the port. ``match``: ``exact`` (same module,
@@ -134,13 +138,10 @@ class OperatorResult(_Part, kw_only=True):
     ulp_share_candidate: float | None = None
     codes: float | None = None
     limit_usage: float = 0.0
-    leans: Literal["reference", "candidate"] | None = None
+    leans: Side | None = None
     fed_by: list[str] = []
-    fed_by_side: Literal["reference", "candidate"] | None = None
-    why: (
-        Literal["typical", "row", "column", "slice", "codes", "nonfinite", "operands", "roundings"]
-        | None
-    ) = None
+    fed_by_side: Side | None = None
+    why: Question | None = None
     verdict: OperatorVerdict = "unjudged"
     other_inputs: list[OtherInput] = []
     other_operands: list[OtherOperand] = []
@@ -148,16 +149,16 @@ class OperatorResult(_Part, kw_only=True):
     region: RegionResult | None = None
 
 
-class UnmatchedOperator(_Part, frozen=True, kw_only=True):
+class UnmatchedOperator(msgspec.Struct, frozen=True, kw_only=True):
     """An operator that only one side called (in a fused kernel's place, or beyond the other's)."""
 
-    side: Literal["reference", "candidate"]
+    side: Side
     site: str
     operator: str
     source: str | None = None
 
 
-class CausalCheck(_Part, frozen=True, kw_only=True):
+class CausalCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The reference's result put in place of the candidate's at the onset: is the rest fine then?
 
     ``largest_limit_usage``: of any of the ``num_after`` operators after it, how much of its limit
@@ -174,7 +175,7 @@ class CausalCheck(_Part, frozen=True, kw_only=True):
     still: list[str] = []
 
 
-class OperatorsResult(_Part, kw_only=True):
+class OperatorsResult(msgspec.Struct, kw_only=True):
     """All operators of the modules that were recorded.
 
     ``frame``: ``block`` (each side ran the block on its own, from equal inputs: errors are
@@ -189,7 +190,7 @@ class OperatorsResult(_Part, kw_only=True):
     num_matched: int
     num_value_matches: int = 0
     onset: str | None = None
-    side: Literal["reference", "candidate", "both"] | None = None
+    side: SideOrBoth | None = None
     results: list[OperatorResult] = []
     unmatched: list[UnmatchedOperator] = []
     causal: CausalCheck | None = None

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 import msgspec
 
+from divergence.words import SideOrBoth
+
 __all__ = ["PARTS", "AuditFinding", "AuditResult", "AuditRow", "AuditedPlace", "Part"]
 
 Part = Literal[
@@ -31,11 +33,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 """In the order in which they are shown: what is most often wrong first."""
 
 
-class _Base(msgspec.Struct, kw_only=True):
-    """Shared options; no fields of its own."""
-
-
-class AuditedPlace(_Base, frozen=True, kw_only=True):
+class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
     """One part at one place of the model.
 
     ``module``: path of what called it, ``kind``: its class, where the run tells. ``site``: the
@@ -68,7 +66,7 @@ class AuditedPlace(_Base, frozen=True, kw_only=True):
     num_calls: int = 1
 
 
-class AuditRow(_Base, kw_only=True):
+class AuditRow(msgspec.Struct, kw_only=True):
     """One part, both sides. ``reference``, ``candidate``: the dtypes it was computed in, the most
     frequent first, or ``inside KERNEL``; empty where the side has no such part, None where it
     was not audited. ``below``: who is narrower than expected (``own`` as in AuditedPlace);
@@ -81,12 +79,12 @@ class AuditRow(_Base, kw_only=True):
     expected: list[str] = []
     expected_by: str = ""
     own: bool = False
-    below: Literal["reference", "candidate", "both"] | None = None
+    below: SideOrBoth | None = None
     differs: bool = False
     num_places: int = 0
 
 
-class AuditFinding(_Base, frozen=True, kw_only=True):
+class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A sentence: who computed what in which dtype, and what was expected. ``operators``: of either
     side, where it would be seen first."""
 
@@ -95,7 +93,7 @@ class AuditFinding(_Base, frozen=True, kw_only=True):
     operators: list[str] = []
 
 
-class AuditResult(_Base, kw_only=True):
+class AuditResult(msgspec.Struct, kw_only=True):
     """The audit of one run or of two. None for a side without operators, or computed in float64."""
 
     rows: list[AuditRow] = []

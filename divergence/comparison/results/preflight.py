@@ -6,14 +6,16 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["PreflightLine"]
+__all__ = ["PreflightLine", "PreflightStatus"]
+
+PreflightStatus = Literal["same", "differs", "blocking"]
 
 
 class PreflightLine(msgspec.Struct, frozen=True, kw_only=True):
     """One thing checked before any number. ``detail``: e.g. the first parameters that differ."""
 
     check: str
-    status: Literal["same", "differs", "blocking"]
+    status: PreflightStatus
     reference: str
     candidate: str
     detail: str | None = None

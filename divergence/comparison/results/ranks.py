@@ -6,9 +6,12 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["RankShare", "ReplicaCheck", "ReplicaDiff"]
+from divergence.words import Side
 
-Side = Literal["reference", "candidate"]
+__all__ = ["RankShare", "ReplicaCheck", "ReplicaDiff", "ToldBy"]
+
+ToldBy = Literal["majority", "other run", "nobody"]
+"""What tells which of the ranks are wrong."""
 
 
 class ReplicaDiff(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +30,7 @@ class ReplicaDiff(msgspec.Struct, frozen=True, kw_only=True):
     site: str
     ranks: tuple[int, ...]
     peers: tuple[int, ...]
-    told_by: Literal["majority", "other run", "nobody"] = "majority"
+    told_by: ToldBy = "majority"
     rel_l2: float | None = None
 
 

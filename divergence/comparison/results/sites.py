@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from divergence.comparison.results.findings import Onset, SiteKey
 from divergence.numerics.pairs.metrics import Estimate
+from divergence.words import Side
 
 __all__ = ["LogitsDiff", "NonfiniteCount", "PromptRatio", "SiteResult", "TruthDiff", "num_rows",
            "onset_at", "order_of"]  # fmt: skip
 
 
-class _Part(msgspec.Struct, kw_only=True):
-    """Shared options; no fields of its own."""
-
-
-class NonfiniteCount(_Part, frozen=True, kw_only=True):
+class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True):
     """Elements that are no finite number, per side.
 
     ``*_inf``: infinities of both signs, of which ``*_neginf`` are below. ``differ``: elements at
@@ -42,7 +37,7 @@ class NonfiniteCount(_Part, frozen=True, kw_only=True):
         return self.reference_nan + self.reference_inf + self.candidate_nan + self.candidate_inf
 
 
-class LogitsDiff(_Part, frozen=True, kw_only=True):
+class LogitsDiff(msgspec.Struct, frozen=True, kw_only=True):
     """Distribution-level difference of one logits pair over its rows (positions).
 
     ``kl_*``: KL(reference‖candidate) in nats; ``top1_agreement``: share of rows with the
@@ -60,7 +55,7 @@ class LogitsDiff(_Part, frozen=True, kw_only=True):
     chosen_logprob_diff_max: float
 
 
-class TruthDiff(_Part, frozen=True, kw_only=True):
+class TruthDiff(msgspec.Struct, frozen=True, kw_only=True):
     """One site against the truth R (float64): a = reference, b = candidate.
 
     ``reference_error``, ``candidate_error``: ‖a-R‖/‖R‖ and ‖b-R‖/‖R‖ of the median token. The
@@ -84,7 +79,7 @@ class TruthDiff(_Part, frozen=True, kw_only=True):
     gain_candidate: float
 
 
-class PromptRatio(_Part, frozen=True, kw_only=True):
+class PromptRatio(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt's rows of a forward that holds several. ``ratio``: of its median token; ``usage``:
     the largest share of any limit that it uses there."""
 
@@ -94,7 +89,7 @@ class PromptRatio(_Part, frozen=True, kw_only=True):
     usage: float = 0.0
 
 
-class SiteResult(_Part, frozen=True, kw_only=True):
+class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     """One compared pair of tensors, a = reference, b = candidate, d = a - b.
 
     Formulas and care in divergence.numerics.pairs.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
@@ -169,7 +164,7 @@ class SiteResult(_Part, frozen=True, kw_only=True):
     limit: float | None = None
     limit_usage: float | None = None
     truth: TruthDiff | None = None
-    of: Literal["reference", "candidate"] | None = None
+    of: Side | None = None
     flagged: bool = False
     estimated: Estimate | None = None
     at_least: float | None = None

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from divergence.words import SideOrBoth
+
 __all__ = ["SuiteCase", "SuiteOperator", "SuiteResult", "SuiteSide", "SuiteStatus"]
 
 SuiteStatus = Literal["identical", "healthy", "flushed", "ties", "differs", "wrong"]
@@ -13,8 +15,6 @@ SuiteStatus = Literal["identical", "healthy", "flushed", "ties", "differs", "wro
 a side turns subnormals into 0 and is right otherwise. ``ties``: a side takes another of exactly
 equal scores than the first. ``differs``: not the same bits, and no truth to judge by. ``wrong``:
 a side is farther from the truth than rounding explains."""
-
-Side = Literal["reference", "candidate", "both"]
 
 
 class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kind: Literal["values", "codes", "indices"]
     status: SuiteStatus
-    side: Side | None = None
+    side: SideOrBoth | None = None
     why: str | None = None
     same: bool
     rel_l2: float
@@ -81,7 +81,7 @@ class SuiteOperator(msgspec.Struct, frozen=True, kw_only=True):
     reference_implementation: str
     candidate_implementation: str
     status: SuiteStatus
-    side: Side | None
+    side: SideOrBoth | None
     num_cases: int
     num_same: int
     num_by_status: dict[str, int]

@@ -7,15 +7,12 @@ from typing import Literal
 import msgspec
 
 from divergence.comparison.results.findings import Onset
+from divergence.words import Side
 
 __all__ = ["Explanation", "TokenChoice", "TokenDifference", "TokensResult"]
 
 
-class _Part(msgspec.Struct, kw_only=True):
-    """Shared options; no fields of its own."""
-
-
-class TokenChoice(_Part, frozen=True, kw_only=True):
+class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a top-k list: log-probability in nats."""
 
     id: int
@@ -23,7 +20,7 @@ class TokenChoice(_Part, frozen=True, kw_only=True):
     logprob: float
 
 
-class TokenDifference(_Part, frozen=True, kw_only=True):
+class TokenDifference(msgspec.Struct, frozen=True, kw_only=True):
     """A generated token on which the two sides disagree.
 
     ``margin``: logit of the reference's choice minus its runner-up, on the
@@ -61,7 +58,7 @@ class TokenDifference(_Part, frozen=True, kw_only=True):
     order_to_onset: Literal["before", "same step", "after"] | None = None
 
 
-class Explanation(_Part, frozen=True, kw_only=True):
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """How far the error of ``sites`` alone moves the logits that decide one token: an experiment
     on the machine ``device`` (divergence.experiments.explain).
 
@@ -79,7 +76,7 @@ class Explanation(_Part, frozen=True, kw_only=True):
     differs: bool
     sites: list[str]
     flagged: bool
-    disturbed: Literal["reference", "candidate"]
+    disturbed: Side
     reference: TokenChoice
     candidate: TokenChoice
     reference_margin: float
@@ -95,7 +92,7 @@ class Explanation(_Part, frozen=True, kw_only=True):
     device: str
 
 
-class TokensResult(_Part, frozen=True, kw_only=True):
+class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
     """Agreement of greedy choices. ``forced``: the candidate was fed the reference's tokens,
     so that every step is comparable; otherwise steps after the first difference are not.
     ``num_tokens``: that both sides generated, ``num_other_text`` of them after a difference;
@@ -122,7 +119,7 @@ class TokensResult(_Part, frozen=True, kw_only=True):
     differences: list[TokenDifference] = []
     kl_mean: float | None = None
     kl_p99: float | None = None
-    floor_side: Literal["reference", "candidate"] | None = None
+    floor_side: Side | None = None
     floor_kl_mean: float | None = None
     floor_kl_p99: float | None = None
     kl_ratio: float | None = None

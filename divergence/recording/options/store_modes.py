@@ -31,7 +31,7 @@ def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> 
         )
     if not only_changed:
         recorded = like.manifest.plan.store if like is not None else "full"
-        return recorded if store is None else store  # type: ignore[return-value]
+        return recorded if store is None else store
     if like is None:
         raise UsageError(
             "--only-changed needs --like: the run whose bytes need not be stored again",

@@ -102,8 +102,8 @@ class Widening:
             torch.set_default_dtype(self._dtype)
         self._dispatch.keep(self._weights, self._keep_bytes)
         # torch has no types for them
-        self._dispatch.__enter__()  # type: ignore[no-untyped-call]
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        self._dispatch.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *exc: Any) -> None:

@@ -76,7 +76,7 @@ def probe(
     if svg is not None and Path(svg).exists() and not Path(svg).is_dir():
         raise RunExistsError(f"{svg} is no directory", hint="choose another --svg")
     device = resolve_device(device)
-    tell = progress or (lambda event, done, total, detail: None)
+    on_progress = progress or (lambda event, done, total, detail: None)
     with deterministic_settings(device.partition(":")[0], seed=0, enabled=deterministic) as state:
         manifest = _manifest(device, lengths, quick, deterministic, label, command)
         manifest.settings.switches = state.switches
@@ -84,7 +84,7 @@ def probe(
             notebook = Notebook()
             manifest.arithmetic = notebook.facts  # as far as it comes, if it is interrupted
             try:
-                findings = _probe_all(notebook, device, lengths, quick, tell)
+                findings = _probe_all(notebook, device, lengths, quick, on_progress)
             finally:
                 state.note_in(manifest.settings)
                 for order, (site, tensor) in enumerate(notebook.tensors):
@@ -106,7 +106,7 @@ def _probe_all(
     device: str,
     lengths: tuple[int, ...],
     quick: bool,
-    tell: Progress,
+    on_progress: Progress,
 ) -> list[Finding]:
     names = QUICK if quick else FULL
     wanted = [
@@ -115,7 +115,7 @@ def _probe_all(
         for dtype in DTYPES
         for operator in operators(names, length, dtype, device)
     ]
-    tell("probe", 0, len(wanted) + 1, "elementary functions")
+    on_progress("probe", 0, len(wanted) + 1, "elementary functions")
     findings: list[Finding] = []
     with torch.no_grad(), contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -127,7 +127,7 @@ def _probe_all(
             ):
                 work()
         for number, operator in enumerate(wanted):
-            tell("probe", number + 1, len(wanted) + 1, operator.title)
+            on_progress("probe", number + 1, len(wanted) + 1, operator.title)
             findings += probe_orders(notebook, [operator])
     return findings
 

@@ -44,7 +44,7 @@ _MOST_LINES = 3
 _MOST_SUBJECTS = 2
 
 
-Pair = tuple[ArithmeticFact, ArithmeticFact]
+FactPair = tuple[ArithmeticFact, ArithmeticFact]
 """The reference's fact and the candidate's of one name."""
 
 
@@ -58,9 +58,9 @@ class Explained:
     lines: Sequence[PreflightLine] = ()
     evidence: Sequence[Evidence] = ()
     precise: Sequence[str] = ()
-    differing: Sequence[Pair] = ()
+    differing: Sequence[FactPair] = ()
     equal: Sequence[ArithmeticFact] = ()
-    widths: Mapping[str, Pair] = field(default_factory=dict)
+    widths: Mapping[str, FactPair] = field(default_factory=dict)
 
     @property
     def num_differ(self) -> int:
@@ -126,7 +126,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     return replace(found, lines=[line], evidence=evidence, precise=precise)
 
 
-def sentences(pairs: Sequence[Pair], found: Explained) -> list[Evidence]:
+def sentences(pairs: Sequence[FactPair], found: Explained) -> list[Evidence]:
     """One a difference; those that say the same of several shapes are one. Of orders, those that
     change the error most come first."""
     told = [(group[0][0].probe, _evidence(group, found.widths)) for group in _grouped(pairs)]
@@ -166,9 +166,9 @@ def _is_precision(a: ArithmeticFact, b: ArithmeticFact) -> bool:
     return a.probe in _PRECISION
 
 
-def _grouped(pairs: Sequence[Pair]) -> list[list[Pair]]:
+def _grouped(pairs: Sequence[FactPair]) -> list[list[FactPair]]:
     """Pairs of one probe with the same two answers are one sentence."""
-    groups: dict[tuple[object, ...], list[Pair]] = {}
+    groups: dict[tuple[object, ...], list[FactPair]] = {}
     for pair in pairs:
         a, b = pair
         key: tuple[object, ...] = (a.probe, a.value, b.value)
@@ -178,7 +178,7 @@ def _grouped(pairs: Sequence[Pair]) -> list[list[Pair]]:
     return list(groups.values())
 
 
-def _evidence(pairs: list[Pair], widths: Mapping[str, Pair]) -> Evidence:
+def _evidence(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Evidence:
     a, b = pairs[0]
     where = _subjects([pair[0].subject for pair in pairs])
     if a.probe == "order":
@@ -238,7 +238,7 @@ def _worst(fact: ArithmeticFact) -> str:
 
 
 def _order_evidence(
-    a: ArithmeticFact, b: ArithmeticFact, where: str, widths: Mapping[str, Pair]
+    a: ArithmeticFact, b: ArithmeticFact, where: str, widths: Mapping[str, FactPair]
 ) -> Evidence:
     width = widths.get(a.name.replace("order: ", "accumulator: ", 1), (None, None))
     ws = {

@@ -9,9 +9,9 @@ from divergence.run.reader import Run
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Place", "logits_row"]
+__all__ = ["PromptStep", "logits_row"]
 
-Place = tuple[int, int]
+PromptStep = tuple[int, int]
 """(sample, step)."""
 
 

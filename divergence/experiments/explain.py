@@ -30,7 +30,7 @@ import torch
 from divergence.analyses.tokens.measure import comparable_places
 from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
-from divergence.comparison.logits_row import Place, logits_row
+from divergence.comparison.logits_row import PromptStep, logits_row
 from divergence.comparison.result import Explanation, Report, SiteResult, TokenChoice
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of
@@ -196,9 +196,9 @@ def _noted(report: Report, reason: str) -> Report:
     return msgspec.structs.replace(report, notes=[*report.notes, _NOTHING + reason])
 
 
-def _closest(a: Run, b: Run) -> Place | None:
+def _closest(a: Run, b: Run) -> PromptStep | None:
     """The position of the reference's smallest margin."""
-    margins: dict[Place, float] = {}
+    margins: dict[PromptStep, float] = {}
     for place in comparable_places(a, b):
         row = logits_row(a, *place)
         if row is not None and row.numel() > 1 and logits_row(b, *place) is not None:

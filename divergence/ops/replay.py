@@ -97,10 +97,10 @@ def replay(
     if model is not None:
         weights = Weights(str(model), source.manifest, trust_remote_code=trust_remote_code)
     settings = source.manifest.settings
-    tell: Progress = progress or (lambda event, done, total, detail: None)
+    on_progress: Progress = progress or (lambda event, done, total, detail: None)
     seed = recorded_seed(source.manifest)
     said = [f"{len(calls)} operators with their recorded inputs", f"seed {seed}"]
-    tell("taken", 0, None, taken_from(source.path, said))
+    on_progress("taken", 0, None, taken_from(source.path, said))
     with deterministic_settings(
         device.partition(":")[0], seed=seed, enabled=settings.deterministic
     ) as determinism:
@@ -111,7 +111,7 @@ def replay(
         with RunWriter(place, manifest, force=force) as writer:
             skipped = _Skipped(manifest)
             for number, one in enumerate(calls):
-                tell("replay", number, len(calls), one.path)
+                on_progress("replay", number, len(calls), one.path)
                 try:
                     _run_one(
                         source, one, weights, writer, device, asked_for(operators, device),
@@ -121,14 +121,14 @@ def replay(
                     skipped.add(refusal)
             determinism.note_in(manifest.settings)
             for text in skipped.lines():
-                tell("note", 0, None, text)
+                on_progress("note", 0, None, text)
             if skipped.num == len(calls):
                 raise UsageError(
                     f"none of the {len(calls)} operators could be run again",
                     where=skipped.lines()[0],
                     hint="give --model PATH, or another --device",
                 )
-            tell("replay", len(calls), len(calls), "")
+            on_progress("replay", len(calls), len(calls), "")
     return Run.open(place)
 
 

@@ -203,7 +203,7 @@ def _execute(
 ) -> Run:
     """Load the model and run what was asked for."""
     place = location_of(out)
-    tell: Progress = progress or (lambda event, done, total, detail: None)
+    on_progress: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)
     if compute_dtype is not None:
         check_device(device, compute_dtype)
@@ -217,12 +217,12 @@ def _execute(
             others = [substitute.run for substitute in request.substitutes.values()]
             check_output(place, force=force, like=request.like, substitutes=others)
         else:  # the first rank speaks for all
-            tell = lambda event, done, total, detail: None  # noqa: E731
+            on_progress = lambda event, done, total, detail: None  # noqa: E731
         if ranks is not None:
             device = ranks.device
         if request.like is not None:
-            tell("taken", 0, None, taken(request))
-        tell("load", 0, None, request.model)
+            on_progress("taken", 0, None, taken(request))
+        on_progress("load", 0, None, request.model)
         try:
             if not (request.named or request.trust_remote_code):
                 check_data_alone(request.model, revision=request.revision)
@@ -242,7 +242,7 @@ def _execute(
                 error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
             raise
         if loaded.missing:
-            tell(
+            on_progress(
                 "note",
                 0,
                 None,
@@ -252,6 +252,6 @@ def _execute(
         if prepare is not None:
             loaded.module = settled(loaded.module, prepare(loaded.module))
         execution = Execution(
-            request, loaded, device, determinism, tell, compute_dtype=compute_dtype
+            request, loaded, device, determinism, on_progress, compute_dtype=compute_dtype
         )
         return execution.run(place, force=force, command=command)

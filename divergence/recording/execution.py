@@ -75,11 +75,11 @@ class Execution:
         loaded: LoadedModel,
         device: str,
         determinism: Determinism,
-        tell: Progress,
+        on_progress: Progress,
         *,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.request, self.loaded, self.tell = request, loaded, tell
+        self.request, self.loaded, self.on_progress = request, loaded, on_progress
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
         self.notes = describe_modules(loaded.structure)
         self.selection = SiteSelection(request.sites, self.notes)
@@ -178,7 +178,7 @@ class Execution:
             )
 
     def _note(self, text: str) -> None:
-        self.tell("note", 0, None, text)
+        self.on_progress("note", 0, None, text)
 
     def _tokens(self) -> tuple[list[SampleTokens], list[list[int]], list[list[int]] | None]:
         """(samples, groups, forced tokens), tokenised here or taken from the recorded run."""
@@ -243,7 +243,7 @@ class Execution:
         request = self.request
         identity = identify(
             self.loaded,
-            on_parameter=lambda done, total, name: self.tell("digest", done, total, name),
+            on_parameter=lambda done, total, name: self.on_progress("digest", done, total, name),
         )
         recorded = None if request.like is None else request.like.manifest.model
         same_dtype = recorded is not None and recorded.dtype == identity.dtype
@@ -272,7 +272,7 @@ class Execution:
                 if self.compute_dtype is None
                 else str(self.compute_dtype).removeprefix("torch."),
             ),
-            arithmetic=probed(self.device, self.tell) if request.probe else [],
+            arithmetic=probed(self.device, self.on_progress) if request.probe else [],
             plan=plan,
             overrides=request.overrides,
         )  # fmt: skip
@@ -294,7 +294,7 @@ class Execution:
         def advance(what: str) -> None:
             nonlocal done
             done += 1
-            self.tell(one.name, done, total, what)
+            self.on_progress(one.name, done, total, what)
 
         return Recorder(
             self.loaded.module,
@@ -353,7 +353,7 @@ class Execution:
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()
 
-        self.tell(one.name, 0, None, "")
+        self.on_progress(one.name, 0, None, "")
         if one.whole:
             run_whole(self.loaded, recorder, self.samples, self.own_groups)
             return
@@ -379,7 +379,7 @@ class Execution:
     def _repeat(self, first: dict[TensorKey, CapturedTensor]) -> Repeatability:
         result = Repeatability(num_runs=self.request.repeat)
         for number in range(1, self.request.repeat):
-            self.tell("repeat", number, self.request.repeat - 1, "")
+            self.on_progress("repeat", number, self.request.repeat - 1, "")
             forced = self.forced or [sample.generated_ids for sample in self.samples]
             recorder = self._recorder(RepeatSink(first, result), Pass("free"))
             run_pass(

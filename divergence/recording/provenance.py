@@ -31,9 +31,9 @@ def provenance(
     }
 
 
-def probed(device: str, tell: Progress) -> list[ArithmeticFact]:
+def probed(device: str, on_progress: Progress) -> list[ArithmeticFact]:
     """What a quick probe finds of the device's arithmetic."""
     from divergence.arithmetic.quick import quick_facts
 
-    tell("probe", 0, None, "")
+    on_progress("probe", 0, None, "")
     return quick_facts(device)

@@ -15,7 +15,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.measure import pipeline as measuring
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
-from divergence.comparison.measure.pipeline import judge_pairs, measure_all, measure_pairs
+from divergence.comparison.measure.pipeline import measure_all, measure_pairs, results_of_pairs
 from divergence.comparison.measure.reading import Reading
 from divergence.errors import RunFormatError, UsageError
 from divergence.fleet.many import compare_many
@@ -88,7 +88,7 @@ def test_found_apart_and_judged_together_is_the_same(case):
         for number, one in zip(mine, measure_pairs(other, own[first::2]), strict=True):
             found[number] = pickle.loads(pickle.dumps(one))
     fresh, pairs = case()
-    parts = judge_pairs(fresh, pairs, [found[number] for number in range(len(pairs))])
+    parts = results_of_pairs(fresh, pairs, [found[number] for number in range(len(pairs))])
     assert plain(parts) == plain(whole)
     assert [result.site for result in whole if result.identical] == [
         "model.layers.3:out", "model.layers.4:in"
@@ -165,7 +165,7 @@ def test_too_few_found_are_no_answer(case):
     measurer, pairs = case()
     found = list(measure_pairs(measurer, pairs))
     with pytest.raises(ValueError):
-        judge_pairs(measurer, pairs, found[:-1])
+        results_of_pairs(measurer, pairs, found[:-1])
 
 
 def test_damage_is_named_by_the_pair_that_has_it(case, dumps, tmp_path):

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls
-from divergence.comparison.logits_row import Place
+from divergence.comparison.logits_row import PromptStep
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
 from divergence.comparison.result import SiteResult
 from divergence.numerics.rounding.chance import normal_deviate, spread
@@ -66,7 +66,7 @@ class Blame:
     limit: float
     at: SiteResult
     detail: str = ""
-    place: Place | None = None
+    place: PromptStep | None = None
 
     @property
     def limit_usage(self) -> float:
@@ -150,14 +150,14 @@ def usages(
     routed: bool,
     widened: float,
     thresholds: Thresholds,
-) -> dict[Place, tuple[float, float, float]]:
+) -> dict[PromptStep, tuple[float, float, float]]:
     """By forward: (W over its control, the control, the limit of either direction). Nothing where
     there is but one forward, which is judged as a whole."""
     if len(mine.forwards) < 2:
         return {}
     least = least_of(mine, family, thresholds)
     room = thresholds.truth_sibling if family else thresholds.truth_lone
-    found: dict[Place, tuple[float, float, float]] = {}
+    found: dict[PromptStep, tuple[float, float, float]] = {}
     for place, forward in mine.forwards.items():
         if place not in held.at or (routed and forward.num_rows < FEW_ROWS):
             continue

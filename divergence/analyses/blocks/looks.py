@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from divergence.comparison.logits_row import Place
+from divergence.comparison.logits_row import PromptStep
 from divergence.comparison.results.sites import SiteResult, num_rows
 
 __all__ = [
@@ -55,7 +55,7 @@ class Look:
     usage: float = 0.0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PromptStep:
         return self.sample, self.result.step
 
 
@@ -82,12 +82,12 @@ class Controls:
     """What a family shows for one of its members. ``at``: by place, the median of the others there;
     ``largest``: the median over the others of their own largest excess over their controls."""
 
-    at: dict[Place, float]
+    at: dict[PromptStep, float]
     largest: float
 
 
 def controls(
-    values: Sequence[dict[Place, float]],
+    values: Sequence[dict[PromptStep, float]],
     excess: Callable[[np.ndarray, np.ndarray], np.ndarray],
     *,
     own: bool = False,

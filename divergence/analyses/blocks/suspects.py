@@ -22,7 +22,7 @@ from divergence.analyses.blocks.blame import (
 )
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls
 from divergence.analyses.blocks.units import Unit, flag
-from divergence.comparison.logits_row import Place
+from divergence.comparison.logits_row import PromptStep
 from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.measure.truth_stats import TruthStats, stats_of
 from divergence.comparison.measured import Shown
@@ -129,7 +129,7 @@ def _use_looks(
     forwards: Controls,
     routed: frozenset[str],
     thresholds: Thresholds,
-) -> dict[Place, float]:
+) -> dict[PromptStep, float]:
     """Each look of what the truth judges uses the limits of the truth. Returns how far the W of
     each is from its control, in either direction."""
     assert unit.stats is not None
@@ -215,13 +215,13 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
                     look.usage = max(look.usage, value / limit, 1.0 + 1e-9)
 
 
-def _block_forwards(units: list[Unit], thresholds: Thresholds) -> dict[Place, float]:
+def _block_forwards(units: list[Unit], thresholds: Thresholds) -> dict[PromptStep, float]:
     """The same for each forward."""
     blocks = [
         unit.stats for unit in units
         if unit.kind[0] == "block" and not unit.kind[1] and unit.stats is not None
     ]  # fmt: skip
-    found: dict[Place, list[float]] = {}
+    found: dict[PromptStep, list[float]] = {}
     for stats in blocks:
         least = least_of(stats, blocks, thresholds)
         for place, forward in stats.forwards.items():

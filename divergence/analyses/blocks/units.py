@@ -20,7 +20,7 @@ from divergence.analyses.blocks.looks import (
     controls,
     looks_of,
 )
-from divergence.comparison.logits_row import Place
+from divergence.comparison.logits_row import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.rounding.chance import spread
@@ -197,7 +197,7 @@ def flag(
 def _hold_looks(
     family: list[Unit],
     blocks: Mapping[str, float],
-    at_blocks: Mapping[Place, float],
+    at_blocks: Mapping[PromptStep, float],
     routed: frozenset[str],
     thresholds: Thresholds,
 ) -> None:
@@ -251,9 +251,9 @@ def _block_controls(units: list[Unit]) -> dict[str, float]:
     return {phase: statistics.median(them) for phase, them in found.items() if len(them) >= 3}
 
 
-def _block_looks(units: list[Unit]) -> dict[Place, float]:
+def _block_looks(units: list[Unit]) -> dict[PromptStep, float]:
     """The same for each forward of each prompt."""
-    found: dict[Place, list[float]] = {}
+    found: dict[PromptStep, list[float]] = {}
     for unit in units:
         if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
             for look in unit.looks:

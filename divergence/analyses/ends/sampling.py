@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.logits_row import Place, logits_row
+from divergence.comparison.logits_row import PromptStep, logits_row
 from divergence.run.reader import Run
 from divergence.words import Side
 
@@ -24,7 +24,7 @@ class Misfit:
     """A token that is not the largest of its own logits: ``behind`` the largest by so much."""
 
     side: Side
-    place: Place
+    place: PromptStep
     chosen: int
     largest: int
     behind: float

@@ -18,8 +18,13 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from divergence.analyses.precision.expectations import Family, expectation, family_of, is_below
-from divergence.analyses.precision.graph import Found, accumulates
+from divergence.analyses.precision.expectations import (
+    OperatorFamily,
+    expectation,
+    family_of,
+    is_below,
+)
+from divergence.analyses.precision.graph import PartOperators, accumulates
 from divergence.analyses.precision.parts import find_parts
 from divergence.analyses.precision.sentences import differing, finding
 from divergence.comparison.calls.graph import forwards_of, operator_passes
@@ -121,7 +126,7 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
     return kept
 
 
-def _place(found: Found, manifest: Manifest, family: Family | None) -> AuditedPlace:
+def _place(found: PartOperators, manifest: Manifest, family: OperatorFamily | None) -> AuditedPlace:
     root = found.root
     results = [(node, _component(node.results[0].dtype)) for node in found.nodes]
     narrow, narrowest = min(results, key=lambda item: _width(item[1]))
@@ -170,7 +175,7 @@ def _again(seen: AuditedPlace, place: AuditedPlace) -> AuditedPlace:
     )
 
 
-def _recorded_logits(run: Run, site: str, family: Family | None) -> Iterable[AuditedPlace]:
+def _recorded_logits(run: Run, site: str, family: OperatorFamily | None) -> Iterable[AuditedPlace]:
     """The logits as the model gave them, where the operators of the head were not recorded."""
     found = [r for r in run.records if r.site == site and not is_operator_site(r.site)]
     if not found:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from divergence.comparison.results.precision import Part
 from divergence.numerics.formats import FORMATS, format_named
 
-__all__ = ["FAMILIES", "Expectation", "Family", "expectation", "family_of", "is_below"]
+__all__ = ["FAMILIES", "Expectation", "OperatorFamily", "expectation", "family_of", "is_below"]
 
 MODEL = "model"
 """The model's own dtype."""
@@ -35,7 +35,7 @@ class Expectation:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class OperatorFamily:
     """One modeling file of transformers. ``norm``: the class that casts to float32 before it takes
     a norm's statistics, None for ``nn.LayerNorm``. ``weight``: dtype of the product with the
     norm's weight; ``softmax``: of attention; None where it has none. ``router``: the class, the
@@ -53,51 +53,55 @@ class Family:
 _SCORES = "float32", MODEL
 _ALL = "float32", "float32"
 
-FAMILIES: dict[str, Family] = {
-    "Bart": Family("bart", None, softmax=MODEL),
-    "Bert": Family("bert", None, softmax=MODEL),
-    "Cohere": Family("cohere", "CohereLayerNorm", weight="float32"),
-    "DeepseekV2": Family(
+FAMILIES: dict[str, OperatorFamily] = {
+    "Bart": OperatorFamily("bart", None, softmax=MODEL),
+    "Bert": OperatorFamily("bert", None, softmax=MODEL),
+    "Cohere": OperatorFamily("cohere", "CohereLayerNorm", weight="float32"),
+    "DeepseekV2": OperatorFamily(
         "deepseek_v2", "DeepseekV2RMSNorm", router=("DeepseekV2TopkRouter", *_ALL)
     ),
-    "DeepseekV3": Family(
+    "DeepseekV3": OperatorFamily(
         "deepseek_v3", "DeepseekV3RMSNorm", router=("DeepseekV3TopkRouter", *_ALL)
     ),
-    "Electra": Family("electra", None, softmax=MODEL),
-    "GPT2": Family("gpt2", None, softmax=MODEL),
-    "GPTNeoX": Family("gpt_neox", None),
-    "Gemma": Family("gemma", "GemmaRMSNorm", weight="float32"),
-    "Gemma2": Family("gemma2", "Gemma2RMSNorm", weight="float32"),
-    "Gemma3": Family("gemma3", "Gemma3RMSNorm", weight="float32"),
-    "Glm4": Family("glm4", "Glm4RMSNorm"),
-    "Glm4Moe": Family("glm4_moe", "Glm4MoeRMSNorm", router=("Glm4MoeTopkRouter", *_ALL)),
-    "GptOss": Family(
+    "Electra": OperatorFamily("electra", None, softmax=MODEL),
+    "GPT2": OperatorFamily("gpt2", None, softmax=MODEL),
+    "GPTNeoX": OperatorFamily("gpt_neox", None),
+    "Gemma": OperatorFamily("gemma", "GemmaRMSNorm", weight="float32"),
+    "Gemma2": OperatorFamily("gemma2", "Gemma2RMSNorm", weight="float32"),
+    "Gemma3": OperatorFamily("gemma3", "Gemma3RMSNorm", weight="float32"),
+    "Glm4": OperatorFamily("glm4", "Glm4RMSNorm"),
+    "Glm4Moe": OperatorFamily("glm4_moe", "Glm4MoeRMSNorm", router=("Glm4MoeTopkRouter", *_ALL)),
+    "GptOss": OperatorFamily(
         "gpt_oss",
         "GptOssRMSNorm",
         weight="float32",
         softmax=MODEL,
         router=("GptOssTopKRouter", MODEL, MODEL),
     ),
-    "Granite": Family("granite", "GraniteRMSNorm"),
-    "Llama": Family("llama", "LlamaRMSNorm"),
-    "Mamba": Family("mamba", "MambaRMSNorm", softmax=None, residual_in_fp32=True),
-    "Mamba2": Family("mamba2", "Mamba2RMSNorm", softmax=None, residual_in_fp32=True),
-    "Mistral": Family("mistral", "MistralRMSNorm"),
-    "Mixtral": Family("mixtral", "MixtralRMSNorm", router=("MixtralTopKRouter", *_SCORES)),
-    "OPT": Family("opt", None),
-    "Olmo2": Family("olmo2", "Olmo2RMSNorm", weight="float32"),
-    "Olmoe": Family("olmoe", "OlmoeRMSNorm", router=("OlmoeTopKRouter", *_SCORES)),
-    "Phi": Family("phi", None),
-    "Phi3": Family("phi3", "Phi3RMSNorm"),
-    "Qwen2": Family("qwen2", "Qwen2RMSNorm"),
-    "Qwen2Moe": Family("qwen2_moe", "Qwen2MoeRMSNorm", router=("Qwen2MoeTopKRouter", *_SCORES)),
-    "Qwen3": Family("qwen3", "Qwen3RMSNorm"),
-    "Qwen3Moe": Family("qwen3_moe", "Qwen3MoeRMSNorm", router=("Qwen3MoeTopKRouter", *_SCORES)),
-    "Roberta": Family("roberta", None, softmax=MODEL),
-    "SmolLM3": Family("smollm3", "SmolLM3RMSNorm"),
-    "StableLm": Family("stablelm", None),
-    "Starcoder2": Family("starcoder2", None),
-    "T5": Family("t5", "T5LayerNorm", softmax=MODEL),
+    "Granite": OperatorFamily("granite", "GraniteRMSNorm"),
+    "Llama": OperatorFamily("llama", "LlamaRMSNorm"),
+    "Mamba": OperatorFamily("mamba", "MambaRMSNorm", softmax=None, residual_in_fp32=True),
+    "Mamba2": OperatorFamily("mamba2", "Mamba2RMSNorm", softmax=None, residual_in_fp32=True),
+    "Mistral": OperatorFamily("mistral", "MistralRMSNorm"),
+    "Mixtral": OperatorFamily("mixtral", "MixtralRMSNorm", router=("MixtralTopKRouter", *_SCORES)),
+    "OPT": OperatorFamily("opt", None),
+    "Olmo2": OperatorFamily("olmo2", "Olmo2RMSNorm", weight="float32"),
+    "Olmoe": OperatorFamily("olmoe", "OlmoeRMSNorm", router=("OlmoeTopKRouter", *_SCORES)),
+    "Phi": OperatorFamily("phi", None),
+    "Phi3": OperatorFamily("phi3", "Phi3RMSNorm"),
+    "Qwen2": OperatorFamily("qwen2", "Qwen2RMSNorm"),
+    "Qwen2Moe": OperatorFamily(
+        "qwen2_moe", "Qwen2MoeRMSNorm", router=("Qwen2MoeTopKRouter", *_SCORES)
+    ),
+    "Qwen3": OperatorFamily("qwen3", "Qwen3RMSNorm"),
+    "Qwen3Moe": OperatorFamily(
+        "qwen3_moe", "Qwen3MoeRMSNorm", router=("Qwen3MoeTopKRouter", *_SCORES)
+    ),
+    "Roberta": OperatorFamily("roberta", None, softmax=MODEL),
+    "SmolLM3": OperatorFamily("smollm3", "SmolLM3RMSNorm"),
+    "StableLm": OperatorFamily("stablelm", None),
+    "Starcoder2": OperatorFamily("starcoder2", None),
+    "T5": OperatorFamily("t5", "T5LayerNorm", softmax=MODEL),
 }
 """By the beginning of the model's class name: ``Qwen3MoeForCausalLM``."""
 
@@ -105,7 +109,7 @@ _REST = re.compile(r"(?:For|Model|LMHead|Encoder|Decoder|PreTrained|DoubleHeads|
 _CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def family_of(model_class: str) -> Family | None:
+def family_of(model_class: str) -> OperatorFamily | None:
     """``"LlamaForCausalLM"`` → Llama's; None where the class is none of the table's."""
     for name, family in FAMILIES.items():
         if model_class.startswith(name) and _REST.fullmatch(model_class[len(name) :]):
@@ -113,7 +117,7 @@ def family_of(model_class: str) -> Family | None:
     return None
 
 
-def expectation(part: Part, family: Family | None, dtype: str) -> Expectation | None:
+def expectation(part: Part, family: OperatorFamily | None, dtype: str) -> Expectation | None:
     """What is expected of ``part`` in a model of ``dtype``; None where nothing is."""
     if format_named(dtype).kind != "float":
         return None  # a quantised model: its parts' dtypes are its own affair
@@ -134,7 +138,7 @@ def expectation(part: Part, family: Family | None, dtype: str) -> Expectation | 
     return Expectation(dtypes=(dtype,), by="the model's dtype", own=family is not None)
 
 
-def _own(part: Part, family: Family) -> tuple[str | None, str]:
+def _own(part: Part, family: OperatorFamily) -> tuple[str | None, str]:
     """(dtype, whose code) where the family's code decides it."""
     file = f"modeling_{family.file}.py"
     if part == "norm statistics":

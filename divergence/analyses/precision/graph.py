@@ -13,7 +13,7 @@ from divergence.run.schema.call import Operand
 __all__ = [
     "SOFTMAX",
     "Calls",
-    "Found",
+    "PartOperators",
     "accumulates",
     "bare",
     "is_attention",
@@ -29,7 +29,7 @@ _INSIDE = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean", "linal
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PartOperators:
     """A part, its operators in execution order. ``root``: the one it is known by. ``kernel``: one
     kernel did it all. ``near``: paths of the casts that feed it and of what takes its results:
     where a fault of the part may first be seen."""
@@ -78,7 +78,7 @@ class Calls:
         for node in nodes:
             for path in node.feeds:
                 self.eaters.setdefault(path, []).append(node)
-        self.found: list[Found] = []
+        self.found: list[PartOperators] = []
         self._claimed: set[str] = set()
 
     def free(self, node: Node) -> bool:
@@ -90,7 +90,7 @@ class Calls:
         casts = [n for one in kept for n in self.feeders(one) if n.is_cast]
         takers = [n for one in kept for n in self.eaters.get(one.path, [])]
         near = tuple(dict.fromkeys(node.path for node in (*casts, *takers)))
-        self.found.append(Found(part, kept, root, kernel, near))
+        self.found.append(PartOperators(part, kept, root, kernel, near))
 
     def feeders(self, node: Node) -> list[Node]:
         return [self.by_path[path] for path in node.feeds]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from divergence.analyses.precision.graph import (
     SOFTMAX,
     Calls,
-    Found,
+    PartOperators,
     bare,
     is_attention,
     is_float,
@@ -37,7 +37,9 @@ _ACTIVATIONS = frozenset({"silu", "gelu", "relu", "relu6", "leaky_relu", "elu", 
                           "swiglu"})  # fmt: skip
 
 
-def find_parts(nodes: list[Node], blocks: set[str], logits: str | None = None) -> list[Found]:
+def find_parts(
+    nodes: list[Node], blocks: set[str], logits: str | None = None
+) -> list[PartOperators]:
     """Every part in one forward's calls. ``blocks``: module paths of the repeated blocks;
     ``logits``: that of what makes the logits."""
     graph = Calls(nodes, blocks, logits)

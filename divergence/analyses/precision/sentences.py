@@ -18,12 +18,12 @@ from divergence.comparison.results.precision import (
 
 __all__ = ["differing", "finding"]
 
-Pair = tuple[AuditedPlace, AuditedPlace]
+PlacePair = tuple[AuditedPlace, AuditedPlace]
 
 
 def differing(
     ours: list[AuditedPlace], theirs: list[AuditedPlace], rename: Callable[[str], str]
-) -> list[Pair]:
+) -> list[PlacePair]:
     """Places of the same module and part whose dtypes are known on both sides, and differ."""
     one = _by_module(ours, lambda path: rename(f"{path}:out").rpartition(":")[0])
     two = _by_module(theirs, lambda path: path)
@@ -51,7 +51,7 @@ def finding(
     row: AuditRow,
     ours: list[AuditedPlace],
     theirs: list[AuditedPlace],
-    pairs: list[Pair],
+    pairs: list[PlacePair],
     *,
     alone: bool,
 ) -> AuditFinding | None:
@@ -75,7 +75,7 @@ def finding(
     return AuditFinding(part=row.part, text=text, operators=list(dict.fromkeys(sites)))
 
 
-def _against_each_other(row: AuditRow, pairs: list[Pair]) -> tuple[str, list[AuditedPlace]]:
+def _against_each_other(row: AuditRow, pairs: list[PlacePair]) -> tuple[str, list[AuditedPlace]]:
     """The odd side first: the one below what is expected, else the one that is not as expected,
     else the narrower one, else the candidate."""
     reference, candidate = pairs[0]

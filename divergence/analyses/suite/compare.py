@@ -23,7 +23,7 @@ from divergence.analyses.suite.measure import (
     excess,
     ideal_error,
     kind_of,
-    look,
+    score_of_side,
 )
 from divergence.comparison.decide.decide import decide
 from divergence.comparison.facts import explain_arithmetic
@@ -228,7 +228,7 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     if right is None or right.value.shape != one.shape:
         return case
     subnormal = "subnormals" in module_of(record.site).split(".")
-    sides = [look(x, right, subnormal=subnormal) for x in (one, two)]
+    sides = [score_of_side(x, right, subnormal=subnormal) for x in (one, two)]
     count = one.numel()
     expected = None
     if kind == "codes":

@@ -40,7 +40,7 @@ __all__ = [
     "excess",
     "ideal_error",
     "kind_of",
-    "look",
+    "score_of_side",
 ]
 
 SCORE_LIMIT = 4.0
@@ -71,7 +71,7 @@ def kind_of(dtype: torch.dtype) -> Literal["values", "codes", "indices"]:
     return "codes" if dtype.itemsize == 1 else "indices"
 
 
-def look(x: torch.Tensor, truth: Truths, *, subnormal: bool) -> SuiteSide:
+def score_of_side(x: torch.Tensor, truth: Truths, *, subnormal: bool) -> SuiteSide:
     """One side against the truth. ``subnormal``: the case's values are; they may be flushed."""
     kind = kind_of(x.dtype)
     if kind == "values":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from divergence.comparison.logits_row import Place, logits_row
+from divergence.comparison.logits_row import PromptStep, logits_row
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.logits import kl_divergence
 from divergence.run.reader import Run
@@ -55,7 +55,7 @@ def distances_of(
     reference: Run,
     candidate: Run,
     truth: Run | None,
-    places: Sequence[Place],
+    places: Sequence[PromptStep],
 ) -> Distances | None:
     """Over ``places``; None where no row can be compared. One row of each run at a time."""
     between: list[float] = []

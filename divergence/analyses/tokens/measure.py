@@ -16,7 +16,7 @@ import msgspec
 
 from divergence.analyses.tokens.deciding import Distances, distances_of
 from divergence.analyses.tokens.flips import deviations, judge_by_model, judge_flip, kl_fields
-from divergence.comparison.logits_row import Place, logits_row
+from divergence.comparison.logits_row import PromptStep, logits_row
 from divergence.comparison.measure.allowed import Allowed, allowed_errors
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult
@@ -107,10 +107,10 @@ def _routed(run: Run) -> bool:
     return any(note.routed for note in run.manifest.plan.modules.values())
 
 
-def comparable_places(reference: Run, candidate: Run) -> list[Place]:
+def comparable_places(reference: Run, candidate: Run) -> list[PromptStep]:
     """(sample, step) of every choice that both sides made after the same tokens, in order."""
     a, b = reference.manifest.tokens, candidate.manifest.tokens
-    places: list[Place] = []
+    places: list[PromptStep] = []
     for number, (one, two) in enumerate(zip(a.samples, b.samples, strict=False)):
         fed = list(zip(one.generated_ids, two.generated_ids, strict=False))
         for step in range(min(len(one.chosen_ids), len(two.chosen_ids))):
@@ -124,7 +124,7 @@ def _difference(
     reference: Run,
     candidate: Run,
     truth: Run | None,
-    place: Place,
+    place: PromptStep,
     distances: Distances | None,
     thresholds: Thresholds,
     *,

@@ -36,7 +36,7 @@ from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_o
 
 __all__ = ["account", "tokens_row"]
 
-Key = tuple[str, int, int, str]
+RecordKey = tuple[str, int, int, str]
 """(pass, sample, step, site)"""
 
 _GIVEN = "inputs that the anchored pass puts in place"
@@ -335,9 +335,9 @@ def _caller(record: Record) -> str:
     return record.site.rpartition(":")[0].rpartition("/")[0]
 
 
-def _key(pass_: str, piece: Piece) -> Key:
+def _key(pass_: str, piece: Piece) -> RecordKey:
     return (pass_, piece.sample, piece.record.step, piece.record.site)
 
 
-def _key_of(item: Skipped) -> Key:
+def _key_of(item: Skipped) -> RecordKey:
     return (item.pass_, item.sample, item.step, item.site)

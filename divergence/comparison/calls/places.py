@@ -23,7 +23,7 @@ Source = tuple[Literal["made", "weight", "outside"], str]
 """What an operand is: the path of the call that made it, a weight's name, or where it comes from
 outside, as far as known."""
 
-Place = Literal["same", "linked", "rewired", "open", "other"]
+Linkage = Literal["same", "linked", "rewired", "open", "other"]
 """Of two calls' operands. ``rewired``: both known and not the same thing; ``linked``: the one leads
 to the other through calls without a partner; ``open``: both made by calls without a partner;
 ``other``: the one is known and the other does not come from it."""
@@ -107,7 +107,7 @@ class Places:
             return kind, f"{renamed}.{last}" if module else name
         return kind, self._rename(name) if name else name
 
-    def compare(self, one: Node, two: Node) -> list[Place]:
+    def compare(self, one: Node, two: Node) -> list[Linkage]:
         """Operand by operand; of a sum or a product in whichever order fits better."""
         mine, theirs = self.sources(0, one), self.sources(1, two)
         found = [
@@ -121,7 +121,7 @@ class Places:
                 return turned
         return found
 
-    def _operand(self, one: Node, two: Node, m: int, n: int, x: Source, y: Source) -> Place:
+    def _operand(self, one: Node, two: Node, m: int, n: int, x: Source, y: Source) -> Linkage:
         lone = self.lone(0, x), self.lone(1, y)
         if all(lone):
             return "open"

@@ -45,14 +45,14 @@ from divergence.run.schema.site import module_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Found", "Measurer"]
+__all__ = ["Measurer", "PairNumbers"]
 
 
 _REMEMBERED = 256  # recent pairs: an output returns as the next input soon, or not at all
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PairNumbers:
     """What was measured of one pair: metrics, rows for judging, the shape compared. ``estimate``:
     how well, where it was estimated; ``least``: the least relative L2, where nothing else is known.
     """
@@ -98,13 +98,13 @@ class Measurer:
             key=len, reverse=True,
         )  # fmt: skip
         self._block_by_path: dict[str, str | None] = {}
-        self._cache: dict[tuple[object, ...], Found] = {}
+        self._cache: dict[tuple[object, ...], PairNumbers] = {}
         self._lock = threading.Lock()
         self._entering: dict[tuple[int, int, str], RowMetrics] = {}
         self._beside: dict[tuple[int, int, str], float] = {}
         self._earlier: dict[tuple[int, str], float] = {}
 
-    def look(self, pair: Pair, *, threads: int = 1) -> Found | None:
+    def measure(self, pair: Pair, *, threads: int = 1) -> PairNumbers | None:
         """Read and measure; None where the bytes are equal. Safe to call from several threads.
 
         ``threads``: to measure this pair with. Raises RunFormatError on bad bytes.
@@ -124,7 +124,7 @@ class Measurer:
             return found
         return replace(found, against=self._against(pair, right, is_block))
 
-    def _reduced(self, pair: Pair) -> Found | None:
+    def _reduced(self, pair: Pair) -> PairNumbers | None:
         """What can be known without the bytes of both sides."""
         is_block = self._is_block(pair)
         base = self._pieces.base_record(pair) if is_block else None
@@ -133,7 +133,7 @@ class Measurer:
         if looked is None:
             return None
         metrics, rows, estimate, least, shape = looked
-        return Found(metrics, None, rows, shape, estimate=estimate, least=least)
+        return PairNumbers(metrics, None, rows, shape, estimate=estimate, least=least)
 
     def _base_of(self, pair: Pair) -> tuple[Run, Record] | None:
         """What a block's output needs beside the pair: its input."""
@@ -167,8 +167,8 @@ class Measurer:
             a, b, truth, row_mask=mask, base=base, kernel=self.kernel, device=self.device
         )
 
-    def judge(self, pair: Pair, found: Found | None) -> SiteResult:
-        """The pair's SiteResult with its floor, from what ``look`` found. Call in the order of
+    def result_of(self, pair: Pair, found: PairNumbers | None) -> SiteResult:
+        """The pair's SiteResult with its floor, from what ``measure`` found. Call in the order of
         the alignment: in a free pass, what a module inherits was judged before it."""
         one, two = pair.reference.record, pair.candidate.record
         path = module_of(one.site)
@@ -209,7 +209,7 @@ class Measurer:
             result = self._with_ratios(pair, result, found)
         return self._with_truth(result, found, pair)
 
-    def _with_truth(self, result: SiteResult, found: Found, pair: Pair) -> SiteResult:
+    def _with_truth(self, result: SiteResult, found: PairNumbers, pair: Pair) -> SiteResult:
         """How far both sides are from the truth, noted for the statistics over its site too."""
         against = found.against
         if against is None:
@@ -245,7 +245,7 @@ class Measurer:
             more |= {"ratio": 0.0, "ratio_max": 0.0, "prompts": prompts}
         return msgspec.structs.replace(result, **more)
 
-    def _with_ratios(self, pair: Pair, result: SiteResult, found: Found) -> SiteResult:
+    def _with_ratios(self, pair: Pair, result: SiteResult, found: PairNumbers) -> SiteResult:
         """Floor and ratios of the tokens that both sides sent to the same experts, if any
         choose."""
         routed = self.routing.of(pair, len(found.rows.rel_l2))
@@ -323,7 +323,7 @@ class Measurer:
             self._block_by_path[path] = next(within, None)
         return self._block_by_path[path]
 
-    def _find(self, pair: Pair, is_block: bool, threads: int) -> Found:
+    def _find(self, pair: Pair, is_block: bool, threads: int) -> PairNumbers:
         one, two = pair.reference.record, pair.candidate.record
         base = self._pieces.base(pair) if is_block and one.site.endswith(":out") else None
         logits = one.site == self._logits_site
@@ -356,7 +356,7 @@ class Measurer:
                 found = LogitsDiff(
                     **{name: getattr(values, name) for name in LogitsDiff.__struct_fields__}
                 )
-        result = Found(metrics, found, rows, tuple(a.shape))
+        result = PairNumbers(metrics, found, rows, tuple(a.shape))
         if whole:
             with self._lock:
                 self._cache[key] = result

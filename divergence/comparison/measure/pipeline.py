@@ -1,8 +1,8 @@
 """Measuring many pairs: read ahead, measured side by side, handed on and judged in order.
 
 Two halves, so that the first may run anywhere: ``measure_pairs`` looks at pairs and gives what
-was found of each (``Found`` can be pickled and sent), whatever process does it; ``judge_pairs``
-needs them all in the alignment's order, since in a free pass a module inherits what was judged
+was found of each (``PairNumbers`` can be pickled and sent), whatever process does it;
+``results_of_pairs`` needs them all in the alignment's order, since in a free pass a module inherits what was judged
 before it.
 
 Three steps, each ahead of the next. One thread asks the system to fetch what comes, into its own
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pairs import Pair
-from divergence.comparison.measure.measurer import Found, Measurer
+from divergence.comparison.measure.measurer import Measurer, PairNumbers
 from divergence.comparison.result import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for
@@ -35,7 +35,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["judge_pairs", "measure_all", "measure_pairs", "measured_by", "measured_on"]
+__all__ = ["measure_all", "measure_pairs", "measured_by", "measured_on", "results_of_pairs"]
 
 _MOST_THREADS = 8
 _AHEAD_BYTES = 40 << 20
@@ -50,7 +50,7 @@ _READERS = 1
 """A disk serves two better than one; on two cores more get into one another's way."""
 _LARGE_BYTES = 64 << 20
 """From here on the threads share a pair: few as large are under way side by side."""
-_MEASURE: ContextVar[Callable[..., Generator[Found | None]] | None] = ContextVar(
+_MEASURE: ContextVar[Callable[..., Generator[PairNumbers | None]] | None] = ContextVar(
     "measure", default=None
 )
 _DEVICE: ContextVar[torch.device | None] = ContextVar("device", default=None)
@@ -66,7 +66,7 @@ def measure_all(
     measurer.device = _DEVICE.get()
     measure = _MEASURE.get() or measure_pairs
     with contextlib.closing(measure(measurer, pairs, progress)) as found:
-        return judge_pairs(measurer, pairs, found)
+        return results_of_pairs(measurer, pairs, found)
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def measured_on(device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def measured_by(measure: Callable[..., Generator[Found | None]]) -> Iterator[None]:
+def measured_by(measure: Callable[..., Generator[PairNumbers | None]]) -> Iterator[None]:
     """Within it, ``measure_all`` has ``measure`` do what ``measure_pairs`` does."""
     token = _MEASURE.set(measure)
     try:
@@ -91,16 +91,16 @@ def measured_by(measure: Callable[..., Generator[Found | None]]) -> Iterator[Non
         _MEASURE.reset(token)
 
 
-def judge_pairs(
-    measurer: Measurer, pairs: Sequence[Pair], found: Iterable[Found | None]
+def results_of_pairs(
+    measurer: Measurer, pairs: Sequence[Pair], found: Iterable[PairNumbers | None]
 ) -> list[SiteResult]:
     """The results, from what ``measure_pairs`` gave for the same pairs in the same order."""
-    return [measurer.judge(pair, one) for pair, one in zip(pairs, found, strict=True)]
+    return [measurer.result_of(pair, one) for pair, one in zip(pairs, found, strict=True)]
 
 
 def measure_pairs(
     measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
-) -> Generator[Found | None]:
+) -> Generator[PairNumbers | None]:
     """What ``Measurer.look`` finds of each pair, in order; None where the bytes are equal.
 
     ``pairs`` may be any part of an alignment. Lazy: nothing is read before the first is asked
@@ -108,7 +108,7 @@ def measure_pairs(
     """
     import torch
 
-    measurer.reading.announce(pairs)
+    measurer.reading.prefetch(pairs)
     batches = list(_batches(pairs))
     measuring = max(1, min(_MOST_THREADS, torch.get_num_threads()))
     fetcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="divergence-fetch")
@@ -118,7 +118,7 @@ def measure_pairs(
         initializer=set_device, initargs=(measurer.device,),
     )  # fmt: skip
 
-    def look(batch: _Batch, read: Future[None] | None) -> list[Found | None]:
+    def measure(batch: _Batch, read: Future[None] | None) -> list[PairNumbers | None]:
         if read is not None:
             read.result()
         # whole pairs side by side; the threads of one that is large share it
@@ -126,13 +126,13 @@ def measure_pairs(
         found = []
         for pair in batch.pairs:
             try:
-                found.append(measurer.look(pair, threads=threads))
+                found.append(measurer.measure(pair, threads=threads))
             finally:
                 for run, record in measurer.reading.reads(pair):
                     run.release(record)
         return found
 
-    ahead: deque[Future[list[Found | None]]] = deque()
+    ahead: deque[Future[list[PairNumbers | None]]] = deque()
     started = under_way_bytes = 0
     fetched = fetched_bytes = 0
     number = 0
@@ -152,7 +152,7 @@ def measure_pairs(
                 read = None
                 if coming.is_large:
                     read = reader.submit(measurer.reading.read_ahead, coming.pairs[0])
-                ahead.append(pool.submit(look, coming, read))
+                ahead.append(pool.submit(measure, coming, read))
                 under_way_bytes += coming.num_bytes
                 fetched_bytes -= coming.num_bytes
                 started += 1

@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import Any
 
 from divergence.comparison.align.pairs import Pair, Piece
-from divergence.comparison.measure.measurer import Found, Measurer
+from divergence.comparison.measure.measurer import Measurer, PairNumbers
 from divergence.comparison.measure.pipeline import measure_pairs, measured_by
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.numerics.formats import format_named
@@ -147,7 +147,7 @@ class _Ranks:
 
     def measure_pairs(
         self, measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
-    ) -> Generator[Found | None]:
+    ) -> Generator[PairNumbers | None]:
         """What measuring.measure_pairs gives, with the other ranks' help."""
         owners = share_out(pairs, self._size)
         shares: list[list[Pair]] = [[] for _ in range(self._size)]
@@ -168,7 +168,7 @@ class _Ranks:
             sources[0].close()
             self._stop()
 
-    def _found_by(self, rank: int) -> Generator[Found | None]:
+    def _found_by(self, rank: int) -> Generator[PairNumbers | None]:
         while True:
             found, error, more = self._receive(rank)
             if not more:
@@ -224,9 +224,9 @@ class _Ranks:
 
 def _batches(
     job: bytes, runs: dict[tuple[object, ...], Run], rank: int
-) -> Iterator[tuple[list[Found | None], DivergenceError | None, bool]]:
+) -> Iterator[tuple[list[PairNumbers | None], DivergenceError | None, bool]]:
     """(found, what went wrong after these, whether more follows), in the pairs' order."""
-    found: list[Found | None] = []
+    found: list[PairNumbers | None] = []
     try:
         try:
             measurer, pairs = _unpacked(job, runs)

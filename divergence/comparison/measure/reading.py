@@ -33,7 +33,7 @@ class Reading:
         with contextlib.suppress(RunFormatError):
             self.check(pair)
 
-    def announce(self, pairs: Sequence[Pair]) -> None:
+    def prefetch(self, pairs: Sequence[Pair]) -> None:
         """Say to runs that are far away what will be read of them, in which order."""
         if not any(run.far for run in (self._reference, self._candidate)):
             return

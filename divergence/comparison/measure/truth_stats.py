@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from divergence.comparison.logits_row import Place
+from divergence.comparison.logits_row import PromptStep
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.result import SiteResult
 from divergence.words import Side
@@ -64,7 +64,7 @@ class TruthStats:
     peak: dict[str, dict[Side, tuple[float, SiteResult]]] = field(default_factory=dict)
     gains: list[dict[str, float]] = field(default_factory=list)
     first: SiteResult | None = None
-    forwards: dict[Place, Forward] = field(default_factory=dict)
+    forwards: dict[PromptStep, Forward] = field(default_factory=dict)
 
     def w(self, least: float) -> float:
         a, b = (math.hypot(self.typical[side], least) for side in SIDES)

@@ -79,7 +79,7 @@ def localize(
     what capture, reference and compare raise.
     """
     a, b = (unsharded(_open(run)) for run in (reference, candidate))
-    tell: Progress = progress or (lambda event, done, total, detail: None)
+    on_progress: Progress = progress or (lambda event, done, total, detail: None)
     folder = folder_of(out)
     if a.manifest.plan.store != "full":
         raise UsageError(
@@ -92,12 +92,21 @@ def localize(
     again = _again(a, b, truth, folder, block=block, model=model, device=device,
                    trust_remote_code=trust_remote_code, operators=operators)  # fmt: skip
     maker = Maker(
-        a, b, folder, model=None if model is None else str(model), device=device, here=here,
-        force=force, trust_remote_code=trust_remote_code, operators=operators, again=again,
-        prepare={"reference": prepare_reference, "candidate": prepare_candidate}, progress=tell,
-    )  # fmt: skip
+        a,
+        b,
+        folder,
+        model=None if model is None else str(model),
+        device=device,
+        here=here,
+        force=force,
+        trust_remote_code=trust_remote_code,
+        operators=operators,
+        again=again,
+        prepare={"reference": prepare_reference, "candidate": prepare_candidate},
+        progress=on_progress,
+    )
     done = Localization(reference=str(a.path), candidate=str(b.path), out=str(folder), again=again)
-    _descend(done, maker, a, b, truth=truth, block=block, tell=tell)
+    _descend(done, maker, a, b, truth=truth, block=block, on_progress=on_progress)
     done.commands = list(dict.fromkeys(maker.commands))
     done.repetitions = list(maker.repetitions.values())
     if maker.refusals and done.operator is None:
@@ -113,18 +122,18 @@ def _descend(
     *,
     truth: str | Path | Run | None,
     block: str | None,
-    tell: Progress,
+    on_progress: Progress,
 ) -> None:
     """Fill ``done``, as far down as the runs at hand reach."""
-    tell("localize", 0, 4, "blocks")
+    on_progress("localize", 0, 4, "blocks")
     right: Run | None = None
     report: Report | None = None
     if truth is None and block is None:  # a truth is dear: not where there is nothing to judge
-        report = compare(a, b, progress=tell)
+        report = compare(a, b, progress=on_progress)
     if report is None or not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)):
         right = maker.truth("truth") if truth is None else _open(truth)
         right = None if right is None else unsharded(right)
-        report = compare(a, b, truth=right, progress=tell)
+        report = compare(a, b, truth=right, progress=on_progress)
     done.levels = [Level.of_report("block", report)]
     done.truth = None if right is None else str(right.path)
     chosen, why = _choose(report, block)
@@ -141,7 +150,7 @@ def _descend(
     sites = ["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])]
     made: dict[str, Run] = {}
     for number, side in enumerate(_SIDES):
-        tell("localize", 1 + number, 4, f"operators of {chosen}, {side}")
+        on_progress("localize", 1 + number, 4, f"operators of {chosen}, {side}")
         run = maker.operators(
             side, sites=sites, escalate=escalate, step=step, truth=right, block=chosen
         )
@@ -163,8 +172,8 @@ def _descend(
     if ops_truth is None:
         done.stopped = f"the truth of {chosen} has to be made on the reference's machine"
         return
-    tell("localize", 3, 4, "operators")
-    deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=tell)
+    on_progress("localize", 3, 4, "operators")
+    deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=on_progress)
     levels = [*done.levels, Level.of_modules(deep, chosen), Level.of_operators(deep)]
     done.report = deep
     done.levels = [level for level in levels if level is not None]
@@ -179,9 +188,9 @@ def _descend(
     if operators is None or first is None:
         done.stopped = f"no operator of {chosen} is beyond its limit" + _alone_there(deep)
         return
-    tell("localize", 4, 4, first.site)
+    on_progress("localize", 4, 4, first.site)
     done.operator = first
-    done.alone = errors_alone(made, first, maker.folder.path, tell, maker.namespaces)
+    done.alone = errors_alone(made, first, maker.folder.path, on_progress, maker.namespaces)
     blamed = operators.side or report.verdict.side
     same_block = onset is not None and onset.block in (None, chosen)
     name_side(
@@ -193,18 +202,18 @@ def _descend(
     if done.side is not None and repeated and whole:
         done.causal = prove(
             maker, made, ops_truth, deep, done.side, sites=sites, step=step, escalate=escalate,
-            tell=tell,
+            on_progress=on_progress,
         )  # fmt: skip
     done.given = given_to(made, first, operators.pass_)
     guilty = "reference" if (done.side or blamed) == "reference" else "candidate"
     wrong = any(own.times > NEAR for own in done.alone) or not done.alone
     folder = maker.folder.path
     if stands_alone(first, guilty) and (wrong or first.other_operands):
-        done.repro = reproduce(made, first, guilty, folder, tell, maker.namespaces)
+        done.repro = reproduce(made, first, guilty, folder, on_progress, maker.namespaces)
     if first.other_operands and first.region is None:  # the other side's call, with its scalars
         other = "candidate" if guilty == "reference" else "reference"
         done.repro_other = reproduce(
-            made, first, other, folder, tell, maker.namespaces, f"repro-{other}"
+            made, first, other, folder, on_progress, maker.namespaces, f"repro-{other}"
         )
 
 

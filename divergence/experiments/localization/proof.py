@@ -43,7 +43,7 @@ def prove(
     sites: list[str],
     step: int | None,
     escalate: bool,
-    tell: Progress,
+    on_progress: Progress,
 ) -> CausalCheck | None:
     """The healthy side's result in the guilty one's place: what is then still wrong? None where
     that side's machine is not this one, or the run does not repeat what comes before."""
@@ -59,7 +59,7 @@ def prove(
     if run is None:
         return None
     pair = (made["reference"], run) if side == "candidate" else (run, made["candidate"])
-    again = compare(*pair, truth=truth, progress=tell)
+    again = compare(*pair, truth=truth, progress=on_progress)
     if again.operators is None:
         return None
     place = (first.phase == "decode", first.order)
@@ -98,7 +98,7 @@ def errors_alone(
     made: dict[str, Run],
     first: OperatorResult,
     folder: Path,
-    tell: Progress,
+    on_progress: Progress,
     operators: Sequence[str] = (),
 ) -> list[OwnError]:
     """Each side's operator on its own recorded inputs, against float64."""
@@ -116,7 +116,9 @@ def errors_alone(
                 operators=operators,
             )  # fmt: skip
         except DivergenceError as error:
-            tell("note", 0, None, f"{path} could not be computed in float64: {error.message}")
+            on_progress(
+                "note", 0, None, f"{path} could not be computed in float64: {error.message}"
+            )
             return []
         report = compare(right, made[side])
         results = [] if report.operators is None else report.operators.results
@@ -136,7 +138,7 @@ def reproduce(
     first: OperatorResult,
     side: str,
     folder: Path,
-    tell: Progress,
+    on_progress: Progress,
     operators: Sequence[str] = (),
     name: str = "repro",
 ) -> str | None:
@@ -149,6 +151,6 @@ def reproduce(
             force=True, operators=operators,
         )  # fmt: skip
     except DivergenceError as error:
-        tell("note", 0, None, f"no reproducer of {path}: {error.message}")
+        on_progress("note", 0, None, f"no reproducer of {path}: {error.message}")
         return None
     return str(out)

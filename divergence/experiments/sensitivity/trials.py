@@ -173,7 +173,7 @@ class Trials:
 
 def _measure(measurer: Measurer, pairs: list[Pair], _progress: None = None) -> list[SiteResult]:
     """One after the other: they are few, and already in memory."""
-    return [measurer.judge(pair, measurer.look(pair)) for pair in pairs]
+    return [measurer.result_of(pair, measurer.measure(pair)) for pair in pairs]
 
 
 def _with_record(pair: Pair, overlay: Overlay) -> Pair:

@@ -13,7 +13,7 @@ import torch
 
 from divergence import Run, capture, compare
 from divergence import truth as make_truth
-from divergence.analyses.suite.measure import Truths, between, excess, look
+from divergence.analyses.suite.measure import Truths, between, excess, score_of_side
 from divergence.errors import IncomparableError, UsageError
 
 _spec = importlib.util.spec_from_file_location(
@@ -173,18 +173,18 @@ def truths(value, floor=None, gain=None, scores=None) -> Truths:
 def test_a_score_of_one_is_one_rounding():
     """Values 2^-9 off where bfloat16 has steps of 2^-7: a quarter of a step over 1/√12 of one."""
     x = torch.tensor([[1.0, 1.0, 1.0, 1.0]], dtype=torch.bfloat16)
-    side = look(x, truths([[1 + 2.0**-9] * 4], floor=[[0.0] * 4]), subnormal=False)
+    side = score_of_side(x, truths([[1 + 2.0**-9] * 4], floor=[[0.0] * 4]), subnormal=False)
     assert side.score == pytest.approx(12**0.5 / 4)
     assert side.ulp_max == 0.0
-    wider = look(x, truths([[1 + 2.0**-9] * 4], floor=[[2.0**-7] * 4]), subnormal=False)
+    wider = score_of_side(x, truths([[1 + 2.0**-9] * 4], floor=[[2.0**-7] * 4]), subnormal=False)
     assert wider.score == pytest.approx(0.25 / (1 + 1 / 12) ** 0.5)
 
 
 def test_exact_results_must_be_exact():
     """Where nothing rounds, one ulp is beyond any limit."""
     truth = truths([[1.0, 0.0]], floor=[[0.0, 0.0]])
-    right = look(torch.tensor([[1.0, 0.0]]), truth, subnormal=False)
-    wrong = look(torch.tensor([[1.0 + 2.0**-23, 0.0]]), truth, subnormal=False)
+    right = score_of_side(torch.tensor([[1.0, 0.0]]), truth, subnormal=False)
+    wrong = score_of_side(torch.tensor([[1.0 + 2.0**-23, 0.0]]), truth, subnormal=False)
     assert excess(right, expected_off=None, count=2) == 0.0
     assert excess(wrong, expected_off=None, count=2) > 1.0
 
@@ -192,9 +192,13 @@ def test_exact_results_must_be_exact():
 def test_nan_is_beyond_every_limit_and_overflow_is_not():
     """A nan where the truth is finite is a fault; an infinity where it is beyond float16 is not."""
     truth = truths([[1.0, 1e6]], floor=[[1e-3, 1.0]])
-    over = look(torch.tensor([[1.0, torch.inf]], dtype=torch.float16), truth, subnormal=False)
+    over = score_of_side(
+        torch.tensor([[1.0, torch.inf]], dtype=torch.float16), truth, subnormal=False
+    )
     assert over.num_nonfinite == 0
-    bad = look(torch.tensor([[torch.nan, torch.inf]], dtype=torch.float16), truth, subnormal=False)
+    bad = score_of_side(
+        torch.tensor([[torch.nan, torch.inf]], dtype=torch.float16), truth, subnormal=False
+    )
     assert bad.num_nonfinite == 1
     assert excess(bad, expected_off=None, count=2) > 1.0
 
@@ -203,9 +207,9 @@ def test_flushed_subnormals_are_counted_apart():
     """Zeros for subnormals leave the score of the rest alone, in cases of subnormals only."""
     truth = truths([[1e-40, 1.0]], floor=[[0.0, 1e-7]])
     x = torch.tensor([[0.0, 1.0]])
-    side = look(x, truth, subnormal=True)
+    side = score_of_side(x, truth, subnormal=True)
     assert (side.num_flushed, side.score) == (1, 0.0)
-    assert look(x, truth, subnormal=False).score > 4
+    assert score_of_side(x, truth, subnormal=False).score > 4
 
 
 def test_codes_are_counted():
@@ -215,10 +219,10 @@ def test_codes_are_counted():
     x[2] += 1
     x[5] -= 3
     truth = Truths(right, torch.zeros(10), None, None)
-    side = look(x, truth, subnormal=False)
+    side = score_of_side(x, truth, subnormal=False)
     assert (side.off_by_one, side.off_by_more) == (0.1, 0.1)
     assert excess(side, expected_off=0.0, count=10) == float("inf")
-    few = look(torch.where(right == 2, right + 1, right), truth, subnormal=False)
+    few = score_of_side(torch.where(right == 2, right + 1, right), truth, subnormal=False)
     assert excess(few, expected_off=0.0, count=10) == pytest.approx(1 / 3)
     assert between(x, right) == (0.2, None, None)
 
@@ -228,7 +232,7 @@ def test_open_codes_are_not_judged():
     right = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
     for value in (448.0, torch.nan):
         x = torch.tensor([1.0, value]).to(torch.float8_e4m3fn)
-        side = look(x, Truths(right, torch.zeros(2), None, None), subnormal=False)
+        side = score_of_side(x, Truths(right, torch.zeros(2), None, None), subnormal=False)
         assert (side.off_by_one, side.off_by_more, side.num_nonfinite) == (0.0, 0.0, 0)
 
 
@@ -239,7 +243,7 @@ def test_indices_are_ties_near_ties_or_wrong():
     truth = Truths(torch.tensor([[0]]), torch.full((1, 4), 1e-4), None, scores)
 
     def rows(*indices: int) -> tuple:
-        side = look(torch.tensor([indices]), truth, subnormal=False)
+        side = score_of_side(torch.tensor([indices]), truth, subnormal=False)
         return side.rows_tied, side.rows_near, side.rows_wrong
 
     assert rows(0) == (0.0, 0.0, 0.0)

@@ -2,8 +2,8 @@
 
 Two halves, so that the first may run anywhere: ``measure_pairs`` looks at pairs and gives what
 was found of each (``PairNumbers`` can be pickled and sent), whatever process does it;
-``results_of_pairs`` needs them all in the alignment's order, since in a free pass a module inherits what was judged
-before it.
+``results_of_pairs`` needs them all in the alignment's order, since in a free pass a module inherits
+what was judged before it.
 
 Three steps, each ahead of the next. One thread asks the system to fetch what comes, into its own
 cache: hundreds of MB ahead, since that is nobody's memory, and so the disk works while compiled

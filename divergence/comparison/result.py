@@ -114,29 +114,32 @@ Cell = str | int | float | bool | tuple[int, ...] | None
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What the report says about each run without opening it again. ``compute_dtype``: of a
-    truth, what its operators were computed in. ``generates``: a model that chooses tokens."""
+    """What the report says about each run, so that the run need not be opened again."""
 
     path: str
     id: str
     label: str
+    """What to call the machine."""
     model: str
     dtype: str
     device: str
     complete: bool
+    """The run reached its end."""
     stopped_by: str | None = None
+    """What ended an incomplete run."""
     num_records: int = 0
     plants: list[str] = []
+    """Faults that were planted."""
     substitutes: list[str] = []
+    """Operators whose results were replaced by another run's."""
     compute_dtype: str | None = None
+    """Of a truth: the dtype that its operators were computed in."""
     generates: bool = False
+    """The model chooses tokens."""
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The answer of `compare`. ``operators``: None where not both sides recorded any; ``audit``:
-    None where neither did; ``replicas``: of each side that several ranks made, its ranks against
-    one another; ``suite``: None unless both runs are of an operator suite, which has no
-    other sites; ``findings``: what each analysis claimed, of which the verdict was made."""
+    """The answer of `compare`."""
 
     schema_version: int = REPORT_SCHEMA_VERSION
     tool_version: str
@@ -149,10 +152,15 @@ class Report(msgspec.Struct, kw_only=True):
     sites: list[SiteResult]
     notes: list[str] = []
     operators: OperatorsResult | None = None
+    """None unless both sides recorded operators."""
     audit: AuditResult | None = None
+    """None where neither side recorded operators."""
     replicas: list[ReplicaCheck] = []
+    """For each side that several ranks made: its ranks compared with one another."""
     suite: SuiteResult | None = None
+    """None unless both runs are of an operator suite. Such runs have no other sites."""
     findings: list[Finding] = []
+    """What each analysis claimed. The verdict was made of these."""
 
     def __repr__(self) -> str:
         """``<Report a b: localized>``: all fields are megabytes."""

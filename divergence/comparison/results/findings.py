@@ -61,53 +61,56 @@ SiteKey = tuple[str, str | None, int, int, str]
 
 
 class Onset(msgspec.Struct, frozen=True, kw_only=True):
-    """The first site, in execution order, where the error is made rather than inherited.
-
-    ``block``: module path of the repeated block the site is or lies in, or None.
-    ``position``: token index of the worst row there, where rows are tokens. ``pass``:
-    where it was found; ``anchored`` is exact.
-    """
+    """The first site, in execution order, where the error is made rather than inherited."""
 
     site: str
     block: str | None
+    """Module path of the repeated block that the site is or lies in; None outside all blocks."""
     sample: int
     step: int
     position: int | None
+    """Token index of the worst row, where rows are tokens."""
     pass_: str = msgspec.field(name="pass", default="free")
+    """The pass in which it was found. ``anchored`` is exact."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """One fact the verdict rests on: a sentence, and its numbers by name. ``block``: one that it
-    points at, to look into, though nothing is beyond a limit there."""
+    """One fact that the verdict rests on."""
 
     text: str
+    """The fact, as a sentence."""
     values: dict[str, float] = {}
+    """The numbers in it, by name."""
     block: str | None = None
+    """A block worth a look, although nothing is beyond a limit there."""
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a verdict's confidence rests on. ``detail``: what is lacking, where it is."""
+    """One condition that a verdict's confidence rests on."""
 
     name: str
     state: Literal["met", "failed", "not_made"]
     detail: str = ""
+    """What is lacking, where the condition is not met."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The judgement. ``side``: which run is wrong, where that can be told.
-
-    ``summary``: one line for people. ``checks``: what the confidence is computed from. ``next``:
-    commands that go deeper.
-    """
+    """The judgement: what differs, where it begins, and how certain that is."""
 
     kind: VerdictKind
     summary: str
+    """One line for people."""
     onset: Onset | None = None
     confidence: Literal["high", "medium", "low"]
+    """Computed from ``checks``."""
     side: SideBothOrNeither | None = None
+    """The run that is wrong, where that can be told."""
     evidence: list[Evidence] = []
+    """The facts that the verdict rests on."""
     next: list[str] = []
+    """Commands that go deeper."""
     checks: list[Check] = []
+    """The conditions that the confidence is computed from."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,27 +119,27 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     claim: Claim
     role: Role = "convicts"
     kind: VerdictKind | None = None
-    """The verdict's kind, where this is the verdict."""
+    """The kind of the verdict, if this finding becomes the verdict."""
     summary: str = ""
-    """One line for people: the verdict's, where this is it."""
+    """One line for people: the verdict's summary, if this finding becomes the verdict."""
     onset: Onset | None = None
     place: tuple[int, int, int] | None = None
-    """(sample, step, order): when it happens, for what may happen before something else."""
+    """(sample, step, order) of the claim. Orders findings in time."""
     equal_inputs: bool = False
-    """Was it seen where both sides got the same inputs (an anchored or escalated pass)?"""
+    """Was it seen in a pass in which both sides got the same inputs (anchored or escalated)?"""
     side: SideBothOrNeither | None = None
     rests_on: list[Check] = []
-    """The checks that it needs. The confidence is computed from them."""
+    """The checks that the claim needs. The confidence is computed from them."""
     evidence: list[Evidence] = []
-    """What it rests on, the most telling fact first."""
+    """The facts behind the claim, the most telling one first."""
     beside: list[Evidence] = []
-    """What is said of it where another finding is the verdict."""
+    """The facts to report where another finding is the verdict."""
     clause: str = ""
-    """How it continues the summary of a verdict about the same place."""
+    """Text that continues the summary of a verdict about the same place."""
     leads: bool = False
-    """Explanations: said before the verdict's own evidence, rather than behind all of it."""
+    """For explanations: show it before the verdict's own evidence, not after all of it."""
     about_onset: bool = False
-    """Explanations: said behind the first fact of the verdict's evidence."""
+    """For explanations: show it after the first fact of the verdict's evidence."""
     next: list[str] = []
     flags: list[SiteKey] = []
-    """Sites that it rests on; they are flagged where it is the verdict."""
+    """Sites that the claim rests on. They are flagged if this finding becomes the verdict."""

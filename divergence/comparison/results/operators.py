@@ -31,94 +31,88 @@ OperatorVerdict = Literal["fine", "candidate", "reference", "both", "differs", "
 
 
 class OtherInput(msgspec.Struct, frozen=True, kw_only=True):
-    """An argument that is not the same thing on both sides: another operator's result, another
-    view of one, another weight, or a value from outside that differs.
-
-    ``reference``, ``candidate``: where it comes from, in words; ``viewed``: the same origin, looked
-    at differently. ``difference``: relative, of the values as the operator saw them; None where
-    a side did not store them.
-    """
+    """An argument that comes from elsewhere on the two sides: another operator's result, another
+    view of one, another weight, or an outside value that differs."""
 
     argument: str
     reference: str
+    """Where the reference's value comes from, in words."""
     candidate: str
+    """Where the candidate's value comes from, in words."""
     viewed: bool = False
+    """The origin is the same, but it is viewed in another way (another shape or stride)."""
     difference: float | None = None
+    """Relative difference of the values that the operator saw. None where a side did not store
+    them."""
 
 
 class OtherOperand(msgspec.Struct, frozen=True, kw_only=True):
-    """A scalar argument, or a constant made outside the recorded modules, that the sides do not
-    share: a fact, not a measurement.
-
-    ``reference``, ``candidate``: the values, in words. ``is_value``: it enters the arithmetic as a
-    number (an attention scale, an epsilon, a mask), and is no dim, size, flag or dtype.
-    ``difference``: relative, of a number or of a constant's values; None for what is no number.
-    """
+    """A scalar argument, or a constant made outside the recorded modules, that differs between the
+    sides. This is a fact about the calls, not a measurement."""
 
     argument: str
     kind: Literal["scalar", "constant"]
     reference: str
+    """The reference's value, in words."""
     candidate: str
+    """The candidate's value, in words."""
     is_value: bool = True
+    """The argument enters the arithmetic as a number (an attention scale, an epsilon, a mask).
+    False for a dim, size, flag or dtype."""
     difference: float | None = None
+    """Relative difference of the number, or of the constant's values. None where it is not a
+    number."""
 
 
 class RegionResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Operators of both sides that compute one thing in different ways, compared as one step.
-
-    ``text``: ``8 products and 7 additions in place of one product`` (the candidate's in place of
-    the reference's). ``reference``, ``candidate``: the operators' paths in execution order, the
-    last of which gives the common result (or, where ``argument`` is set, makes that argument of
-    the operator ``consumer``, which both sides call). ``inputs``: what the reference's begin from.
-    ``reference_times``, ``candidate_times``: what the side's own operators add to float64 on their
-    own recorded inputs, over one rounding of the result, which an ideal product makes; None where
-    it is not a region of products and additions in 16 bits, or an input was not recorded.
-    """
+    """Operators of both sides that compute one thing in different ways, compared as one step."""
 
     text: str
+    """The candidate's operators in place of the reference's, for example ``8 products and 7
+    additions in place of one product``."""
     reference: list[str]
+    """Paths of the reference's operators in execution order. The last one gives the common result;
+    where ``argument`` is set, it gives that argument of ``consumer``."""
     candidate: list[str]
+    """The same for the candidate."""
     inputs: list[str] = []
+    """The values that the reference's operators begin from."""
     consumer: str | None = None
+    """The operator, called by both sides, that takes the region's result as ``argument``."""
     argument: str | None = None
     reference_times: float | None = None
+    """Error that the reference's operators add on their own recorded inputs, measured against
+    float64 and divided by one rounding of the result (1 for an ideal product). None where the
+    region is not made of 16-bit products and additions, or an input was not recorded."""
     candidate_times: float | None = None
+    """The same for the candidate."""
 
 
 class OperatorResult(msgspec.Struct, kw_only=True):
-    """One operator of the reference and its partner, all forwards of a phase together.
+    """One operator of the reference and its partner, over all forwards of a phase.
 
-    ``site``: of the reference's first result, without the port. ``match``: ``exact`` (same module,
-    operator, number and shape), ``sequence`` (same place in the order of calls), ``value``
-    (different operators that come to the same value: a fused kernel's end), ``dataflow`` (they
-    are the same argument of matched operators, and do not hold the same value). ``kind``: class
-    of the module that called it; ``source``: the Python line.
-
-    Errors are relative L2 norms, median over rows (the last axis):
-    ``reference_error`` err(a, R), ``candidate_error`` err(b, R); ``difference`` err(b, a), rms over
-    rows, as most of them may be equal;
-    ``floor``: the ideal store error ‖round(R) - R‖ / ‖R‖ and the rounding of the sum, together.
-    ``w``: err(b, R) / err(a, R), each with the floor added in quadrature; ``w_entering``: the
-    largest w among what feeds it. ``peak``: the largest error of one row, column or slice (a head,
-    say) of one side over the other side's. ``ulp_share_reference``, ``ulp_share_candidate``: share
-    of elements more than one ulp of their dtype from R. ``codes``: for integers, the share of
-    elements that differ. ``fed_by``: what feeds it that only ``fed_by_side`` calls, in order.
-    ``other_inputs``: arguments that the sides take from elsewhere; ``other_operands``: scalars and
-    constants that differ, ``measurable``: whether the errors alone are beyond a limit where these
-    are the reason. ``region``: where the sides have other operators there, all of them, of
-    which this is the common result. ``limit_usage``: how much of the limit
-    is used, ``leans``: by which side, ``why``: by which question. None where there was no truth, or
-    nothing to measure.
+    Errors are relative L2 norms, median over rows (the last axis); a = reference, b = candidate, R
+    = truth. A number is None where there was no truth, or nothing to measure.
     """
 
     site: str
+    """Site of the reference's first result, without the port."""
     candidate_site: str
     match: Literal["exact", "sequence", "value", "dataflow"]
+    """How the partner was found:
+
+    * ``exact``: same module, operator, call number and shape.
+    * ``sequence``: same place in the order of calls.
+    * ``value``: other operators that come to the same value, such as the end of a fused kernel.
+    * ``dataflow``: the same argument of matched operators, with other values.
+    """
     operator: str
     candidate_operator: str
     kind: str | None = None
+    """Class of the module that called the operator."""
     block: str | None = None
     source: str | None = None
+    """The Python line that called it."""
     phase: Literal["prefill", "decode"]
     order: int
     sample: int = 0
@@ -128,25 +122,45 @@ class OperatorResult(msgspec.Struct, kw_only=True):
     candidate_dtype: str
     identical: bool = False
     difference: float | None = None
+    """err(b, a), rms over rows, since most rows may be equal."""
     reference_error: float | None = None
+    """err(a, R)."""
     candidate_error: float | None = None
+    """err(b, R)."""
     floor: float | None = None
+    """The ideal store error ‖round(R) - R‖ / ‖R‖ and the rounding of the sum, together."""
     w: float | None = None
+    """err(b, R) / err(a, R), each with the floor added in quadrature."""
     w_entering: float | None = None
+    """The largest ``w`` among the operators that feed this one."""
     peak: float | None = None
+    """The largest error of one row, column or slice (such as a head), one side's over the
+    other's."""
     ulp_share_reference: float | None = None
+    """Share of the reference's elements that are more than one ulp of their dtype from R."""
     ulp_share_candidate: float | None = None
+    """The same for the candidate."""
     codes: float | None = None
+    """For integers: share of elements that differ."""
     limit_usage: float = 0.0
+    """The largest share of any limit that is used; over 1 is beyond the limit."""
     leans: Side | None = None
+    """The side that uses it."""
     fed_by: list[str] = []
+    """The operators that feed this one and that only ``fed_by_side`` calls, in order."""
     fed_by_side: Side | None = None
     why: Question | None = None
+    """The question by which most of the limit is used."""
     verdict: OperatorVerdict = "unjudged"
     other_inputs: list[OtherInput] = []
+    """Arguments that the two sides take from elsewhere."""
     other_operands: list[OtherOperand] = []
+    """Scalars and constants that differ."""
     measurable: bool = True
+    """Where ``other_operands`` are the reason: are the errors alone beyond a limit too?"""
     region: RegionResult | None = None
+    """All operators of the region, where the sides call other operators and this is their common
+    result."""
 
 
 class UnmatchedOperator(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,41 +170,45 @@ class UnmatchedOperator(msgspec.Struct, frozen=True, kw_only=True):
     site: str
     operator: str
     source: str | None = None
+    """The Python line that called it."""
 
 
 class CausalCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference's result put in place of the candidate's at the onset: is the rest fine then?
-
-    ``largest_limit_usage``: of any of the ``num_after`` operators after it, how much of its limit
-    is still used; ``before``: the same without the substitution. ``holds``: neither one of these
-    nor
-    the block's output is beyond its limit; ``still``: what is.
-    """
+    """An experiment: the candidate is run again with the reference's result in place of its own at
+    the onset. If the rest is then fine, the onset is the cause."""
 
     site: str
+    """The site whose result was replaced."""
     holds: bool
+    """Neither a later operator nor the block's output is beyond its limit any more."""
     num_after: int = 0
+    """Number of operators after the onset that were checked."""
     before: float
+    """``largest_limit_usage`` without the replacement."""
     largest_limit_usage: float
+    """The largest share of its limit that any of these operators still uses."""
     still: list[str] = []
+    """The sites that are still beyond their limit."""
 
 
 class OperatorsResult(msgspec.Struct, kw_only=True):
-    """All operators of the modules that were recorded.
-
-    ``frame``: ``block`` (each side ran the block on its own, from equal inputs: errors are
-    inherited within it) or ``operator`` (each operator alone on equal inputs). ``pass``:
-    ``escalated`` where it was found in float32 alone. ``judged``: against
-    a truth, or by the difference alone. ``onset``: the site where it begins, ``side`` whose.
-    """
+    """All operators of the modules that were recorded."""
 
     frame: Literal["block", "operator"]
+    """Where the sides had equal inputs. ``block``: each side ran the block on its own from equal
+    inputs, so errors are inherited within it. ``operator``: each operator alone got equal
+    inputs."""
     pass_: str = msgspec.field(name="pass", default="anchored")
+    """``escalated`` where the difference was found in float32 alone."""
     judged: Literal["truth", "difference"]
+    """Judged against a truth, or by the difference of the two sides alone."""
     num_matched: int
     num_value_matches: int = 0
+    """How many of ``num_matched`` were matched by value."""
     onset: str | None = None
+    """The site where the difference begins; None where nothing is beyond a limit."""
     side: SideOrBoth | None = None
+    """The side that is wrong at the onset."""
     results: list[OperatorResult] = []
     unmatched: list[UnmatchedOperator] = []
     causal: CausalCheck | None = None

@@ -12,10 +12,11 @@ PreflightStatus = Literal["same", "differs", "blocking"]
 
 
 class PreflightLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing checked before any number. ``detail``: e.g. the first parameters that differ."""
+    """One setting or fact of the two runs that is checked before any number."""
 
     check: str
     status: PreflightStatus
     reference: str
     candidate: str
     detail: str | None = None
+    """What differs, for example the first parameters."""

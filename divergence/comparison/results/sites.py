@@ -13,24 +13,31 @@ __all__ = ["LogitsDiff", "NonfiniteCount", "PromptRatio", "SiteResult", "TruthDi
 
 
 class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Elements that are no finite number, per side.
+    """Counts of elements that are nan or infinite, per side.
 
-    ``*_inf``: infinities of both signs, of which ``*_neginf`` are below. ``differ``: elements at
-    which the sides do not agree (finite, nan, +inf or -inf alike); of them ``*_alone`` where the
-    other side is finite, and ``mask_alike`` where -inf stands against a number below -10,000, which
-    means the same in a mask. Where neither side's bytes are left, the least that the counts tell.
+    Where neither side's bytes are left, the counts come from the recorded statistics, and the
+    differences are lower bounds.
     """
 
     reference_nan: int = 0
     reference_inf: int = 0
+    """Infinities of both signs."""
     candidate_nan: int = 0
     candidate_inf: int = 0
+    """Infinities of both signs."""
     reference_neginf: int = 0
+    """How many of ``reference_inf`` are -inf."""
     candidate_neginf: int = 0
+    """How many of ``candidate_inf`` are -inf."""
     differ: int = 0
+    """Elements where the sides disagree: one is finite, nan, +inf or -inf and the other is not."""
     reference_alone: int = 0
+    """How many of ``differ`` are finite in the candidate."""
     candidate_alone: int = 0
+    """How many of ``differ`` are finite in the reference."""
     mask_alike: int = 0
+    """How many of ``differ`` are -inf against a number below -10,000. In a mask both mean the
+    same."""
 
     @property
     def total(self) -> int:
@@ -38,77 +45,69 @@ class NonfiniteCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogitsDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """Distribution-level difference of one logits pair over its rows (positions).
-
-    ``kl_*``: KL(reference‖candidate) in nats; ``top1_agreement``: share of rows with the
-    same argmax; ``top5_overlap``: mean size of the common top-5 over 5; ``margin_min``:
-    smallest top1-top2 gap of the reference; ``chosen_logprob_diff_max``: largest change
-    of the reference's argmax' log-probability.
-    """
+    """How far apart two logits tensors are as distributions, over their rows (positions)."""
 
     kl_mean: float
+    """KL(reference‖candidate) in nats, mean over rows."""
     kl_p99: float
+    """The same, 99th percentile over rows."""
     kl_max: float
+    """The same, largest row."""
     top1_agreement: float
+    """Share of rows with the same argmax."""
     top5_overlap: float
+    """Number of tokens common to both top-5 lists, over 5; mean over rows."""
     margin_min: float
+    """Smallest gap between the reference's first and second logit."""
     chosen_logprob_diff_max: float
+    """Largest change of the log-probability of the reference's argmax."""
 
 
 class TruthDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """One site against the truth R (float64): a = reference, b = candidate.
+    """Both sides of one site against the truth R (float64); a = reference, b = candidate.
 
-    ``reference_error``, ``candidate_error``: ‖a-R‖/‖R‖ and ‖b-R‖/‖R‖ of the median token. The
-    first is the measured floor. r = err(a, b) / err(a, R): how far apart in floor units;
-    w = err(b, R) / err(a, R): who is farther from the truth; each for the median token, p99,
-    the worst token and the worst channel (Σ over tokens). Sink tokens are left out.
-    x/0 is inf; 0/0 is 1 for w, 0 for r. ``gain_*``: <·-R, R>/‖R‖², mean over tokens.
+    err(x, y) = ‖x-y‖/‖R‖ of a token. r and w are given for the median token, the 99th percentile,
+    the worst token and the worst channel (summed over tokens). Sink tokens are left out. x/0 is
+    inf; 0/0 is 1 for w and 0 for r.
     """
 
     reference_error: float
+    """‖a-R‖/‖R‖ of the median token. This is the measured floor."""
     candidate_error: float
+    """‖b-R‖/‖R‖ of the median token."""
     r_median: float
+    """r = err(a, b) / err(a, R): the difference of the two sides in units of the floor."""
     r_p99: float
     r_max: float
     r_channel: float
     w_median: float
+    """w = err(b, R) / err(a, R): how much farther the candidate is from the truth."""
     w_p99: float
     w_max: float
     w_channel: float
     gain_reference: float
+    """<a-R, R>/‖R‖², mean over tokens: the reference's error of scale."""
     gain_candidate: float
+    """<b-R, R>/‖R‖², mean over tokens: the candidate's error of scale."""
 
 
 class PromptRatio(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt's rows of a forward that holds several. ``ratio``: of its median token; ``usage``:
-    the largest share of any limit that it uses there."""
+    """One prompt's rows in a forward that holds several prompts."""
 
     sample: int
     ratio: float
+    """The median token's error made here, over its floor."""
     num_rows: int
     usage: float = 0.0
+    """The largest share of any limit that this prompt uses here; over 1 is beyond the limit."""
 
 
 class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One compared pair of tensors, a = reference, b = candidate, d = a - b.
+    """One compared pair of tensors: a = reference, b = candidate, d = a - b.
 
-    Formulas and care in divergence.numerics.pairs.pair. ``rel_l2`` = ‖d‖/‖a‖. ``floor``: the
-    rel_l2 that correct implementations of this dtype are expected to reach here (median
-    token); ``ratio``: the median token's error made here over its floor, ``ratio_max`` the
-    worst token's, ``ratio_sink`` the worst sink token's (norm over 10 × the median), which is in
-    neither of the two; ``limit``: the multiple of the floor at which the judge flags this site's
-    typical token; ``limit_usage``: the largest share that any limit is used by this site, over all
-    its samples and steps of a phase; ``flagged``: beyond what rounding explains.
-    ``match``: how the pair was found (``exact`` or the name map's rule). ``truth``: both sides
-    against a float64 run, where one was given. ``of``: in the escalated pass, whose pass this is:
-    it is compared with the truth (or, where None, with the reference's own escalated pass).
-    ``estimated``: how well this is known, where it was estimated from sketches; what cannot be is
-    None. Where a run keeps neither bytes nor a sketch, nothing is known but ``identical`` and, from
-    its statistics, ``at_least``: what ``rel_l2`` is no less than.
-    ``prompts``: in a forward of several prompts, the ratio of each. ``usage``: the largest share of
-    any limit that this forward alone uses.
-    ``num_rerouted``: tokens that rounding sent to other experts on one side, which are in none of
-    the ratios; None where that is not known.
+    Rows are tokens and columns are channels. 0/0 = 0 and x/0 = inf. divergence.numerics.pairs.pair
+    defines the metrics. A metric is None where it cannot be computed, for example from a sketch.
+    Where a run keeps neither bytes nor a sketch, only ``identical`` and ``at_least`` are known.
     """
 
     pass_: str = msgspec.field(name="pass")
@@ -116,60 +115,117 @@ class SiteResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     site: str
     order: int
+    """Execution order within the forward."""
     candidate_site: str | None = None
+    """The candidate's name of the site, where it differs."""
     match: str = "exact"
+    """How the pair was found: ``exact`` (same name), or the name map's rule."""
     block: str | None = None
+    """Module path of the repeated block that the site is or lies in; None outside all blocks."""
     role: str | None = None
+    """Part in the model: ``block``, ``trunk`` or ``inner`` (run.schema.manifest.ModuleNote)."""
     kind: str | None = None
+    """Class of the module."""
     shape: tuple[int, ...]
     reference_dtype: str
     candidate_dtype: str
     identical: bool
+    """Same dtype, shape and bytes."""
     numel: int
+    """Number of elements in the rows that were measured."""
     num_masked: int = 0
+    """Number of rows that were left out, such as padding."""
     rel_l2: float | None
+    """‖d‖/‖a‖."""
     cosine: float | None
     one_minus_cosine: float | None
+    """1 - cosine of a and b, computed without cancellation."""
     sqnr_db: float | None
+    """-20 log10 ``rel_l2``, in dB; inf where the sides are equal."""
     max_abs: float | None
+    """max|d|, in the tensors' unit."""
     max_abs_index: tuple[int, ...] | None = None
+    """Where |d| is largest; None where d = 0."""
     max_abs_reference: float | None = None
+    """The reference's value there."""
     max_abs_candidate: float | None = None
+    """The candidate's value there."""
     reference_norm: float | None
+    """‖a‖."""
     candidate_norm: float | None
+    """‖b‖."""
     gain: float | None
+    """b·a/‖a‖² - 1: the relative difference of scale."""
     gain_se: float | None
+    """Standard error of ``gain``."""
     ulp_format: str | None = None
+    """The format whose ulp are counted: the narrower of the two dtypes. None unless both are
+    floats."""
     ulp_share_over_1: float | None = None
+    """Share of elements that are more than one ulp apart."""
     ulp_p99: float | None = None
+    """99th percentile of the distance in ulp."""
     ulp_max: float | None = None
+    """Largest distance in ulp."""
     token_rel_l2_median: float | None
+    """‖d_t‖/‖a_t‖ of the median row t."""
     token_rel_l2_p99: float | None
+    """The same, 99th percentile over rows."""
     token_rel_l2_max: float | None
+    """The same, worst row."""
     worst_sample: int | None = None
+    """Prompt of the worst row."""
     worst_position: int | None = None
+    """Token index of the worst row, where rows are tokens."""
     channel_rel_l2_max: float | None
+    """max over channels c of ‖d_c‖ / max(‖a_c‖, u·‖a‖/√C): C channels, u the unit roundoff of the
+    narrower format."""
     worst_channel: int | None = None
     update_rel_l2: float | None = None
+    """‖d‖ / ‖a - base‖, where base is the block's input; None without one."""
     num_sink_tokens: int = 0
+    """Rows with a norm over 10 × the median row norm."""
     rel_l2_without_sinks: float | None = None
+    """``rel_l2`` without these rows; None where there are none."""
     pad_rel_l2: float | None = None
+    """``rel_l2`` of the masked rows alone; None where none is masked."""
     nonfinite: NonfiniteCount | None = None
+    """Counts of nan and inf; None where there are none."""
     logits: LogitsDiff | None = None
+    """Set at the site of the logits."""
     floor: float | None = None
+    """The ``rel_l2`` that two correct implementations of this dtype are expected to reach here
+    (median token)."""
     ratio: float | None = None
+    """The median token's error made here, over its floor. Sink tokens are left out."""
     ratio_max: float | None = None
+    """The same of the worst token. Sink tokens are left out."""
     ratio_sink: float | None = None
+    """The same of the worst sink token; None without sinks."""
     num_rerouted: int | None = None
+    """Tokens that rounding sent to other experts on one side. They are in none of the ratios. None
+    where it is not known."""
     limit: float | None = None
+    """The ``ratio`` beyond which the judge flags this site's typical token."""
     limit_usage: float | None = None
+    """The largest share of any limit that this site uses, over all its samples and steps of a
+    phase; over 1 is beyond the limit."""
     truth: TruthDiff | None = None
+    """Both sides against a float64 run, where one was given."""
     of: Side | None = None
+    """In the escalated pass: whose pass this is. It is compared with the truth. None where the
+    candidate's is compared with the reference's own escalated pass."""
     flagged: bool = False
+    """Is the difference more than rounding explains?"""
     estimated: Estimate | None = None
+    """How well the numbers are known, where they were estimated from sketches."""
     at_least: float | None = None
+    """A lower bound of ``rel_l2``, from the statistics of runs that keep neither bytes nor a
+    sketch."""
     prompts: list[PromptRatio] = []
+    """In a forward of several prompts: each prompt's ratio."""
     usage: float | None = None
+    """The largest share of any limit that this forward alone uses."""
 
     @property
     def key(self) -> SiteKey:

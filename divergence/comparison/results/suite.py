@@ -18,40 +18,41 @@ a side is farther from the truth than rounding explains."""
 
 
 class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of one output against the truth R (float64).
+    """One side of one output x against the truth R (float64).
 
-    Of values: ``error`` ‖x-R‖/‖R‖; ``ulp_p99``, ``ulp_max``: distance from R rounded to the dtype,
-    where |R| >= u·rms(R); ``score``: rms over elements of (x-R) over the standard deviation that
-    rounding explains, 1 in a correct implementation; ``gain``: the same of the scale of rows.
-    ``num_flushed``: zeros where R is a subnormal or comes of some. ``num_nonfinite``: nan or inf
-    where R is finite. Of codes: shares of codes that are one, or more than one, from the truth's.
-    Of indices: shares of rows that differ, among exact ties only, among scores that rounding may
-    swap, and otherwise.
+    Which fields are set depends on the kind of the output: values, codes or indices.
     """
 
     error: float | None = None
+    """Values: ‖x-R‖/‖R‖."""
     ulp_p99: float | None = None
+    """Values: 99th percentile of the distance, in ulp, from R rounded to the dtype, where |R| >=
+    u·rms(R)."""
     ulp_max: float | None = None
+    """Values: the largest such distance."""
     score: float | None = None
+    """Values: rms over elements of (x-R) / σ, σ the standard deviation that rounding explains. 1 in
+    a correct implementation."""
     gain: float | None = None
+    """Values: the same for the scale of rows."""
     num_flushed: int = 0
+    """Values: zeros where R is a subnormal or is computed from subnormals."""
     num_nonfinite: int = 0
+    """Values: nan or inf where R is finite."""
     off_by_one: float | None = None
+    """Codes: share that is one from the truth's code."""
     off_by_more: float | None = None
+    """Codes: share that is more than one from the truth's code."""
     rows_tied: float | None = None
+    """Indices: share of rows that differ among exactly equal scores only."""
     rows_near: float | None = None
+    """Indices: share of rows that differ among scores that rounding may swap."""
     rows_wrong: float | None = None
+    """Indices: share of rows that differ otherwise."""
 
 
 class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One output of one case, a = reference, b = candidate.
-
-    ``same``: the same bits. ``rel_l2`` ‖a-b‖/‖a‖, of codes and indices the share that differs;
-    ``ulp_p99``, ``ulp_max`` between a and b. With a truth: ``ideal_error`` ‖round(R)-R‖/‖R‖;
-    ``floor`` the relative error that rounding before the last one explains; ``w`` =
-    err(b)/err(a), 1 for 0/0;
-    ``expected_off``: the share of codes that rounding explains to be off by one.
-    """
+    """One output of one case: a = reference, b = candidate, R = truth."""
 
     site: str
     operator: str
@@ -61,21 +62,27 @@ class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
     side: SideOrBoth | None = None
     why: str | None = None
     same: bool
+    """The bits of both sides are the same."""
     rel_l2: float
+    """‖a-b‖/‖a‖; for codes and indices the share that differs."""
     ulp_p99: float | None = None
+    """99th percentile of the distance between a and b, in ulp."""
     ulp_max: float | None = None
+    """The largest distance between a and b, in ulp."""
     ideal_error: float | None = None
+    """‖round(R)-R‖/‖R‖. None without a truth."""
     floor: float | None = None
+    """The relative error that the roundings before the last one explain. None without a truth."""
     expected_off: float | None = None
+    """Share of codes that rounding explains to be off by one. None without a truth."""
     w: float | None = None
+    """err(b)/err(a); 0/0 is 1. None without a truth."""
     reference: SuiteSide | None = None
     candidate: SuiteSide | None = None
 
 
 class SuiteOperator(msgspec.Struct, frozen=True, kw_only=True):
-    """All cases of one operator. ``num_same``: with the same bits on both sides, right or not.
-    ``worst``: the case that decides, first by status, then by how
-    far beyond its limit the farther side is (without a truth: by ``rel_l2``)."""
+    """All cases of one operator."""
 
     operator: str
     reference_implementation: str
@@ -84,15 +91,22 @@ class SuiteOperator(msgspec.Struct, frozen=True, kw_only=True):
     side: SideOrBoth | None
     num_cases: int
     num_same: int
+    """Cases with the same bits on both sides, right or wrong."""
     num_by_status: dict[str, int]
     worst: SuiteCase
+    """The case that decides: first by status, then by how far the farther side is beyond its limit
+    (without a truth: by ``rel_l2``)."""
 
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``judged``: against a truth. Operators: the wrong ones first, then by how far apart."""
+    """The comparison of two suite runs, operator by operator."""
 
     judged: bool
+    """The sides were judged against a truth."""
     score_limit: float
+    """Largest ``score`` that passes."""
     gain_limit: float
+    """Largest ``gain`` that passes."""
     operators: list[SuiteOperator]
+    """The wrong ones first, then by how far apart the sides are."""
     cases: list[SuiteCase]

@@ -13,118 +13,129 @@ __all__ = ["Explanation", "TokenChoice", "TokenDifference", "TokensResult"]
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of a top-k list: log-probability in nats."""
+    """One entry of a top-k list."""
 
     id: int
     text: str | None
     logprob: float
+    """In nats."""
 
 
 class TokenDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """A generated token on which the two sides disagree.
-
-    ``margin``: logit of the reference's choice minus its runner-up, on the
-    reference; ``candidate_margin``: the same on the candidate. ``truth_margin``: the truth's
-    logit of the reference's choice minus that of the candidate's; ``truth_choice``: the token
-    that the truth itself chose.
-
-    ``z``, ``z_of``: how many standard deviations of the difference of two logits a flip had to
-    overcome. ``floor``: |truth_margin| over √2 · rms of the logit error, in this row, of the side
-    that is nearer to the truth (``floor_side`` of TokensResult): what rounding moves. Without a
-    truth ``model``: the larger of the two sides' gaps between the two tokens over √2 · 2.2 · what
-    all blocks together may make of this row by rounding. Without that ``difference``: margin over
-    √2 · rms of the two sides' own difference in this row, in units of which a faulty difference
-    makes every flip small; never judged. A row's mean error moves nothing and is taken off.
-    ``judgement``: ``tie``, which rounding may flip, or, over a floor alone, ``fault``, which it
-    does not; None between the two, or not judged (tokens.flips).
-
-    The top lists are given for the first flip alone.
-    ``order_to_onset``: where the first flip lies from the forward of the numeric onset.
-    """
+    """A generated token on which the two sides disagree (a flip)."""
 
     sample: int
     step: int
     reference: TokenChoice
     candidate: TokenChoice
     margin: float | None
+    """Logit of the reference's choice minus its runner-up, on the reference."""
     candidate_margin: float | None
+    """Logit of the candidate's choice minus its runner-up, on the candidate."""
     truth_choice: TokenChoice | None = None
+    """The token that the truth itself chose."""
     truth_margin: float | None = None
+    """The truth's logit of the reference's choice minus that of the candidate's choice."""
     z: float | None = None
+    """The gap that the flip had to overcome, in standard deviations of the difference of two
+    logits. A row's mean error moves nothing and is taken off."""
     z_of: Literal["floor", "model", "difference"] | None = None
+    """What the standard deviation is that of:
+
+    * ``floor``: z = |truth_margin| / (√2 · rms of the logit error in this row), of the side nearer
+      to the truth (``TokensResult.floor_side``): what rounding moves.
+    * ``model``, without a truth: z = the larger of the two sides' gaps between the two tokens, over
+      √2 · 2.2 · what all blocks together may add to this row by rounding.
+    * ``difference``, without that: z = margin / (√2 · rms of the two sides' own difference in this
+      row). A faulty difference makes every flip look small, so this is never judged.
+    """
     judgement: Literal["tie", "fault"] | None = None
+    """``tie``: rounding may flip it. ``fault``: rounding does not; judged over ``floor`` alone.
+    None between the two, or where it was not judged (tokens.flips)."""
     reference_top: list[TokenChoice] = []
+    """The reference's top list; of the first flip alone."""
     candidate_top: list[TokenChoice] = []
+    """The candidate's top list; of the first flip alone."""
     order_to_onset: Literal["before", "same step", "after"] | None = None
+    """Where the first flip lies from the forward of the numeric onset."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the error of ``sites`` alone moves the logits that decide one token: an experiment
-    on the machine ``device`` (divergence.experiments.explain).
+    """How far the error of ``sites`` alone moves the logits that decide one token.
 
-    ``differs``: the two sides chose different tokens there; else it is the closest decision.
-    ``flagged``: the verdict points at the sites; else theirs is the largest error.
-    ``disturbed``: the side whose run was repeated, with the other's error added in
-    ``num_forwards`` forwards. ``*_margin``: logit of ``reference`` minus that of ``candidate``, in
-    the two runs, in the repeated run as it is (baseline) and with the error (injected).
-    ``share`` = (injected - baseline) / (the other side - the disturbed one); None for 0/0 and
-    x/0. ``flips``: the error changes the repeated run's choice.
+    An experiment on the machine ``device`` (divergence.experiments.explain): one side's run is
+    repeated with the other's error added at these sites. Margins are the logit of ``reference``
+    minus that of ``candidate``.
     """
 
     sample: int
     step: int
     differs: bool
+    """The two sides chose different tokens here. Otherwise it is the closest decision."""
     sites: list[str]
     flagged: bool
+    """The verdict points at the sites. Otherwise they have the largest error."""
     disturbed: Side
+    """The side whose run was repeated with the other's error."""
     reference: TokenChoice
     candidate: TokenChoice
     reference_margin: float
+    """In the reference."""
     candidate_margin: float
+    """In the candidate."""
     baseline_margin: float
+    """In the repeated run as it is."""
     injected_margin: float
+    """In the repeated run with the error."""
     share: float | None
+    """(injected - baseline) / (the other side - the disturbed side). None for 0/0 and x/0."""
     baseline_choice: TokenChoice
     injected_choice: TokenChoice
     flips: bool
+    """The error changes the repeated run's choice."""
     num_forwards: int
+    """Number of forwards in which the error was added."""
     dtype: str
     device: str
 
 
 class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Agreement of greedy choices. ``forced``: the candidate was fed the reference's tokens,
-    so that every step is comparable; otherwise steps after the first difference are not.
-    ``num_tokens``: that both sides generated, ``num_other_text`` of them after a difference;
-    ``num_reference``: all that the reference did; ``num_missing``: of those, how many the candidate
-    did not go on to, although nothing had parted the two texts.
-    ``differences``: every comparable flip, the first included.
-
-    ``kl_mean``, ``kl_p99``: KL(reference‖candidate) of the distributions that decided the
-    comparable tokens, in nats; None where no logits were recorded. With a truth
-    ``floor_kl_*``: KL(truth‖``floor_side``), that side being the nearer to the truth;
-    ``kl_ratio``: kl_mean over floor_kl_mean, or kl_p99 over floor_kl_p99 where that is the
-    larger; ``kl_limit`` what it was held against (numerics.floor, threshold ``kl``;
-    None where blocks choose experts, which rounding may flip).
-    ``explanation``: of `compare --explain-token`.
-    """
+    """Agreement of greedy choices, and of the distributions behind them."""
 
     num_tokens: int
+    """Tokens that both sides generated."""
     num_equal: int
     num_reference: int = 0
+    """All tokens that the reference generated."""
     num_missing: int = 0
+    """How many of ``num_reference`` the candidate did not go on to, although the two texts had not
+    parted."""
     num_other_text: int = 0
+    """How many of ``num_tokens`` come after a difference."""
     forced: bool
+    """The candidate was fed the reference's tokens, so every step is comparable. Otherwise steps
+    after the first difference are not."""
     first_difference: TokenDifference | None = None
     differences: list[TokenDifference] = []
+    """Every comparable flip, the first included."""
     kl_mean: float | None = None
+    """KL(reference‖candidate) of the distributions that decided the comparable tokens, in nats.
+    None where no logits were recorded."""
     kl_p99: float | None = None
+    """The same, 99th percentile."""
     floor_side: Side | None = None
+    """The side that is nearer to the truth. None without a truth."""
     floor_kl_mean: float | None = None
+    """KL(truth‖``floor_side``) in nats. None without a truth."""
     floor_kl_p99: float | None = None
+    """The same, 99th percentile."""
     kl_ratio: float | None = None
+    """The larger of kl_mean / floor_kl_mean and kl_p99 / floor_kl_p99."""
     kl_limit: float | None = None
+    """The limit of ``kl_ratio`` (numerics.floor, threshold ``kl``). None where blocks choose
+    experts, which rounding may flip."""
     explanation: Explanation | None = None
+    """The answer of `compare --explain-token`."""
 
     def related_to(self, onset: Onset | None) -> TokensResult:
         """With a note whether the first flip lies before, at or after the onset's forward."""

@@ -25,40 +25,44 @@ Shown = Mapping[tuple[str, str, str], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Two runs and the numbers of every pair of tensors. Nothing writes into it."""
+    """Two runs, and the numbers of every pair of tensors. Nothing writes into it."""
 
     reference: Run
     candidate: Run
     truth: Truth | None = None
+    """The float64 run, where one was given."""
     alignment: Alignment
     sites: Sequence[SiteResult]
+    """One result for each pair of tensors."""
     preflight: Sequence[PreflightLine] = ()
     thresholds: Thresholds = THRESHOLDS
     advice: Advice
     """Prints commands for these runs."""
     tokens: TokensResult | None = None
     operators: OperatorsResult | None = None
+    """None unless both sides recorded operators."""
     routes: Routes = field(default_factory=Routes)
-    """Tokens and the experts that they were sent to."""
+    """The experts that each token was sent to."""
     truth_samples: SamplesBySite | None = None
-    """Both sides against the truth, where one was given."""
+    """The measurements of both sides against the truth, where one was given."""
     shown: Shown | None = None
-    """What trusted runs differ by, where any were given."""
+    """The largest share of each limit that trusted runs use, where any were given."""
     covered: Sequence[PassCoverage] = ()
+    """How much of each pass was compared."""
     notes: Sequence[str] = ()
-    """For the report; those of ``alignment`` are evidence too."""
+    """Notes for the report. Those of ``alignment`` are evidence too."""
     rename: Callable[[str], str] = str
-    """A site of the reference → the candidate's."""
+    """Maps a site of the reference to the candidate's."""
     anchored: bool
     """Were pairs of an anchored pass measured?"""
     routed: frozenset[str] = frozenset()
-    """Blocks with experts whose choices are not known."""
+    """Blocks with experts, where the choices of experts are not known."""
     experts: bool = False
     """Are there blocks with experts at all?"""
     narrow: bool = False
     """Does a side compute in a dtype whose floor hides what an escalated pass would see?"""
     missing: int = 0
-    """Records without a partner or skipped, and tokens without one."""
+    """Number of records without a partner or skipped, and of tokens without one."""
 
     @property
     def has_operators(self) -> bool:

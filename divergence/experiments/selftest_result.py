@@ -17,17 +17,17 @@ StepStatus = Literal["ok", "failed", "skipped"]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One path. ``detail``: what was seen, or why it failed or was left out."""
+    """One device path of the tool that was tried."""
 
     name: str
     status: StepStatus
     seconds: float
     detail: str
+    """What was seen, or why the path failed or was left out."""
 
 
 class Selftest(msgspec.Struct, kw_only=True):
-    """The answer of `selftest`. ``fallbacks``: operators that the CPU ran in the device's place;
-    ``complete``: False where it was interrupted."""
+    """The answer of `selftest`."""
 
     schema_version: int = SELFTEST_SCHEMA_VERSION
     tool_version: str
@@ -35,8 +35,10 @@ class Selftest(msgspec.Struct, kw_only=True):
     environment: Environment
     switches: list[Switch] = []
     fallbacks: list[str] = []
+    """Operators that the CPU ran in place of the device."""
     steps: list[Step] = []
     complete: bool = False
+    """False where the selftest was interrupted."""
 
     @property
     def failed(self) -> list[Step]:

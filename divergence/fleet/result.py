@@ -19,72 +19,73 @@ MATRIX_SCHEMA_VERSION = 1
 
 
 class MatrixRow(msgspec.Struct, kw_only=True):
-    """One candidate against the first run.
-
-    ``verdict`` is None where the two could not be compared, and ``problem`` says why (it is also
-    set where the verdict is ``incomparable``). ``limit_usage``: the largest share of any
-    limit that is used, over 1 where one is exceeded. ``logits_rel_l2``: the worst forward's, each
-    run on its own values; ``top1_agreement``: the share of its positions with the same first
-    choice. ``num_equal`` of ``num_tokens`` generated tokens agree. ``report_path``: the file that
-    the report was written to, in place of ``report``.
-    """
+    """One candidate compared with the first run."""
 
     path: str
     run: RunSummary | None = None
     verdict: VerdictKind | None = None
+    """None where the two could not be compared."""
     summary: str | None = None
     confidence: Literal["high", "medium", "low"] | None = None
     onset: Onset | None = None
     side: SideBothOrNeither | None = None
     limit_usage: float | None = None
+    """The largest share of any limit that is used; over 1 where a limit is exceeded."""
     logits_rel_l2: float | None = None
+    """‖a-b‖/‖a‖ of the logits in the worst forward, each run on its own values."""
     top1_agreement: float | None = None
+    """Share of positions with the same first choice, over all forwards."""
     num_equal: int | None = None
+    """How many of ``num_tokens`` generated tokens agree."""
     num_tokens: int | None = None
     problem: str | None = None
+    """Why the two could not be compared. Also set where the verdict is ``incomparable``."""
     report: Report | None = None
+    """The pair's whole report. None where it was written to ``report_path``."""
     report_path: str | None = None
+    """The file that holds the report in place of ``report``."""
 
 
 class AgreementGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs that agree with ``runs[0]``: what differs is rounding, or nothing (``identical``: their
-    recorded digests are all the same)."""
+    """Runs that agree with ``runs[0]``: they differ by rounding, or not at all."""
 
     runs: list[str]
     identical: bool = False
+    """The recorded digests of the runs are all the same."""
 
 
 class CrossCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """Two candidates compared with one another, to find out who is odd."""
+    """Two candidates compared with one another, to find out which one is odd."""
 
     reference: str
     candidate: str
     verdict: VerdictKind | None
     problem: str | None = None
+    """Why the two could not be compared; ``verdict`` is then None."""
 
 
 class Matrix(msgspec.Struct, kw_only=True):
-    """The answer of `compare` for three runs and more; runs are named by path.
-
-    ``identical``: groups of runs whose free passes are equal bit for bit, by recorded digests.
-    ``groups``: which runs agree, as far as that had to be found out; ``cross_checks``: the
-    comparisons of candidates that it took. ``odd``: the runs outside the group that holds more than
-    half of those that can tell; empty where all agree or no group does. ``agreement``: that in one
-    sentence. ``only_odd``: what the odd runs' manifests say of their machines that those of the
-    group do not. ``next``: commands that go deeper.
-    """
+    """The answer of `compare` for three runs and more. Runs are named by path."""
 
     schema_version: int = MATRIX_SCHEMA_VERSION
     tool_version: str
     reference: RunSummary
     rows: list[MatrixRow]
     identical: list[list[str]] = []
+    """Groups of runs whose free passes are equal bit for bit, by recorded digests."""
     groups: list[AgreementGroup] = []
+    """Which runs agree, as far as that had to be found out."""
     cross_checks: list[CrossCheck] = []
+    """The comparisons of candidates that were needed for ``groups``."""
     odd: list[str] = []
+    """The runs outside the group that holds more than half of the runs that can tell. Empty where
+    all agree, or where no group is that large."""
     agreement: str
+    """Which runs agree, in one sentence."""
     only_odd: list[str] = []
+    """What the manifests of the odd runs say of their machines and those of the group do not."""
     next: list[str] = []
+    """Commands that go deeper."""
 
     def __repr__(self) -> str:
         """``<Matrix a b c: 2 of 3 runs agree bit for bit; c differs from them>``: with every

@@ -39,26 +39,30 @@ __all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule of the policy that is not met. ``allowed`` and ``found`` as text for people."""
+    """One rule of the policy that is not met."""
 
     rule: str
     site: str | None = None
     allowed: str
+    """What the rule allows, as text for people."""
     found: str
+    """What was found, as text for people."""
     text: str
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """The answer of `check`. ``num_ties``: flipped tokens that count as equal. ``known``: what
-    became of each known difference of the policy, ``excused``: they explain the verdict.
-    ``notes``: what the policy names and this comparison has not, and what was not recorded."""
+    """The answer of `check`."""
 
     passed: bool
     failures: list[Failure]
     num_ties: int = 0
+    """Flipped tokens that count as equal."""
     excused: bool = False
+    """The policy's known differences explain the verdict."""
     known: list[KnownUse] = []
+    """What became of each known difference of the policy."""
     notes: list[str] = []
+    """What the policy names and this comparison lacks, and what was not recorded."""
     report: Report
     policy: Policy
 

@@ -37,18 +37,20 @@ __all__ = ["Blessing", "bless"]
 
 
 class Blessing(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bless` did. ``previous``: where the old golden was kept, or None if there was none.
-
-    ``verdict``: of the old golden against the new one; ``reason`` where they could not be compared.
-    """
+    """What `bless` did."""
 
     golden: str
     previous: str | None = None
+    """Where the old golden was kept; None if there was none."""
     verdict: str | None = None
+    """Of the old golden against the new one."""
     summary: str | None = None
     reason: str | None = None
+    """Why the two could not be compared, where they could not."""
     added_sites: list[str] = []
+    """Sites that the new golden alone has."""
     removed_sites: list[str] = []
+    """Sites that the old golden alone has."""
 
 
 def bless(

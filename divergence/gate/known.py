@@ -29,36 +29,42 @@ _EXCUSABLE = ("localized", "systematic")
 
 
 class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one entry. ``status``:
+    """What became of one known difference of the policy."""
+
+    number: int
+    """Its place in the policy, from 0."""
+    sites: str | tuple[str, ...]
+    status: str
+    """One of:
 
     * ``used``: it excused ``num_records`` flagged records;
     * ``matched``: it would have, but the verdict rests on more than what is known;
     * ``exceeded``: some of them are beyond its ``max``;
     * ``expired``: its last day is over;
-    * ``unused``: nothing that is flagged is meant.
-
-    ``found``: the largest of each number that ``max`` bounds, over the flagged records that are
-    meant. ``text``: a sentence.
+    * ``unused``: it matches nothing that is flagged.
     """
-
-    number: int
-    sites: str | tuple[str, ...]
-    status: str
     num_records: int = 0
+    """Flagged records that it matches."""
     allowed: dict[str, float] = {}
+    """Its ``max``, by the name of the number."""
     found: dict[str, float | None] = {}
+    """The largest value of each number that ``max`` bounds, over the flagged records that it
+    matches."""
     reason: str
     until: datetime.date | None = None
     text: str
+    """The same as a sentence."""
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
-    """``excused``: the verdict is, by the entries in ``uses``. ``why_not``: what stood against it,
-    where an entry was meant and yet did not help."""
+    """Whether the policy's known differences excuse the verdict."""
 
     excused: bool
+    """The entries in ``uses`` excuse the verdict."""
     uses: list[KnownUse]
+    """What became of each entry."""
     why_not: str | None = None
+    """What prevents it, where an entry matches and the verdict is not excused."""
 
 
 def excuse(report: Report, policy: Policy, *, today: datetime.date | None = None) -> Knowledge:

@@ -66,16 +66,20 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Tolerance(_Strict, frozen=True, kw_only=True):
-    """Upper limits at the sites that match. ``dtype`` and ``pass`` narrow it further.
+    """Upper limits at the sites that match.
 
-    Sites that match no compared site are a failure, since nothing was held against the limits;
-    ``optional``: for a policy that serves several models, they are not.
+    A tolerance that matches no compared site is a failure, since nothing was held against its
+    limits.
     """
 
     sites: str | tuple[str, ...] = "*"
+    """Glob, ``re:`` pattern, or several."""
     dtype: str | None = None
+    """Only sites of this dtype on both sides."""
     pass_: PassName | None = msgspec.field(name="pass", default=None)
+    """Only this pass."""
     optional: bool = False
+    """Matching no site is no failure, for a policy that serves several models."""
     rel_l2: float | None = None
     one_minus_cosine: float | None = None
     max_abs: float | None = None
@@ -112,18 +116,19 @@ class KnownLimits(_Strict, frozen=True, kw_only=True):
 
 
 class Known(_Strict, frozen=True, kw_only=True):
-    """A difference that a team knows and lives with; what it excuses is said in compare.known.
-
-    ``max``: one limit at least. ``reason``: why it is accepted. ``until``: the last day on which
-    it excuses anything. ``dtype`` and ``pass`` narrow it as they do a tolerance.
-    """
+    """A difference that a team has decided to live with. gate.known says what it excuses."""
 
     sites: str | tuple[str, ...]
     max: KnownLimits
+    """How large the difference may be; at least one limit."""
     reason: str
+    """Why it is accepted."""
     until: datetime.date | None = None
+    """The last day on which it excuses anything."""
     dtype: str | None = None
+    """Only sites of this dtype on both sides."""
     pass_: PassName | None = msgspec.field(name="pass", default=None)
+    """Only this pass."""
 
     def matches(self, site: SiteResult) -> bool:
         """Whether this entry is about ``site``."""
@@ -154,32 +159,32 @@ def _any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 class PreflightPolicy(_Strict, frozen=True, kw_only=True):
-    """Names or globs of preflight checks that may differ. Blocking ones never may.
-
-    ``refuse`` is stronger than ``allow``: "everything but these" is allow ``*`` and refuse these.
-    """
+    """Names or globs of preflight checks that may differ. A blocking check never may."""
 
     allow: tuple[str, ...] = ()
+    """Checks that may differ."""
     refuse: tuple[str, ...] = ()
+    """Checks that may not; stronger than ``allow``. "Everything but these" is allow ``*`` and
+    refuse these."""
 
     def allows(self, check: str) -> bool:
         return _any(check, self.allow) and not _any(check, self.refuse)
 
 
 class TokensPolicy(_Strict, frozen=True, kw_only=True):
-    """Agreement of generated tokens.
-
-    ``min_equal``: share of 1, or a count if ``min_equal_count`` is used instead.
-    ``tie_margin``: in logits, one number or one per dtype of the golden. A flipped token
-    is a tie where both sides preferred their own choice by at most this. ``tie_z``: also
-    where the gap is at most this many standard deviations of the logits' rounding: of the
-    floor that a truth shows, or else of the rounding model of all blocks together.
-    """
+    """Agreement of generated tokens."""
 
     min_equal: Share | None = None
+    """The least share of tokens that must agree."""
     min_equal_count: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """The same as a count, in place of ``min_equal``."""
     tie_margin: float | dict[str, float] | None = None
+    """In logits: one number, or one for each dtype of the golden. A flip is a tie where both sides
+    preferred their own choice by at most this."""
     tie_z: float | None = None
+    """A flip is also a tie where the gap is at most this many standard deviations of the logits'
+    rounding: of the floor that a truth shows, or else of the rounding model of all blocks
+    together."""
 
     def tie_margin_for(self, dtype: str) -> float | None:
         """The margin for a run of this dtype (``torch.bfloat16`` and ``bfloat16`` alike)."""
@@ -189,17 +194,23 @@ class TokensPolicy(_Strict, frozen=True, kw_only=True):
 
 
 class Policy(_Strict, frozen=True, kw_only=True):
-    """What `check` accepts. ``name`` is filled in from where the policy was found."""
+    """What `check` accepts."""
 
     name: str = ""
+    """Filled in from where the policy was found."""
     description: str = ""
     verdicts: tuple[VerdictKind, ...] = ("identical", "within_floor")
+    """Any other verdict fails."""
     min_coverage: Share = 1.0
+    """The least share of the golden's records that must be compared."""
     preflight: PreflightPolicy = PreflightPolicy()
     tokens: TokensPolicy = TokensPolicy()
     tolerance: tuple[Tolerance, ...] = ()
+    """The first one that matches a site applies."""
     known: tuple[Known, ...] = ()
+    """Differences that are known and lived with."""
     thresholds: Thresholds = THRESHOLDS
+    """Multiples of the floor at which a site is flagged."""
 
     def tolerance_for(self, site: SiteResult) -> Tolerance | None:
         """The first tolerance that matches, or None."""

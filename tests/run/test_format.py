@@ -5,6 +5,9 @@ UPDATE_SCHEMAS=1 python -m pytest tests/run/test_format.py    # after a change o
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import os
 import re
@@ -17,9 +20,10 @@ import pytest
 
 from divergence.run.reader import Run
 from divergence.run.schema import manifest as manifest_types
+from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
-from divergence.run.schema.record import Place, Record, Summary
+from divergence.run.schema.record import Place, Record, Sketch, Summary
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/dump-format.md").read_text(encoding="utf-8")
@@ -27,11 +31,29 @@ FIXTURES = ROOT / "tests/fixtures"
 SCHEMAS = {"dump-format.schema.json": Manifest, "record.schema.json": Record}
 
 
+def field_docs(kind) -> dict[str, str]:
+    """The string below each field of a struct, by the field's key."""
+    (node,) = ast.parse(inspect.getsource(kind)).body
+    keys = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    return {
+        keys[field.target.id]: inspect.cleandoc(below.value.value)
+        for field, below in itertools.pairwise(node.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(below, ast.Expr)
+        and isinstance(below.value, ast.Constant)
+    }
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_schema_is_that_of_the_types(name):
     """docs/*.schema.json are generated; UPDATE_SCHEMAS=1 writes them anew."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     schema |= msgspec.json.schema(SCHEMAS[name])
+    for kind in [*documented_types(), ArithmeticFact, Sketch]:
+        properties = schema["$defs"].get(kind.__name__, {}).get("properties", {})
+        docs = field_docs(kind) if properties else {}
+        for key, text in docs.items():
+            properties[key]["description"] = text
     text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     path = ROOT / "docs" / name
     if os.environ.get("UPDATE_SCHEMAS"):

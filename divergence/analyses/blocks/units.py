@@ -38,37 +38,43 @@ phase): units that are alike."""
 
 @dataclass(slots=True)
 class Unit:
-    """One site in one pass and phase (``prefill`` or ``decode``).
-
-    ``typical``: median over forwards of the median token's ratio; ``worst``: the largest
-    ratio of any token, ``sink``: of any sink token, which is apart; ``limit`` and
-    ``worst_limit`` what they were held against;
-    ``looks``: each forward of each prompt by itself;
-    ``why``: which of these was exceeded, or what the truth blames (blocks.blame), or None.
-    ``widened``: what trusted runs have shown, as a factor on all limits. ``limit_usage``: the
-    largest share of any limit that is used; ``between``: of those on the two sides' difference,
-    which hold without a truth.
-    """
+    """All results of one site in one pass and phase (``prefill`` or ``decode``), judged
+    together."""
 
     site: str
     pass_: str
     phase: str
     kind: Kind
+    """Units of the same kind are its siblings."""
     results: list[SiteResult] = field(default_factory=list)
     typical: float = 0.0
+    """Median over forwards of the median token's ratio."""
     worst: float = 0.0
+    """Largest ratio of any token, sink tokens left out."""
     sink: float = 0.0
+    """Largest ratio of any sink token."""
     control: float = 0.0
+    """Median of the siblings' ``typical``."""
     num_siblings: int = 0
     limit: float = 0.0
+    """Limit of ``typical``."""
     worst_limit: float = 0.0
+    """Limit of ``worst`` and ``sink``."""
     why: str | None = None
+    """The limit that was exceeded, or what the truth blames (blocks.blame); None where the unit is
+    within all limits."""
     widened: float = 1.0
+    """Factor on all limits, from what trusted runs have shown."""
     stats: TruthStats | None = None
+    """The site against the truth, where one was given."""
     blame: Blame | None = None
+    """What the truth blames, if anything."""
     limit_usage: float = 0.0
+    """The largest share of any limit that is used; over 1 is beyond the limit."""
     between: float = 0.0
+    """The same over the limits on the two sides' difference, which need no truth."""
     looks: list[Look] = field(default_factory=list)
+    """Each forward of each prompt by itself."""
 
     @property
     def margin(self) -> float:

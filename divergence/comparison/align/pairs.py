@@ -41,44 +41,45 @@ REPLAYED = "replayed"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set.
-
-    ``pads``: positions that the batch put before the sample's first token.
-    """
+    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""
 
     record: Record
     sample: int
     row: int | None = None
+    """The sample's row of the batch; None for the whole record."""
     left: int = 0
     right: int = 0
     pads: int = 0
+    """Positions that the batch put before the sample's first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two pieces of one meaning, compared under ``pass_``."""
+    """Two pieces that hold the same tensor of the model."""
 
     reference: Piece
     candidate: Piece
     pass_: str
+    """The pass that they are compared as."""
     match: str
+    """``exact``, or the name map's rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """All pairs in the reference's execution order, and everything that is no pair.
-
-    ``prefix``: the automatic prefix rule in use, if any. ``anchored``: whether pairs of an
-    anchored pass are among them, and ``notes`` why not, where one was recorded.
-    """
+    """All pairs in the reference's execution order, and everything without a partner."""
 
     pairs: list[Pair]
     only_reference: list[Skipped]
     only_candidate: list[Skipped]
     skipped: list[Skipped]
+    """Tensors with a partner that they cannot be compared with."""
     prefix: tuple[str, str] | None
+    """The automatic prefix rule in use, if any."""
     anchored: bool
+    """Pairs of an anchored pass are among ``pairs``."""
     notes: list[str]
+    """Why no anchored pass was used although one was recorded."""
 
 
 def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) -> Alignment:

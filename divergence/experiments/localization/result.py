@@ -22,14 +22,15 @@ LOCALIZATION_SCHEMA_VERSION = 1
 
 
 class Level(msgspec.Struct, kw_only=True, frozen=True):
-    """One step of the descent. ``site``: where it begins at this level, None where nothing stands
-    out; ``why``: the first piece of evidence."""
+    """One step of the descent from blocks to operators."""
 
     level: Literal["block", "module", "operator"]
     verdict: str
     site: str | None
+    """Where the difference begins at this level; None where nothing stands out."""
     side: SideBothOrNeither | None = None
     why: str = ""
+    """The first piece of evidence."""
 
     @classmethod
     def of_report(cls, level: Literal["block", "operator"], report: Report) -> Level:
@@ -84,36 +85,40 @@ def _module_text(site: SiteResult) -> str:
 
 
 class OwnError(msgspec.Struct, kw_only=True, frozen=True):
-    """A side's operator on its own recorded inputs against float64: relative error, median row;
-    ``ideal``: what a correct one makes; ``times``: the one over the other, in quadrature."""
+    """A side's operator on its own recorded inputs, held against float64."""
 
     side: Side
     error: float
+    """Relative L2 error of the median row."""
     ideal: float
+    """The error that a correct operator makes."""
     times: float
+    """``error`` over ``ideal``, each with the operator's floor added in quadrature."""
 
 
 class Repetition(msgspec.Struct, kw_only=True, frozen=True):
-    """What became of one check.
-
-    ``run``: which was made again; ``repeats``: the run it stands for. ``how``: ``bits`` (all shared
-    tensors are equal), ``error`` (as far from the truth, of a machine that does not repeat bits),
-    ``differs``, or ``unknown``: they share no tensor. ``num_compared``, ``num_different``: shared
-    tensors. ``site``, ``pass_``, ``sample``, ``step``: of the first that differs, ``rel_l2`` by how
-    much (None where a side keeps no bytes). ``reason``: why bits were not asked for.
-    """
+    """Whether a run that was captured again repeats the run it stands for."""
 
     run: str
+    """The run that was made again."""
     repeats: str
+    """The run it stands for."""
     how: Literal["bits", "error", "differs", "unknown"]
+    """``bits``: all shared tensors are equal. ``error``: as far from the truth, on a machine that
+    does not repeat bits. ``differs``: neither. ``unknown``: the runs share no tensor."""
     num_compared: int = 0
+    """Number of shared tensors."""
     num_different: int = 0
+    """How many of them differ."""
     site: str | None = None
+    """The first tensor that differs, with ``pass``, ``sample`` and ``step``."""
     pass_: str | None = msgspec.field(name="pass", default=None)
     sample: int = 0
     step: int = 0
     rel_l2: float | None = None
+    """Relative L2 difference of that tensor. None where a side keeps no bytes."""
     reason: str | None = None
+    """Why equal bits were not asked for."""
 
     @property
     def met(self) -> bool:
@@ -133,39 +138,45 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Localization(msgspec.Struct, kw_only=True):
-    """The answer of `localize`. ``stopped``: why it went no deeper; ``commands``: what another
-    machine must make first, ``again``: what then goes on. ``truth``: None where none was needed.
-    ``alone``: empty where the operator could not be run by itself; ``given``: tensor operands that
-    differ, the largest difference first.
-    ``repro``: directory of the reproducer; ``repro_other``: of the other side's call, where the
-    sides call the operator with other scalars or constants. ``repetitions``: of each run that was
-    captured again, whether it repeats the one it stands for. ``refused``: something that was made
-    or given does not belong to these runs, so nothing was concluded. ``contradiction``: levels that
-    blame different sides; ``doubt``: why no side is named though an operator is; ``code``: the
-    first module that float64 tells apart, where the two sides' code is not the same."""
+    """The answer of `localize`."""
 
     schema_version: int = LOCALIZATION_SCHEMA_VERSION
     reference: str
     candidate: str
     truth: str | None = None
+    """None where none was needed."""
     out: str
     levels: list[Level] = []
     operator: OperatorResult | None = None
     side: Side | None = None
     contradiction: str | None = None
+    """The levels that blame different sides."""
     doubt: str | None = None
+    """Why no side is named although an operator is."""
     code: str | None = None
+    """The first module that float64 tells apart, where the two sides' code is not the same."""
     causal: CausalCheck | None = None
     repetitions: list[Repetition] = []
+    """For each run that was captured again: does it repeat the one it stands for?"""
     refused: bool = False
+    """Something that was made or given does not belong to these runs, so nothing was concluded."""
     alone: list[OwnError] = []
+    """Each side's operator by itself. Empty where the operator could not be run by itself."""
     given: list[OtherInput] = []
+    """Tensor operands that differ, the largest difference first."""
     repro: str | None = None
+    """Directory of the reproducer."""
     repro_other: str | None = None
+    """Directory of the reproducer of the other side's call, where the sides call the operator with
+    other scalars or constants."""
     stopped: str | None = None
+    """Why the descent went no deeper."""
     commands: list[str] = []
+    """Commands that another machine must run first."""
     again: str = ""
+    """The command that continues after that."""
     report: Report | None = None
+    """The last comparison."""
 
     def to_json(self, *, indent: int | None = None) -> str:
         """Strict JSON; nan and inf become strings. ``report`` holds the last comparison."""

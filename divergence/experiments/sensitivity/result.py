@@ -15,64 +15,69 @@ SENSITIVITY_SCHEMA_VERSION = 1
 
 
 class FaultSize(msgspec.Struct, frozen=True, kw_only=True):
-    """The smallest size of one fault that is seen at one block.
-
-    ``size``: a share, see ``Sensitivity.units``; found to 9 %. None: not seen up to ``tried``, or,
-    where ``reason`` says so, not tried. ``by``: the evidence of the verdict at that size; where
-    there is none, the verdict at ``tried``.
-    ``escalated_size``: the same with the escalated pass, in which the same fault is planted too;
-    None without such a pass.
-    """
+    """The smallest size of one fault that is seen at one block."""
 
     block: str
     fault: str
     size: float | None
+    """A share of what ``Sensitivity.units`` names, found to within 9 %. None: the fault was not
+    seen up to ``tried``, or was not tried and ``reason`` says why."""
     tried: float
+    """The largest size that was tried; 0 where none was."""
     by: str | None = None
+    """The evidence of the verdict at ``size``. Where ``size`` is None: the verdict at ``tried``."""
     escalated_size: float | None = None
+    """The smallest size that is seen with the escalated pass, in which the same fault is planted
+    too. None without such a pass."""
     escalated_by: str | None = None
+    """The evidence of the verdict at ``escalated_size``."""
     reason: str | None = None
+    """Why the fault was not tried here."""
 
 
 class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault planted for real, in a capture of its own. ``expected``: whether it should be
-    seen; ``seen``: whether it was, in that block; ``verdict``: what compare said."""
+    """One fault that was really planted, in a capture of its own."""
 
     block: str
     fault: str
     plant: str
+    """The fault as `capture --plant` takes it."""
     size: float
     expected: bool
+    """It should be seen."""
     seen: bool
+    """It was seen, and in that block."""
     verdict: str
+    """The verdict that `compare` gave."""
     summary: str
 
 
 class Sensitivity(msgspec.Struct, kw_only=True):
-    """The answer of `sensitivity`.
-
-    ``verdict``: of the pair before anything was planted. ``made_here``: the candidate was captured
-    for this and is gone. ``escalated``: the candidate has an escalated pass that is judged.
-    ``units``: what a fault's size is a share of; ``phrases``: the fault in words, ``{size}`` in
-    it; both by fault. ``num_blocks``: all that the runs hold, of which ``blocks`` were planted.
-    """
+    """The answer of `sensitivity`."""
 
     schema_version: int = SENSITIVITY_SCHEMA_VERSION
     tool_version: str
     reference: RunSummary
     candidate: RunSummary
     made_here: bool
+    """The candidate was captured for this and has been deleted."""
     truth: str | None
     num_floor_runs: int
     dtype: str
     escalated: bool
+    """The candidate has an escalated pass that is judged."""
     verdict: Verdict
+    """The verdict of the pair before anything was planted."""
     num_blocks: int
+    """Number of blocks in the runs."""
     num_prompt_tokens: int
     num_trials: int
     blocks: list[str]
+    """The blocks that faults were planted in."""
     units: dict[str, str]
+    """By fault: what its size is a share of."""
     phrases: dict[str, str]
+    """By fault: the fault in words, with ``{size}`` in place of the number."""
     sizes: list[FaultSize]
     confirmations: list[Confirmation] = []
     notes: list[str] = []

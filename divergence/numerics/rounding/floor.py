@@ -53,85 +53,88 @@ _WIDENING = 4  # K is the widest inner dimension: four times the hidden size in 
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Multiples of the floor at which a site is flagged. One place, one table in docs/verdicts.md.
+    """Multiples of the floor at which a site is flagged. docs/verdicts.md has the table.
 
-    ``typical``: the median token's ratio, absolutely. ``sibling``: the same over the
-    median of the other sites of its kind, which share dtype, shapes and kernels and so
-    are its controls. ``least_sibling``: that median is taken as at least this, because
-    kernels that agree bit for bit make any difference look large. ``lone``: the same as
-    ``sibling`` for a site that has no siblings (embedding, final norm, head), over the
-    median of all block outputs, which tell how unlike the two sides' kernels are.
-    ``token``: a single token's ratio; ``token_sibling``: over the siblings' worst tokens.
-    ``forward``: one forward of one prompt, its ratio over its siblings' there, over the largest
-    that a sibling shows among as many forwards (blocks.looks).
-    ``standout``: the typical token's ratio over its siblings', within all limits, from which on a
-    block is pointed at.
-    ``free_gain``: by how much a block may enlarge an inherited relative error of its update.
-    ``drift``: the free run's error over the sum of what the blocks make.
-    ``escalated``: by how much all limits are wider in the escalated pass, where a wrong
-    formula exceeds them a hundredfold.
-
-    With a truth, W = err(candidate, truth) / err(reference, truth). ``truth_sibling``: a
-    site's W over the median W of its siblings (or the inverse, which blames the reference):
-    both sides' difficulties with this block and both sides' kernels cancel in it.
-    ``truth_lone``: the same over the block outputs' median, for a site without siblings.
-    ``truth_systematic``: the median W itself; ``truth_standout``: the same, within that limit,
-    from which on it is pointed at: the largest W that is taken as healthy. ``truth_confirm``: W
-    over its siblings' where the two sides' difference is beyond ``sibling`` as well.
-    ``truth_forward``:
-    one forward's W over its siblings' there, over the largest that a sibling shows among as many
-    forwards. ``truth_token``, ``truth_channel``: one token's, one channel's error over the other
-    side's there. ``truth_gain``: a scale error in standard deviations. ``truth_least``: in a
-    family's typical error, what is added to both errors so that two tiny ones make no large ratio.
-    ``truth_drift``: the W of the free run. ``widen``: room over what a ``--floor`` run shows.
-
-    Tokens, with a truth; the floor is there the error of the side nearer to the truth.
-    ``flip``: the gap, in standard deviations of the difference of two logits of the floor, beyond
-    which a flip is a fault: three of them, for a healthy side whose error is W = 2.2 times the
-    floor's (the largest taken as healthy, docs/verdicts.md): 3 · 2.2. ``kl``: KL between
-    the sides over the floor's KL from the truth. KL is half the variance of the logits' error
-    over the distribution, so it goes with the square: two independent errors give 1 + W², 2 for
-    equal ones and 1 + 2.2² = 5.8 for the largest healthy W.
-
-    Operators: ``operator``: an operator's W, each side's error with the operator's own floor in
-    quadrature; PyTorch's own check of compiled kernels accepts 2 in float32 and 3 in 16 bits
-    (torch/_dynamo/utils.py, ``same``). ``operator_row``, ``operator_column``: one row's, one
-    column's error over the other side's there. ``operator_growth``: without a truth, the
-    difference over what came in. ``operator_roundings``: what a region of products and additions
-    stored in 16 bits adds by itself, in roundings of its result (an ideal product makes one, with
-    its bias added afterwards or in two parts √2, in four parts 1.8, in eight 2.3).
+    Siblings are the other sites of a site's kind. They share its dtype, shapes and kernels, and so
+    are its controls. With a truth, W = err(candidate, truth) / err(reference, truth). For tokens,
+    the floor is the error of the side nearer to the truth.
     """
 
     typical: float = 6.0
+    """The median token's ratio."""
     sibling: float = 4.0
+    """The same, over the siblings' median."""
     least_sibling: float = 0.25
+    """The least value of that median. Kernels that agree bit for bit would otherwise make any
+    difference look large."""
     lone: float = 8.0
+    """As ``sibling``, for a site without siblings (embedding, final norm, head), over the median of
+    all block outputs, which tell how unlike the two sides' kernels are."""
     token: float = 12.0
+    """A single token's ratio."""
     token_sibling: float = 8.0
+    """A single token's ratio over the siblings' worst tokens."""
     forward: float = 2.5
+    """One forward of one prompt: its ratio over its siblings', over the largest such value of a
+    sibling among as many forwards (blocks.looks)."""
     standout: float = 3.0
+    """The typical token's ratio over its siblings', within all limits, from which on a block is
+    pointed out."""
     free_gain: float = 4.0
+    """How much a block may enlarge an inherited relative error of its update."""
     drift: float = 8.0
+    """The free run's error over the sum of what the blocks make."""
     escalated: float = 2.0
+    """Factor on all limits in the escalated pass. A wrong formula exceeds them a hundredfold."""
     truth_sibling: float = 2.5
+    """A site's W over its siblings' median W, or the inverse, which blames the reference. Both
+    sides' difficulties with the block and both sides' kernels cancel in it."""
     truth_lone: float = 4.0
+    """The same for a site without siblings, over the block outputs' median W."""
     truth_systematic: float = 4.0
+    """The median W itself."""
     truth_standout: float = 2.2
+    """The median W, within that limit, from which on it is pointed out: the largest W that is taken
+    as healthy."""
     truth_confirm: float = 1.5
+    """W over the siblings' W, where the two sides' difference is also beyond ``sibling``."""
     truth_forward: float = 2.0
+    """One forward's W over its siblings', over the largest such value of a sibling among as many
+    forwards."""
     truth_token: float = 8.0
+    """One token's error over the other side's."""
     truth_channel: float = 4.0
+    """One channel's error over the other side's."""
     truth_gain: float = 6.0
+    """An error of scale, in standard deviations."""
     truth_least: float = 0.25
+    """Share of a family's typical error that is added to both errors, so that two tiny ones make no
+    large ratio."""
     truth_drift: float = 4.0
+    """W of the free run."""
     widen: float = 1.5
+    """Room over what a ``--floor`` run shows."""
     flip: float = 6.6
+    """A flip across a larger gap is a fault. In standard deviations of the difference of two logits
+    of the floor: 3 · 2.2, three of them for a side whose error is W = 2.2 times the floor's, the
+    largest taken as healthy (docs/verdicts.md)."""
     kl: float = 6.0
+    """KL between the sides over the floor's KL from the truth. KL is half the variance of the
+    logits' error, so two independent errors give 1 + W²: 2 for equal ones, 1 + 2.2² = 5.8 for the
+    largest healthy W."""
     operator: float = 3.0
+    """An operator's W, each error with the operator's floor in quadrature. PyTorch's check of
+    compiled kernels accepts 2 in float32 and 3 in 16 bits (torch/_dynamo/utils.py, ``same``)."""
     operator_row: float = 8.0
+    """One row's error over the other side's."""
     operator_column: float = 6.0
+    """One column's error over the other side's."""
     operator_growth: float = 8.0
+    """Without a truth: the difference over what came in."""
     operator_roundings: float = 2.0
+    """What a region of products and additions stored in 16 bits adds by itself, in roundings of its
+    result. An ideal product makes one; √2 with its bias added afterwards or in two parts, 1.8 in
+    four parts, 2.3 in eight."""
 
 
 THRESHOLDS = Thresholds()

@@ -31,15 +31,16 @@ _KEEP = "logits_to_keep"
 
 @dataclass(slots=True)
 class GroupResult:
-    """Per sample of the group: ids fed forward or chosen last, greedy choices, decoder prompt.
-
-    ``seen_ids``: every id that a report may want to show as text (choices and top-5).
-    """
+    """The tokens of a group of samples, one list for each sample."""
 
     generated: list[list[int]]
+    """Ids that were fed forward, or chosen last."""
     chosen: list[list[int]]
+    """The greedy choice at each step."""
     decoder_prompt: list[list[int]]
+    """What an encoder-decoder's decoder began with."""
     seen_ids: set[int] = field(default_factory=set)
+    """Every id that a report may want to show as text: choices and top-5."""
 
 
 def run_group(

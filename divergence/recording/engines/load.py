@@ -43,11 +43,7 @@ TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model in eval mode on its device, with what is needed to feed it.
-
-    ``ranks``: the processes that it runs on, where they are several. ``twin``: then the structure
-    of the whole model without weights, of which ``module`` may hold a part under other names.
-    """
+    """A model in eval mode on its device, with what is needed to feed it."""
 
     source: str
     revision: str | None
@@ -57,8 +53,12 @@ class LoadedModel:
     device: torch.device
     trust_remote_code: bool
     missing: list[str] = field(default_factory=list)
+    """Parameters that the checkpoint lacked."""
     ranks: Ranks | None = None
+    """The processes that the model runs on, where there are several."""
     twin: torch.nn.Module | None = None
+    """The structure of the whole model without weights, where it runs on several ranks. ``module``
+    may then hold a part of it under other names."""
 
     @property
     def structure(self) -> torch.nn.Module:

@@ -80,14 +80,17 @@ MAX_POSITIONS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a checkpoint is built from."""
+    """The sizes that a checkpoint is built from."""
 
     num_blocks: int
+    """Number of repeated blocks."""
     hidden: int
+    """Length of a token's row."""
     num_heads: int
     num_kv_heads: int
     vocab: int
     tied: bool = False
+    """The output matrix is the input embedding."""
 
     @property
     def head_dim(self) -> int:

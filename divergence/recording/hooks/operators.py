@@ -65,12 +65,15 @@ class Emit(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _PendingCall:
-    """A call about to be recorded: the counter's key, the operator's path, what it was given."""
+    """A call that is about to be recorded."""
 
     key: tuple[str, str]
+    """The counter's key."""
     where: str
+    """The operator's path."""
     call: Call
     pending: list[tuple[str, CapturedTensor]]
+    """The operator's inputs that need records of their own."""
 
 
 Substitution = Callable[[str], "torch.Tensor | None"]

@@ -42,20 +42,21 @@ Change = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A fault at a site. ``apply(tensor, forward)`` gives the faulty tensor, a new one.
-
-    ``rank``, ``sample``, ``step``: the one process, prompt or forward that gets it; None for all.
-    ``change`` is any function of the tensor and the forward's number (see FORWARDS); ``fault``
-    its name in the manifest."""
+    """A fault at a site. ``apply(tensor, forward)`` returns the faulty tensor, a new one."""
 
     site: str
     path: str
     port: str
     fault: str
+    """The change's name in the manifest."""
     change: Change
+    """Any function of the tensor and the forward's number (see FORWARDS)."""
     rank: int | None = None
+    """The one process that gets the fault; None for all."""
     sample: int | None = None
+    """The one prompt that gets the fault; None for all."""
     step: int | None = None
+    """The one forward that gets the fault; None for all."""
 
     def meets(self, forward: int) -> bool:
         """Whether that forward gets it."""

@@ -24,10 +24,12 @@ __all__ = ["Substitute", "parse_substitutes", "substitute_from"]
 
 @dataclass(frozen=True, slots=True)
 class Substitute:
-    """The results recorded in ``run`` for ``site`` (an operator's, with its port)."""
+    """An operator whose results are replaced by those recorded in another run."""
 
     run: Run
+    """The run that holds the results."""
     site: str
+    """The operator's site, with its port."""
 
     def find(self, pass_: str, sample: int, step: int, port: str) -> torch.Tensor | None:
         """Of the same forward: of the same pass, else of the anchored or the free one."""

@@ -31,14 +31,15 @@ __all__ = ["Determinism", "deterministic_settings", "seed_everything"]
 
 @dataclass(slots=True)
 class Determinism:
-    """What was set: filled while the block runs. ``warnings``: operators that torch
-    itself reports as nondeterministic; ``fallbacks``: those that it says the CPU ran, and how often
-    it said so."""
+    """The determinism switches that were set. It is filled while the block runs."""
 
     switches: list[Switch] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    """Operators that torch itself reports as nondeterministic."""
     fallbacks: list[str] = field(default_factory=list)
+    """Operators of which torch says that the CPU ran them."""
     num_fallbacks: int = 0
+    """How often torch said so."""
 
     def note_in(self, settings: Settings) -> None:
         """What was warned of so far."""

@@ -32,7 +32,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one of the three is set."""
+    """One prompt. Exactly one of the three fields is set."""
 
     text: str | None = None
     messages: tuple[Message, ...] | None = None

@@ -46,14 +46,15 @@ TensorKey = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """``anchored``: to the run that is repeated; ``whole``: prompt and fed tokens in one forward,
-    anchored to this run's own free pass. ``compute_dtype``: what every operator is computed in;
-    None for the model's own."""
+    """One pass over all prompts."""
 
     name: PassName
     anchored: bool = False
+    """Each block gets the inputs that the repeated run recorded."""
     compute_dtype: torch.dtype | None = None
+    """What every operator is computed in; None for the model's own dtype."""
     whole: bool = False
+    """Prompt and fed tokens in one forward, anchored to this run's own free pass."""
 
 
 class RememberingSink:

@@ -38,21 +38,23 @@ _SUBJECTS: dict[str, tuple[str, ...]] = {
 class ArithmeticFact(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One thing that a probe found.
-
-    ``name``: ``probe: what it looked at``, shape and dtype included: facts of equal names compare.
-    ``value``: the answer in words; ``unit`` and ``numbers`` where there are numbers. ``digest``:
-    equal for equal answers where the words do not hold all of it (a tree, a table of outputs).
-    ``evidence``: how it was checked, or why there is no answer.
-    """
+    """One thing that a probe found out about a machine's arithmetic."""
 
     name: str
+    """``probe: what it looked at``, with shape and dtype. Facts with equal names are compared."""
     value: str
+    """The answer in words."""
     verified: bool
+    """The answer was checked against the machine itself."""
     unit: str | None = None
+    """Unit of ``numbers``."""
     numbers: dict[str, float] = {}
+    """The answer in numbers, where there are any."""
     digest: str | None = None
+    """Equal for equal answers. Set where the words do not hold all of the answer (a tree, a table
+    of outputs)."""
     evidence: str | None = None
+    """How the answer was checked, or why there is none."""
 
     @property
     def probe(self) -> str:

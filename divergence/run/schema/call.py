@@ -32,38 +32,45 @@ _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 class Operand(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One tensor argument. ``stride``: in elements, where the tensor was not contiguous: kernels
-    are chosen by layout. ``misalignment_bytes``: how far beyond a multiple of 64 bytes its first
-    element lay: vector kernels begin there, so the order of their additions hangs on it (a float32
-    matrix-vector product gives four results by the weight's address: benchmarks/alignment.py;
-    weights that are mapped from a safetensors file are not aligned). ``xxh3``: of the whole
-    weight's bytes; the operand is that weight seen with ``shape`` and ``stride`` from element
-    ``offset`` on."""
+    """One tensor argument of a call."""
 
     site: str | None = None
+    """The record that holds the value. None for a weight without a record."""
     weight: str | None = None
+    """Name of the weight that the operand is, or is a view of."""
     xxh3: _Digest | None = None
+    """Digest of the whole weight's bytes. The operand is that weight viewed with ``shape`` and
+    ``stride`` from element ``offset`` on."""
     shape: tuple[_Size, ...]
     dtype: str
     stride: tuple[_Size, ...] | None = None
+    """In elements; set where the tensor was not contiguous. Kernels are chosen by layout."""
     misalignment_bytes: Annotated[int, msgspec.Meta(ge=0, le=63)] = 0
+    """How far beyond a multiple of 64 bytes the first element lay. Vector kernels begin there, so
+    the order of their additions depends on it: a float32 matrix-vector product gives four results
+    by the weight's address (benchmarks/alignment.py). Weights that are mapped from a safetensors
+    file are not aligned."""
     offset: _Size = 0
+    """First element of the view, in elements."""
     origin: str | None = None
+    """The site whose memory the value lies in."""
     via: tuple[str, ...] = ()
+    """The views that were taken of the origin, in order."""
 
 
 class Call(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """``operator``: torch's name with its overload (``aten.mm.default``), or a suite's.
-    ``source``: file name, line and function of the Python code that called it.
-    ``note``: why running it again cannot give the same (``draws random numbers``)."""
+    """One operator as it was run, with its arguments."""
 
     operator: str
+    """torch's name with its overload (``aten.mm.default``), or a suite's name."""
     arguments: dict[str, Json]
     operands: tuple[Operand, ...] = ()
     source: str | None = None
+    """File name, line and function of the Python code that called it."""
     note: str | None = None
+    """Why running it again cannot give the same result (``draws random numbers``)."""
 
 
 def operand_indices(call: Call, name: str) -> list[int]:

@@ -39,10 +39,11 @@ Content = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor on disk that a record is kept as: its bytes, or its sketch."""
+    """One tensor on disk that is kept of a record: its bytes, or its sketch."""
 
     place: Place
     xxh3: str | None
+    """Digest of that tensor's bytes, where known."""
     dtype: str
     shape: tuple[int, ...]
 

@@ -66,123 +66,123 @@ ConfigValue = bool | int | float | str | list[bool | int | float | str | None] |
 
 
 class CodeNote(_Strict, kw_only=True):
-    """The code that modules of one class ran, so that two runs can be told to have run the same.
-
-    ``digest``: of the syntax of ``forward`` and of what it calls, without comments, docstrings,
-    annotations and line numbers. ``functions``: the digest of each of those functions, by name;
-    an empty digest where it is no function of Python. ``origin``: Python module of
-    ``forward``, with the file's name and line where it is no library's. ``replaced``: what was put
-    in place of the class' own code, and by what. ``wrapped``: what stands around the module or in
-    it (an adapter, sharding, offloading, quantised weights). ``compiled``: by what. ``odd``:
-    modules of this class that run other code than most, each with its digest. ``places``: paths of
-    the modules, with ``*`` for the numbers in them. ``attributes``: plain numbers that they hold,
-    as most have them, followed by the modules that have others.
-    """
+    """The code that modules of one class ran, so that two runs can be shown to have run the same
+    code."""
 
     digest: str
+    """Of the syntax of ``forward`` and of what it calls, without comments, docstrings, annotations
+    and line numbers."""
     origin: str
+    """Python module of ``forward``; with file name and line where it belongs to no library."""
     functions: dict[str, str] = {}
+    """Digest of each of those functions, by name. Empty where it is no Python function."""
     replaced: list[str] = []
+    """What was put in place of the class's own code, and by what."""
     wrapped: list[str] = []
+    """What stands around the module or in it: an adapter, sharding, offloading, quantised
+    weights."""
     compiled: str | None = None
+    """What compiled it."""
     odd: dict[str, str] = {}
+    """Modules of this class that run other code than most, each with its digest."""
     places: list[str] = []
+    """Paths of the modules, with ``*`` for the numbers in them."""
     attributes: dict[str, str] = {}
+    """Plain numbers that the modules hold: the value that most have, then the modules that have
+    another."""
 
 
 class ModelIdentity(_Strict, kw_only=True):
-    """Which model, so that two runs can be told to have used the same one.
-
-    ``digests``: xxh3-128 of each parameter and buffer in the run's dtype, by name;
-    ``digest``: one over all of them. ``rounded_digests``: the overall digest that
-    the same weights have once rounded to a narrower dtype, so that a float32 run
-    and a bfloat16 run of one checkpoint can be recognised as such.
-
-    ``config``: the configuration by dotted key, without names, paths and what changes no number.
-    ``code``: by class of module, as ``ModuleNote.kind`` calls it (less what follows a slash); where
-    two classes have one name, with the Python module's name and a dot before it. ``tied``: names
-    of parameters that share their memory, group by group. ``embedding_rows``, ``head_rows``: of the
-    input embedding and the output matrix; ``tokenizer_size``: how many tokens there are.
-    ``chat_example``: a fixed conversation as the chat template renders it.
-    """
+    """Which model ran, so that two runs can be shown to have used the same one."""
 
     source: str
     revision: str | None = None
     model_class: str
     task: Task
+    """What the model does, and so how it is run."""
     config_digest: str
+    """Digest of the configuration."""
     dtype: str
+    """The dtype of the weights as run."""
     num_parameters: Count
     digest: str
+    """One digest over all of ``digests``."""
     digests: dict[str, str] = {}
+    """xxh3-128 of each parameter and buffer in the run's dtype, by name."""
     rounded_digests: dict[str, str] = {}
+    """By narrower dtype: the overall digest of the same weights rounded to it. So a float32 run and
+    a bfloat16 run of one checkpoint can be recognised as such."""
     quantization: str | None = None
     attn_implementation: str | None = None
     tokenizer_digest: str | None = None
     chat_template_digest: str | None = None
     trust_remote_code: bool = False
     missing: list[str] = []
+    """Parameters that the checkpoint lacks, and that are therefore random."""
     config: dict[str, ConfigValue] = {}
+    """The configuration by dotted key, without names, paths and what changes no number."""
     code: dict[str, CodeNote] = {}
+    """By class of module: ``ModuleNote.kind`` without what follows a slash. Where two classes share
+    a name, the Python module's name and a dot come before it."""
     tied: list[list[str]] = []
+    """Groups of parameter names that share their memory."""
     embedding_rows: Count | None = None
+    """Rows of the input embedding."""
     head_rows: Count | None = None
+    """Rows of the output matrix."""
     tokenizer_size: Count | None = None
+    """Number of tokens in the tokenizer."""
     chat_example: str | None = None
+    """A fixed conversation, as the chat template renders it."""
 
 
 class SampleTokens(_Strict, kw_only=True):
-    """One prompt as data: text for people, ids for machines.
-
-    ``prompt_ids`` without padding. ``num_left_pad``/``num_right_pad``: what the
-    batch added around them. ``decoder_prompt_ids``: what an encoder-decoder's
-    decoder began with. ``generated_ids``: what was fed forward as decode tokens
-    (forced or own); ``chosen_ids``: what greedy choice wanted at each step, which
-    differs from ``generated_ids`` only where tokens were forced.
-    """
+    """One prompt: text for people, ids for machines."""
 
     text: str | None = None
     prompt_ids: list[TokenId]
+    """Without padding."""
     num_left_pad: Count = 0
+    """Pads that the batch put before the prompt."""
     num_right_pad: Count = 0
+    """Pads that the batch put after the prompt."""
     decoder_prompt_ids: list[TokenId] = []
+    """What an encoder-decoder's decoder began with."""
     generated_ids: list[TokenId] = []
+    """What was fed forward as decode tokens, forced or the model's own choice."""
     chosen_ids: list[TokenId] = []
+    """The greedy choice at each step. It differs from ``generated_ids`` only where tokens were
+    forced."""
 
 
 class Tokens(_Strict, kw_only=True):
-    """All prompts and how they were put together.
-
-    ``groups``: samples run together in one forward, each a list of consecutive
-    sample numbers; a record's ``sample`` is the first of its group.
-    ``forced_by``: id of the run whose tokens were forced, or None for own choice.
-    ``texts``: decoded text of token ids that a report may want to show.
-    """
+    """All prompts, and how they were batched."""
 
     samples: list[SampleTokens]
     groups: list[list[Count]]
+    """Samples that ran together in one forward, each a list of consecutive sample numbers. A
+    record's ``sample`` is the first of its group."""
     forced_by: str | None = None
+    """Id of the run whose tokens were forced; None where the model chose its own."""
     texts: dict[str, str] = {}
+    """Decoded text of the token ids that a report may want to show."""
 
 
 class Switch(_Strict, kw_only=True):
-    """One determinism or precision switch: asked for, and what the machine did. ``accepted``: read
-    back as asked for; ``set``: cannot be read back (an environment variable)."""
+    """One determinism or precision switch: what was asked for, and what the machine did."""
 
     name: str
     asked: str
     found: str
+    """The value before."""
     status: SwitchStatus
+    """``accepted``: read back as asked for. ``set``: cannot be read back (an environment
+    variable)."""
     note: str | None = None
 
 
 class Settings(_Strict, kw_only=True):
-    """How the run was made.
-
-    ``compute_dtype``: what every operator of every pass was computed in, where that is wider
-    than the model's dtype: ``float64`` in a truth. ``cpu_fallbacks``: operators of which torch said
-    that the device has none and the CPU ran them.
-    """
+    """How the run was made."""
 
     deterministic: bool
     seed: int
@@ -192,21 +192,22 @@ class Settings(_Strict, kw_only=True):
     attn_implementation: str | None = None
     max_new_tokens: Count
     batch: bool
+    """Prompts ran together in batches."""
     compute_dtype: str | None = None
+    """What every operator of every pass was computed in, where that is wider than the model's
+    dtype: ``float64`` in a truth."""
     switches: list[Switch] = []
     nondeterministic_warnings: list[str] = []
+    """Operators that torch reported as nondeterministic."""
     cpu_fallbacks: list[str] = []
+    """Operators that the CPU ran, since torch said that the device has none of them."""
 
 
 class Environment(_Strict, kw_only=True):
-    """The machine: no host name, no user, no path; variables by allow-list only.
-
-    ``architecture``: ``x86_64``, ``aarch64``. ``cpu``: the name that the processor itself gives;
-    ``cpu_model``: maker and numbers of family, model and stepping, which virtual machines hide less
-    often. ``torch_build``: compiler and libraries of linear algebra that torch was built with.
-    """
+    """The machine: no host name, no user, no path. Variables are recorded by allow-list only."""
 
     label: str
+    """What to call the machine."""
     platform: str
     python: str
     device_type: str
@@ -215,84 +216,91 @@ class Environment(_Strict, kw_only=True):
     driver: str | None = None
     runtime: str | None = None
     cpu: str
+    """The name that the processor itself gives."""
     cpu_capability: str
     num_threads: Count
     versions: dict[str, str]
     variables: dict[str, str] = {}
     architecture: str | None = None
+    """``x86_64``, ``aarch64``."""
     cpu_model: str | None = None
+    """Maker and numbers of family, model and stepping, which virtual machines hide less often than
+    the name."""
     torch_build: dict[str, str] = {}
+    """Compiler and linear algebra libraries that torch was built with."""
 
 
 class ModuleNote(_Strict, kw_only=True):
-    """What a captured module is: its class, and its part in the model.
-
-    ``role``: ``block`` (a repeated block), ``trunk`` (run once, outside the
-    blocks: embedding, rotary table, final norm, head), ``inner`` (inside either).
-    ``routed``: a block that sends each token to some of its experts, a discrete choice
-    that rounding may flip.
-    """
+    """What a captured module is: its class, and its part in the model."""
 
     kind: str
+    """Class of the module."""
     role: ModuleRole
+    """``block``: a repeated block. ``trunk``: run once, outside the blocks (embedding, rotary
+    table, final norm, head). ``inner``: inside either."""
     routed: bool = False
+    """The block sends each token to some of its experts, a discrete choice that rounding may
+    flip."""
 
 
 class CompiledNote(_Strict, kw_only=True):
-    """A module that was given to ``torch.compile``, and what became of it.
-
-    ``state``: ``compiled``; ``partly``, where some of its code ran eager; ``eager``, where all did;
-    ``unknown``, where this torch does not tell. ``num_graphs``: compiled pieces of it. ``reason``:
-    why it is not compiled in one piece.
-    """
+    """A module that was given to ``torch.compile``, and what became of it."""
 
     backend: str
     state: Literal["compiled", "partly", "eager", "unknown"]
+    """``compiled``; ``partly``: some of its code ran eager; ``eager``: all of it did; ``unknown``:
+    this torch does not tell."""
     num_graphs: Count = 0
+    """Number of compiled pieces."""
     reason: str | None = None
+    """Why it is not compiled in one piece."""
 
 
 class Plan(_Strict, kw_only=True):
-    """What was to be recorded. ``modules``: every hooked module, by path.
-
-    ``only_changed``: id of the run that holds the bytes of records which have none here.
-    ``substitutes``: operators whose results were replaced by another run's.
-    ``replayed_pass``: in a replay, the pass of the run in ``anchored_to`` whose operators were run
-    again. ``skipped_operators``: calls that were not recorded or not run again, by reason.
-    ``compiled``: modules that were given to ``torch.compile``, by path.
-    """
+    """What the run was asked to record."""
 
     passes: list[str]
     sites: list[str]
     steps: str | None = None
+    """Selected steps; None for all."""
     positions: str | None = None
+    """Selected token positions; None for all."""
     store: StoreMode = "full"
     only_changed: str | None = None
+    """Id of the run that holds the bytes of the records that have none here."""
     anchored_to: str | None = None
+    """Id of the run whose recorded inputs were put in place."""
     plants: list[str] = []
+    """Faults that were planted."""
     logits_site: str | None = None
+    """The site whose tensor is the logits."""
     replayed_pass: str | None = None
+    """In a replay: the pass of the run in ``anchored_to`` whose operators were run again."""
     substitutes: list[str] = []
+    """Operators whose results were replaced by another run's."""
     skipped_operators: dict[str, Count] = {}
+    """Number of calls that were not recorded or not run again, by reason."""
     modules: dict[str, ModuleNote] = {}
+    """Every hooked module, by path."""
     compiled: dict[str, CompiledNote] = {}
+    """Modules that were given to ``torch.compile``, by path."""
 
 
 class MeshAxis(_Strict, kw_only=True):
-    """One way in which the work is divided, and into how many parts."""
+    """One way in which the work is divided between ranks."""
 
     name: str
     size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+    """Number of parts."""
 
 
 class Mesh(_Strict, kw_only=True):
-    """The processes of a run of several ranks: rank r stands at the row-major place r of ``axes``.
-
-    ``environments``: of the ranks, in order, where they are not all that of the manifest.
-    """
+    """The processes of a run of several ranks."""
 
     axes: list[MeshAxis]
+    """Rank r stands at place r of these axes, in row-major order."""
     environments: list[Environment] = []
+    """The ranks' environments in order, where they are not all equal to the manifest's."""
 
     def __str__(self) -> str:
         """``4 ranks (dp 2 × tp 2)``"""
@@ -302,12 +310,14 @@ class Mesh(_Strict, kw_only=True):
 
 
 class Repeatability(_Strict, kw_only=True):
-    """Did this machine repeat itself bit for bit? None of it was measured if num_runs is 1."""
+    """Did this machine repeat itself bit for bit?"""
 
     num_runs: Count = 1
+    """1: not measured."""
     num_compared: Count = 0
     num_different: Count = 0
     first_difference: str | None = None
+    """The first tensor that differed."""
 
 
 class Override(_Strict, kw_only=True):
@@ -315,22 +325,25 @@ class Override(_Strict, kw_only=True):
 
     name: str
     reference: str
+    """The recorded run's value."""
     used: str
+    """The value in this run."""
 
 
 class Sizes(_Strict, kw_only=True):
-    """``stored_bytes`` on disk for tensors; ``seen_bytes`` before equal ones were shared."""
+    """How much the run holds."""
 
     num_records: Count = 0
     num_tensors: Count = 0
     num_shards: Count = 0
     stored_bytes: Count = 0
+    """Bytes on disk for tensors."""
     seen_bytes: Count = 0
+    """Bytes of all tensors before equal ones were stored once."""
 
 
 class Manifest(_Strict, kw_only=True):
-    """The whole of manifest.json. ``arithmetic``: what probes found of this machine; ``mesh``:
-    None where one process made the run."""
+    """The whole of manifest.json."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -338,8 +351,11 @@ class Manifest(_Strict, kw_only=True):
     created: str
     command: str | None = None
     complete: bool = False
+    """The run reached its end."""
     stopped_by: str | None = None
+    """What ended an incomplete run."""
     like: str | None = None
+    """Id of the run that this one repeats."""
     model: ModelIdentity
     tokens: Tokens
     settings: Settings
@@ -349,4 +365,6 @@ class Manifest(_Strict, kw_only=True):
     overrides: list[Override] = []
     sizes: Sizes = msgspec.field(default_factory=Sizes)
     arithmetic: list[ArithmeticFact] = []
+    """What probes found out about this machine."""
     mesh: Mesh | None = None
+    """None where one process made the run."""

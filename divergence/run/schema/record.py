@@ -46,17 +46,17 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept of a tensor in place of its bytes: random projections and norms by row.
-
-    ``place``: a float32 tensor (rows, ``num_projections`` + 2), the last two columns a row's norm
-    as high and low part; ``xxh3``: of that tensor's bytes. ``sums``: the precision that the
-    projections were added up in. divergence.numerics.summaries.sketch defines matrix and rows.
-    """
+    """What is kept of a tensor in place of its bytes: random projections and norms, row by row.
+    divergence.numerics.summaries.sketch defines the matrix and the rows."""
 
     place: Place
+    """A float32 tensor (rows, ``num_projections`` + 2). The last two columns hold each row's norm
+    as high and low part."""
     xxh3: Digest
+    """Digest of that tensor's bytes."""
     num_projections: Count
     sums: Literal["float64", "float32"] = "float64"
+    """The precision that the projections were added up in."""
 
 
 Placement = Annotated[
@@ -71,14 +71,7 @@ class Record(
 ):
     """One captured tensor.
 
-    ``positions``: the token index of each row of the tensor's token axis, where
-    that is not simply every token of this forward (``--positions``, or logits of
-    the deciding positions only). ``place``: None where no bytes are kept. ``xxh3``, ``fold``:
-    digests of the bytes, of which at least one is there
-    (``fold`` is defined by numerics.summaries.fold, for devices that xxh3 does not run on).
-    ``summary``: None where digests alone are kept.
-    ``placement``: in a run of several ranks, by axis of the manifest's mesh, what of the tensor
-    this record holds; ``shape`` is of that.
+    At least one of ``xxh3`` and ``fold`` is set.
     """
 
     pass_: PassName = msgspec.field(name="pass")
@@ -86,17 +79,29 @@ class Record(
     step: Count
     site: SiteName
     order: Count
+    """Execution order within the forward."""
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+    """The tensor's shape; in a run of several ranks, of the part that this rank holds."""
     dtype: DtypeName
     summary: Summary | None = None
+    """Statistics. None where digests alone are kept."""
     place: Place | None = None
+    """Where the bytes are. None where no bytes are kept."""
     xxh3: Digest | None = None
+    """Digest of the bytes."""
     fold: Digest | None = None
+    """Digest of the bytes by numerics.summaries.fold, for devices that xxh3 does not run on."""
     sketch: Sketch | None = None
+    """What is kept in place of the bytes, with ``--store sketch``."""
     rank: Count = 0
     positions: tuple[Count, ...] | None = None
+    """Token index of each row of the token axis. None where the rows are simply every token of this
+    forward; set for ``--positions``, or for logits of the deciding positions only."""
     call: Call | None = None
+    """How the operator was called. On the record of an operator's first result only."""
     placement: tuple[Placement, ...] | None = None
+    """In a run of several ranks: what of the tensor this record holds, for each axis of the
+    manifest's mesh."""
 
     @property
     def coordinates(self) -> Coordinates:

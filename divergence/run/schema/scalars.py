@@ -26,13 +26,15 @@ _SAME_NUMBER = 2 * 2.0**-24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherScalar:
-    """``argument`` as the reference and the candidate have it, in JSON's values. ``is_number``:
-    both are numbers that enter the arithmetic, and not dims, sizes or flags."""
+    """A scalar argument whose value differs between two calls."""
 
     argument: str
     reference: Any
+    """The reference's value, as JSON has it."""
     candidate: Any
+    """The candidate's value, as JSON has it."""
     is_number: bool
+    """Both values are numbers that enter the arithmetic, not dims, sizes or flags."""
 
 
 def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:

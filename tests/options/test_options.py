@@ -33,6 +33,7 @@ from divergence.options.replay import ReplayOptions
 from divergence.options.shared import Json, Verbose
 from divergence.options.truth import TruthOptions
 from divergence.recording.api import capture, truth
+from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 
 KINDS = [
@@ -122,7 +123,7 @@ def test_the_python_api_has_the_same_options(function, kind, own):
     """Names and defaults are the struct's, and no type is narrower. They are written down twice,
     since type checkers and help() read a written signature alone."""
     signature = inspect.signature(function)
-    hints = typing.get_type_hints(function, localns={"torch": torch})
+    hints = typing.get_type_hints(function, localns={"Run": Run, "torch": torch})
     fields = {field.name: field for field in fields_of(kind)}
     assert set(signature.parameters) - set(own.split()) == set(fields)
     for name, field in fields.items():

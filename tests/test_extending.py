@@ -27,7 +27,9 @@ def cosine(tmp_path, monkeypatch):
         path = tmp_path / "analyses" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code, encoding="utf-8")
-    paths = [*divergence.analyses.__path__, str(tmp_path / "analyses")]
+    taken = "the page's example exists now: give the one in docs/extending.md another name"
+    assert "cosine" not in answer.ANALYSES, taken
+    paths = [str(tmp_path / "analyses"), *divergence.analyses.__path__]
     monkeypatch.setattr(divergence.analyses, "__path__", paths)
     monkeypatch.setattr(answer, "ANALYSES", (*answer.ANALYSES, "cosine"))
     yield [name for name, _ in files]

@@ -86,6 +86,31 @@ def test_the_table_decides(first, second):
     assert (verdict.summary, verdict.kind) == (first, KINDS[first])
 
 
+def test_every_claim_of_the_table_has_a_kind_here():
+    """A claim that is new needs its kind in KINDS above, so that the tests below ask it too."""
+    assert set(KINDS) == {claim for claims in PRECEDENCE for claim in claims}
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 9), st.booleans()),
+        min_size=1, max_size=5, unique_by=lambda one: one[0],
+    )
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_a_claim_of_a_lower_line_never_changes_the_verdict(chosen):
+    """What stands below the verdict's claim in the table may be told beside it, and no more."""
+    line = {claim: n for n, claims in enumerate(PRECEDENCE) for claim in claims}
+    findings = [finding(claim, order=n, equal_inputs=equal) for claim, n, equal in chosen]
+    verdict = decide(findings).verdict
+    if verdict.summary == "error_between":
+        return  # it may stand with free runs above its line
+    kept = [
+        f for f in findings if line[f.claim] <= max(line[verdict.summary], line["error_between"])
+    ]
+    assert decide(kept).verdict.summary == verdict.summary
+
+
 @given(st.permutations([
     *(finding(claim, order=n) for n, claim in enumerate(KINDS)), HINT, CONTEXT,
 ]))  # fmt: skip

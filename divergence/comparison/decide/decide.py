@@ -121,11 +121,17 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:
     """Where a finding stands: the line of PRECEDENCE, then when it happens. What lies between
     modules is seen in free runs; beside what was seen in equal inputs it comes later."""
-    line = next(n for n, claims in enumerate(PRECEDENCE) if finding.claim in claims)
-    if finding.claim == "error_between" and not any(f.equal_inputs for f in others):
+    line = _line_of(finding.claim)
+    if finding.claim == "error_between" and not any(
+        other.equal_inputs and _line_of(other.claim) < line for other in others
+    ):
         line = _AMONG_FREE_RUNS
     # at one place, what is exact comes before what is measured
     return line, finding.place or _FIRST, finding.claim in _MADE
+
+
+def _line_of(claim: Claim) -> int:
+    return next(n for n, claims in enumerate(PRECEDENCE) if claim in claims)
 
 
 def _verdict_of(finding: Finding) -> Verdict:

@@ -253,4 +253,4 @@ def order_of(result: SiteResult) -> tuple[int, int, int]:
 def num_rows(result: SiteResult) -> int:
     """Rows that were measured: all axes but the last."""
     columns = result.shape[-1] if result.shape else 1
-    return max(1, (result.numel - result.num_masked) // max(1, columns))
+    return max(1, result.numel // max(1, columns))

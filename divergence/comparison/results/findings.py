@@ -143,3 +143,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     next: list[str] = []
     flags: list[SiteKey] = []
     """Sites that the claim rests on. They are flagged if this finding becomes the verdict."""
+
+    @property
+    def says_something(self) -> bool:
+        """Is it a claim, or is there evidence in it? An analysis may have looked and found none."""
+        return bool(self.evidence or self.clause) or self.role in ("convicts", "refines")

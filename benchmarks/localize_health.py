@@ -320,9 +320,10 @@ def tables(found: list[Descent]) -> None:
     reached = [one for one in found if one.compared]
     alarms = [one for one in reached if one.operator is not None]
     if reached:
-        rate = 100 * upper(len(alarms), len(reached))
-        print(f"\n{len(alarms)} of {len(reached)} descents named an operator: rate < {rate:.2f}% "
-              "(95%)")  # fmt: skip
+        apart = [one for one in reached if one.kind != "identical"]
+        rate = 100 * upper(len(alarms), max(1, len(apart)))
+        print(f"\n{len(alarms)} of {len(reached)} descents named an operator; {len(apart)} were in "
+              f"pairs that are not equal bit for bit: rate < {rate:.2f}% (95%)")  # fmt: skip
     if alarms:
         print("\n| named | why | share of its limit | model | dtype | machines |"
               "\n|---|---|---|---|---|---|")  # fmt: skip

@@ -38,8 +38,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py operator_localization.py \
-	shown_output.py trained.py trust.py)
+SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py localize_health.py \
+	operator_localization.py shown_output.py trained.py trust.py)
 
 bench: $(STAMP)
 	@set -e; for program in $(filter-out $(SLOW_BENCHMARKS),$(wildcard benchmarks/[!_]*.py)); do \

@@ -30,14 +30,23 @@ def reports() -> ModuleType:
 class Toy:
     """A run in memory: what ``forward(*inputs)`` calls, recorded as a capture records it.
 
-    Has of a Run what comparing operators needs: records, ``read``, ``find`` and the settings.
+    Has of a Run what comparing operators needs: records, ``read``, ``find``, the settings, and how
+    many pads each prompt of its batch has on the left and on the right (``pads``), with how many
+    tokens.
     """
 
-    def __init__(self, forward, inputs, *, weights=None, compute_dtype=None, steps=1):
+    def __init__(
+        self, forward, inputs, *, weights=None, compute_dtype=None, steps=1, pads=((0, 1, 0),)
+    ):
         self.records, self._tensors = [], {}
         plan = SimpleNamespace(skipped_operators={})
         settings = SimpleNamespace(compute_dtype=compute_dtype)
-        self.manifest = SimpleNamespace(settings=settings, plan=plan)
+        samples = [
+            SimpleNamespace(num_left_pad=left, prompt_ids=[0] * count, num_right_pad=right)
+            for left, count, right in pads
+        ]
+        tokens = SimpleNamespace(samples=samples, groups=[list(range(len(samples)))])
+        self.manifest = SimpleNamespace(settings=settings, plan=plan, tokens=tokens)
         module = _Toy(forward, weights or {})
         for step in range(steps):
             recorder = OperatorRecorder(

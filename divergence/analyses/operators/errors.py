@@ -10,6 +10,7 @@ import torch
 
 from divergence.analyses.operators.inputs import operand_record, other_inputs
 from divergence.analyses.operators.operands import other_operands
+from divergence.analyses.operators.pads import Pads
 from divergence.analyses.operators.products import OwnError, is_product_region, own_error
 from divergence.analyses.operators.regions import Region, Regions, regions_in
 from divergence.analyses.operators.rights import Rights, distance_of
@@ -32,7 +33,8 @@ _Item = TypeVar("_Item", OtherInput, OtherOperand)
 class OperatorUnit:
     """One matched operator, or the common result of a region, over the forwards of a phase, in
     order. ``feeds``: paths of the reference's pairs and regions that feed it, also through calls
-    without a partner. ``own``: what each side's region adds by itself (operators.products)."""
+    without a partner. ``own``: what each side's region adds by itself (operators.products).
+    ``untold``: pads may be among what differs, and the axes do not tell which they are."""
 
     match: Match
     phase: Literal["prefill", "decode"]
@@ -45,6 +47,7 @@ class OperatorUnit:
     region: Region | None = None
     feeds: list[str] = field(default_factory=list)
     own: tuple[OwnError, OwnError] | None = None
+    untold: bool = False
 
 
 @dataclass(slots=True)
@@ -92,8 +95,11 @@ def measure_operators(
     for forward in sorted(set(ours) & set(theirs)):
         phase: Literal["prefill", "decode"] = "prefill" if forward[1] == 0 else "decode"
 
+        pads = Pads(a.manifest, forward)
+
         def apart(one: Node, two: Node) -> float:
-            return distance_of(a.read(one.results[0]), b.read(two.results[0]))
+            x, y = a.read(one.results[0]), b.read(two.results[0])
+            return distance_of(pads.blank(x), pads.blank(y))  # noqa: B023
 
         if replays:
             matches, only_a, only_b = match_paths(ours[forward], theirs[forward])
@@ -112,7 +118,7 @@ def measure_operators(
                 None if right_there is None else right_there[0].read(right_there[1]),
             )
 
-        routings = [] if replays else rerouted_in(matches, read)
+        routings = [] if replays else rerouted_in(matches, read, left_out=pads.rows)
         regions = Regions()
         if not replays:
             regions = regions_in(ours[forward], theirs[forward], matches, rename)
@@ -125,9 +131,11 @@ def measure_operators(
             unit.region = unit.region or region
             unit.feeds = list(dict.fromkeys([*unit.feeds, *fed.of(match, region)]))
             if region is not None and region.consumer is not None:
-                unit.forwards.append((forward, match, _of_operand(region, a, b, rights)))
+                unit.forwards.append(
+                    (forward, match, _of_operand(unit, region, a, b, rights, pads))
+                )
                 continue
-            _measure(unit, forward, match, a, b, rights, routings)
+            _measure(unit, forward, match, a, b, rights, routings, pads)
             if region is not None:
                 _add_own(unit, region, a, b)
             if not replays:
@@ -185,7 +193,9 @@ class _Feeds:
         return list(found)
 
 
-def _of_operand(region: Region, a: Run, b: Run, rights: Rights) -> OperatorErrors | None:
+def _of_operand(
+    unit: OperatorUnit, region: Region, a: Run, b: Run, rights: Rights, pads: Pads
+) -> OperatorErrors | None:
     """The common result of a region that a paired call is given as an argument, as it sees it."""
     consumer, operands = region.consumer, region.operands()
     if consumer is None or operands is None:
@@ -201,12 +211,12 @@ def _of_operand(region: Region, a: Run, b: Run, rights: Rights) -> OperatorError
     if x.numel() != y.numel() or (right is not None and right.numel() != x.numel()):
         return None
     shape = operands[0].shape
-    return measure_operator(
-        x.reshape(shape),
-        y.reshape(shape),
-        None if right is None else right.reshape(shape),
-        num_terms=max(map(num_terms, region.reference)),
-    )
+    right = None if right is None else right.reshape(shape)
+    cleared = pads.cleared(tuple(shape), x.reshape(shape), y.reshape(shape), right)
+    if cleared is None:
+        unit.untold = unit.untold or not torch.equal(x, y.reshape(x.shape))
+        return None
+    return measure_operator(*cleared, num_terms=max(map(num_terms, region.reference)))
 
 
 def _add_own(unit: OperatorUnit, region: Region, a: Run, b: Run) -> None:
@@ -240,6 +250,7 @@ def _measure(
     b: Run,
     rights: Rights,
     routings: list[Rerouted],
+    pads: Pads,
 ) -> None:
     """All results of one call; the first that is floating-point is the measured one."""
     errors: OperatorErrors | None = None
@@ -255,6 +266,12 @@ def _measure(
         x, y = a.read(one), b.read(two)
         r = None if right is None else right[0].read(right[1])
         kinds = {format_named(record.dtype).kind for record in (one, two)}
+        behind = any(match.reference.path in routing.behind for routing in routings)
+        cleared = pads.cleared(one.shape, x, y, r)
+        if cleared is None and not (same or behind):  # a routing leaves pads out by itself
+            unit.untold = True
+            continue
+        x, y, r = cleared or (x, y, r)
         if kinds <= {"int", "bool"}:
             unit.num_codes += one.numel
             if not same:

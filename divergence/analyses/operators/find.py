@@ -114,7 +114,7 @@ def _fine(operators: OperatorsResult) -> Finding:
         if equal
         else f"every operator is as near to {near} as rounding allows",
         side="neither" if operators.judged == "truth" else None,
-        rests_on=[check("coverage", not lone, "some operators had no partner")],
+        rests_on=[check("coverage", not lone, "some operators had no partner, or are not judged")],
         evidence=[said],
         beside=[said],
     )

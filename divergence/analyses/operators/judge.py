@@ -90,6 +90,7 @@ def judge_operators(
     results: list[OperatorResult] = []
     by_path: dict[tuple[str, str], OperatorResult] = {}
     norms: dict[str, float] = {}
+    untold: dict[tuple[str, str], None] = {}  # what pads may have made, by path and phase
     for unit in measured.units:
         result = _result(unit, notes, blocks)
         feeds = [by_path[path, unit.phase] for path in unit.feeds if (path, unit.phase) in by_path]
@@ -110,6 +111,9 @@ def judge_operators(
             result.other_operands = [one for one in result.other_operands if one.is_value]
         if two_dtypes and result.why != "nonfinite":
             result.limit_usage, result.why, result.verdict = 0.0, None, "unjudged"
+        if unit.untold or _inherits(unit, result, untold):
+            result.limit_usage, result.why, result.verdict = 0.0, None, "unjudged"
+            untold[result.site, unit.phase] = None
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
             result.w_entering = math.exp(max(entering)) if entering else None
@@ -142,8 +146,28 @@ def judge_operators(
             for side in _SIDES
             for node in extra[side].values()
         ],
-        notes=_not_compared(measured),
+        notes=[*_not_compared(measured), *_of_pads(untold)],
     )
+
+
+def _inherits(
+    unit: OperatorUnit, result: OperatorResult, untold: dict[tuple[str, str], None]
+) -> bool:
+    """Beyond its limit, or not judged, and fed by what pads may have made: is it that?"""
+    fed = any((path, unit.phase) in untold for path in unit.feeds)
+    return fed and (result.verdict == "unjudged" or result.limit_usage > 1)
+
+
+def _of_pads(untold: dict[tuple[str, str], None]) -> list[str]:
+    """What was not judged since the batch's pads may be in it."""
+    paths = list(dict.fromkeys(path for path, _ in untold))
+    if not paths:
+        return []
+    shown = ", ".join(paths[:2]) + (", …" if len(paths) > 2 else "")
+    return [
+        f"could not be judged: {len(paths)} results that may hold the batch's pads, and do not "
+        f"tell where ({shown}); capture without --batch to have them judged"
+    ]
 
 
 def _telling(

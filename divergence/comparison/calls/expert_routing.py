@@ -70,8 +70,11 @@ class Rerouted:
         return None
 
 
-def rerouted_in(matches: Sequence[Match], read: Read) -> list[Rerouted]:
-    """The choices of one forward that differ, with what is behind each."""
+def rerouted_in(
+    matches: Sequence[Match], read: Read, *, left_out: torch.Tensor | None = None
+) -> list[Rerouted]:
+    """The choices of one forward that differ, with what is behind each. ``left_out``: (T,) tokens
+    that are none, a batch's pads: wherever they are sent to, they are not compared."""
     nodes = {match.reference.path: match for match in matches}
     found: list[Rerouted] = []
     for match in matches:
@@ -82,6 +85,8 @@ def rerouted_in(matches: Sequence[Match], read: Read) -> list[Rerouted]:
         if any(t.shape != indices[0].shape for t in indices):
             continue
         alike = torch.stack([(t == indices[0]).all(-1) for t in indices]).all(0)
+        if left_out is not None and left_out.shape == alike.shape:
+            alike &= ~left_out
         if bool(alike.all()):
             continue
         routing = Rerouted(alike, indices[0].shape[-1])

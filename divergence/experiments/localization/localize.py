@@ -186,7 +186,9 @@ def _descend(
         )
         return
     if operators is None or first is None:
-        done.stopped = f"no operator of {chosen} is beyond its limit" + _alone_there(deep)
+        notes = [] if operators is None else operators.notes
+        done.stopped = "; ".join([f"no operator of {chosen} is beyond its limit", *notes])
+        done.stopped += _alone_there(deep)
         return
     on_progress("localize", 4, 4, first.site)
     done.operator = first

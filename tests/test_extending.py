@@ -18,6 +18,15 @@ from divergence.report.summary import report_lines
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+@pytest.fixture(scope="module")
+def runs(llama, tmp_path_factory):
+    """A reference, a faulty candidate, and a healthy one."""
+    folder = tmp_path_factory.mktemp("runs")
+    a = capture(llama, out=folder / "a", prompts=["Snow fell"], max_new_tokens=1, probe=False)
+    b = capture(like=a, out=folder / "b", plants=["model.layers.1:out=noise:0.5"], probe=False)
+    return a, b, capture(like=a, out=folder / "c", probe=False)
+
+
 @pytest.fixture
 def cosine(tmp_path, monkeypatch):
     """The analysis of the page, in a folder beside the package's own."""
@@ -37,23 +46,21 @@ def cosine(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_the_example_of_the_page_is_an_analysis(cosine, llama, tmp_path):
+def test_the_example_of_the_page_is_an_analysis(cosine, runs):
     """Two files and its name: evidence and JSON have what it found, healthy runs nothing."""
     assert cosine == ["cosine/__init__.py", "cosine/find.py"]
-    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=1)
-    b = capture(like=a, out=tmp_path / "b", plants=["model.layers.1:out=noise:0.5"])
+    a, b, same = runs
     report = compare(a, b)
     (said,) = [f.text for f in report.verdict.evidence if f.text.startswith("cosine below 0.99")]
     assert any(f.claim == "stands_out" and f.evidence[0].text == said for f in report.findings)
     assert said in "\n".join(line.text for line in report_lines(report) if isinstance(line, Line))
-    healthy = compare(a, capture(like=a, out=tmp_path / "c"))
+    healthy = compare(a, same)
     assert not any("cosine" in fact.text for fact in healthy.verdict.evidence)
 
 
-def test_a_hint_does_not_change_the_verdict(cosine, llama, tmp_path, monkeypatch):
+def test_a_hint_does_not_change_the_verdict(cosine, runs, monkeypatch):
     """With and without the analysis kind, onset and confidence are the same."""
-    a = capture(llama, out=tmp_path / "a", prompts=["Snow fell"], max_new_tokens=1)
-    b = capture(like=a, out=tmp_path / "b", plants=["model.layers.1:out=noise:0.5"])
+    a, b, _ = runs
     with_it = compare(a, b).verdict
     monkeypatch.setattr(answer, "ANALYSES", answer.ANALYSES[:-1])
     without = compare(a, b).verdict

@@ -123,7 +123,7 @@ def answer(report) -> object:
     return plain(json.loads(report.to_json()))
 
 
-@pytest.mark.parametrize("store", ["full", "sketch"])
+@pytest.mark.parametrize("store", [pytest.param("full", marks=pytest.mark.slow), "sketch"])
 def test_results_have_the_same_bits_without_it(
     tiny_model, tmp_path, monkeypatch, two_threads, store
 ):

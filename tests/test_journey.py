@@ -25,6 +25,9 @@ CORE = {
 }  # fmt: skip
 """Keys that scripts rely on: more may come, none of these may go."""
 
+pytestmark = pytest.mark.slow
+"""The demo plays the same commands, and is played after the tests."""
+
 
 def divergence(*args: object, cwd: Path, **switches: str) -> subprocess.CompletedProcess:
     """One command in a process of its own, as a user runs it."""

@@ -153,9 +153,8 @@ def check(references, folder: Path) -> dict[tuple[str, str, str], tuple[float, s
     return most
 
 
-@pytest.mark.parametrize(
-    "machine", ["aten-default", pytest.param("oldest", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["aten-default", "oldest"])
 def test_other_kernels_raise_no_alarm(machine, few, tmp_path):
     """Another instruction set or library mode is rounding, whether anchored or free."""
     check(few, repeat_elsewhere(few, tmp_path, MACHINES[machine]))

@@ -132,7 +132,7 @@ def command(
         options = {**settings("compare"), **options}
 
     from divergence.comparison.measure.processes import shared_with_ranks
-    from divergence.gate.loading import load_policy
+    from divergence.gate.policy import load_policy
 
     options["thresholds"] = load_policy(policy).thresholds
     if many:

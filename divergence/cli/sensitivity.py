@@ -84,7 +84,7 @@ def command(
     compare each time. The model does not run for it.
     """
     from divergence.experiments.sensitivity.search import sensitivity
-    from divergence.gate.loading import load_policy
+    from divergence.gate.policy import load_policy
     from divergence.layout.terminal import print_lines
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
 

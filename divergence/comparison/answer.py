@@ -17,10 +17,8 @@ from divergence.comparison.results.findings import Finding, Verdict
 
 if TYPE_CHECKING:
     from divergence.comparison.measured import Measured, Shown
-    from divergence.comparison.result import Report
-    from divergence.comparison.results.operators import OperatorsResult
-    from divergence.comparison.results.precision import AuditResult
-    from divergence.comparison.results.ranks import ReplicaCheck
+    from divergence.comparison.result import ReplicaCheck, Report
+    from divergence.comparison.results.operators import AuditResult, OperatorsResult
     from divergence.comparison.results.sites import SiteResult
     from divergence.comparison.results.tokens import TokensResult
     from divergence.run.reader import Run

@@ -13,26 +13,18 @@ from pathlib import Path
 import msgspec
 
 from divergence._version import __version__
+from divergence.comparison.advice import Advice
 from divergence.comparison.align.names import NameMap, load_name_map
 from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.answer import Answer, Parts, applying, suites
-from divergence.comparison.decide.advice import Advice
-from divergence.comparison.decide.decide import decide, explained
-from divergence.comparison.decide.qualify import of_one_run
-from divergence.comparison.facts import explain_arithmetic
+from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.measure.runs import measure, opened
 from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import (
-    Coverage,
-    Evidence,
-    Finding,
-    PassCoverage,
-    PreflightLine,
-    Report,
-)
-from divergence.comparison.run_summary import summary_of
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results.findings import Evidence, Finding, PreflightLine
+from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.numerics.rounding.thresholds import check_thresholds
 from divergence.run.process_tuning import collect_garbage_rarely
@@ -92,9 +84,11 @@ def compare(
         report = compare_suites(a, b, truth=truth and opened(truth), floor=floor, progress=progress)
         return _of_one_run(report)
     names = None if name_map is None else load_name_map(name_map)
-    lines = [
-        *preflight(a, b, names=names), *explain_arithmetic(a.manifest, b.manifest).lines,
-    ]  # fmt: skip
+    lines = preflight(a, b, names=names)
+    if a.manifest.arithmetic or b.manifest.arithmetic:
+        from divergence.comparison.facts import explain_arithmetic
+
+        lines += explain_arithmetic(a.manifest, b.manifest).lines
     blocking = [line for line in lines if line.status == "blocking"]
     if blocking and not force:
         return _incomparable(a, b, lines, blocking)

@@ -23,13 +23,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from divergence.comparison.figures import figure
-from divergence.comparison.result import Evidence, PreflightLine
+from divergence.comparison.measured import is_probe
+from divergence.comparison.results.findings import Evidence, PreflightLine, figure
 from divergence.numerics.formats import FORMATS
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Explained", "count_of", "expected_w", "explain_arithmetic", "is_probe", "sentences"]
+__all__ = ["Explained", "count_of", "expected_w", "explain_arithmetic", "sentences"]
 
 _ORDER = (
     "input bits", "accumulator", "rounding", "subnormals", "order", "fma", "ulp", "rows", "batch",
@@ -138,11 +138,6 @@ def sentences(pairs: Sequence[FactPair], found: Explained) -> list[Evidence]:
         return place.get(item[0], len(place)), -weight
 
     return [evidence for _, evidence in sorted(told, key=key)]
-
-
-def is_probe(manifest: Manifest) -> bool:
-    """Was the run made by `divergence probe`?"""
-    return manifest.model.task == "operators" and manifest.model.source == "probe"
 
 
 def count_of(number: int, name: str) -> str:

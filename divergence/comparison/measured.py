@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from divergence.comparison.advice import Advice
 from divergence.comparison.align.pairs import Alignment
-from divergence.comparison.decide.advice import Advice
-from divergence.comparison.experts.routes import Routes
+from divergence.comparison.experts import Routes
 from divergence.comparison.measure.truth import SamplesBySite, Truth
-from divergence.comparison.results.coverage import PassCoverage
+from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.operators import OperatorsResult
-from divergence.comparison.results.preflight import PreflightLine
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results.sites import PassCoverage, SiteResult
 from divergence.comparison.results.tokens import TokensResult
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Measured", "Shown"]
+__all__ = ["Measured", "Shown", "is_probe"]
 
 Shown = Mapping[tuple[str, str, str], float]
 """(pass, site, phase) → the largest share of a limit that trusted runs use there."""
@@ -79,3 +79,8 @@ class Measured:
     def widened_beyond(self) -> bool:
         """Is a trusted run itself beyond the limits that it widens?"""
         return self.shown is not None and any(used > 1 for used in self.shown.values())
+
+
+def is_probe(manifest: Manifest) -> bool:
+    """Was the run made by `divergence probe`?"""
+    return manifest.model.task == "operators" and manifest.model.source == "probe"

@@ -7,105 +7,25 @@ this. The JSON form is stable and versioned; numbers that JSON cannot hold
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from divergence.comparison.results.coverage import Coverage, PassCoverage, Skipped
-from divergence.comparison.results.findings import (
-    Check,
-    Claim,
-    Evidence,
-    Finding,
-    Onset,
-    Role,
-    SiteKey,
-    Verdict,
-    VerdictKind,
-)
-from divergence.comparison.results.operators import (
-    CausalCheck,
-    OperatorResult,
-    OperatorsResult,
-    OtherInput,
-    OtherOperand,
-    RegionResult,
-    UnmatchedOperator,
-)
-from divergence.comparison.results.precision import (
-    AuditedPlace,
-    AuditFinding,
-    AuditResult,
-    AuditRow,
-)
-from divergence.comparison.results.preflight import PreflightLine
-from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff
-from divergence.comparison.results.sites import (
-    LogitsDiff,
-    NonfiniteCount,
-    PromptRatio,
-    SiteResult,
-    TruthDiff,
-)
-from divergence.comparison.results.suite import SuiteCase, SuiteOperator, SuiteResult, SuiteSide
-from divergence.comparison.results.tokens import (
-    Explanation,
-    TokenChoice,
-    TokenDifference,
-    TokensResult,
-)
-from divergence.numerics.pairs.metrics import Estimate
+from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
+from divergence.comparison.results.operators import AuditResult, OperatorsResult
+from divergence.comparison.results.sites import Coverage, SiteResult
+from divergence.comparison.results.tokens import TokensResult
 from divergence.printable import printable_json
+from divergence.words import Side, SideOrBoth
+
+if TYPE_CHECKING:
+    from divergence.run.reader import Run
 
 __all__ = [
-    "REPORT_SCHEMA_VERSION",
-    "AuditFinding",
-    "AuditResult",
-    "AuditRow",
-    "AuditedPlace",
-    "CausalCheck",
-    "Cell",
-    "Check",
-    "Claim",
-    "Coverage",
-    "Estimate",
-    "Evidence",
-    "Explanation",
-    "Finding",
-    "LogitsDiff",
-    "NonfiniteCount",
-    "Onset",
-    "OperatorResult",
-    "OperatorsResult",
-    "OtherInput",
-    "OtherOperand",
-    "PassCoverage",
-    "PreflightLine",
-    "PromptRatio",
-    "RankShare",
-    "RegionResult",
-    "ReplicaCheck",
-    "ReplicaDiff",
-    "Report",
-    "Role",
-    "RunSummary",
-    "SiteKey",
-    "SiteResult",
-    "Skipped",
-    "SuiteCase",
-    "SuiteOperator",
-    "SuiteResult",
-    "SuiteSide",
-    "TokenChoice",
-    "TokenDifference",
-    "TokensResult",
-    "TruthDiff",
-    "UnmatchedOperator",
-    "Verdict",
-    "VerdictKind",
-    "json_safe",
-    "strict_json",
-]
+    "REPORT_SCHEMA_VERSION", "Cell", "RankShare", "ReplicaCheck", "ReplicaDiff", "Report",
+    "RunSummary", "SuiteCase", "SuiteOperator", "SuiteResult", "SuiteSide", "SuiteStatus", "ToldBy",
+    "json_safe", "strict_json", "summary_of",
+]  # fmt: skip
 
 REPORT_SCHEMA_VERSION = 1
 
@@ -207,3 +127,175 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
     return value
+
+
+SuiteStatus = Literal["identical", "healthy", "flushed", "ties", "differs", "wrong"]
+"""``identical``: the same bits. ``healthy``: both sides as right as rounding allows. ``flushed``:
+a side turns subnormals into 0 and is right otherwise. ``ties``: a side takes another of exactly
+equal scores than the first. ``differs``: not the same bits, and no truth to judge by. ``wrong``:
+a side is farther from the truth than rounding explains."""
+
+
+class SuiteSide(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of one output x against the truth R (float64).
+
+    Which fields are set depends on the kind of the output: values, codes or indices.
+    """
+
+    error: float | None = None
+    """Values: ‖x-R‖/‖R‖."""
+    ulp_p99: float | None = None
+    """Values: 99th percentile of the distance, in ulp, from R rounded to the dtype, where |R| >=
+    u·rms(R)."""
+    ulp_max: float | None = None
+    """Values: the largest such distance."""
+    score: float | None = None
+    """Values: rms over elements of (x-R) / σ, σ the standard deviation that rounding explains. 1 in
+    a correct implementation."""
+    gain: float | None = None
+    """Values: the same for the scale of rows."""
+    num_flushed: int = 0
+    """Values: zeros where R is a subnormal or is computed from subnormals."""
+    num_nonfinite: int = 0
+    """Values: nan or inf where R is finite."""
+    off_by_one: float | None = None
+    """Codes: share that is one from the truth's code."""
+    off_by_more: float | None = None
+    """Codes: share that is more than one from the truth's code."""
+    rows_tied: float | None = None
+    """Indices: share of rows that differ among exactly equal scores only."""
+    rows_near: float | None = None
+    """Indices: share of rows that differ among scores that rounding may swap."""
+    rows_wrong: float | None = None
+    """Indices: share of rows that differ otherwise."""
+
+
+class SuiteCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One output of one case: a = reference, b = candidate, R = truth."""
+
+    site: str
+    operator: str
+    dtype: str
+    kind: Literal["values", "codes", "indices"]
+    status: SuiteStatus
+    side: SideOrBoth | None = None
+    why: str | None = None
+    same: bool
+    """The bits of both sides are the same."""
+    rel_l2: float
+    """‖a-b‖/‖a‖; for codes and indices the share that differs."""
+    ulp_p99: float | None = None
+    """99th percentile of the distance between a and b, in ulp."""
+    ulp_max: float | None = None
+    """The largest distance between a and b, in ulp."""
+    ideal_error: float | None = None
+    """‖round(R)-R‖/‖R‖. None without a truth."""
+    floor: float | None = None
+    """The relative error that the roundings before the last one explain. None without a truth."""
+    expected_off: float | None = None
+    """Share of codes that rounding explains to be off by one. None without a truth."""
+    w: float | None = None
+    """err(b)/err(a); 0/0 is 1. None without a truth."""
+    reference: SuiteSide | None = None
+    candidate: SuiteSide | None = None
+
+
+class SuiteOperator(msgspec.Struct, frozen=True, kw_only=True):
+    """All cases of one operator."""
+
+    operator: str
+    reference_implementation: str
+    candidate_implementation: str
+    status: SuiteStatus
+    side: SideOrBoth | None
+    num_cases: int
+    num_same: int
+    """Cases with the same bits on both sides, right or wrong."""
+    num_by_status: dict[str, int]
+    worst: SuiteCase
+    """The case that decides: first by status, then by how far the farther side is beyond its limit
+    (without a truth: by ``rel_l2``)."""
+
+
+class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of two suite runs, operator by operator."""
+
+    judged: bool
+    """The sides were judged against a truth."""
+    score_limit: float
+    """Largest ``score`` that passes."""
+    gain_limit: float
+    """Largest ``gain`` that passes."""
+    operators: list[SuiteOperator]
+    """The wrong ones first, then by how far apart the sides are."""
+    cases: list[SuiteCase]
+
+
+ToldBy = Literal["majority", "other run", "nobody"]
+"""What tells which of the ranks are wrong."""
+
+
+class ReplicaDiff(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks that should hold the same tensor and do not."""
+
+    side: Side
+    pass_: str = msgspec.field(name="pass")
+    sample: int
+    step: int
+    site: str
+    ranks: tuple[int, ...]
+    """The ranks that differ from ``peers``."""
+    peers: tuple[int, ...]
+    """The ranks they are held against: most of them. Where two versions are equally frequent and
+    ``told_by`` is ``other run``: those with the version nearer to the other run."""
+    told_by: ToldBy = "majority"
+    """What tells which ranks are wrong; ``nobody`` where it cannot be told."""
+    rel_l2: float | None = None
+    """‖odd - peers'‖ / ‖peers'‖ of the version farthest off. None where it was not measured."""
+
+
+class RankShare(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's part of a divided tensor, compared with the same part of the other run's
+    tensor."""
+
+    side: Side
+    site: str
+    rank: int
+    rel_l2: float
+    """‖d‖/‖a‖ of this rank's part."""
+    rest_rel_l2: float
+    """The largest ``rel_l2`` among the other ranks' parts."""
+
+
+class ReplicaCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of one run, compared with one another."""
+
+    side: Side
+    mesh: str
+    """The ranks in words, for example ``4 ranks (dp 2 × tp 2)``."""
+    num_tensors: int
+    """Tensors of which several ranks hold an equal copy."""
+    num_different: int
+    """How many of them differ between ranks."""
+    first: list[ReplicaDiff] = []
+    """The first difference of each pass that has any, in execution order, measured."""
+
+
+def summary_of(run: Run) -> RunSummary:
+    manifest = run.manifest
+    return RunSummary(
+        path=str(run.path),
+        id=manifest.id,
+        label=manifest.environment.label,
+        model=manifest.model.source,
+        dtype=manifest.model.dtype,
+        device=f"{manifest.environment.device_type}: {manifest.environment.device_name}",
+        complete=manifest.complete,
+        stopped_by=manifest.stopped_by,
+        num_records=len(run.records),
+        compute_dtype=manifest.settings.compute_dtype,
+        generates=manifest.model.task in ("causal-lm", "encoder-decoder")
+        and manifest.plan.replayed_pass is None,
+        plants=manifest.plan.plants,
+        substitutes=manifest.plan.substitutes,
+    )

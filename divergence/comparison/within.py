@@ -17,13 +17,14 @@ from dataclasses import replace
 
 import msgspec
 
-from divergence.comparison.align.pairs import Alignment, Pair, Piece, why_nothing
-from divergence.comparison.decide.advice import WithinAdvice
+from divergence.comparison.advice import WithinAdvice
+from divergence.comparison.align.pairs import Alignment, why_nothing
+from divergence.comparison.align.pieces import Pair, Piece
 from divergence.comparison.measure.runs import measure_tensors, run_notes
 from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
-from divergence.comparison.results.coverage import Skipped
+from divergence.comparison.results.sites import Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run

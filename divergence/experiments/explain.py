@@ -30,8 +30,10 @@ import torch
 from divergence.analyses.tokens.measure import comparable_places
 from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
-from divergence.comparison.logits_row import PromptStep, logits_row
-from divergence.comparison.result import Explanation, Report, SiteResult, TokenChoice
+from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.result import Report
+from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results.tokens import Explanation, TokenChoice
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of
 from divergence.numerics.pairs.logits import top_choices

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align.pieces import Pair
 from divergence.errors import PlantError
 from divergence.recording.hooks.plant import FORWARDS, Plant
 from divergence.run.reader import Run

@@ -17,8 +17,8 @@ from typing import Any
 from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pipeline import measured_on
-from divergence.comparison.result import Report, SiteResult
-from divergence.comparison.run_summary import summary_of
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results.sites import SiteResult
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.fleet.agreement import (
     agreement_text,

@@ -10,7 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.result import Onset, Report, RunSummary, VerdictKind, strict_json
+from divergence.comparison.result import Report, RunSummary, strict_json
+from divergence.comparison.results.findings import Onset, VerdictKind
 from divergence.words import SideBothOrNeither
 
 __all__ = ["MATRIX_SCHEMA_VERSION", "AgreementGroup", "CrossCheck", "Matrix", "MatrixRow"]

@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.comparison.measure.unmeasured import NO_PREFILL
-from divergence.comparison.result import Coverage, PassCoverage, Report, TokenDifference, Verdict
+from divergence.comparison.result import Report
+from divergence.comparison.results.findings import Verdict
+from divergence.comparison.results.sites import Coverage, PassCoverage
+from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
-from divergence.gate.fitness import refuse_unfit
+from divergence.gate.golden import refuse_unfit
 from divergence.gate.known import Knowledge, KnownUse, excuse
-from divergence.gate.loading import load_policy
-from divergence.gate.policy import Policy
+from divergence.gate.policy import Policy, load_policy
 from divergence.run.schema.site import near_names
 from divergence.run.untrusted.command import command_line
 from divergence.words import Progress

@@ -1,7 +1,7 @@
-"""Goldens: the run that CI compares with, and how another takes its place.
+"""Goldens: the run that CI compares with, what may be one, and how another takes its place.
 
-Storing is a copy beside the place and two renames, so that at every moment either
-the old golden or the new one is whole. The old one is kept.
+Storing is a copy beside the place and two renames, so that at every moment either the old golden or
+the new one is whole. The old one is kept.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from divergence.comparison.decide import WITH_ITSELF
+from divergence.comparison.result import Report
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
-from divergence.gate.fitness import why_no_golden
 from divergence.run.schema.site import natural_key
 from divergence.run.storage.location import (
     ARCHIVES,
@@ -33,7 +35,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     from divergence.run.reader import Run
 
-__all__ = ["Blessing", "bless"]
+__all__ = ["Blessing", "bless", "refuse_unfit", "why_no_golden"]
 
 
 class Blessing(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,3 +191,37 @@ def _replace(run: Run, target: Path, previous: Path) -> bool:
         raise RunWriteError(
             f"the golden could not be stored: {error}", where=str(target)
         ) from error
+
+
+def refuse_unfit(report: Report) -> None:
+    """Raise UsageError where both runs are one, and where the golden is none."""
+    golden, new = report.reference, report.candidate
+    if golden.id == new.id:
+        raise UsageError(
+            f"{new.path} is the golden itself, or a copy of it (run {golden.id}): {WITH_ITSELF}",
+            hint=command_line("capture", like=golden.path, o="NEW"),
+        )
+    problem = why_no_golden(golden.compute_dtype, golden.plants, golden.substitutes)
+    if problem is not None:
+        raise UsageError(
+            f"{golden.path} is no golden: {problem}",
+            hint="capture one without, and store it: divergence check GOLDEN RUN --bless",
+        )
+    if new.compute_dtype is not None:
+        raise UsageError(
+            f"{new.path} is a truth, computed in {new.compute_dtype}, and not a run to check",
+            hint=command_line("check", "GOLDEN", "RUN", truth=new.path),
+        )
+
+
+def why_no_golden(
+    compute_dtype: str | None, plants: Sequence[str], substitutes: Sequence[str]
+) -> str | None:
+    """Why the results of such a run must not be asked of another, or None."""
+    if compute_dtype is not None:
+        return f"it is a truth, computed in {compute_dtype}"
+    if plants:
+        return f"it carries planted faults ({', '.join(plants)})"
+    if substitutes:
+        return f"it holds results of another run ({', '.join(substitutes)})"
+    return None

@@ -20,7 +20,8 @@ from collections.abc import Iterable
 import msgspec
 
 from divergence.analyses.blocks.drift import find_drift
-from divergence.comparison.result import Report, SiteResult
+from divergence.comparison.result import Report
+from divergence.comparison.results.sites import SiteResult
 from divergence.gate.policy import Known, Policy
 
 __all__ = ["Knowledge", "KnownUse", "excuse"]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from divergence.analyses.precision.show import audit_lines
-from divergence.comparison.result import AuditResult
+from divergence.comparison.results.operators import AuditResult
 from divergence.errors import UsageError
 from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
 from divergence.layout.numbers import count, shape_text, size

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from divergence.comparison.result import (
-    PassCoverage,
-    PreflightLine,
-    Report,
-    RunSummary,
-    Verdict,
-)
+from divergence.comparison.result import Report, RunSummary
+from divergence.comparison.results.findings import PreflightLine, Verdict
+from divergence.comparison.results.sites import PassCoverage
 from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
 from divergence.layout.numbers import count
 from divergence.report.analyses import shown_by_analyses

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from divergence.comparison.decide.advice import Advice, WithinAdvice
+from divergence.comparison.advice import Advice, WithinAdvice
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
 from divergence.run.reader import Run

@@ -64,13 +64,13 @@ def test_errors_are_held_back_until_rank_0_had_its_say(as_rank, monkeypatch, cap
 )
 def test_faults_are_said_by_who_has_them(as_rank, monkeypatch, error, code, said):
     """With the rank's number, once."""
-    from divergence.gate import loading
+    from divergence.gate import policy
 
     def fail(_):
         raise error
 
     own = as_rank(1)
-    monkeypatch.setattr(loading, "load_policy", fail)
+    monkeypatch.setattr(policy, "load_policy", fail)
     assert run(monkeypatch, "compare", "a", "b") == code
     assert own.getvalue().startswith(said)
     assert own.getvalue().count("rank 1") == 1
@@ -78,14 +78,14 @@ def test_faults_are_said_by_who_has_them(as_rank, monkeypatch, error, code, said
 
 def test_nobody_waits_after_ctrl_c(as_rank, monkeypatch, capsys):
     """It is said once, by rank 0, and all end at once."""
-    from divergence.gate import loading
+    from divergence.gate import policy
 
     def stop(_):
         raise KeyboardInterrupt
 
     own = as_rank(1)
     monkeypatch.setattr(ranks, "PATIENCE_S", 1000.0)
-    monkeypatch.setattr(loading, "load_policy", stop)
+    monkeypatch.setattr(policy, "load_policy", stop)
     assert run(monkeypatch, "compare", "a", "b") == 130
     assert (capsys.readouterr(), own.getvalue()) == (("", ""), "")
     as_rank(0)

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from divergence.cli.main import app
+from divergence.comparison.advice import Advice, WithinAdvice, beside
 from divergence.comparison.api import compare
-from divergence.comparison.decide.advice import Advice, WithinAdvice, beside
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.schema.manifest import Mesh, MeshAxis

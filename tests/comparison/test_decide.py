@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from divergence.comparison.decide.confidence import RANK, check, confidence_of
-from divergence.comparison.decide.decide import PRECEDENCE, decide, explained
-from divergence.comparison.results.findings import Claim, Evidence, Finding, Onset
-from divergence.comparison.results.preflight import PreflightLine
+from divergence.comparison.decide import PRECEDENCE, RANK, check, confidence_of, decide, explained
+from divergence.comparison.results.findings import Claim, Evidence, Finding, Onset, PreflightLine
 
 DOCS = Path(__file__).parents[2] / "docs"
 

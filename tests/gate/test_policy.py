@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 import divergence
-from divergence.comparison.result import Coverage, PassCoverage, Report
+from divergence.comparison.result import Report
+from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.config import config_names, find_config
 from divergence.errors import ConfigError, IncomparableError, UsageError
 from divergence.gate.check import check, coverage_share, evaluate
 from divergence.gate.golden import bless
-from divergence.gate.loading import load_policy
-from divergence.gate.policy import Policy, Tolerance
+from divergence.gate.policy import Policy, Tolerance, load_policy
 from divergence.numerics.rounding.floor import Thresholds
 
 

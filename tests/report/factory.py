@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.comparison.result import (
+from divergence.comparison.result import Report, RunSummary
+from divergence.comparison.results.findings import Evidence, Onset, PreflightLine, Verdict
+from divergence.comparison.results.sites import (
     Coverage,
-    Evidence,
-    Explanation,
     LogitsDiff,
     NonfiniteCount,
-    Onset,
-    PreflightLine,
-    Report,
-    RunSummary,
     SiteResult,
     Skipped,
+)
+from divergence.comparison.results.tokens import (
+    Explanation,
     TokenChoice,
     TokenDifference,
     TokensResult,
-    Verdict,
 )
 
 NAN = float("nan")

@@ -8,9 +8,10 @@ import json
 
 import msgspec
 
-from divergence.comparison.result import Estimate, TruthDiff
+from divergence.comparison.results.sites import TruthDiff
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
+from divergence.numerics.pairs.metrics import Estimate
 from divergence.report.machine import check_json, csv_columns, strict_json, write_csv
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.comparison.result import Onset
+from divergence.comparison.results.findings import Onset
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
 from divergence.layout.lines import MAX_WIDTH
 from divergence.layout.terminal import print_lines

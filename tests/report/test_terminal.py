@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from divergence.comparison.result import Coverage, Evidence, Skipped
+from divergence.comparison.results.findings import Evidence
+from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
 from divergence.layout.lines import MAX_WIDTH, fold, line, prose

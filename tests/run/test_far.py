@@ -120,7 +120,7 @@ def test_a_comparison_fetches_only_what_differs(far, large_run, write_run, tmp_p
 
 def test_a_comparison_names_the_url_in_what_to_do_next(far, large_run):
     """So that the printed command works."""
-    from divergence.comparison.decide.advice import Advice
+    from divergence.comparison.advice import Advice
 
     upload(far, large_run)
     run = Run.open(URL)

@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls
-from divergence.comparison.logits_row import PromptStep
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
-from divergence.comparison.result import SiteResult
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.rounding.chance import normal_deviate, spread
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.words import Side, SideOrBoth

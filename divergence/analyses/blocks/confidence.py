@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from divergence.analyses.blocks.units import Unit
-from divergence.comparison.decide.confidence import check
+from divergence.comparison.decide import check
 from divergence.comparison.results.findings import Check
 
 __all__ = ["checks_of"]

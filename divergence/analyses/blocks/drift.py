@@ -14,9 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from divergence.comparison.figures import figure
 from divergence.comparison.measure.allowed import allowed_errors, main_path
-from divergence.comparison.results.findings import Evidence
+from divergence.comparison.results.findings import Evidence, figure
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds

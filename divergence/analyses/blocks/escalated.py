@@ -15,7 +15,8 @@ import msgspec
 
 from divergence.analyses.blocks.blame import TABLES
 from divergence.analyses.blocks.units import Unit, build_units, flag
-from divergence.comparison.result import Evidence, SiteResult
+from divergence.comparison.results.findings import Evidence
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.words import Side, SideOrBoth
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.blocks.blame import Blame
 from divergence.analyses.blocks.units import Unit
-from divergence.comparison.figures import figure
-from divergence.comparison.result import Evidence
+from divergence.comparison.results.findings import Evidence, figure
 
 __all__ = [
     "only_in",

@@ -27,7 +27,7 @@ from divergence.analyses.blocks.standouts import evidence_of, find_standouts
 from divergence.analyses.blocks.suspects import find_suspects
 from divergence.analyses.blocks.units import Unit, build_units
 from divergence.comparison.answer import Answer
-from divergence.comparison.decide.confidence import check
+from divergence.comparison.decide import check
 from divergence.comparison.measure.unmeasured import estimated_evidence, unmeasured_evidence
 from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.results.findings import Evidence, Finding

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from divergence.comparison.logits_row import PromptStep
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.results.sites import SiteResult, num_rows
 
 __all__ = [

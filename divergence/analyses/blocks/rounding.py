@@ -6,7 +6,7 @@ from divergence.analyses.blocks.escalated import Escalation
 from divergence.analyses.blocks.next import next_commands
 from divergence.analyses.blocks.standouts import StandOut
 from divergence.analyses.blocks.units import Unit
-from divergence.comparison.decide.confidence import check
+from divergence.comparison.decide import check
 from divergence.comparison.measure.unmeasured import is_unmeasured
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding

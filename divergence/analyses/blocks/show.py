@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from divergence.analyses.blocks.tables.prompts import prompt_lines
 from divergence.analyses.blocks.tables.table import table_lines
-from divergence.comparison.result import Report, SiteResult
+from divergence.comparison.result import Report
+from divergence.comparison.results.sites import SiteResult
 from divergence.layout.lines import BLANK, Line, columns, heading, line
 from divergence.layout.numbers import count
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from divergence.analyses.blocks.blame import least_of
 from divergence.analyses.blocks.units import Kind, Unit, num_values
-from divergence.comparison.result import Evidence
+from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import order_of
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds

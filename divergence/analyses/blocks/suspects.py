@@ -22,7 +22,7 @@ from divergence.analyses.blocks.blame import (
 )
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls
 from divergence.analyses.blocks.units import Unit, flag
-from divergence.comparison.logits_row import PromptStep
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.measure.truth_stats import TruthStats, stats_of
 from divergence.comparison.measured import Shown

@@ -20,7 +20,7 @@ from divergence.analyses.blocks.looks import (
     controls,
     looks_of,
 )
-from divergence.comparison.logits_row import PromptStep
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.rounding.chance import spread

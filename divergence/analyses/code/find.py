@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from divergence.comparison.answer import Answer
-from divergence.comparison.decide.confidence import check
+from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
-from divergence.comparison.preflight.code import code_evidence
-from divergence.comparison.preflight.owner import why_no_side
+from divergence.comparison.preflight.code import code_evidence, why_no_side
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 
 __all__ = ["explain"]

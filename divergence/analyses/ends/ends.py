@@ -14,8 +14,7 @@ from divergence.analyses.ends.integers import Integers, find_integers
 from divergence.analyses.ends.sampling import Misfit, find_misfits
 from divergence.analyses.ends.seams import Seam, find_seams
 from divergence.comparison.align.pairs import Alignment
-from divergence.comparison.result import SiteResult
-from divergence.comparison.results.sites import order_of
+from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run
 

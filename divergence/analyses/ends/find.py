@@ -15,10 +15,9 @@ from divergence.analyses.ends.integers import Integers
 from divergence.analyses.ends.sampling import Misfit
 from divergence.analyses.ends.seams import Seam
 from divergence.comparison.answer import Answer
-from divergence.comparison.decide.confidence import check
-from divergence.comparison.figures import figure
+from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
-from divergence.comparison.results.findings import Evidence, Finding, Onset
+from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
 from divergence.comparison.results.sites import onset_at, order_of
 
 __all__ = ["find"]

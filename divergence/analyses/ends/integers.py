@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pairs import Alignment, Pair
-from divergence.comparison.align.pieces import Pieces
-from divergence.comparison.result import SiteResult
+from divergence.comparison.align.pairs import Alignment
+from divergence.comparison.align.pieces import Pair, Pieces
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.run.nonfinite import is_mask
 from divergence.run.reader import Run

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.logits_row import PromptStep, logits_row
+from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.run.reader import Run
 from divergence.words import Side
 

@@ -27,8 +27,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from divergence.comparison.align.pairs import Alignment, Pair
-from divergence.comparison.result import SiteResult
+from divergence.comparison.align.pairs import Alignment
+from divergence.comparison.align.pieces import Pair
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds, floor_weights

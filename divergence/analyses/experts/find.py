@@ -2,7 +2,7 @@
 
 One expert of many that is wrong shows in the tokens that were sent to it, and in no other. So where
 all tokens beyond the limit share an expert, it is named; tokens that went there and are fine
-speak against it and are counted. Rerouted tokens (experts.routing) are in none of the counts.
+speak against it and are counted. Rerouted tokens (comparison.experts) are in none of the counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.comparison.answer import Answer
-from divergence.comparison.experts.routes import Routes, route_key
+from divergence.comparison.experts import Routes, route_key
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
 from divergence.comparison.results.sites import SiteResult

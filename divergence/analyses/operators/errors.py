@@ -14,8 +14,7 @@ from divergence.analyses.operators.pads import Pads
 from divergence.analyses.operators.products import OwnError, is_product_region, own_error
 from divergence.analyses.operators.regions import Region, Regions, regions_in
 from divergence.analyses.operators.rights import Rights, distance_of
-from divergence.comparison.calls.codes import Codes, count_codes
-from divergence.comparison.calls.expert_routing import Rerouted, rerouted_in
+from divergence.comparison.calls.choices import Codes, Rerouted, count_codes, rerouted_in
 from divergence.comparison.calls.graph import Forward, Node, forwards_of, operator_passes
 from divergence.comparison.calls.match import Match, match_calls, match_paths
 from divergence.comparison.results.operators import OtherInput, OtherOperand

@@ -7,13 +7,12 @@ import math
 from divergence.analyses.operators.arithmetic import behind_operator
 from divergence.analyses.operators.measure import operator_notes
 from divergence.analyses.operators.operands import operands_text
+from divergence.comparison.advice import Advice
 from divergence.comparison.answer import Answer
-from divergence.comparison.decide.advice import Advice
-from divergence.comparison.decide.confidence import check
+from divergence.comparison.decide import check
 from divergence.comparison.facts import explain_arithmetic
-from divergence.comparison.figures import figure
 from divergence.comparison.measured import Measured
-from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict
+from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 
 __all__ = ["explain", "find", "finding_of", "onset_result", "operator_evidence"]

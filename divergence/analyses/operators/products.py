@@ -23,8 +23,7 @@ from typing import TypeGuard
 
 import torch
 
-from divergence.comparison.calls.graph import Node, maker_of
-from divergence.comparison.calls.places import is_copy
+from divergence.comparison.calls.graph import Node, is_copy, maker_of
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.call import Operand

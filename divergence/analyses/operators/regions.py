@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from divergence.analyses.operators.products import CONSTANTS
-from divergence.comparison.calls.graph import Node
+from divergence.comparison.calls.graph import Node, Places, Source, is_copy
 from divergence.comparison.calls.match import Match
-from divergence.comparison.calls.places import Places, Source, is_copy
 from divergence.run.schema.call import Operand
 
 __all__ = ["Region", "Regions", "in_words", "regions_in"]

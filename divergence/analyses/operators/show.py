@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from divergence.comparison.result import OperatorResult, OperatorsResult, Report
+from divergence.comparison.result import Report
+from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
 from divergence.layout.numbers import count, decimal, share, times
 

@@ -28,7 +28,7 @@ from divergence.analyses.precision.graph import PartOperators, accumulates
 from divergence.analyses.precision.parts import find_parts
 from divergence.analyses.precision.sentences import differing, finding
 from divergence.comparison.calls.graph import forwards_of, operator_passes
-from divergence.comparison.results.precision import PARTS, AuditedPlace, AuditResult, AuditRow
+from divergence.comparison.results.operators import PARTS, AuditedPlace, AuditResult, AuditRow
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from divergence.comparison.results.precision import Part
+from divergence.comparison.results.operators import Part
 from divergence.numerics.formats import FORMATS, format_named
 
 __all__ = ["FAMILIES", "Expectation", "OperatorFamily", "expectation", "family_of", "is_below"]

@@ -6,7 +6,7 @@ from divergence.analyses.precision.audit import audit_runs
 from divergence.comparison.answer import Answer
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Verdict
-from divergence.comparison.results.precision import AuditResult
+from divergence.comparison.results.operators import AuditResult
 
 __all__ = ["explain", "find"]
 

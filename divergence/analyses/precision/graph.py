@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from divergence.comparison.calls.graph import Node
-from divergence.comparison.results.precision import Part
+from divergence.comparison.results.operators import Part
 from divergence.numerics.formats import format_named
 from divergence.run.schema.call import Operand
 

@@ -10,11 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from divergence.analyses.precision.expectations import is_below
-from divergence.comparison.results.precision import (
-    AuditedPlace,
-    AuditFinding,
-    AuditRow,
-)
+from divergence.comparison.results.operators import AuditedPlace, AuditFinding, AuditRow
 
 __all__ = ["differing", "finding"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from divergence.comparison.result import AuditedPlace, AuditResult, AuditRow, Report
+from divergence.comparison.result import Report
+from divergence.comparison.results.operators import AuditedPlace, AuditResult, AuditRow
 from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
 from divergence.layout.numbers import count
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align.pieces import Pair
 from divergence.comparison.answer import Answer
-from divergence.comparison.decide.confidence import check
+from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
+from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict
-from divergence.comparison.results.ranks import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.formats import format_named
 from divergence.run.ranks.mesh import describe_mesh

@@ -25,23 +25,20 @@ from divergence.analyses.suite.measure import (
     kind_of,
     score_of_side,
 )
-from divergence.comparison.decide.decide import decide
+from divergence.comparison.decide import decide
 from divergence.comparison.facts import explain_arithmetic
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import (
-    Coverage,
-    PreflightLine,
     Report,
-    Skipped,
-)
-from divergence.comparison.results.suite import (
     SuiteCase,
     SuiteOperator,
     SuiteResult,
     SuiteSide,
     SuiteStatus,
+    summary_of,
 )
-from divergence.comparison.run_summary import summary_of
+from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.formats import format_of
 from divergence.run.reader import Run

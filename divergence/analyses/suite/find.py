@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from divergence.comparison.decide.confidence import check
-from divergence.comparison.results.coverage import Coverage
+from divergence.comparison.decide import check
+from divergence.comparison.result import SuiteOperator, SuiteResult
 from divergence.comparison.results.findings import Evidence, Finding, Onset
-from divergence.comparison.results.suite import SuiteOperator, SuiteResult
+from divergence.comparison.results.sites import Coverage
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
 from divergence.run.untrusted.command import command_line

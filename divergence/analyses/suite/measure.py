@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from divergence.comparison.results.suite import SuiteSide
+from divergence.comparison.result import SuiteSide
 from divergence.numerics.formats import Format, format_of
 from divergence.numerics.pairs.ulp import ulp_distance
 from divergence.numerics.rounding.spacing import ROUNDING_RMS, spacing

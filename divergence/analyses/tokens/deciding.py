@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from divergence.comparison.logits_row import PromptStep, logits_row
+from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.logits import kl_divergence
 from divergence.run.reader import Run

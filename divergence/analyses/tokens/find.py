@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.tokens.flips import token_evidence, token_fault
 from divergence.comparison.answer import Answer
-from divergence.comparison.decide.confidence import check
+from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Finding
 from divergence.comparison.results.tokens import TokensResult

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.analyses.tokens.deciding import Distances
-from divergence.comparison.figures import figure
-from divergence.comparison.result import Evidence, TokenDifference, TokensResult
+from divergence.comparison.results.findings import Evidence, figure
+from divergence.comparison.results.tokens import TokenDifference, TokensResult
 from divergence.numerics.pairs.logits import logit_error
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds

@@ -16,7 +16,7 @@ import msgspec
 
 from divergence.analyses.tokens.deciding import Distances, distances_of
 from divergence.analyses.tokens.flips import deviations, judge_by_model, judge_flip, kl_fields
-from divergence.comparison.logits_row import PromptStep, logits_row
+from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.measure.allowed import Allowed, allowed_errors
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult

@@ -5,9 +5,9 @@ A decoded token is quoted, since it may hold a newline or begin with a space.
 
 from __future__ import annotations
 
-from divergence.comparison.result import (
+from divergence.comparison.result import Report
+from divergence.comparison.results.tokens import (
     Explanation,
-    Report,
     TokenChoice,
     TokenDifference,
     TokensResult,

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from divergence.comparison.align.kinds import kinds_of
 from divergence.comparison.align.names import NameMap
-from divergence.comparison.align.pairs import Alignment, Piece, compared_passes, indexed
-from divergence.comparison.result import SiteResult, Skipped, TokensResult
-from divergence.comparison.results.coverage import PassCoverage
+from divergence.comparison.align.pairs import Alignment, compared_passes
+from divergence.comparison.align.pieces import Piece, indexed, kinds_of
 from divergence.comparison.results.operators import OperatorsResult
+from divergence.comparison.results.sites import PassCoverage, SiteResult, Skipped
+from divergence.comparison.results.tokens import TokensResult
 from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run

@@ -21,9 +21,10 @@ from pathlib import Path
 import msgspec
 
 from divergence.errors import ConfigError
+from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
 
-__all__ = ["NameMap", "find_prefix", "load_name_map"]
+__all__ = ["NameMap", "find_prefix", "load_name_map", "renaming"]
 
 NameMap = Callable[[str], str]
 """A reference site (or module path) → the candidate's."""
@@ -112,3 +113,22 @@ def _prefixes(site: str) -> list[str]:
             if not parts[count - 1].isdigit()
         ),
     ]
+
+
+def renaming(
+    reference: Run, candidate: Run, name_map: NameMap | None
+) -> tuple[NameMap, tuple[str, str] | None]:
+    if name_map is not None:
+        return name_map, None
+    prefix = find_prefix({r.site for r in reference.records}, {r.site for r in candidate.records})
+    if prefix is None:
+        return lambda site: site, None
+    own, other = prefix
+    known = {r.site for r in candidate.records}
+
+    def rename(site: str) -> str:
+        if site.startswith(own) and other + site[len(own) :] in known:
+            return other + site[len(own) :]
+        return site
+
+    return rename, prefix

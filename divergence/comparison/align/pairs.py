@@ -1,8 +1,9 @@
 """Alignment: which tensor of one run belongs to which of the other.
 
-By (pass, sample, step, site). What has no partner is listed with its reason and is
-never a pass. A batch is split into its samples where the other run formed other
-batches, so that a batched run can be compared with a run of single prompts.
+By (pass, sample, step, site). What has no partner is listed with its reason and is never a pass. A
+batch is split into its samples where the other run formed other batches, so that a batched run can
+be compared with a run of single prompts. Forwards are comparable while both sides had been fed the
+same tokens.
 
 Operators are matched elsewhere (calls.match). A replay holds nothing else: its operators each
 got the inputs that its source recorded, so the source and other replays of it are its partners.
@@ -10,59 +11,22 @@ got the inputs that its source recorded, so the source and other replays of it a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from divergence.comparison.align.fed import last_comparable_steps, why_no_step
-from divergence.comparison.align.kinds import kinds_of
-from divergence.comparison.align.names import NameMap, find_prefix
-from divergence.comparison.result import Skipped
+from divergence.comparison.align.names import NameMap, renaming
+from divergence.comparison.align.pieces import Pair, Piece, indexed, why_no_pair
+from divergence.comparison.results.sites import Skipped
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import Coordinates, Record
+from divergence.run.schema.record import Coordinates
 from divergence.words import SideOrBoth
 
 __all__ = [
-    "Alignment",
-    "Pair",
-    "Piece",
-    "align",
-    "anchored_passes",
-    "compared_passes",
-    "indexed",
-    "pieces_in",
-    "renaming",
-    "replayed_from",
-    "why_no_pair",
-]
+    "Alignment", "align", "anchored_passes", "compared_passes", "replayed_from", "why_nothing",
+]  # fmt: skip
 
 REPLAYED = "replayed"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""
-
-    record: Record
-    sample: int
-    row: int | None = None
-    """The sample's row of the batch; None for the whole record."""
-    left: int = 0
-    right: int = 0
-    pads: int = 0
-    """Positions that the batch put before the sample's first token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """Two pieces that hold the same tensor of the model."""
-
-    reference: Piece
-    candidate: Piece
-    pass_: str
-    """The pass that they are compared as."""
-    match: str
-    """``exact``, or the name map's rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,120 +210,10 @@ def _replayed_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, s
     return one, two
 
 
-def renaming(
-    reference: Run, candidate: Run, name_map: NameMap | None
-) -> tuple[NameMap, tuple[str, str] | None]:
-    if name_map is not None:
-        return name_map, None
-    prefix = find_prefix({r.site for r in reference.records}, {r.site for r in candidate.records})
-    if prefix is None:
-        return lambda site: site, None
-    own, other = prefix
-    known = {r.site for r in candidate.records}
-
-    def rename(site: str) -> str:
-        if site.startswith(own) and other + site[len(own) :] in known:
-            return other + site[len(own) :]
-        return site
-
-    return rename, prefix
-
-
 def _rule(prefix: tuple[str, str] | None) -> str:
     if prefix is None:
         return "name map"
     return f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
-
-
-def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
-    """The tensors that are paired one by one, by (pass, sample, step, site); ``split``: batches are
-    taken apart into their samples."""
-    pieces: dict[tuple[str, int, int, str], Piece] = {}
-    kinds = kinds_of(run)
-    for record in run.records:
-        if kinds(record) != "tensor":
-            continue
-        for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
-            pieces[record.pass_, piece.sample, record.step, record.site] = piece
-    return pieces
-
-
-def pieces_in(run: Run, pass_: str, *, split: bool) -> dict[tuple[int, int, str], Piece]:
-    """Every piece of one pass by (sample, step, site); ``split``: batches into their samples."""
-    return {
-        (piece.sample, record.step, record.site): piece
-        for record in run.records
-        if record.pass_ == pass_
-        for piece in (_pieces(record, run.manifest) if split else [Piece(record, record.sample)])
-    }
-
-
-def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
-    """One piece for each sample in the record's batch, pads cut off."""
-    group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
-    members = [manifest.tokens.samples[number] for number in group]
-    padded = any(sample.num_left_pad or sample.num_right_pad for sample in members)
-    if len(group) > 1 and record.shape[:1] == (1,) and not padded:  # one table for all prompts
-        right = record.shape[1] if len(record.shape) > 1 else 0
-        return [Piece(record, number, 0, 0, right) for number in group]
-    if len(group) <= 1 or not record.shape or record.shape[0] != len(group):
-        return [Piece(record, record.sample)]
-    pieces = []
-    for row, (number, sample) in enumerate(zip(group, members, strict=True)):
-        length = sample.num_left_pad + len(sample.prompt_ids) + sample.num_right_pad
-        left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
-        encoded = manifest.model.task == "encoder-decoder"  # goes into every step
-        if (
-            (record.step == 0 or encoded) and len(record.shape) > 2 and record.shape[1] == length
-        ):  # fmt: skip
-            left, right = sample.num_left_pad, length - sample.num_right_pad
-        pieces.append(Piece(record, number, row, left, right, sample.num_left_pad))
-    return pieces
-
-
-def _shape(piece: Piece) -> tuple[int, ...]:
-    shape = piece.record.shape
-    if piece.row is None:
-        return shape
-    return (1, piece.right - piece.left, *shape[2:]) if len(shape) > 1 else (1,)
-
-
-def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | None:
-    """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
-    token positions picked out of one of them."""
-    one, two = piece.record, other.record
-    if _shape(piece) != _shape(other):
-        narrowed = one.positions is None or two.positions is None
-        if not exactly and narrowed and _selectable(piece, other):
-            return None
-        return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
-    if one.positions is not None and two.positions is not None:
-        mine, theirs = _positions(piece), _positions(other)
-        if mine != theirs:
-            return f"token positions differ: {mine} and {theirs}"
-    return None
-
-
-def _positions(piece: Piece) -> list[int]:
-    """The record's token positions, pads not counted."""
-    return [position - piece.pads for position in piece.record.positions or ()]
-
-
-def _selectable(piece: Piece, other: Piece) -> bool:
-    """One side holds only some token positions, the other all: those can be picked out."""
-    if piece.row is not None or other.row is not None:
-        return False
-    few, many = (
-        (piece.record, other.record) if piece.record.positions else (other.record, piece.record)
-    )
-    return (
-        few.positions is not None
-        and many.positions is None
-        and len(few.shape) == len(many.shape) >= 2
-        and few.shape[1] == len(few.positions)
-        and many.shape[1] > max(few.positions, default=0)
-        and few.shape[:1] + few.shape[2:] == many.shape[:1] + many.shape[2:]
-    )
 
 
 def _skip(pass_: str, sample: int, step: int, site: str, reason: str, side: SideOrBoth) -> Skipped:
@@ -380,3 +234,38 @@ def why_nothing(alignment: Alignment) -> str:
             f"{alignment.only_candidate[0].site}; if they mean the same, give --map FILE"
         )
     return "one of the runs is empty"
+
+
+def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:
+    """Index of the first generated token that was fed differently, or None."""
+    one, two = a.tokens.samples[sample].generated_ids, b.tokens.samples[sample].generated_ids
+    for index, (x, y) in enumerate(zip(one, two, strict=False)):
+        if x != y:
+            return index
+    return None
+
+
+def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
+    """Per sample, the last step at which both sides had been fed the same tokens."""
+    last: dict[int, int] = {}
+    for number in range(min(len(a.tokens.samples), len(b.tokens.samples))):
+        different = first_different_token(a, b, number)
+        if different is not None:
+            last[number] = different
+    for manifest in (a, b):  # a batched forward is as comparable as its worst sample
+        for group in manifest.tokens.groups:
+            found = [last[number] for number in group if number in last]
+            if found:
+                for number in group:
+                    last[number] = min(found)
+    return last
+
+
+def why_no_step(manifest: Manifest, side: str, sample: int, step: int) -> str:
+    """Why that side has no such record: a prompt that met its end is fed padding where its batch
+    goes on, and by itself it just ends."""
+    samples = manifest.tokens.samples
+    num = len(samples[sample].generated_ids) if sample < len(samples) else 0
+    if 0 < num <= step and num < manifest.settings.max_new_tokens:
+        return f"in the {side} prompt {sample} ended after {num} token{'s' * (num != 1)}"
+    return "no partner"

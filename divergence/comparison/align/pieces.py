@@ -1,20 +1,143 @@
-"""Pieces of records as tensors: the rows of one sample, its pads, its block's input."""
+"""Pieces of records: what is paired and read, a whole record or the rows of one sample."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from divergence.comparison.align.pairs import Pair, Piece
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
+from divergence.run.schema.site import is_operator_site, unescape_path
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pieces", "same_positions"]
+__all__ = [
+    "Kind", "Pair", "Piece", "Pieces", "PromptStep", "indexed", "kinds_of", "logits_row",
+    "pieces_in", "same_positions", "why_no_pair",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A record, or one sample's rows of it: ``[row, left : right]`` where ``row`` is set."""
+
+    record: Record
+    sample: int
+    row: int | None = None
+    """The sample's row of the batch; None for the whole record."""
+    left: int = 0
+    right: int = 0
+    pads: int = 0
+    """Positions that the batch put before the sample's first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two pieces that hold the same tensor of the model."""
+
+    reference: Piece
+    candidate: Piece
+    pass_: str
+    """The pass that they are compared as."""
+    match: str
+    """``exact``, or the name map's rule."""
+
+
+def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
+    """The tensors that are paired one by one, by (pass, sample, step, site); ``split``: batches are
+    taken apart into their samples."""
+    pieces: dict[tuple[str, int, int, str], Piece] = {}
+    kinds = kinds_of(run)
+    for record in run.records:
+        if kinds(record) != "tensor":
+            continue
+        for piece in _pieces(record, run.manifest) if split else [Piece(record, record.sample)]:
+            pieces[record.pass_, piece.sample, record.step, record.site] = piece
+    return pieces
+
+
+def pieces_in(run: Run, pass_: str, *, split: bool) -> dict[tuple[int, int, str], Piece]:
+    """Every piece of one pass by (sample, step, site); ``split``: batches into their samples."""
+    return {
+        (piece.sample, record.step, record.site): piece
+        for record in run.records
+        if record.pass_ == pass_
+        for piece in (_pieces(record, run.manifest) if split else [Piece(record, record.sample)])
+    }
+
+
+def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
+    """One piece for each sample in the record's batch, pads cut off."""
+    group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
+    members = [manifest.tokens.samples[number] for number in group]
+    padded = any(sample.num_left_pad or sample.num_right_pad for sample in members)
+    if len(group) > 1 and record.shape[:1] == (1,) and not padded:  # one table for all prompts
+        right = record.shape[1] if len(record.shape) > 1 else 0
+        return [Piece(record, number, 0, 0, right) for number in group]
+    if len(group) <= 1 or not record.shape or record.shape[0] != len(group):
+        return [Piece(record, record.sample)]
+    pieces = []
+    for row, (number, sample) in enumerate(zip(group, members, strict=True)):
+        length = sample.num_left_pad + len(sample.prompt_ids) + sample.num_right_pad
+        left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
+        encoded = manifest.model.task == "encoder-decoder"  # goes into every step
+        if (
+            (record.step == 0 or encoded) and len(record.shape) > 2 and record.shape[1] == length
+        ):  # fmt: skip
+            left, right = sample.num_left_pad, length - sample.num_right_pad
+        pieces.append(Piece(record, number, row, left, right, sample.num_left_pad))
+    return pieces
+
+
+def _shape(piece: Piece) -> tuple[int, ...]:
+    shape = piece.record.shape
+    if piece.row is None:
+        return shape
+    return (1, piece.right - piece.left, *shape[2:]) if len(shape) > 1 else (1,)
+
+
+def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | None:
+    """None if the pieces can be compared, element by element; ``exactly``: as they are, with no
+    token positions picked out of one of them."""
+    one, two = piece.record, other.record
+    if _shape(piece) != _shape(other):
+        narrowed = one.positions is None or two.positions is None
+        if not exactly and narrowed and _selectable(piece, other):
+            return None
+        return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
+    if one.positions is not None and two.positions is not None:
+        mine, theirs = _positions(piece), _positions(other)
+        if mine != theirs:
+            return f"token positions differ: {mine} and {theirs}"
+    return None
+
+
+def _positions(piece: Piece) -> list[int]:
+    """The record's token positions, pads not counted."""
+    return [position - piece.pads for position in piece.record.positions or ()]
+
+
+def _selectable(piece: Piece, other: Piece) -> bool:
+    """One side holds only some token positions, the other all: those can be picked out."""
+    if piece.row is not None or other.row is not None:
+        return False
+    few, many = (
+        (piece.record, other.record) if piece.record.positions else (other.record, piece.record)
+    )
+    return (
+        few.positions is not None
+        and many.positions is None
+        and len(few.shape) == len(many.shape) >= 2
+        and few.shape[1] == len(few.positions)
+        and many.shape[1] > max(few.positions, default=0)
+        and few.shape[:1] + few.shape[2:] == many.shape[:1] + many.shape[2:]
+    )
 
 
 class Pieces:
@@ -143,3 +266,67 @@ def same_positions(
         return a, b[:, list(one.positions)]
     assert two.positions is not None  # they differ from those of the other side
     return a[:, list(two.positions)], b
+
+
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+Kind = Literal["tensor", "operator", "weight", "whole"]
+
+
+def kinds_of(run: Run) -> Callable[[Record], Kind]:
+    """What a record of the run is, and with that how it is compared: an ``operator``'s by its
+    place in the sequence of calls, which may differ (calls.match); a ``weight``, stored for
+    replays, by its digest in preflight; a ``whole`` pass with its own run's decode steps
+    (comparison.within); any other ``tensor`` with the one at the same site.
+
+    An operator is known by its call and not by the ``/`` in its site alone.
+    """
+    calls = {r.site.rpartition(":")[0] for r in run.records if r.call is not None}
+    digests: dict[str, str | None] = {}
+    """By site: of the weight that is named like it."""
+
+    def kind(record: Record) -> Kind:
+        site = record.site
+        if "/" in site and is_operator_site(site) and site.rpartition(":")[0] in calls:
+            return "operator"
+        if site not in digests:
+            digests[site] = _digest_of_weight(site, run.manifest)
+        digest = digests[site]
+        if digest is not None and _is_weight(record, digest, run.manifest):
+            return "weight"
+        return "whole" if record.pass_ == "whole" else "tensor"
+
+    return kind
+
+
+def _digest_of_weight(site: str, manifest: Manifest) -> str | None:
+    path, _, port = site.partition(":")
+    if not port.startswith("in."):
+        return None
+    name = f"{unescape_path(path)}.{port.removeprefix('in.')}".removeprefix(".")
+    return manifest.model.digests.get(name)
+
+
+def _is_weight(record: Record, digest: str, manifest: Manifest) -> bool:
+    """Has it the bytes of the weight that it is named like? An argument of a module may be named
+    so too."""
+    # a rank's part, an offloaded weight and an accelerator's digest cannot be told by it
+    told = manifest.mesh is None and record.xxh3 is not None and _DIGEST.fullmatch(digest)
+    return not told or record.xxh3 == digest
+
+
+PromptStep = tuple[int, int]
+"""(sample, step)."""
+
+
+def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:
+    """The logits (V,) that decided this token, if they were recorded."""
+    site = run.manifest.plan.logits_site
+    group = next((g for g in run.manifest.tokens.groups if sample in g), [sample])
+    record = run.find(("free", group[0], step, site)) if site else None
+    if record is None or not run.has_bytes(record):
+        return None
+    tensor = run.read(record)
+    if tensor.ndim != 3 or tensor.shape[0] <= group.index(sample):
+        return None
+    return tensor[group.index(sample), -1]

@@ -1,15 +1,28 @@
-"""One forward's operators as a graph: the order of the calls, and whose results feed whom."""
+"""One forward's operators as a graph: the order of the calls, and whose results feed whom.
+
+``Places`` tells the place of a call in the data flow: what its operands are, once copies are looked
+through. An operand is the result of another call, a weight, or something from outside the recorded
+modules. Copies and casts compute nothing, so the call before them is what counts (numbers that a
+cast loses are found where they are compared). Two calls stand at the same place where each operand
+of the one is the same thing as the other's: results of calls that are a pair, weights of one name
+or of the same bytes, or both from outside.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from divergence.run.reader import Run
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import is_operator_site
 
-__all__ = ["Forward", "Node", "forwards_of", "maker_of", "operator_passes"]
+__all__ = [
+    "COMMUTE", "Forward", "Node", "Places", "Source", "forwards_of", "is_copy", "maker_of",
+    "operator_passes",
+]  # fmt: skip
 
 Forward = tuple[int, int]
 """(sample, step)"""
@@ -83,3 +96,130 @@ def _connect(nodes: list[Node]) -> None:
     for node in nodes:
         makers = dict.fromkeys(maker_of(operand) for operand in node.call.operands)
         node.feeds += [maker for maker in makers if maker in known]
+
+
+COPIES = ("aten.clone", "aten.copy", "aten._to_copy", "aten.contiguous", "aten.to")
+
+Source = tuple[Literal["made", "weight", "outside"], str]
+"""What an operand is: the path of the call that made it, a weight's name, or where it comes from
+outside, as far as known."""
+
+Linkage = Literal["same", "linked", "rewired", "open", "other"]
+"""Of two calls' operands. ``rewired``: both known and not the same thing; ``linked``: the one leads
+to the other through calls without a partner; ``open``: both made by calls without a partner;
+``other``: the one is known and the other does not come from it."""
+
+COMMUTE = ("aten.add", "aten.mul", "aten.maximum", "aten.minimum")
+"""Their operands may come in either order."""
+
+
+def is_copy(node: Node) -> bool:
+    """Does it hand on what it was given, in another layout or dtype at most?"""
+    return node.name in COPIES and bool(node.call.operands)
+
+
+class Places:
+    """One forward of both sides, and the pairs found so far. ``rename``: the reference's sites in
+    the candidate's words."""
+
+    def __init__(
+        self, reference: Iterable[Node], candidate: Iterable[Node], rename: Callable[[str], str]
+    ) -> None:
+        self.nodes = ({n.path: n for n in reference}, {n.path: n for n in candidate})
+        self.partner: tuple[dict[str, str], dict[str, str]] = {}, {}
+        """The reference's path to the candidate's, and back."""
+        self._rename = rename
+        self._sources: dict[tuple[int, str], list[Source]] = {}
+
+    def pair(self, one: Node, two: Node) -> None:
+        self.partner[0][one.path], self.partner[1][two.path] = two.path, one.path
+
+    def part(self, one: Node, two: Node) -> None:
+        """They are no pair after all."""
+        del self.partner[0][one.path], self.partner[1][two.path]
+
+    def lone(self, side: int, source: Source) -> bool:
+        """Is it the result of a call without a partner?"""
+        return source[0] == "made" and source[1] not in self.partner[side]
+
+    def sources(self, side: int, node: Node) -> list[Source]:
+        """One for each operand, copies looked through."""
+        key = (side, node.path)
+        if key not in self._sources:
+            self._sources[key] = [self.source(side, one) for one in node.call.operands]
+        return self._sources[key]
+
+    def source(self, side: int, operand: Operand) -> Source:
+        nodes = self.nodes[side]
+        for _ in range(len(nodes) + 1):
+            made = maker_of(operand)
+            if operand.weight is not None:
+                return "weight", operand.weight
+            if made is None or made not in nodes:
+                return "outside", operand.origin or ""
+            if not is_copy(nodes[made]):
+                return "made", made
+            last = nodes[made].name == "aten.copy" and len(nodes[made].call.operands) > 1
+            operand = nodes[made].call.operands[1 if last else 0]
+        return "outside", ""  # a stranger's run may go in circles
+
+    def leaves(self, side: int, source: Source) -> set[Source]:
+        """What it comes from, through calls without a partner; itself where it is none."""
+        found: set[Source] = set()
+        waiting, seen = [source], {source}
+        while waiting:
+            one = waiting.pop()
+            if not self.lone(side, one):
+                found.add(one)
+                continue
+            before = set(self.sources(side, self.nodes[side][one[1]])) - seen
+            waiting += before
+            seen |= before
+        return found
+
+    def in_candidates_words(self, source: Source) -> Source:
+        """A reference's source that has a partner, or stands outside, as the candidate has it."""
+        kind, name = source
+        if kind == "made":
+            return kind, self.partner[0].get(name, "")
+        if kind == "weight":
+            module, _, last = name.rpartition(".")
+            renamed = self._rename(f"{module}:out").rpartition(":")[0]
+            return kind, f"{renamed}.{last}" if module else name
+        return kind, self._rename(name) if name else name
+
+    def compare(self, one: Node, two: Node) -> list[Linkage]:
+        """Operand by operand; of a sum or a product in whichever order fits better."""
+        mine, theirs = self.sources(0, one), self.sources(1, two)
+        found = [
+            self._operand(one, two, number, number, x, y)
+            for number, (x, y) in enumerate(zip(mine, theirs, strict=False))
+        ]
+        swaps = one.name in COMMUTE and len(mine) == len(theirs) == 2
+        if swaps and set(found) != {"same"}:
+            turned = [self._operand(one, two, n, 1 - n, mine[n], theirs[1 - n]) for n in (0, 1)]
+            if turned.count("same") > found.count("same"):
+                return turned
+        return found
+
+    def _operand(self, one: Node, two: Node, m: int, n: int, x: Source, y: Source) -> Linkage:
+        lone = self.lone(0, x), self.lone(1, y)
+        if all(lone):
+            return "open"
+        if not any(lone):
+            if x[0] == y[0] == "outside" and "" in (x[1], y[1]):
+                return "same"  # their values tell (operators.operands)
+            if self.in_candidates_words(x) == y:
+                return "same"
+            mine, other = one.call.operands[m], two.call.operands[n]
+            if mine.weight and other.weight and (mine.xxh3, mine.offset) == (
+                other.xxh3, other.offset
+            ):  # fmt: skip
+                return "same"
+            return "rewired"
+        if ("outside", "") in (x, y):  # memory that several calls wrote to: unknown
+            return "open"
+        if lone[1]:
+            return "linked" if self.in_candidates_words(x) in self.leaves(1, y) else "other"
+        inside = {self.in_candidates_words(leaf) for leaf in self.leaves(0, x)}
+        return "linked" if y in inside else "other"

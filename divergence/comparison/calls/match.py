@@ -1,7 +1,7 @@
 """Matching two sequences of operators: the same model code need not call the same kernels.
 
 Two calls are a pair only if they do the same job: the same operator in the same module, operands
-and result of equal shapes, and an equal place in the data flow (calls.places). From the block's
+and result of equal shapes, and an equal place in the data flow (calls.graph). From the block's
 inputs on, calls whose operands are the same things are paired; calls that differ in a scalar
 alone are a pair too, and are reported for it. Where nothing more can be paired so, the first call
 that can only be one other call is (other wiring, or behind a stretch that the sides compute
@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from divergence.comparison.calls.graph import Node, maker_of
-from divergence.comparison.calls.places import COMMUTE, Places, is_copy
+from divergence.comparison.calls.graph import COMMUTE, Node, Places, is_copy, maker_of
 from divergence.run.schema.call import Operand
 from divergence.run.schema.scalars import other_scalars
 

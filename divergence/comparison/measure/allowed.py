@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from divergence.comparison.result import SiteResult
-from divergence.comparison.results.sites import order_of
+from divergence.comparison.results.sites import SiteResult, order_of
 
 __all__ = ["Allowed", "allowed_errors", "main_path"]
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import msgspec
 
-from divergence.comparison.align.pairs import Alignment, Pair, pieces_in, why_no_pair
-from divergence.comparison.experts.routes import Routes
+from divergence.comparison.align.pairs import Alignment
+from divergence.comparison.align.pieces import Pair, pieces_in, why_no_pair
+from divergence.comparison.experts import Routes
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
 from divergence.comparison.measure.truth import Truth, inputs_of
-from divergence.comparison.result import SiteResult
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.reader import Run

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from divergence.comparison.align.pairs import Pair
-from divergence.comparison.align.pieces import Pieces, same_positions
-from divergence.comparison.experts.routes import Routes, kept_rows
-from divergence.comparison.experts.routing import Routing
+from divergence.comparison.align.pieces import Pair, Pieces, same_positions
+from divergence.comparison.experts import Routes, Routing, kept_rows
 from divergence.comparison.measure.floors import Floor, row_floor
 from divergence.comparison.measure.pair_format import storage_format, work_format
 from divergence.comparison.measure.reading import Reading, equal_by_record

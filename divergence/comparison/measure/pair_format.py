@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align.pieces import Pair
 from divergence.numerics.formats import Format, format_named
 from divergence.run.schema.manifest import Manifest
 

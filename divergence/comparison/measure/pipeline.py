@@ -24,9 +24,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align.pieces import Pair
 from divergence.comparison.measure.measurer import Measurer, PairNumbers
-from divergence.comparison.result import SiteResult
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import kernel_for
 from divergence.run.current_device import set_device

@@ -30,7 +30,7 @@ from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from divergence.comparison.align.pairs import Pair, Piece
+from divergence.comparison.align.pieces import Pair, Piece
 from divergence.comparison.measure.measurer import Measurer, PairNumbers
 from divergence.comparison.measure.pipeline import measure_pairs, measured_by
 from divergence.errors import DivergenceError, FaultError, UsageError

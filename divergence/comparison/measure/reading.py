@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from divergence.comparison.align.pairs import Pair
+from divergence.comparison.align.pieces import Pair
 from divergence.comparison.measure.truth import Truth
 from divergence.errors import RunFormatError
 from divergence.run.reader import Run

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from divergence.comparison.align.pairs import Alignment, Pair, Piece
-from divergence.comparison.align.pieces import Pieces
-from divergence.comparison.result import Skipped
+from divergence.comparison.align.pairs import Alignment
+from divergence.comparison.align.pieces import Pair, Piece, Pieces
+from divergence.comparison.results.sites import Skipped
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.numerics.summaries.estimate import estimate_pair

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from divergence.comparison.advice import Advice
 from divergence.comparison.align.coverage import account, tokens_row
-from divergence.comparison.align.names import NameMap
-from divergence.comparison.align.pairs import Alignment, align, renaming, why_nothing
+from divergence.comparison.align.names import NameMap, renaming
+from divergence.comparison.align.pairs import Alignment, align, why_nothing
 from divergence.comparison.answer import numbers_of
-from divergence.comparison.decide.advice import Advice
-from divergence.comparison.experts.routes import routing_notes
-from divergence.comparison.experts.routing import unknown_blocks
-from divergence.comparison.facts import is_probe
+from divergence.comparison.experts import routing_notes, unknown_blocks
 from divergence.comparison.measure.escalated import compare_escalated, drop_escalated
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer
@@ -21,8 +19,8 @@ from divergence.comparison.measure.reduced import without_unknowable
 from divergence.comparison.measure.site_fields import without_floor
 from divergence.comparison.measure.truth import Truth, inputs_of
 from divergence.comparison.measure.unmeasured import NO_PREFILL, is_unmeasured
-from divergence.comparison.measured import Measured
-from divergence.comparison.results.preflight import PreflightLine
+from divergence.comparison.measured import Measured, is_probe
+from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named

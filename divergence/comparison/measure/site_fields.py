@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 
-from divergence.comparison.result import NonfiniteCount, SiteResult
+from divergence.comparison.results.sites import NonfiniteCount, SiteResult
 from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import PairMetrics
 from divergence.numerics.pairs.pair import measure_pair

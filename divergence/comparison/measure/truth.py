@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from divergence.comparison.align.pairs import Pair, replayed_from
-from divergence.comparison.preflight.owner import other_code
-from divergence.comparison.result import SiteResult, TruthDiff
+from divergence.comparison.align.pairs import replayed_from
+from divergence.comparison.align.pieces import Pair
+from divergence.comparison.preflight.code import other_code
+from divergence.comparison.results.sites import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.pairs.against import AgainstTruth
 from divergence.run.reader import Run

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from divergence.comparison.logits_row import PromptStep
+from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth import TruthSamples
-from divergence.comparison.result import SiteResult
+from divergence.comparison.results.sites import SiteResult
 from divergence.words import Side
 
 if TYPE_CHECKING:

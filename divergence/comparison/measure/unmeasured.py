@@ -7,7 +7,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from divergence.comparison.result import Evidence, SiteResult
+from divergence.comparison.results.findings import Evidence
+from divergence.comparison.results.sites import SiteResult
 
 __all__ = ["NO_PREFILL", "estimated_evidence", "is_unmeasured", "unmeasured_evidence"]
 

@@ -4,19 +4,29 @@ Only the code that was recorded is compared: where a run says nothing, nothing i
 attention or which kernel was asked for is a setting, not code, and stands in lines of its own.
 Other versions of a library differ in text almost everywhere: then the classes are counted and the
 versions named, and what was put in place of a class' own code comes first.
+
+A truth has the reference's code. Where the two sides' own code differs, it cannot tell whose is
+right: ``why_no_side`` says so, unless a forward was replaced on the candidate alone. And where
+nothing is known of the code, the reference is not blamed by a truth with which the candidate
+agrees: so it looks where the candidate's code made it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from divergence.comparison.results.findings import Evidence
-from divergence.comparison.results.preflight import PreflightLine
+from divergence.comparison.results.findings import Evidence, PreflightLine, Verdict
+from divergence.run.reader import Run
 from divergence.run.schema.manifest import CodeNote, Manifest
 from divergence.run.schema.site import starred
 
-__all__ = ["CodeDifference", "code_differences", "code_evidence", "code_line"]
+__all__ = [
+    "CodeDifference", "code_differences", "code_evidence", "code_line", "other_code", "replaced_in",
+    "why_no_side",
+]  # fmt: skip
 
 _MOST = 3
 _PLACEMENT = ("accelerate: AlignDevicesHook", "FSDP", "DDP", "DataParallel", "tensor parallel")
@@ -191,3 +201,106 @@ def _counted(found: Sequence[CodeDifference], a: Manifest, b: Manifest) -> str:
         return "; ".join(one.text for one in found) + by
     names = ", ".join(one.name for one in found[:_MOST])
     return f"other code in {len(found)} classes{by}: {names} and {len(found) - _MOST} more"
+
+
+def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[str]:
+    """Classes of modules whose code differs between two runs, of ``block`` where one is given.
+
+    Empty where a run does not say. A class that one run alone has counts where something was
+    replaced in it.
+    """
+    mine, theirs = _code(one), _code(two)
+    if not mine or not theirs:
+        return []
+    found: list[str] = []
+    for name in sorted({*mine, *theirs}):
+        a, b = mine.get(name), theirs.get(name)
+        if a is not None and b is not None:
+            odd = _differing(_odd(a), _odd(b))
+            if a.digest != b.digest:
+                if any(_concerns(n, name, m, block) for n, m in ((a, one), (b, two))):
+                    found.append(name)
+            elif any(_lies_in(path, block) for path in odd):
+                found.append(name)
+            continue
+        note, manifest = (b, two) if a is None else (a, one)
+        if getattr(note, "replaced", ()) and _concerns(note, name, manifest, block):
+            found.append(name)
+    return found
+
+
+def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
+    """Code put in the place of a class' own: of the modules inside ``block``, or of all."""
+    found: list[str] = []
+    for name, note in _code(manifest).items():
+        odd = [path for path in _odd(note) if _lies_in(path, block)]
+        if odd or (not _odd(note) and _concerns(note, name, manifest, block)):
+            found += list(getattr(note, "replaced", ())) or [f"{name} in {path}" for path in odd]
+    return found
+
+
+def _code(manifest: Manifest) -> dict[str, Any]:
+    """Notes on the code by class of module; empty where the run does not say."""
+    return getattr(manifest.model, "code", None) or {}
+
+
+def _odd(note: Any) -> dict[str, str]:
+    """Modules of a class that run other code than most, by path."""
+    return getattr(note, "odd", None) or {}
+
+
+def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
+    return [path for path in {**a, **b} if a.get(path) != b.get(path)]
+
+
+def _lies_in(path: str, block: str | None) -> bool:
+    return block is None or path == block or path.startswith(f"{block}.")
+
+
+def _concerns(note: Any, name: str, manifest: Manifest, block: str | None) -> bool:
+    """May a module of this class run in ``block``? Where its places are not recorded, by the
+    classes of the recorded modules; functions of torch run everywhere."""
+    places = getattr(note, "places", None)
+    if block is None or getattr(note, "origin", None) == "torch":
+        return True
+    if places:
+        starred = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", block)
+        return any(_lies_in(place, starred) for place in places)
+    kinds = {
+        module.kind.partition("/")[0]
+        for path, module in manifest.plan.modules.items()
+        if path.startswith(f"{block}.")
+    }
+    return not kinds or name in kinds or name.rpartition(".")[2] in kinds
+
+
+def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:
+    """Why the truth cannot tell the side that the verdict names; None where it can."""
+    if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
+        return _unknown_owner(truth.manifest, a if truth.manifest.like != b.id else b)
+    if verdict.side == "candidate":
+        return _whose_code(a, b, None if verdict.onset is None else verdict.onset.block)
+    return None
+
+
+def _unknown_owner(truth: Manifest, own: Manifest) -> str | None:
+    codes = [getattr(one.model, "code", None) for one in (truth, own)]
+    if None in codes or all(codes):  # not recorded by this format, or held against each other
+        return None
+    return (
+        "the truth is far from the reference and near the candidate: so a faulty reference looks, "
+        "and so does a truth that the candidate's code made. The runs do not tell their code, so "
+        "no side is named: make the truth again on the reference's machine"
+    )
+
+
+def _whose_code(a: Manifest, b: Manifest, block: str | None) -> str | None:
+    names = other_code(a, b, block)
+    if not names or (replaced_in(b, block) and not replaced_in(a, block)):
+        return None
+    mine = replaced_in(a, block)
+    return (
+        f"the sides run different code ({', '.join(names[:4])}), and the truth has the "
+        "reference's: by it the candidate is off, but whose code is right it cannot tell"
+        + (f". The reference's was replaced: {', '.join(mine[:3])}" if mine else "")
+    )

@@ -8,16 +8,18 @@ computations. Everything else that differs is shown, because it may be the cause
 from __future__ import annotations
 
 from divergence.comparison.align.names import NameMap
-from divergence.comparison.preflight.causes import (
+from divergence.comparison.preflight.code import code_line
+from divergence.comparison.preflight.models import (
+    block_lines,
+    config_line,
+    list_names,
+    match_parameters,
     template_cause,
     text_cause,
     tokenizer_cause,
     weight_causes,
 )
-from divergence.comparison.preflight.code import code_line
-from divergence.comparison.preflight.configuration import config_line
-from divergence.comparison.preflight.structure import block_lines, list_names, match_parameters
-from divergence.comparison.results.preflight import PreflightLine, PreflightStatus
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch

@@ -1,23 +1,16 @@
 """Whose truth is it? A truth belongs to the code and the weights of the reference.
 
 A float64 run repeats what the code says, so one that was made by faulty code has the fault, and
-blames the side that lacks it. Two things tell whose it is.
+blames the side that lacks it. Two things tell whose it is: the digests of the code, where manifests
+hold them (``code.other_code``), and the values.
 
-*Code.* Where both manifests hold digests of the source of each module class, they must be the
-reference's. Only the classes that both name are held against each other.
-
-*Values.* Two float64 runs of one code agree wherever both hold the same site, pass, sample and
-step. Sums may be added in another order on another machine, so up to ``SHARP`` times the rounding
-model of numerics.floor in float64 is allowed (its inputs are equal only where each block is given
-them, so anchored passes alone are held against each other). ``SHARP``: attention turns a relative
-error of its scores into |s| times as much of its probabilities, and trained models reach |s| of 10
-and more; 64 allows for some. That is near 1e-13 in small models and 1e-12 in large ones, five
-orders below what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
-
-Where the two sides' own code differs, a truth cannot tell whose is right: it has the reference's.
-``why_no_side`` says so then, unless a forward was replaced on the candidate alone. And where
-nothing is known of the code, the reference is not blamed by a truth with which the candidate
-agrees: so it looks where the candidate's code made it.
+Two float64 runs of one code agree wherever both hold the same site, pass, sample and step. Sums may
+be added in another order on another machine, so up to ``SHARP`` times the rounding model of
+numerics.floor in float64 is allowed (its inputs are equal only where each block is given them, so
+anchored passes alone are held against each other). ``SHARP``: attention turns a relative error of
+its scores into |s| times as much of its probabilities, and trained models reach |s| of 10 and more;
+64 allows for some. That is near 1e-13 in small models and 1e-12 in large ones, five orders below
+what float32 rounds. Largest measured between kernel sets of one CPU: 1.4e-15.
 
 What it cannot tell: code that is the same on both machines and wrong.
 """
@@ -25,11 +18,9 @@ What it cannot tell: code that is the same on both machines and wrong.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from divergence.comparison.results.findings import Verdict
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import floor_weights
 from divergence.run.reader import Run
@@ -40,17 +31,7 @@ from divergence.run.schema.site import is_operator_site
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SHARP",
-    "Agreement",
-    "Disagreement",
-    "disagreement",
-    "limit_of",
-    "other_code",
-    "replaced_in",
-    "why_no_side",
-    "without_pads",
-]
+__all__ = ["Agreement", "Disagreement", "disagreement", "without_pads"]
 
 SHARP = 64.0
 """How much wider than the rounding model two float64 runs may differ."""
@@ -164,106 +145,3 @@ def limit_of(manifest: Manifest, record: Record) -> float:
     features = record.shape[-1] if record.shape else 1
     stores, update = floor_weights(format_named("float64"), num_features=features, role=role)
     return SHARP * math.hypot(stores, update)
-
-
-def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[str]:
-    """Classes of modules whose code differs between two runs, of ``block`` where one is given.
-
-    Empty where a run does not say. A class that one run alone has counts where something was
-    replaced in it.
-    """
-    mine, theirs = _code(one), _code(two)
-    if not mine or not theirs:
-        return []
-    found: list[str] = []
-    for name in sorted({*mine, *theirs}):
-        a, b = mine.get(name), theirs.get(name)
-        if a is not None and b is not None:
-            odd = _differing(_odd(a), _odd(b))
-            if a.digest != b.digest:
-                if any(_concerns(n, name, m, block) for n, m in ((a, one), (b, two))):
-                    found.append(name)
-            elif any(_lies_in(path, block) for path in odd):
-                found.append(name)
-            continue
-        note, manifest = (b, two) if a is None else (a, one)
-        if getattr(note, "replaced", ()) and _concerns(note, name, manifest, block):
-            found.append(name)
-    return found
-
-
-def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
-    """Code put in the place of a class' own: of the modules inside ``block``, or of all."""
-    found: list[str] = []
-    for name, note in _code(manifest).items():
-        odd = [path for path in _odd(note) if _lies_in(path, block)]
-        if odd or (not _odd(note) and _concerns(note, name, manifest, block)):
-            found += list(getattr(note, "replaced", ())) or [f"{name} in {path}" for path in odd]
-    return found
-
-
-def _code(manifest: Manifest) -> dict[str, Any]:
-    """Notes on the code by class of module; empty where the run does not say."""
-    return getattr(manifest.model, "code", None) or {}
-
-
-def _odd(note: Any) -> dict[str, str]:
-    """Modules of a class that run other code than most, by path."""
-    return getattr(note, "odd", None) or {}
-
-
-def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    return [path for path in {**a, **b} if a.get(path) != b.get(path)]
-
-
-def _lies_in(path: str, block: str | None) -> bool:
-    return block is None or path == block or path.startswith(f"{block}.")
-
-
-def _concerns(note: Any, name: str, manifest: Manifest, block: str | None) -> bool:
-    """May a module of this class run in ``block``? Where its places are not recorded, by the
-    classes of the recorded modules; functions of torch run everywhere."""
-    places = getattr(note, "places", None)
-    if block is None or getattr(note, "origin", None) == "torch":
-        return True
-    if places:
-        starred = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", block)
-        return any(_lies_in(place, starred) for place in places)
-    kinds = {
-        module.kind.partition("/")[0]
-        for path, module in manifest.plan.modules.items()
-        if path.startswith(f"{block}.")
-    }
-    return not kinds or name in kinds or name.rpartition(".")[2] in kinds
-
-
-def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:
-    """Why the truth cannot tell the side that the verdict names; None where it can."""
-    if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
-        return _unknown_owner(truth.manifest, a if truth.manifest.like != b.id else b)
-    if verdict.side == "candidate":
-        return _whose_code(a, b, None if verdict.onset is None else verdict.onset.block)
-    return None
-
-
-def _unknown_owner(truth: Manifest, own: Manifest) -> str | None:
-    codes = [getattr(one.model, "code", None) for one in (truth, own)]
-    if None in codes or all(codes):  # not recorded by this format, or held against each other
-        return None
-    return (
-        "the truth is far from the reference and near the candidate: so a faulty reference looks, "
-        "and so does a truth that the candidate's code made. The runs do not tell their code, so "
-        "no side is named: make the truth again on the reference's machine"
-    )
-
-
-def _whose_code(a: Manifest, b: Manifest, block: str | None) -> str | None:
-    names = other_code(a, b, block)
-    if not names or (replaced_in(b, block) and not replaced_in(a, block)):
-        return None
-    mine = replaced_in(a, block)
-    return (
-        f"the sides run different code ({', '.join(names[:4])}), and the truth has the "
-        "reference's: by it the candidate is off, but whose code is right it cannot tell"
-        + (f". The reference's was replaced: {', '.join(mine[:3])}" if mine else "")
-    )

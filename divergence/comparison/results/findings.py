@@ -1,7 +1,7 @@
-"""What an analysis claims, and what becomes of all claims: Finding and Verdict, as typed data.
+"""What is claimed and decided: PreflightLine, Finding and Verdict, as typed data.
 
-An analysis returns findings and knows neither the others nor the verdict. ``decide.decide`` makes
-one verdict of them. Everything here is frozen.
+An analysis returns findings and knows neither the others nor the verdict. ``decide`` makes one
+verdict of them. Everything here is frozen.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import msgspec
 
 from divergence.words import SideBothOrNeither
 
-__all__ = ["Check", "Claim", "Evidence", "Finding", "Onset", "Role", "SiteKey", "Verdict",
-           "VerdictKind"]  # fmt: skip
+__all__ = [
+    "Check", "Claim", "Evidence", "Finding", "Onset", "PreflightLine", "PreflightStatus", "Role",
+    "SiteKey", "Verdict", "VerdictKind", "figure",
+]  # fmt: skip
 
 VerdictKind = Literal[
     "identical",
@@ -148,3 +150,25 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def says_something(self) -> bool:
         """Is it a claim, or is there evidence in it? An analysis may have looked and found none."""
         return bool(self.evidence or self.clause) or self.role in ("convicts", "refines")
+
+
+PreflightStatus = Literal["same", "differs", "blocking"]
+
+
+class PreflightLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting or fact of the two runs that is checked before any number."""
+
+    check: str
+    status: PreflightStatus
+    reference: str
+    candidate: str
+    detail: str | None = None
+    """What differs, for example the first parameters."""
+
+
+_LONG = 9999.5
+
+
+def figure(value: float, digits: int = 1) -> str:
+    """``6.8``, ``1204.6``; ``4.0e+08`` where more digits would say nothing."""
+    return f"{value:.{digits}f}" if abs(value) < _LONG or value != value else f"{value:.1e}"

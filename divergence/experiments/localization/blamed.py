@@ -21,12 +21,8 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.comparison.preflight.owner import (
-    Disagreement,
-    disagreement,
-    replaced_in,
-    without_pads,
-)
+from divergence.comparison.preflight.code import replaced_in
+from divergence.comparison.preflight.owner import Disagreement, disagreement, without_pads
 from divergence.comparison.result import Report
 from divergence.experiments.localization.machine import Maker
 from divergence.experiments.localization.result import Localization, OwnError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from divergence.analyses.operators.operands import given_inputs
 from divergence.comparison.calls.graph import Node, forwards_of
-from divergence.comparison.result import OperatorResult, OtherInput
+from divergence.comparison.results.operators import OperatorResult, OtherInput
 from divergence.run.reader import Run
 
 __all__ = ["given_to", "stands_alone"]

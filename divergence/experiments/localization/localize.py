@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
 from divergence.comparison.preflight.owner import Disagreement, disagreement
-from divergence.comparison.result import Onset, Report
+from divergence.comparison.result import Report
+from divergence.comparison.results.findings import Onset
 from divergence.errors import UsageError
 from divergence.experiments.localization.blamed import NEAR, name_side
 from divergence.experiments.localization.given_operands import given_to, stands_alone

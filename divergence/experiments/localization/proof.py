@@ -15,8 +15,9 @@ from pathlib import Path
 
 from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
-from divergence.comparison.result import OperatorResult, Report, SiteResult
-from divergence.comparison.results.operators import CausalCheck
+from divergence.comparison.result import Report
+from divergence.comparison.results.operators import CausalCheck, OperatorResult
+from divergence.comparison.results.sites import SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.given_operands import stands_alone
 from divergence.experiments.localization.machine import Maker

@@ -7,7 +7,7 @@ on, by what the healthy side hands on there: whoever else reads it then has the 
 
 from __future__ import annotations
 
-from divergence.comparison.result import OperatorResult
+from divergence.comparison.results.operators import OperatorResult
 from divergence.run.reader import Run
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.site import is_operator_site

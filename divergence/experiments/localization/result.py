@@ -6,14 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.result import (
-    CausalCheck,
-    OperatorResult,
-    OtherInput,
-    Report,
-    SiteResult,
-    strict_json,
-)
+from divergence.comparison.result import Report, strict_json
+from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
+from divergence.comparison.results.sites import SiteResult
 from divergence.words import Side, SideBothOrNeither
 
 __all__ = ["Level", "Localization", "OwnError", "Repetition"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.comparison.decide.advice import Advice, beside
+from divergence.comparison.advice import Advice, beside
 from divergence.comparison.measured import Measured
 from divergence.numerics.rounding.chance import spread
 from divergence.run.untrusted.command import command_line

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from divergence.comparison.result import RunSummary, Verdict, strict_json
+from divergence.comparison.result import RunSummary, strict_json
+from divergence.comparison.results.findings import Verdict
 
 __all__ = ["SENSITIVITY_SCHEMA_VERSION", "Confirmation", "FaultSize", "Sensitivity"]
 

@@ -21,8 +21,8 @@ from typing import Any
 from divergence._version import __version__
 from divergence.comparison.api import measure_runs
 from divergence.comparison.preflight.lines import preflight
-from divergence.comparison.result import Verdict
-from divergence.comparison.run_summary import summary_of
+from divergence.comparison.result import summary_of
+from divergence.comparison.results.findings import Verdict
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.sensitivity.advice import deeper
 from divergence.experiments.sensitivity.bisection import LOWEST, smallest_seen

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from divergence.analyses.blocks.blame import forward_controls, questions
-from divergence.comparison.figures import figure
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.measure.truth_stats import stats_of
-from divergence.comparison.result import SiteResult
+from divergence.comparison.results.findings import figure
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.pairs.against import measure_against
 from divergence.numerics.rounding.floor import THRESHOLDS
 

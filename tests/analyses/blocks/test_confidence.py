@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from divergence.analyses.blocks.confidence import checks_of
-from divergence.comparison.decide.confidence import RANK, check, confidence_of
-from divergence.comparison.result import Check
+from divergence.comparison.decide import RANK, check, confidence_of
+from divergence.comparison.results.findings import Check
 
 
 @pytest.mark.parametrize("names", [*itertools.product(("anchored", "clear", "truth"), repeat=2)])

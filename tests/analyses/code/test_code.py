@@ -6,9 +6,14 @@ import msgspec
 import pytest
 
 from divergence.comparison.api import compare
-from divergence.comparison.preflight.causes import first_difference, template_cause, weight_causes
 from divergence.comparison.preflight.code import code_differences, code_evidence, code_line
-from divergence.comparison.preflight.configuration import config_differences, config_line
+from divergence.comparison.preflight.models import (
+    config_differences,
+    config_line,
+    first_difference,
+    template_cause,
+    weight_causes,
+)
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import CodeNote

@@ -10,9 +10,10 @@ from divergence.analyses.code.find import explain
 from divergence.analyses.operators.find import finding_of
 from divergence.comparison.answer import Answer
 from divergence.comparison.api import compare
-from divergence.comparison.decide.decide import decide, explained
-from divergence.comparison.preflight.owner import disagreement, other_code, replaced_in
-from divergence.comparison.result import Evidence, Finding, Onset
+from divergence.comparison.decide import decide, explained
+from divergence.comparison.preflight.code import other_code, replaced_in
+from divergence.comparison.preflight.owner import disagreement
+from divergence.comparison.results.findings import Evidence, Finding, Onset
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
 from divergence.errors import IncomparableError
 from divergence.recording.api import capture

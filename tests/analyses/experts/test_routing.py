@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from divergence.comparison.api import compare
-from divergence.comparison.experts import routing
+from divergence.comparison.experts import _explained
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -256,7 +256,7 @@ def explained(leads, gap, *, num_experts=4):
     two[-1] = torch.tensor([2, 3])
     alike = torch.ones(len(values), dtype=torch.bool)
     alike[-1] = False
-    return bool(routing._explained(alike, (one, two), (values, values))[0][-1])
+    return bool(_explained(alike, (one, two), (values, values))[0][-1])
 
 
 def test_what_else_decides_is_not_taken_for_a_fault():

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.find import finding_of
 from divergence.analyses.operators.judge import judge_operators
-from divergence.comparison.decide.decide import decide
-from divergence.comparison.result import Finding
+from divergence.comparison.decide import decide
+from divergence.comparison.results.findings import Finding
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.scalars import other_scalars
 

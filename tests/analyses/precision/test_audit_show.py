@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from divergence.analyses.precision.show import audit_lines
-from divergence.comparison.result import AuditedPlace, AuditFinding, AuditResult, AuditRow
+from divergence.comparison.results.operators import (
+    AuditedPlace,
+    AuditFinding,
+    AuditResult,
+    AuditRow,
+)
 
 PLACE = AuditedPlace(
     part="softmax",

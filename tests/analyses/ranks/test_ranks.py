@@ -19,7 +19,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.comparison.align.pairs import Pair, Piece, align
+from divergence.comparison.align.pairs import align
+from divergence.comparison.align.pieces import Pair, Piece
 from divergence.comparison.measure import processes as ranks
 from divergence.comparison.measure.floors import ModelFloor
 from divergence.comparison.measure.measurer import Measurer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from divergence.comparison.decide.advice import Advice
+from divergence.comparison.advice import Advice
 from divergence.experiments.localization.machine import Maker
 from divergence.recording.api import capture
 from divergence.run.reader import Run

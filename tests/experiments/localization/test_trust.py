@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from divergence.comparison.decide.advice import _options
+from divergence.comparison.advice import _options
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.localization.machine import Maker
 from divergence.experiments.sensitivity.confirm import confirm_sizes

@@ -6,7 +6,8 @@ So that "prompt 2 alone is off" is on the first screen. Nothing for a single pro
 from __future__ import annotations
 
 from divergence.analyses.blocks.tables.rows import main_pass
-from divergence.comparison.result import Report, SiteResult
+from divergence.comparison.result import Report
+from divergence.comparison.results.sites import SiteResult
 from divergence.layout.lines import BLANK, Line, columns, heading, line
 from divergence.layout.numbers import count
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from divergence.comparison.result import Report, SiteResult
+from divergence.comparison.result import Report
+from divergence.comparison.results.sites import SiteResult
 
 __all__ = [
     "Elision",

@@ -13,7 +13,8 @@ from divergence.analyses.blocks.tables.rows import (
     phase_rows,
     phases,
 )
-from divergence.comparison.result import Report, SiteResult
+from divergence.comparison.result import Report
+from divergence.comparison.results.sites import SiteResult
 from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
 from divergence.layout.numbers import (
     RATIO_DECADES,

@@ -20,21 +20,25 @@ The free pass tells nothing: one rerouted token changes all later ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pairs import Pair, Piece
-from divergence.comparison.result import SiteResult
+from divergence.comparison.align.pieces import Pair, Piece
+from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
+from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import is_operator_site, module_of
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Routed", "Routing", "unknown_blocks"]
+__all__ = [
+    "Routed", "Routes", "Routing", "kept_rows", "route_key", "routing_notes", "unknown_blocks",
+]  # fmt: skip
 
 _TIE = 8 * 2.0**-24
 """Routers rank softmax or sigmoid of the logits in float32: so near, two logits may tie there."""
@@ -295,3 +299,62 @@ def _gap(one: torch.Tensor, two: torch.Tensor, values: torch.Tensor) -> float:
     if left == right:
         return 0.0
     return float(values[sorted(left - right)].max() - values[sorted(right - left)].min())
+
+
+def kept_rows(rows: RowMetrics, routed: Routed) -> RowMetrics:
+    """The rows that are judged; the others count as masked."""
+    if routed.kept is None:
+        return rows
+    return replace(rows, rel_l2=rows.rel_l2.masked_fill(~routed.kept, float("nan")))
+
+
+RouteKey = tuple[Side | None, str, int, int, str]
+"""(whose escalated pass, pass, sample, step, site)"""
+
+
+@dataclass(slots=True)
+class Routes:
+    """By (whose, pass, sample, step, site), of what lies behind a choice: each token's ratio (T,),
+    nan where it is not judged, and its experts (T, k); ``margin``: the widest gap of logits that
+    rounding decided. Whose: the side of an escalated pass, else None."""
+
+    found: dict[RouteKey, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    margin: float | None = None
+
+    def take(self, other: Routes, of: Side | None) -> None:
+        """Those of an escalated pass."""
+        self.found |= {(of, *key[1:]): value for key, value in other.found.items()}
+
+    def add(self, result: SiteResult, routed: Routed, ratio: torch.Tensor | None) -> None:
+        if routed.margin is not None:
+            self.margin = max(routed.margin, self.margin or 0.0)
+        if ratio is not None and routed.experts is not None and len(ratio) == len(routed.experts):
+            self.found[route_key(result)] = ratio, routed.experts
+
+
+def route_key(result: SiteResult) -> RouteKey:
+    return result.of, result.pass_, result.sample, result.step, result.site
+
+
+def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:
+    """How many tokens rounding sent elsewhere, where any."""
+    outs = [
+        s for s in sites
+        if s.num_rerouted is not None and s.role == "block" and s.site.endswith(":out")
+        and s.pass_ == "anchored"
+    ]  # fmt: skip
+    moved = [s for s in outs if s.num_rerouted]
+    if not moved:
+        return []
+    blocks = {s.block for s in moved}
+    count = sum(_num_rows(s) for s in outs if s.block in blocks)
+    gap = "" if routes.margin is None else f" (their router logits lay within {routes.margin:.2g})"
+    where = ", ".join(sorted(map(str, blocks)))
+    return [
+        f"{sum(s.num_rerouted or 0 for s in moved)} of {count} tokens went to other experts on "
+        f"one side ({where}): rounding{gap}; they are not judged there"
+    ]
+
+
+def _num_rows(result: SiteResult) -> int:
+    return result.numel // max(result.shape[-1], 1)

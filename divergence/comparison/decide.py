@@ -6,7 +6,11 @@
 3. An operator makes the place more precise, or convicts where the blocks are quiet. Where it blames
    the other side in the same block, the evidence contradicts itself, and no side is named.
 4. What explains the verdict stands in its evidence. It changes neither kind nor onset.
-5. The confidence is computed from the checks of all that the verdict rests on (decide.confidence).
+5. The confidence is computed from the checks of all that the verdict rests on, never chosen: high
+   where every check was met; medium where one was not made, or failed; low where a failed one is
+   what the verdict stands on (no anchored pass, or numbers that are not known). So more evidence
+   that agrees can only raise it.
+6. Settings that differ, force, and a run compared with itself qualify any verdict.
 
 docs/verdicts.md has the same table, and a test holds the two together.
 """
@@ -15,22 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
-from divergence.comparison.decide.confidence import RANK, confidence_of
-from divergence.comparison.decide.qualify import qualified
 from divergence.comparison.results.findings import (
     Check,
     Claim,
     Evidence,
     Finding,
+    PreflightLine,
     SiteKey,
     Verdict,
 )
-from divergence.comparison.results.preflight import PreflightLine
 
-__all__ = ["PRECEDENCE", "Decision", "decide", "explained"]
+__all__ = [
+    "PRECEDENCE", "RANK", "WITH_ITSELF", "Decision", "check", "confidence_of", "decide",
+    "explained", "of_one_run",
+]  # fmt: skip
 
 PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
     ("other_experiment",),
@@ -51,6 +57,8 @@ _AMONG_FREE_RUNS = 3
 
 _MADE = ("error_made_here", "error_everywhere_of_kind")
 _QUIET = ("identical", "within_floor", "undetermined", "drift")
+"""No place is named: every setting that differs is said first; beside a named place, the precision.
+"""
 _NOT_MEASURED = ("nonfinite", "equal", "arithmetic", "other_experiment", "suite", "operators_fine")
 """Claims that do not rest on measured differences: what is to be known beside those is not told."""
 _ALONE = ("other_experiment", "arithmetic", "suite", "nonfinite")
@@ -253,3 +261,101 @@ def _without_side(verdict: Verdict, finding: Finding) -> Verdict:
         confidence=confidence_of(checks),
         checks=checks,
     )
+
+
+RANK = {"low": 0, "medium": 1, "high": 2}
+_BASIS = frozenset(
+    {
+        "anchored",  # seen where both sides got the same inputs
+        "measured",  # by how much the two differ is known
+        "told_by_truth",  # of operators: held against the truth, not against the other side
+        "one_side_alone",  # between modules: one side hands on what it got
+        "agreement",  # no level blames the other side
+        "same_experiment",  # nothing that blocks a comparison was overridden
+        "two_runs",  # the two are not one run
+    }
+)
+"""Where one of these failed nothing better than low is left."""
+
+
+def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
+    """One word for the checks of a verdict."""
+    if any(one.state == "failed" and one.name in _BASIS for one in checks):
+        return "low"
+    return "high" if all(one.state == "met" for one in checks) else "medium"
+
+
+def check(name: str, met: bool, lacking: str, *, made: bool = True) -> Check:
+    """``lacking``: what to say where it is not met. ``made``: could it be made at all?"""
+    if met:
+        return Check(name=name, state="met")
+    return Check(name=name, state="failed" if made else "not_made", detail=lacking)
+
+
+COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "engine")
+"""Checks of preflight whose difference lets a correct machine compute other numbers."""
+_PRECISION = ("dtype", "quantization")
+WITH_ITSELF = "a run compared with itself proves nothing"
+
+
+def qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
+    """``verdict`` with the settings that differ at the head of its summary, and without certainty
+    where a blocking difference was overridden: that explains whatever is found."""
+    checks = COMPUTED_OTHERWISE if verdict.kind in _QUIET else _PRECISION
+    differing = [
+        f"{line.check} {line.reference} / {line.candidate}"
+        for line in preflight
+        if line.check in checks and line.status == "differs"
+    ]
+    if differing and verdict.kind not in ("incomparable", "identical"):
+        verb = "differs" if len(differing) == 1 else "differ"
+        verdict = msgspec.structs.replace(
+            verdict, summary=f"{', '.join(differing)} {verb}; beyond that, {verdict.summary}"
+        )
+    forced = [line.check for line in preflight if line.status == "blocking"]
+    if not forced:
+        return verdict
+    other = f"other {' and '.join(forced)}"
+    return _unsure(
+        msgspec.structs.replace(
+            verdict,
+            summary=f"{verdict.summary} (compared by force: {other})",
+            side=None,
+            evidence=[
+                Evidence(text=f"{other}, which may explain everything below"), *verdict.evidence,
+            ],
+        ),
+        Check(name="same_experiment", state="failed", detail=other),
+    )  # fmt: skip
+
+
+def of_one_run(
+    verdict: Verdict, run_id: str, *, judged_by_truth: bool, num_held: int, next_command: str
+) -> Verdict:
+    """The verdict on two runs of one id: equal bits are no finding then. What differs all the same
+    (a damaged copy, ranks that disagree), and what a truth says of both, stays. ``num_held``:
+    tensors that several ranks hold and agree on."""
+    fact = Evidence(text=f"both are run {run_id}: one of them, or both, is a copy")
+    check = Check(name="two_runs", state="failed")
+    if verdict.kind == "within_floor" or judged_by_truth:
+        verdict = _unsure(verdict, check)
+    elif verdict.kind in ("identical", "undetermined"):
+        but = f", but that its ranks agree on the {num_held} tensors that several hold"
+        both = "; it is far from the truth" if verdict.side == "both" else ""
+        verdict = _unsure(
+            msgspec.structs.replace(
+                verdict,
+                kind="undetermined",
+                summary=f"{WITH_ITSELF}{but if num_held else ''}{both}",
+                side="both" if both else None,
+                onset=None,
+                next=[next_command],
+            ),
+            check,
+        )
+    return msgspec.structs.replace(verdict, evidence=[fact, *verdict.evidence])
+
+
+def _unsure(verdict: Verdict, check: Check) -> Verdict:
+    checks = [*verdict.checks, check]
+    return msgspec.structs.replace(verdict, checks=checks, confidence=confidence_of(checks))

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from divergence.comparison.api import compare
-from divergence.comparison.preflight.structure import match_parameters
+from divergence.comparison.preflight.models import match_parameters
 from divergence.errors import IncomparableError
 from divergence.gate.check import check
 from divergence.recording.api import capture

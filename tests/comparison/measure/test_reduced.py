@@ -114,7 +114,7 @@ def test_another_machine_raises_no_alarm(recorded, tmp_path, architecture):
     names = [str(one) for n, run in enumerate(firsts) for one in (run.path, tmp_path / str(n))]
     subprocess.run(
         [sys.executable, "-c", script, *names],
-        env={**os.environ, **switches}, cwd=Path(__file__).parents[2], check=True,
+        env={**os.environ, **switches}, cwd=Path(__file__).parents[3], check=True,
     )  # fmt: skip
     for number, first in enumerate(firsts):
         report = compare(first, tmp_path / str(number))

@@ -15,7 +15,7 @@ from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 
 # benchmarks/ is beside the package, not in it.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks._faults import plant
 

@@ -1,0 +1,357 @@
+"""Two models, from what their manifests say: parameters by name, blocks by place, configurations.
+
+A digest says whether two tensors are equal; which belong together, names tell. Two checkpoints of
+one model may differ in a prefix (a base model and its causal LM: ``layers.0`` and
+``model.layers.0``), and one may have a head besides. So names are matched one to one: by a name
+map, then as they stand or by prefixes, as many as it takes (a model of several towers). A set of
+equal values is no match: with a duplicated layer every value of one side is on the other too.
+
+What is left over on one side is another architecture, unless it is no part of what runs between the
+embedding and the head: outside all numbered modules (``.3.``), and either outside the prefix that
+matched (a head on a base model) or a copy of a matched tensor (tied weights written out).
+
+A configuration's key that moved (``rope_theta`` into ``rope_parameters``, as from one version of
+transformers to another) is found by its last name.
+
+The causes are guesses with the facts that they rest on, said beside the difference itself and never
+in its place: a LoRA that is not merged, weights that are tied on one side, a padded vocabulary, one
+layer that was trained further, another chat template or tokenizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from divergence.comparison.align.names import NameMap, find_prefix
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.run.schema.manifest import ConfigValue, Manifest, ModelIdentity, SampleTokens
+from divergence.run.schema.site import starred, unescape_path
+
+__all__ = [
+    "Matching", "block_lines", "config_differences", "config_line", "first_difference",
+    "list_names", "match_parameters", "template_cause", "text_cause", "tokenizer_cause",
+    "weight_causes",
+]  # fmt: skip
+
+_NAMED = 5  # names listed in a line
+_MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matching:
+    """``pairs``: reference's name → candidate's; ``prefixes`` that it took, in the order found;
+    ``mapped``: some were matched by a name map; ``alone``: what is left on each side, of which
+    ``beside`` is no part of the body: it may be there or not."""
+
+    pairs: dict[str, str]
+    prefixes: list[tuple[str, str]]
+    mapped: bool
+    alone: tuple[list[str], list[str]]
+    beside: tuple[list[str], list[str]]
+
+    @property
+    def is_one_to_one(self) -> bool:
+        """Does every parameter of both sides have its one partner, heads and ties aside?"""
+        return bool(self.pairs) and all(
+            set(alone) <= set(beside) for alone, beside in zip(self.alone, self.beside, strict=True)
+        )
+
+    def describe(self) -> str:
+        """How names were read, and what is left on which side."""
+        parts = [f"{one or '(nothing)'} read as {two or '(nothing)'}" for one, two in self.prefixes]
+        parts += ["by the name map"] if self.mapped else []
+        for side, names in zip(("reference", "candidate"), self.alone, strict=True):
+            if names:
+                parts.append(f"{len(names)} only in the {side}: {list_names(names)}")
+        return "; ".join(parts)
+
+
+def match_parameters(
+    a: Mapping[str, str], b: Mapping[str, str], names: NameMap | None = None
+) -> Matching:
+    """Match the parameters of two models (name → digest) by their names alone."""
+    pairs: dict[str, str] = {}
+    prefixes: list[tuple[str, str]] = []
+    taken: set[str] = set()
+    if names is not None:
+        for name in a:
+            other = _mapped(names, name)
+            if other != name and other in b and other not in taken:
+                pairs[name] = other
+                taken.add(other)
+    mapped = bool(pairs)
+    for _ in range(_MAX_PREFIXES):
+        taken = set(pairs.values())
+        ours = [name for name in a if name not in pairs]
+        theirs = {name for name in b if name not in taken}
+        if not ours or not theirs:
+            break
+        one, two = find_prefix(ours, theirs) or ("", "")
+        found = {
+            name: two + name[len(one) :]
+            for name in ours
+            if name.startswith(one) and two + name[len(one) :] in theirs
+        }
+        if not found:
+            break
+        pairs |= found
+        if (one, two) != ("", ""):
+            prefixes.append((one, two))
+    taken = set(pairs.values())
+    alone = [name for name in a if name not in pairs], [name for name in b if name not in taken]
+    return Matching(
+        pairs=pairs,
+        prefixes=prefixes,
+        mapped=mapped,
+        alone=alone,
+        beside=(
+            _beside(alone[0], a, {a[name] for name in pairs}, [one for one, _ in prefixes]),
+            _beside(alone[1], b, {b[name] for name in taken}, [two for _, two in prefixes]),
+        ),
+    )
+
+
+def _mapped(names: NameMap, parameter: str) -> str:
+    """A map names modules; a parameter's name ends in its own."""
+    return names(f"{parameter}:out").rpartition(":")[0]
+
+
+def _beside(
+    names: list[str], digests: Mapping[str, str], matched: Collection[str], prefixes: list[str]
+) -> list[str]:
+    """Those that may be there or not: heads, and copies of what is matched."""
+    found = []
+    for name in names:
+        numbered = any(part.isdecimal() for part in name.split("."))
+        is_copy = digests[name] in matched
+        is_outside = any(one and not name.startswith(one) for one in prefixes)
+        if not numbered and (is_copy or is_outside):
+            found.append(name)
+    return found
+
+
+def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[PreflightLine]:
+    """A line where the two have other blocks; none where they have not, or where the runs' sites
+    do not tell. By the modules that were hooked, so also where digests cannot be compared."""
+    if not (_tells_blocks(a) and _tells_blocks(b)):
+        return []
+    ours, theirs = _blocks(a), _blocks(b)
+    digests = {path: "" for path in ours}, {path: "" for path in theirs}
+    found = match_parameters(*digests, names)
+    alone = [*found.alone[0], *found.alone[1]]
+    if not alone:
+        return []
+    parts = [
+        f"{len(left)} only in the {side}: {list_names(left)}"
+        for side, left in zip(("reference", "candidate"), found.alone, strict=True)
+        if left
+    ]
+    return [
+        PreflightLine(
+            check="blocks",
+            # all under other names: no architecture's difference, and nothing to compare them by
+            status="blocking" if found.pairs or len(ours) != len(theirs) else "differs",
+            reference=str(len(ours)),
+            candidate=str(len(theirs)),
+            detail="; ".join(parts),
+        )
+    ]
+
+
+def _tells_blocks(manifest: Manifest) -> bool:
+    """Did the capture put a hook on every block, and on this machine alone?"""
+    sites = manifest.plan.sites
+    return manifest.mesh is None and ("blocks" in sites or "modules" in sites)
+
+
+def _blocks(manifest: Manifest) -> list[str]:
+    return [
+        unescape_path(path) for path, note in manifest.plan.modules.items() if note.role == "block"
+    ]
+
+
+def list_names(names: list[str]) -> str:
+    """The first few, and how many more."""
+    rest = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+_MOST = 6
+_ANYWHERE = ("factor", "type", "name", "value", "rope_type")
+"""Last names that stand under many keys: no sign of one that moved."""
+
+
+def config_line(a: Manifest, b: Manifest) -> PreflightLine:
+    """The line of preflight: keys whose values differ, reference first."""
+    digests = [one.model.config_digest[:12] for one in (a, b)]
+    same = digests[0] == digests[1]
+    detail = None
+    status: PreflightStatus = "same" if same else "differs"
+    if a.model.config and b.model.config:
+        found, moved = config_differences(a.model.config, b.model.config)
+        if found:
+            more = len(found) - _MOST
+            status = "differs"
+            detail = "; ".join(found[:_MOST]) + (f"; and {more} more" if more > 0 else "")
+        elif moved and not same:
+            status, detail = "same", f"the same values, {moved} of them under other keys"
+        elif not same:
+            detail = "in what is not recorded of it"
+    return PreflightLine(
+        check="config", status=status, reference=digests[0], candidate=digests[1], detail=detail
+    )  # fmt: skip
+
+
+def config_differences(
+    a: dict[str, ConfigValue], b: dict[str, ConfigValue]
+) -> tuple[list[str], int]:
+    """(sentences, how many keys only moved). Values that differ come before keys that one side
+    alone has; of those, what is null says nothing."""
+    found = [
+        f"{key} {_text(a[key])} / {_text(b[key])}" for key in a if key in b and a[key] != b[key]
+    ]
+    only_a = {key: value for key, value in a.items() if key not in b and value is not None}
+    only_b = {key: value for key, value in b.items() if key not in a and value is not None}
+    moved = 0
+    for key in list(only_a):
+        leaf = key.rpartition(".")[2]
+        there = [other for other in only_b if other.rpartition(".")[2] == leaf]
+        if len(there) != 1 or (leaf in _ANYWHERE and only_a[key] != only_b[there[0]]):
+            continue
+        one, two = only_a.pop(key), only_b.pop(there[0])
+        if one == two:
+            moved += 1
+        else:
+            found.append(f"{leaf} {_text(one)} / {_text(two)} ({key}, there {there[0]})")
+    for side, only in (("reference", only_a), ("candidate", only_b)):
+        if only:
+            texts = [f"{key}={_text(value)}" for key, value in list(only.items())[:_MOST]]
+            more = len(only) - len(texts)
+            told = ", ".join(texts) + (f" and {more} more" if more > 0 else "")
+            found.append(f"only in the {side}: {told}")
+    return found, moved
+
+
+def _text(value: ConfigValue) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    text = str(value)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+_BLOCK = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+_CONTEXT = 24
+
+
+def weight_causes(a: ModelIdentity, b: ModelIdentity) -> list[str]:
+    """What the names and digests of two models' weights look like."""
+    return [
+        text
+        for text in (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b))
+        if text is not None
+    ]
+
+
+def _adapters(a: ModelIdentity, b: ModelIdentity) -> str | None:
+    for side, mine, other in (("candidate", b, a), ("reference", a, b)):
+        names = [name for name in mine.digests if ".lora_" in name and name not in other.digests]
+        if names and not any(".lora_" in name for name in other.digests):
+            notes = [text for note in mine.code.values() for text in note.wrapped if "LoRA" in text]
+            told = notes[0].partition(" (")[0] if notes else "LoRA"
+            merged = told if "merged" in told else f"{told}, not merged"
+            return f"the {side} holds {len(names)} adapter weights ({merged})"
+    return None
+
+
+def _vocabulary(a: ModelIdentity, b: ModelIdentity) -> str | None:
+    for what, one, two in (
+        ("embedding", a.embedding_rows, b.embedding_rows),
+        ("output matrix", a.head_rows, b.head_rows),
+    ):
+        if one is None or two is None or one == two:
+            continue
+        sizes = {a.tokenizer_size, b.tokenizer_size} - {None}
+        size = sizes.pop() if len(sizes) == 1 else None
+        if size is not None and min(one, two) >= size:
+            why = f"the vocabulary of {size:,} tokens is padded otherwise"
+        else:
+            why = "another vocabulary, or one padded otherwise"
+        return f"{why}: {one:,} rows of the {what} / {two:,}"
+    return None
+
+
+def _tied(a: ModelIdentity, b: ModelIdentity) -> str | None:
+    """Weights that are one tensor on one side, and two different ones on the other."""
+    for side, other, mine, theirs in (
+        ("reference", "candidate", a, b), ("candidate", "reference", b, a)
+    ):  # fmt: skip
+        for names in mine.tied:
+            known = [name for name in names if name in theirs.digests]
+            if len({theirs.digests[name] for name in known}) > 1:
+                return f"{' and '.join(known)} are tied on the {side}, and differ on the {other}"
+    return None
+
+
+def _trained(a: ModelIdentity, b: ModelIdentity) -> str | None:
+    """Differing weights that all lie in one block, or are of few kinds in every block."""
+    common = [name for name in a.digests if name in b.digests]
+    different = [name for name in common if a.digests[name] != b.digests[name]]
+    if not different or len(different) == len(common):
+        return None
+    blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in different}
+    if len(blocks) == 1 and "" not in blocks:
+        return f"all of them in {blocks.pop()}: as after training this layer further"
+    kinds = sorted({starred(name) for name in different})
+    everywhere = sum(starred(name) in kinds for name in common)
+    if "" not in blocks and everywhere == len(different) and len(kinds) <= 4:
+        names = ", ".join(kind.rpartition("*.")[2] for kind in kinds)
+        return f"only {names}, in every block: as after merging an adapter"
+    return None
+
+
+def template_cause(a: Manifest, b: Manifest) -> str | None:
+    """Where two chat templates begin to differ, on a fixed conversation."""
+    one, two = a.model.chat_example, b.model.chat_example
+    if one is None or two is None:
+        return None
+    if one == two:
+        return "the same text for a short conversation"
+    return f"rendered text differs {first_difference(one, two)}"
+
+
+def tokenizer_cause(a: Manifest, b: Manifest) -> str | None:
+    """What is known of two tokenizers that differ."""
+    one, two = a.model.tokenizer_size, b.model.tokenizer_size
+    if one is None or two is None:
+        return None
+    if one != two:
+        return f"{one:,} tokens / {two:,}"
+    return f"{one:,} tokens on both sides: other texts, merges or rules"
+
+
+def text_cause(a: Sequence[SampleTokens], b: Sequence[SampleTokens], number: int) -> str | None:
+    """Why the ids of a prompt differ, as far as its texts tell."""
+    one, two = a[number].text, b[number].text
+    if one is None or two is None:
+        return None
+    if one == two:
+        return "the text is the same, so the tokenizers differ"
+    return f"their texts differ {first_difference(one, two)}"
+
+
+def first_difference(a: str, b: str) -> str:
+    """``from character 12 on: '…user' against '…[INST]'``"""
+    place = next((n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        place = min(len(a), len(b))
+    start = max(place - _CONTEXT // 3, 0)
+    parts = []
+    for text in (a, b):
+        part = text[start : place + _CONTEXT]
+        dots = "…" if start else ""
+        parts.append(repr(dots + part + ("…" if place + _CONTEXT < len(text) else "")))
+    return f"from character {place} on: {parts[0]} against {parts[1]}"

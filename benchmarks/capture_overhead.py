@@ -79,7 +79,7 @@ class Captured:
         from divergence.options.capture import CaptureOptions
         from divergence.recording.execution import Execution, Pass
         from divergence.recording.machine.determinism import Determinism
-        from divergence.recording.options.request import resolve_request
+        from divergence.recording.request import resolve_request
 
         sites, _, store = way.partition(":")
         with tempfile.TemporaryDirectory() as folder:
@@ -97,9 +97,8 @@ class Captured:
 
     def __call__(self, model: Any, ids: Any, new: int, folder: Path) -> None:
         from divergence.recording.execution import Pass
-        from divergence.recording.keep.storage import storage
-        from divergence.recording.keep.volume import about_bytes
-        from divergence.recording.passes.free import run_pass
+        from divergence.recording.passes import run_pass
+        from divergence.recording.storage import about_bytes, storage
 
         execution = self._execution
         self.manifest.sizes = type(self.manifest.sizes)()

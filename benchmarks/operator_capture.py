@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from divergence.recording.api import capture
 from divergence.recording.hooks.operators import OperatorRecorder
-from divergence.recording.keep.keeper import CopyKeeper
+from divergence.recording.keeper import CopyKeeper
 from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.writing.writer import CapturedTensor, RunWriter

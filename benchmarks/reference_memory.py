@@ -243,7 +243,7 @@ def show(blocks: int, numel: dict, found: dict) -> None:
 
 
 def widest(operator: int, head: int) -> int:
-    from divergence.recording.passes.widening import SLICE_NUMEL
+    from divergence.recording.widening import SLICE_NUMEL
 
     return max(min(operator, SLICE_NUMEL), min(head, SLICE_NUMEL))
 

@@ -30,8 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from divergence.numerics.pairs.pair import measure_pair
 from divergence.recording.api import capture
-from divergence.recording.dry_run import plan_capture
-from divergence.recording.planned import DryRun
+from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_tensor
 from tests.models import tiny

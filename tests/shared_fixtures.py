@@ -12,7 +12,7 @@ import torch
 
 from divergence.numerics.summaries.summary import summarize
 from divergence.recording.hooks.operators import OperatorRecorder
-from divergence.recording.keep.keeper import CopyKeeper
+from divergence.recording.keeper import CopyKeeper
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.record import Place, Record
 

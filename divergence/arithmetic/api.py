@@ -18,8 +18,7 @@ from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, scalar_probes
 from divergence.errors import RunExistsError, UsageError
 from divergence.recording.machine.determinism import deterministic_settings
 from divergence.recording.machine.environment import resolve_device
-from divergence.recording.provenance import provenance
-from divergence.recording.target import check_output
+from divergence.recording.new_run import check_output, provenance
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
     Manifest,

@@ -140,8 +140,8 @@ def _built(folder: Path) -> _Plan:
 
 def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
     """Raises ModelError where capture would, before anything is recorded."""
+    from divergence.recording.dry_run import plantable_module
     from divergence.recording.engines.load import load_tokenizer
-    from divergence.recording.plantable import plantable_module
 
     block, module = plantable_module(model, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(model, revision=None, trust_remote_code=trust_remote_code)

@@ -13,7 +13,7 @@ among them), a token whose experts are not the largest of its own side's L was s
 the choice itself. It is kept, and convicts. That the logits themselves are no farther off than
 rounding is judged at the router, like any other result.
 
-Known only where the choice was recorded on every side (capture.routing_sites), and None otherwise.
+Known only where every side recorded the choice (recording.model.structure), else None.
 The free pass tells nothing: one rerouted token changes all later ones.
 """
 

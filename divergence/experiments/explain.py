@@ -37,9 +37,9 @@ from divergence.comparison.results.tokens import Explanation, TokenChoice
 from divergence.errors import IncomparableError, UsageError
 from divergence.experiments.injection import injections_of
 from divergence.numerics.pairs.logits import top_choices
+from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
 from divergence.recording.hooks.plant import Plant, parse_plant
-from divergence.recording.passes.free import can_anchor
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Tokens

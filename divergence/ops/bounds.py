@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from divergence.ops.refusal import Unsafe
-from divergence.recording.keep.memory import free_bytes
+from divergence.recording.machine.hardware import free_bytes
 
 __all__ = ["Checking", "check_bounds", "check_size"]
 

@@ -19,7 +19,7 @@ from divergence.run.untrusted.command import command_line
 if TYPE_CHECKING:
     import torch
 
-    from divergence.recording.engines.weights import Weights
+    from divergence.recording.engines.checkpoint import Weights
 
 __all__ = ["RecordedCall", "operand_value", "operand_values", "recorded_calls", "replayable_pass"]
 

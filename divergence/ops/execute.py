@@ -5,7 +5,7 @@ rebuilt by its schema (ops.arguments), and what it returns or writes comes back 
 CPU. An operator that writes in place writes into its own copy.
 
 In float64 every floating-point operand is widened first and the operator runs under
-``recording.passes.widening``, so that ``dtype=`` arguments and casts inside composite operators are
+``recording.widening``, so that ``dtype=`` arguments and casts inside composite operators are
 widened too; ops.wide defines those that have no float64 kernel. Integer results (argmax, top-k
 indices) are then the float64 computation's as well.
 """
@@ -30,7 +30,7 @@ from divergence.ops.lookup import (
 from divergence.ops.refusal import Refusal
 from divergence.ops.strided import laid_out
 from divergence.recording.hooks.dataflow import tensors_in
-from divergence.recording.passes.widening import Widening
+from divergence.recording.widening import Widening
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.fingerprint import plain_tensor
 

@@ -40,7 +40,7 @@ def find_operator(name: str) -> torch._ops.OpOverload:
     if space in _COLLECTIVE:
         raise Refusal(f"{short_name(name)} works on several processes")
     if space == "transformers":
-        from divergence.recording.engines.operators import register_operators
+        from divergence.recording.engines.load import register_operators
 
         register_operators()
     home = torch.ops.__dict__.get(space) or getattr(torch.ops, space)

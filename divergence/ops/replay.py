@@ -29,14 +29,13 @@ from divergence.ops.allowed import asked_for
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
 from divergence.ops.refusal import Refusal
-from divergence.recording.engines.weights import Weights
+from divergence.recording.engines.checkpoint import Weights
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
-from divergence.recording.options.taken import taken_from
-from divergence.recording.options.wishes import plain_wishes
-from divergence.recording.passes.widening import Widening
-from divergence.recording.provenance import provenance
-from divergence.recording.target import check_output
+from divergence.recording.new_run import check_output, provenance
+from divergence.recording.request import taken_from
+from divergence.recording.widening import Widening
+from divergence.recording.wishes import plain_wishes
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Plan
 from divergence.run.storage.location import location_of

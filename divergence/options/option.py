@@ -9,8 +9,8 @@
 
 That is the whole declaration. Derived from it: the parameter of the command line (shell.signature),
 the key of the settings file and its DIVERGENCE_* variable (config), the check of what a caller
-of the Python API gave (recording.options.wishes), the place in the manifest where it is written
-and from where ``--like`` takes it (recording.options.request), whether a suite of operators may be
+of the Python API gave (recording.wishes), the place in the manifest where it is written
+and from where ``--like`` takes it (recording.request), whether a suite of operators may be
 given it (recording.suites), and the words of a command that is run elsewhere (experiments).
 
 The field's type is that of the plain value. Only the functions of the Python API repeat names and

@@ -16,24 +16,21 @@ from msgspec.structs import asdict, replace
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.truth import TruthOptions
-from divergence.recording.dry_run import plan_capture
+from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.load import load_model
 from divergence.recording.execution import Execution
-from divergence.recording.hooks.plant import Plant
-from divergence.recording.hooks.substitute import Substitute
+from divergence.recording.hooks.plant import Plant, Substitute
 from divergence.recording.machine.determinism import deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.model.compiled import settled
-from divergence.recording.options.prompts import Prompt
-from divergence.recording.options.request import Request, resolve_request
-from divergence.recording.options.taken import taken
-from divergence.recording.options.wishes import options_of, plain_wishes
-from divergence.recording.passes.widening import check_device
-from divergence.recording.planned import DryRun
+from divergence.recording.new_run import check_output
+from divergence.recording.prompts import Prompt
 from divergence.recording.ranks.processes import joined
+from divergence.recording.request import Request, resolve_request, taken
 from divergence.recording.suites import capture_suite, opened, truth_of_suite, wants_suite
-from divergence.recording.target import check_output
+from divergence.recording.widening import check_device
+from divergence.recording.wishes import options_of, plain_wishes
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded
@@ -148,7 +145,7 @@ def truth(
 
     Its tokens are forced, its sites (or ``sites``) recorded, free and anchored to it. Weights are
     loaded in the run's dtype (so rounded as there) and every operator, the float32 casts inside
-    models included, is computed in float64: see ``divergence.recording.passes.widening``. Memory
+    models included, is computed in float64: see ``divergence.recording.widening``. Memory
     beside the model as loaded is about one operator's float64 weights plus activations.
     ``device``: any that has float64. Fused attention kernels have none: ``eager`` then.
 

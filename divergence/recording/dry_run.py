@@ -9,6 +9,7 @@ from one module to the next unchanged are counted once, as in a real run.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,27 +22,63 @@ from divergence.errors import ModelError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries.sketch import sketch_bytes
 from divergence.options.capture import CaptureOptions
+from divergence.recording.anchors import can_anchor, unpadded
 from divergence.recording.engines.load import LoadedModel, empty_model
-from divergence.recording.engines.tokenizing import group_samples, tokenize
 from divergence.recording.hooks.modules import Recorder
-from divergence.recording.keep.keeper import ShapeKeeper
+from divergence.recording.keeper import ShapeKeeper
 from divergence.recording.model.structure import describe_modules, output_paths
-from divergence.recording.options.request import Request, resolve_request
-from divergence.recording.options.selection import step_selected
-from divergence.recording.options.sites import SiteSelection
-from divergence.recording.options.store_modes import check_operators
-from divergence.recording.options.wishes import plain_wishes
-from divergence.recording.passes.free import can_anchor
-from divergence.recording.passes.rows import unpadded
-from divergence.recording.passes.whole import why_not_whole
-from divergence.recording.planned import DryRun, PlannedSite
-from divergence.recording.suites import opened, plan_suite, wants_suite
+from divergence.recording.passes import why_not_whole
+from divergence.recording.prompts import group_samples, tokenize
+from divergence.recording.request import Request, resolve_request
+from divergence.recording.selection import SiteSelection, check_operators, step_selected
+from divergence.recording.suites import opened, refuse_options, wants_suite
+from divergence.recording.wishes import plain_wishes
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import ModuleNote, StoreMode
-from divergence.run.schema.site import module_of
+from divergence.run.schema.manifest import SUITE, ModuleNote, StoreMode
+from divergence.run.schema.site import escape_path, module_of
 from divergence.run.writing.captured_tensor import CapturedTensor
 
-__all__ = ["forward_shapes", "plan_capture"]
+__all__ = [
+    "DryRun",
+    "PlannedSite",
+    "forward_shapes",
+    "plan_capture",
+    "plantable_module",
+]
+
+
+class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):
+    """What a capture would write for one site. Bytes are 0 where the tensor is stored at another
+    site."""
+
+    site: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_prefill: int
+    """Over all prompts."""
+    bytes_per_step: int
+    """Of one decode step of one group."""
+    num_steps: int
+    bytes: int
+    """Over the whole capture."""
+
+
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a capture would write."""
+
+    model: str
+    rows: list[PlannedSite]
+    """One for each site."""
+    num_sites: int
+    num_prompts: int
+    num_prompt_tokens: int
+    num_steps: int
+    """Forwards of each prompt, decoding included."""
+    passes: list[str]
+    total_bytes: int
+    """Sum over all sites."""
+    notes: list[str] = []
 
 
 class _Counter:
@@ -81,7 +118,7 @@ def plan_capture(
     chosen = CaptureOptions(**plain_wishes(**options))
     like = opened(like)
     if wants_suite(model, like, chosen.impl):
-        return plan_suite(model, like=like, options=chosen)
+        return _plan_suite(model, like=like, options=chosen)
     request = resolve_request(None if model is None else str(model), like=like, options=chosen)
     loaded = empty_model(
         request.model,
@@ -140,7 +177,6 @@ def forward_shapes(
     architecture can be run without values."""
     whole = replace(loaded, module=loaded.structure, device=torch.device("meta"))
     one = msgspec.structs.replace(request, max_new_tokens=1)
-    counter = _Counter(request.store)
     for attempt in range(2):
         counter = _Counter(request.store)
         try:
@@ -188,9 +224,7 @@ def _count(
         flat=selection.is_routing,
         sink=counter,
         positions=request.positions,
-        logit_paths=frozenset(output_paths(loaded.module))
-        if loaded.task == "causal-lm"
-        else frozenset(),
+        logit_paths=output_paths(loaded.module) if loaded.task == "causal-lm" else (),
         keeper=ShapeKeeper(),
         operators=selection.operators,
         weights=request.weights,
@@ -200,10 +234,8 @@ def _count(
     decode = loaded.task != "encoder" and request.max_new_tokens > 1
     try:
         with torch.no_grad():
-            forwards = [
-                _inputs(request, loaded, batch, tokens, step)
-                for step in ((0, 1) if decode else (0,))
-            ]
+            steps = (0, 1) if decode else (0,)
+            forwards = [_inputs(loaded, batch, tokens, step) for step in steps]
             with recorder.installed():
                 for inputs in forwards:
                     loaded.module(**inputs)
@@ -216,9 +248,7 @@ def _count(
     return counter
 
 
-def _inputs(
-    request: Request, loaded: LoadedModel, batch: int, tokens: int, step: int
-) -> dict[str, Any]:
+def _inputs(loaded: LoadedModel, batch: int, tokens: int, step: int) -> dict[str, Any]:
     """Arguments for a prefill (step 0) or decode step on the meta device, tried out."""
     module: Any = loaded.module
     known = inspect.signature(module.forward).parameters
@@ -254,12 +284,8 @@ def _rows(
     for site in dict.fromkeys(site for counter in counters for _, site in counter.seen):
         prefill = sum(counter.seen.get((0, site), (None, 0))[1] for counter in counters)
         decode = [counter.seen.get((1, site), (None, 0))[1] for counter in counters]
-        item = next(
-            counter.seen[step, site][0]
-            for counter in counters
-            for step in (0, 1)
-            if (step, site) in counter.seen
-        )
+        seen = (counter.seen.get((step, site)) for counter in counters for step in (0, 1))
+        item = next(entry[0] for entry in seen if entry is not None)
         path = module_of(site)
         rows.append(
             PlannedSite(
@@ -274,3 +300,88 @@ def _rows(
             )
         )
     return rows
+
+
+def plantable_module(
+    model: str | Path, *, dtype: str | None = None, trust_remote_code: bool = False
+) -> tuple[str, str]:
+    """Where a known fault goes in a model that nobody has described: (path of its middle block,
+    path of the last module in it with weights whose output is as large as the block's).
+
+    That is the projection back into the residual stream (`mlp.down_proj`, `mlp.c_proj`,
+    `mixer.out_proj`, `mlp.experts`, `output.dense`), or the norm behind it, where there is one: a
+    norm would take a scale error of what comes before it away again. What makes the block's output
+    itself is left out: a fault there has nothing of its block behind it, and no operator to be
+    found at. Order and shapes come from the plan of a capture, so from no weights. Where a forward
+    cannot be run without values, the order is the one in which the model registers its modules.
+
+    Raises ModelError for a model that cannot be found or loaded, and for one without blocks.
+    """
+    module = empty_model(
+        str(model), task="auto", revision=None, dtype=dtype, attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
+    ).module  # fmt: skip
+    notes = describe_modules(module)
+    blocks = [path for path, note in notes.items() if note.role == "block"]
+    if not blocks:
+        raise ModelError(
+            "this model has no list of blocks to plant a fault in", where=str(model),
+            hint="capture it and name a module of your own: --plant 'MODULE:out=scale:1.5'",
+        )  # fmt: skip
+    block = blocks[len(blocks) // 2]
+    weighted = [
+        escape_path(path) for path, part in module.named_modules()
+        if path and any(p.ndim > 0 for p in part.parameters(recurse=False))
+        and escape_path(path).startswith(f"{block}.")
+    ]  # fmt: skip
+    if not weighted:
+        raise ModelError(f"block {block} has no module with weights", where=str(model))
+    try:
+        plan = plan_capture(
+            model, sites=["modules"], prompts=[list(range(1, 9))], dtype=dtype,
+            trust_remote_code=trust_remote_code, device="cpu", max_new_tokens=1,
+        )  # fmt: skip
+    except ModelError:
+        return block, weighted[-1]
+    outputs = [row for row in plan.rows if row.site.startswith((f"{block}:out", f"{block}."))
+               and row.site.endswith(":out")]  # fmt: skip
+    return block, _last_writer(block, outputs, weighted) or weighted[-1]
+
+
+def _last_writer(block: str, outputs: list[PlannedSite], weighted: list[str]) -> str | None:
+    """``outputs`` in the order in which they are made, the block's own last."""
+    result = next((row for row in outputs if row.site == f"{block}:out"), None)
+    if result is None:
+        return None
+    inner = [row for row in outputs if row is not result and row.bytes_prefill > 0]
+    if result.bytes_prefill == 0:  # it is what the last of them made
+        inner = inner[:-1]
+    whole = [module_of(row.site) for row in inner
+             if math.prod(row.shape) == math.prod(result.shape)]  # fmt: skip
+    return next((path for path in reversed(whole) if path in weighted), None)
+
+
+def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureOptions) -> DryRun:
+    """The cases that a capture would run, with the bytes of their inputs."""
+    from divergence.ops.suite import capturing
+
+    refuse_options(options)
+    suite = None if model is None else str(model).removeprefix(SUITE)
+    rows = [
+        PlannedSite(
+            site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
+            bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
+        )
+        for case in capturing.plan_cases(suite, like=like, sites=options.sites)
+    ]  # fmt: skip
+    return DryRun(
+        model=str(model or ("" if like is None else like.manifest.model.source)),
+        rows=rows,
+        num_sites=len(rows),
+        num_prompts=0,
+        num_prompt_tokens=0,
+        num_steps=1,
+        passes=["free" if like is None else "replayed"],
+        total_bytes=sum(row.bytes for row in rows),
+        notes=["shapes and sizes are of the inputs; equal ones are stored once"],
+    )

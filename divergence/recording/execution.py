@@ -16,38 +16,36 @@ import torch
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import recorded_in
+from divergence.recording.anchors import can_anchor, end_choices, recorded_inputs, repeated_tokens
 from divergence.recording.engines.generate import GroupResult, check_ids
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.engines.offloaded import map_text
-from divergence.recording.engines.tokenizing import group_samples, token_texts, tokenize
+from divergence.recording.engines.placement import map_text
 from divergence.recording.hooks.modules import Anchor, Recorder, inside
-from divergence.recording.hooks.plant import check_places
-from divergence.recording.hooks.substitute import substitute_from
-from divergence.recording.keep.keeper import Keeper
-from divergence.recording.keep.memory import free_bytes
-from divergence.recording.keep.storage import storage
-from divergence.recording.keep.volume import about_bytes
+from divergence.recording.hooks.plant import check_places, substitute_from
+from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
+from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.model.compiled import CompiledWatch
 from divergence.recording.model.structure import describe_modules, output_paths
-from divergence.recording.options.request import Request
-from divergence.recording.options.sites import SiteSelection
-from divergence.recording.options.store_modes import check_operators
-from divergence.recording.passes.free import (
+from divergence.recording.new_run import probed, provenance
+from divergence.recording.passes import (
     Pass,
     RememberingSink,
     RepeatSink,
     TensorKey,
-    can_anchor,
-    recorded_inputs,
+    own_inputs,
+    own_plants,
     run_pass,
+    run_whole,
+    why_not_whole,
 )
-from divergence.recording.passes.rows import end_choices, repeated_tokens
-from divergence.recording.passes.whole import own_inputs, own_plants, run_whole, why_not_whole
-from divergence.recording.passes.widening import Widening
-from divergence.recording.provenance import probed, provenance
+from divergence.recording.prompts import group_samples, token_texts, tokenize
 from divergence.recording.ranks.divided import Division, closed, on_all, own_part
+from divergence.recording.request import Request
+from divergence.recording.selection import SiteSelection, check_operators
+from divergence.recording.storage import about_bytes, storage
+from divergence.recording.widening import Widening
 from divergence.run.nonfinite import first_nonfinite, nonfinite_text
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
@@ -306,9 +304,7 @@ class Execution:
             pass_=one.name,
             steps=request.steps,
             positions=request.positions,
-            logit_paths=frozenset(output_paths(self.loaded.structure))
-            if task == "causal-lm"
-            else frozenset(),
+            logit_paths=output_paths(self.loaded.structure) if task == "causal-lm" else (),
             plants=own_plants(self.plants, self.notes) if one.whole else self.plants,
             anchor=anchor,
             keeper=self.keeper,

@@ -13,15 +13,15 @@ from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import Options, fields_of
 from divergence.options.truth import TruthOptions
-from divergence.recording.target import check_output
+from divergence.recording.new_run import check_output
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import SUITE
 from divergence.run.storage.location import location_of
 
 if TYPE_CHECKING:
-    from divergence.recording.planned import DryRun
+    pass
 
-__all__ = ["capture_suite", "opened", "plan_suite", "truth_of_suite", "wants_suite"]
+__all__ = ["capture_suite", "opened", "refuse_options", "truth_of_suite", "wants_suite"]
 
 
 def opened(run: str | Path | Run | None) -> Run | None:
@@ -60,7 +60,7 @@ def capture_suite(
     """Capture a suite. ``parameters``: the others of ``capture``."""
     from divergence.ops.suite import capturing
 
-    _refuse(options)
+    refuse_options(options)
     if prepare is not None:
         raise _meaningless("prepare")
     check_output(location_of(out), force=force, like=like)
@@ -76,7 +76,7 @@ def truth_of_suite(
     """The truth of a suite's run."""
     from divergence.ops.suite import capturing
 
-    _refuse(options)
+    refuse_options(options)
     if options.device != "cpu":
         raise UsageError(
             f"--device {options.device}: a suite's truth is computed on the CPU",
@@ -84,33 +84,6 @@ def truth_of_suite(
         )
     check_output(location_of(out), force=force, like=run)
     return capturing.truth_of_suite(run, out=out, label=options.label, force=force, **parameters)
-
-
-def plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureOptions) -> DryRun:
-    """The cases that a capture would run, with the bytes of their inputs."""
-    from divergence.ops.suite import capturing
-    from divergence.recording.planned import DryRun, PlannedSite
-
-    _refuse(options)
-    suite = None if model is None else str(model).removeprefix(SUITE)
-    rows = [
-        PlannedSite(
-            site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
-            bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
-        )
-        for case in capturing.plan_cases(suite, like=like, sites=options.sites)
-    ]  # fmt: skip
-    return DryRun(
-        model=str(model or ("" if like is None else like.manifest.model.source)),
-        rows=rows,
-        num_sites=len(rows),
-        num_prompts=0,
-        num_prompt_tokens=0,
-        num_steps=1,
-        passes=["free" if like is None else "replayed"],
-        total_bytes=sum(row.bytes for row in rows),
-        notes=["shapes and sizes are of the inputs; equal ones are stored once"],
-    )
 
 
 def _is_suite(run: Run) -> bool:
@@ -124,7 +97,7 @@ def _of_suites(options: Options) -> dict[str, Any]:
     return {field.name: getattr(options, field.name) for field in fields}
 
 
-def _refuse(options: Options) -> None:
+def refuse_options(options: Options) -> None:
     """Options that mean something to a model only."""
     for field in fields_of(type(options)):
         if not field.option.suite and field.is_given(getattr(options, field.name)):

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks._fault_patches import PATCHES, _through_fp8, fast_silu
 from benchmarks._faults import FAULTS, applicable, plant
-from divergence.recording.passes.widening import Widening
+from divergence.recording.widening import Widening
 
 BLOCK = 1  # of three
 PREFILL_ONLY = {"mask-long"}

@@ -16,8 +16,8 @@ from transformers.models.llama import modeling_llama
 
 from divergence.recording.engines.load import load_model
 from divergence.recording.model.code import FUNCTIONAL, code_notes
+from divergence.recording.model.replacement import wrappers_of
 from divergence.recording.model.source import digest_of, innermost, syntax_of
-from divergence.recording.model.wrapped import wrappers_of
 
 PLUGIN = '''"""A vendor's plugin."""
 import functools

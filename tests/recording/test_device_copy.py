@@ -9,8 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from divergence.recording.keep.device_copy import DeviceCopies, SideStream, can_pin, side_stream
-from divergence.recording.keep.keeper import BufferKeeper
+from divergence.recording.keeper import BufferKeeper, DeviceCopies, SideStream, can_pin, side_stream
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Sizes
 from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits

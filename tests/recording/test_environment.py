@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.recording.engines.config import MAX_CONFIG_BYTES, chat_example, config_values
-from divergence.recording.machine import processor
+from divergence.recording.engines.identity import MAX_CONFIG_BYTES, chat_example, config_values
+from divergence.recording.machine import hardware as processor
 from divergence.recording.machine.environment import SETTABLE, VARIABLES, collect_environment
-from divergence.recording.machine.processor import cpu_model, cpu_name, torch_build
+from divergence.recording.machine.hardware import cpu_model, cpu_name, torch_build
 
 INTEL = """processor\t: 0
 vendor_id\t: GenuineIntel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from divergence.recording.keep.keeper import CopyKeeper, Recent
+from divergence.recording.keeper import CopyKeeper, Recent
 
 
 @pytest.mark.parametrize(

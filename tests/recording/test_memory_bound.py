@@ -15,7 +15,7 @@ import torch
 
 from divergence.errors import RunWriteError
 from divergence.numerics.kernels import has_compiled
-from divergence.recording.keep.keeper import BufferKeeper
+from divergence.recording.keeper import BufferKeeper
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Sizes
 from divergence.run.storage import directory_target
@@ -34,7 +34,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 import msgspec, torch
-from divergence.recording.keep.keeper import BufferKeeper, Recent
+from divergence.recording.keeper import BufferKeeper, Recent
 from divergence.run.writing.buffer import Buffer, Limits
 from divergence.run.schema.manifest import Sizes
 from divergence.run.reader import Run

@@ -9,7 +9,7 @@ from divergence.errors import UsageError
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.hooks.operators import OperatorRecorder
-from divergence.recording.keep.keeper import CopyKeeper
+from divergence.recording.keeper import CopyKeeper
 from divergence.run.reader import Run
 
 BLOCK = "model.layers.1"

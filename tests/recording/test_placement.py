@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from divergence.errors import UsageError
-from divergence.recording.keep.keeper import CopyKeeper
+from divergence.recording.keeper import CopyKeeper
 from divergence.recording.ranks.divided import Division, LocalKeeper, check_request
 from divergence.recording.ranks.placement import TensorPlacement, share_of
 from divergence.recording.ranks.processes import Ranks

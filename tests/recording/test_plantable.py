@@ -7,7 +7,7 @@ import json
 import pytest
 
 from divergence.errors import ModelError
-from divergence.recording.plantable import plantable_module
+from divergence.recording.dry_run import plantable_module
 
 PLACES = {
     "bert": ("bert.encoder.layer.1", "output.dense"),  # not the norm that makes the output itself
@@ -44,7 +44,7 @@ def test_a_forward_that_needs_values_falls_back_to_the_order_of_registration(lla
     def refuse(*_, **__):
         raise ModelError("the shapes cannot be computed without weights")
 
-    monkeypatch.setattr("divergence.recording.plantable.plan_capture", refuse)
+    monkeypatch.setattr("divergence.recording.dry_run.plan_capture", refuse)
     block, module = plantable_module(llama)
     assert block == "model.layers.1"
     assert module.startswith(f"{block}.")

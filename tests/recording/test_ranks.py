@@ -19,7 +19,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.preflight.code import code_line
 from divergence.errors import UsageError
 from divergence.recording.api import capture
-from divergence.recording.engines.distributed import why_not
+from divergence.recording.engines.placement import why_not
 from divergence.recording.ranks.processes import _own_device, parse_mesh, start_ranks
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run

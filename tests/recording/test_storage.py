@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from divergence.numerics.kernels import RESIDENT_BYTES, WORTH_BYTES, has_compiled
+from divergence.recording import storage as room
 from divergence.recording.api import capture
-from divergence.recording.keep import storage as room
-from divergence.recording.keep.volume import about_bytes
+from divergence.recording.storage import about_bytes
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, MIN_BUFFER_BYTES, Limits
 
 PROMPT = ["Snow fell on the harbour"]

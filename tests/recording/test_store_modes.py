@@ -8,11 +8,10 @@ from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries.fold import fold_tensor
 from divergence.numerics.summaries.sketch import sketch_bytes, sketch_tensor
+from divergence.recording import keeper as keep_reduced
 from divergence.recording.api import capture, plan_capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.keep import reduced as keep_reduced
-from divergence.recording.keep.keeper import CopyKeeper
-from divergence.recording.keep.reduced import ReducedKeeper
+from divergence.recording.keeper import CopyKeeper, ReducedKeeper
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.record import Place

@@ -29,14 +29,14 @@ from divergence.options.option import command_options
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.checkpoint import check_data_alone
-from divergence.recording.hooks.substitute import Substitute
+from divergence.recording.hooks.plant import Substitute
 from divergence.recording.machine.environment import (
     DEVICE_TYPES,
     collect_environment,
     resolve_device,
     variables_to_set,
 )
-from divergence.recording.options.taken import also_taken
+from divergence.recording.request import also_taken
 from divergence.run.reader import Run
 from divergence.run.untrusted.command import command_line, command_words
 from divergence.run.untrusted.trust import recorded_attention, recorded_sites, recorded_source

@@ -32,8 +32,8 @@ from divergence.experiments.sensitivity.result import FaultSize, Sensitivity
 from divergence.experiments.sensitivity.trials import Trials, sees
 from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
-from divergence.recording.passes.free import can_anchor
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.site import near_names

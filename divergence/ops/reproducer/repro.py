@@ -28,7 +28,7 @@ from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.reproducer.bug_report import RunSide, code_span, report_text, title_of
 from divergence.ops.reproducer.differences import Difference, difference, store_error
 from divergence.ops.reproducer.script import operand_names, portable, portable_truth, script_text
-from divergence.recording.engines.weights import Weights
+from divergence.recording.engines.checkpoint import Weights
 from divergence.recording.machine.environment import resolve_device
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record

@@ -26,8 +26,8 @@ from divergence.ops.suite.judging import truth_of, widened
 from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
-from divergence.recording.options.taken import taken_from
-from divergence.recording.provenance import provenance
+from divergence.recording.new_run import provenance
+from divergence.recording.request import taken_from
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_many, digest_tensor
 from divergence.run.schema.manifest import (

@@ -1,10 +1,15 @@
-"""A checkpoint that a run names, and not the user: read only where it is data alone.
+"""A checkpoint's files: are they data alone, and the weights in them by name.
 
-Weights in safetensors are data. Pickled ones (``pytorch_model.bin``) are read by torch with
-``weights_only``, which allows tensors and plain containers; still a pickle is a program, so that
-only the user can choose it. An adapter (PEFT) names another model and Python modules. What
-transformers reads of a checkpoint otherwise (config, tokenizer, chat template in jinja's sandbox)
-is data to it as long as ``trust_remote_code`` is not given.
+A checkpoint that a run names, and not the user, is read only where it is data alone. Weights in
+safetensors are data. Pickled ones (``pytorch_model.bin``) are read by torch with ``weights_only``,
+which allows tensors and plain containers; still a pickle is a program, so that only the user can
+choose it. An adapter (PEFT) names another model and Python modules. What transformers reads of a
+checkpoint otherwise (config, tokenizer, chat template in jinja's sandbox) is data to it as long as
+``trust_remote_code`` is not given.
+
+Weights that a run recorded by digest alone are found again in the files, so that one tensor costs
+one tensor; where they name or hold it otherwise (fused experts, tied or computed tensors) the model
+is loaded as a capture loads it. Only a tensor with the recorded digest is given out.
 """
 
 from __future__ import annotations
@@ -12,12 +17,20 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from divergence.errors import ModelError
+from divergence.recording.engines.load import load_model
+from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.layout import expanded
+from divergence.run.schema.manifest import Manifest
+from divergence.run.untrusted.trust import recorded_attention, recorded_revision
 
-__all__ = ["ADAPTER", "INDEX", "SINGLE", "check_data_alone"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ADAPTER", "INDEX", "SINGLE", "Weights", "check_data_alone"]
+
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -100,3 +113,67 @@ def _refused(source: str, what: str) -> ModelError:
         where="what a run names is loaded as data: config, tokenizer and safetensors",
         hint=f"if you trust that model, name it yourself: --model {source}",
     )
+
+
+class Weights:
+    """The weights of ``source`` (a directory or hub id), as ``manifest`` says they were loaded.
+
+    Raises ModelError, from ``find``, where the model must be loaded and cannot be.
+    """
+
+    def __init__(self, source: str, manifest: Manifest, *, trust_remote_code: bool = False) -> None:
+        self._source, self._manifest, self._trust = source, manifest, trust_remote_code
+        self._files = _files(expanded(source))
+        self._loaded: dict[str, torch.Tensor] | None = None
+
+    def find(self, name: str, dtype: torch.dtype, digest: str | None) -> torch.Tensor | None:
+        """The weight of that name in ``dtype``; None where none has that digest."""
+        for stored in (self._stored, self._in_model):
+            tensor = stored(name)
+            if tensor is None:
+                continue
+            tensor = tensor.to(dtype)
+            if digest is None or digest_tensor(tensor) == digest:
+                return tensor
+        return None
+
+    def _stored(self, name: str) -> torch.Tensor | None:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._files.get(name, self._files.get(""))
+        if file is None:
+            return None
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found: torch.Tensor = opened.get_tensor(name)
+                return found
+        except (SafetensorError, OSError):  # under another name, or not there: the model knows
+            return None
+
+    def _in_model(self, name: str) -> torch.Tensor | None:
+        if self._loaded is None:
+            model = self._manifest.model
+            module = load_model(
+                self._source,
+                task=model.task,
+                # whose code is trusted is read at the revision that the user sees, not the run's
+                revision=None if self._trust else recorded_revision(self._manifest),
+                dtype=model.dtype,
+                attn_implementation=recorded_attention(self._manifest) or "eager",
+                trust_remote_code=self._trust,
+            ).module
+            self._loaded = dict(module.named_parameters(remove_duplicate=False))
+            self._loaded |= dict(module.named_buffers(remove_duplicate=False))
+        found = self._loaded.get(name)
+        return None if found is None else found.detach()
+
+
+def _files(root: Path) -> dict[str, Path]:
+    """Tensor name → file; ``""`` → the only file."""
+    try:
+        if (root / SINGLE).is_file():
+            return {"": root / SINGLE}
+        named = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {name: root / file for name, file in named.items() if Path(file).name == file}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}

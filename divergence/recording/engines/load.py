@@ -9,6 +9,7 @@ are reported, not passed over: a missing shard looks exactly like a wrong kernel
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import warnings
 from collections.abc import Iterator
@@ -17,8 +18,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.numerics.formats import format_named
-from divergence.recording.engines.distributed import as_loaded, distribution, divide, why_not
-from divergence.recording.engines.offloaded import DeviceMap, device_map_of, input_device
+from divergence.recording.engines.placement import (
+    DeviceMap,
+    as_loaded,
+    device_map_of,
+    distribution,
+    divide,
+    input_device,
+    why_not,
+)
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Task
 from divergence.run.untrusted.trust import ATTENTION
@@ -35,8 +43,10 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
+    "register_operators",
     "resolve_task",
 ]
+
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 
@@ -369,3 +379,13 @@ def _model_error(source: str, error: BaseException, revision: str | None) -> Div
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+_HOMES = ("transformers.integrations.moe",)
+
+
+def register_operators() -> None:
+    """Have transformers register its ``torch.ops.transformers``; nothing where it has none."""
+    for home in _HOMES:
+        with contextlib.suppress(Exception):  # an older transformers, or a torch it cannot use
+            importlib.import_module(home)

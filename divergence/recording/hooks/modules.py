@@ -11,13 +11,13 @@ module returns the tensor it was given.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from divergence.errors import PlantError
-from divergence.recording.hooks.leaves import (
+from divergence.recording.hooks.arguments import (
     argument_names,
     input_leaves,
     map_inputs,
@@ -26,10 +26,10 @@ from divergence.recording.hooks.leaves import (
 )
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.hooks.plant import FORWARDS, Plant
-from divergence.recording.keep.keeper import CopyKeeper, Keeper, Recent
+from divergence.recording.keeper import CopyKeeper, Keeper, Recent
 from divergence.recording.model.compiled import compiled_regions, hooked
-from divergence.recording.model.routing_sites import by_token
-from divergence.recording.options.selection import select_positions, step_selected
+from divergence.recording.model.structure import by_token
+from divergence.recording.selection import select_positions, step_selected
 from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.record import PassName, Placement
@@ -85,7 +85,7 @@ class Recorder:
         pass_: PassName = "free",
         steps: str | None = None,
         positions: str | None = None,
-        logit_paths: frozenset[str] = frozenset(),
+        logit_paths: Collection[str] = (),
         plants: Sequence[Plant] = (),
         anchor: Anchor | None = None,
         on_step: Callable[[int], None] | None = None,

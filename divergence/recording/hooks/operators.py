@@ -28,20 +28,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from divergence.errors import UsageError
-from divergence.recording.hooks.arguments import as_json, as_word
+from divergence.recording.hooks.arguments import (
+    argument_names,
+    as_json,
+    as_word,
+    draws_random_numbers,
+    input_leaves,
+    named_arguments,
+    operator_name,
+    written_arguments,
+)
 from divergence.recording.hooks.dataflow import (
     Dataflow,
     lies_inside,
     misalignment_bytes,
     storage_of,
     tensors_in,
-)
-from divergence.recording.hooks.leaves import argument_names, input_leaves
-from divergence.recording.hooks.schema import (
-    draws_random_numbers,
-    named_arguments,
-    operator_name,
-    written_arguments,
 )
 from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.fingerprint import digest_tensor

@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from divergence.errors import UsageError
-from divergence.recording.machine.processor import cpu_model, cpu_name, torch_build
+from divergence.recording.machine.hardware import cpu_model, cpu_name, torch_build
 from divergence.run.schema.manifest import Environment
 from divergence.run.schema.site import near_names
 

@@ -20,13 +20,18 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from divergence.recording.model.compiled import compiler_of
 from divergence.recording.model.replacement import (
+    attributes_of,
+    hooks_of,
     kernels_replaced,
     module_text,
+    original_forward,
     put_by,
     put_in_namespace,
     put_in_place,
     replaced_in_torch,
+    wrappers_of,
 )
 from divergence.recording.model.source import (
     chains,
@@ -37,13 +42,6 @@ from divergence.recording.model.source import (
     layers,
     place_of,
     syntax_of,
-)
-from divergence.recording.model.wrapped import (
-    attributes_of,
-    compiler_of,
-    hooks_of,
-    original_forward,
-    wrappers_of,
 )
 from divergence.run.schema.fingerprint import digest_many
 from divergence.run.schema.manifest import CodeNote

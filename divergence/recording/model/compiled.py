@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from divergence.recording.model.source import layers
-from divergence.recording.model.wrapped import backend_of
 from divergence.run.schema.manifest import CompiledNote
 from divergence.run.schema.site import ROOT
 
-__all__ = ["CompiledWatch", "compiled_regions", "hooked", "settled"]
+__all__ = ["CompiledWatch", "compiled_regions", "compiler_of", "hooked", "settled"]
+
 
 _LIMIT = "torch._dynamo hit config."
 _MOST_EVENTS = 1 << 14
@@ -276,3 +276,24 @@ class _Limits(logging.Handler):
         name, value, function, *_ = (*record.args, "", "", "")
         place = str(function).rpartition("(")[2].rstrip(")")
         self._found.append((f"torch._dynamo.config.{name} ({value})", place))
+
+
+def compiler_of(module: Any) -> str | None:
+    """``torch.compile`` and its backend, where the module or its forward was given to it."""
+    forward = module.__dict__.get("forward", type(module).forward)
+    for one in (module.__dict__.get("_compiled_call_impl"), forward):
+        if one is not None and hasattr(one, "_torchdynamo_orig_callable"):
+            return f"torch.compile ({backend_of(one)})"
+    return "torch.compile" if "_orig_mod" in module._modules else None
+
+
+def backend_of(compiled: Any) -> str:
+    """Name of the backend that a compiled function was given; ``?`` where torch does not tell."""
+    closure = getattr(compiled, "__closure__", None) or ()
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    held = {name: cell.cell_contents for name, cell in zip(names, closure, strict=False)}
+    backend = held.get("callback")
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+    return str(name) if name else "?"

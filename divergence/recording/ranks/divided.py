@@ -16,9 +16,9 @@ import msgspec
 
 from divergence.errors import UsageError
 from divergence.recording.dry_run import forward_shapes
-from divergence.recording.engines.distributed import tensor_plan
-from divergence.recording.options.selection import step_selected
+from divergence.recording.engines.placement import tensor_plan
 from divergence.recording.ranks.placement import TensorPlacement
+from divergence.recording.selection import step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import Environment, Manifest, ModuleNote, SampleTokens
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from divergence.recording.engines.load import LoadedModel
     from divergence.recording.hooks.modules import Sink
     from divergence.recording.hooks.plant import Plant
-    from divergence.recording.options.request import Request
-    from divergence.recording.options.sites import SiteSelection
     from divergence.recording.ranks.processes import Ranks
+    from divergence.recording.request import Request
+    from divergence.recording.selection import SiteSelection
     from divergence.run.writing.writer import RunWriter
 
 __all__ = [

@@ -1,6 +1,6 @@
 """A tensor on its way into a run, handed over once whatever number of sites it was seen at.
 
-A keeper (recording.keep.keeper) makes it; the writer completes it: what the keeper left open
+A keeper (recording.keeper) makes it; the writer completes it: what the keeper left open
 (digest, summary, place) is found from its bytes, which are then let go. An item without bytes
 stores none: its keeper has filled in all that its records will say.
 """

@@ -8,7 +8,7 @@ them (``--only-changed``). The rest it hands back. In the mode
 ``sketch``  floats are sketched (numerics.sketch says which), other tensors stay whole;
 ``stats``   summary and digest; ``hash``: the digest alone.
 
-An item that a device has reduced already (``Item.reduced``, divergence.recording.keep.reduced) has
+An item that a device has reduced already (``Item.reduced``, divergence.recording.keeper) has
 its numbers on the device: they are fetched here, those of a batch in one transfer a kind.
 """
 

@@ -9,10 +9,10 @@ import pytest
 from divergence.comparison.api import compare
 from divergence.errors import UsageError
 from divergence.experiments.localization.localize import _choose
+from divergence.recording import storage
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.recording.keep import storage
-from divergence.recording.keep.reduced import ReducedKeeper
+from divergence.recording.keeper import ReducedKeeper
 from divergence.report.summary import report_lines
 from tests.models.tiny import build
 

@@ -1,4 +1,4 @@
-"""The copies of divergence.recording.keep.device_copy with one of their three cares left out."""
+"""The copies of divergence.recording.keeper with one of their three cares left out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch_npu
 from commands import captured, divergence
 
-from divergence.recording.keep.device_copy import DeviceCopies, SideStream
+from divergence.recording.keeper import DeviceCopies, SideStream
 
 _copy, _start = SideStream.copy, DeviceCopies.start
 

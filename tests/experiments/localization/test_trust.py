@@ -20,7 +20,7 @@ from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.machine.environment import variables_to_set
-from divergence.recording.options.taken import also_taken
+from divergence.recording.request import also_taken
 from divergence.run.reader import Run
 
 KERNEL = "attacker/kernel@main:f"

@@ -1,10 +1,12 @@
-"""Which sites are recorded: built-in words, presets, globs and regular expressions.
+"""What of a forward is recorded: which sites, steps and token positions.
+
+Sites are chosen by built-in words, presets, globs and regular expressions:
 
 ``blocks``   what one forward passes through once, in order: every block and every
              trunk module (embedding, rotary table, final norm, head), their
              floating-point inputs and outputs; masks are left out (their size is
              tokens², and they are an input, not a result). Of blocks with experts also which
-             token goes to which (capture.routing_sites).
+             token goes to which (model.structure).
 ``modules``  every module's inputs and outputs.
 ``ops@PATH``  every operator called inside the modules that PATH (a path or glob) names, and
              those modules' own inputs and outputs.
@@ -14,19 +16,22 @@ pattern on site names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from divergence.config import BUILTIN_SITES, expand_sites
 from divergence.errors import UsageError
-from divergence.recording.model.routing_sites import is_routing, routing_modules
-from divergence.run.schema.manifest import ModuleNote
+from divergence.recording.model.structure import is_routing, routing_modules
+from divergence.run.schema.manifest import ModuleNote, StoreMode
 from divergence.run.schema.site import ROOT, compile_patterns, join_site, near_names
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OPERATORS", "SiteSelection"]
+
+__all__ = ["OPERATORS", "SiteSelection", "check_operators", "select_positions", "step_selected"]
+
 
 OPERATORS = "ops@"
 """Before a module's path: every operator inside it."""
@@ -137,3 +142,85 @@ def _check(pattern: str, notes: Mapping[str, ModuleNote]) -> None:
         if near
         else "`divergence capture MODEL --sites modules --dry-run` lists every site",
     )
+
+
+def check_operators(selection: SiteSelection, *, store: StoreMode, only_changed: bool) -> None:
+    """Operators are run again from their recorded inputs, which must then be there."""
+    if not selection.operators or (store == "full" and not only_changed):
+        return
+    given = "--only-changed" if only_changed else f"--store {store}"
+    raise UsageError(
+        f"{given} keeps not all bytes, and operators (ops@) are run again from theirs",
+        hint="capture operators in a run of their own, with --store full",
+    )
+
+
+_RANGE = re.compile(r"(-?[0-9]{1,18})(?:-([0-9]{1,18}))?")
+_LAST = re.compile(r"last:([0-9]{1,18})")
+
+
+def step_selected(spec: str | None, step: int) -> bool:
+    """Is ``step`` (0 = prefill) among the selected ones? None selects all. Raises UsageError."""
+    if spec is None:
+        return True
+    for part in _parts(spec, "--steps"):
+        if part == "prefill":
+            chosen = step == 0
+        elif part == "decode":
+            chosen = step >= 1
+        else:
+            low, high = _bounds(part, "--steps")
+            if low < 0:
+                raise UsageError(
+                    f"--steps {spec}: a step counted from the end is not known beforehand",
+                    hint="use numbers from 0, for example 0,4-8, or prefill, decode",
+                )
+            chosen = low <= step <= high
+        if chosen:
+            return True
+    return False
+
+
+def select_positions(spec: str | None, count: int) -> tuple[int, ...] | None:
+    """Selected token indices among ``count``, ascending; None for all. Raises UsageError."""
+    if spec is None:
+        return None
+    chosen: set[int] = set()
+    for part in _parts(spec, "--positions"):
+        last = _LAST.fullmatch(part)
+        if last:
+            if int(last[1]) == 0:
+                raise UsageError(f"--positions: {part} is no position", hint="for example last:16")
+            chosen.update(range(max(0, count - int(last[1])), count))
+            continue
+        low, high = _bounds(part, "--positions")
+        if low < 0:
+            low = high = count + low
+        chosen.update(range(max(low, 0), min(high, count - 1) + 1) if low >= 0 else ())
+    return tuple(sorted(chosen))
+
+
+def _parts(spec: str, option: str) -> list[str]:
+    parts = [part.strip() for part in spec.split(",")]
+    if not all(parts):
+        raise UsageError(f"{option} {spec!r} has an empty part", hint="for example 0,4-8")
+    return parts
+
+
+def _bounds(part: str, option: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        raise UsageError(
+            f"{option}: {part!r} is neither a number nor a range",
+            hint="for example 0,4-8, -1 or last:16"
+            if option == "--positions"
+            else "for example 0,4-8, prefill or decode",
+        )
+    low = int(match[1])
+    high = int(match[2]) if match[2] else low
+    if high < low or (low < 0 and match[2]):
+        raise UsageError(
+            f"{option}: the range {part!r} holds nothing",
+            hint="a range is FIRST-LAST from 0, for example 4-8",
+        )
+    return low, high

@@ -16,10 +16,11 @@ from typing import Any, TypeVar, get_args
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import Options, fields_of, kinds_of
-from divergence.recording.options.prompts import Prompt
+from divergence.recording.prompts import Prompt
 from divergence.run.schema.site import one_or_more
 
 __all__ = ["options_of", "plain_wishes"]
+
 
 _T = TypeVar("_T", bound=Options)
 

@@ -1,19 +1,25 @@
-"""Where a run comes from: what every manifest says, whatever made the run."""
+"""What every new run needs, whatever makes it: a free place, and where it comes from."""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 from typing import Any
 
 from divergence._version import __version__
+from divergence.errors import RunExistsError, RunWriteError
 from divergence.recording.engines.identity import without_home
 from divergence.recording.machine.environment import collect_environment
+from divergence.run.reader import Run
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
+from divergence.run.storage.archive_place import partial_of
+from divergence.run.storage.location import Location, archive_kind, same_location
+from divergence.run.storage.target import check_target
 from divergence.run.writing.writer import new_run_id
 from divergence.words import Progress
 
-__all__ = ["probed", "provenance"]
+__all__ = ["check_output", "probed", "provenance"]
 
 
 def provenance(
@@ -37,3 +43,20 @@ def probed(device: str, on_progress: Progress) -> list[ArithmeticFact]:
 
     on_progress("probe", 0, None, "")
     return quick_facts(device)
+
+
+def check_output(
+    out: Location, *, force: bool, like: Run | None, substitutes: Iterable[Run] = ()
+) -> None:
+    """Refuse before hours of work what the writer would refuse after them, and to replace a run
+    that the capture reads: ``like``, and those whose results are put in place of operators'."""
+    gathered = out if archive_kind(out) is None else partial_of(out)
+    read = [(like, "the run to be repeated")] if like is not None else []
+    read += [(run, "the run that --substitute reads") for run in substitutes]
+    for run, what in read:
+        if same_location(out, run.path) or same_location(gathered, run.path):
+            raise RunExistsError(f"{out} is {what}", hint="choose another -o")
+    try:
+        check_target(out, force=force)
+    except OSError as error:
+        raise RunWriteError(f"{out} cannot be used: {error.strerror}") from error

@@ -36,6 +36,7 @@ from divergence.errors import UsageError
 
 __all__ = ["Widening", "check_device"]
 
+
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {
     torch.float16: torch.complex32,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,21 +11,24 @@ import torch
 from divergence.numerics.kernels import RESIDENT_BYTES, Kernel, kernel_for
 from divergence.numerics.summaries.sketch import sketch_tensor
 from divergence.numerics.summaries.summary import summarize
-from divergence.recording.keep.device_copy import can_pin
-from divergence.recording.keep.keeper import BufferKeeper, Keeper
-from divergence.recording.keep.reduced import ReducedKeeper
+from divergence.recording.keeper import BufferKeeper, Keeper, ReducedKeeper, can_pin
 from divergence.recording.ranks.divided import LocalKeeper, started
 from divergence.run.schema.manifest import Manifest, StoreMode
+from divergence.run.schema.site import escape_path
 from divergence.run.writing.buffer import Buffer, Limits
 from divergence.run.writing.reduction import reducer_for, wants_fold
 from divergence.run.writing.writer import RunWriter
 
 if TYPE_CHECKING:
-    from divergence.recording.options.request import Request
+    import torch
+
     from divergence.recording.ranks.processes import Ranks
+    from divergence.recording.request import Request
+    from divergence.run.schema.manifest import SampleTokens
     from divergence.run.storage.location import Location
 
-__all__ = ["storage"]
+__all__ = ["about_bytes", "storage"]
+
 
 _SHARE = 4
 """Compiled loops may take this part of the buffer."""
@@ -95,3 +98,25 @@ def _load_compiled(store: StoreMode) -> None:
         summarize(tensor, kernel="compiled")
         if store == "sketch":
             sketch_tensor(tensor, 8, kernel="compiled")
+
+
+def about_bytes(
+    module: torch.nn.Module,
+    hooked: Collection[str],
+    samples: Sequence[SampleTokens],
+    max_new_tokens: int,
+) -> int:
+    """Of all inputs and outputs of the ``hooked`` modules in one pass over ``samples``."""
+    prompts = sum(len(sample.prompt_ids) for sample in samples)
+    num_tokens = prompts + len(samples) * max_new_tokens
+    total = 0
+    for path, one in module.named_modules():
+        if escape_path(path) not in hooked:
+            continue
+        own = getattr(one, "weight", None)
+        weight = own if own is not None else next(one.parameters(), None)
+        if weight is None or weight.ndim == 0:
+            continue
+        features = sum(weight.shape) if own is not None and own.ndim == 2 else 2 * weight.shape[-1]
+        total += num_tokens * features * weight.element_size()
+    return total

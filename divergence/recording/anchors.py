@@ -1,4 +1,4 @@
-"""Rows: recorded prompts laid into other batches than those they were recorded in.
+"""Anchors: recorded inputs that a pass puts in place of a block's own.
 
 ``--like RUN --batch`` runs together what RUN ran one by one (``--no-batch`` the other way
 round). The anchored pass is then put together row by row: of each prompt, RUN's recorded tokens
@@ -14,26 +14,40 @@ What is not a recorded token stays the forward's own:
 * masks, positions and whatever else has no row of tokens for each prompt: those of single
   prompts do not fit a batch.
 
-Refuses nothing: a tensor that cannot be put together is left as it is, as in any anchored pass.
+Refuses nothing: a tensor that cannot be put together is left as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from divergence.recording.engines.generate import pad_id
-from divergence.recording.engines.tokenizing import group_samples
-from divergence.run.schema.manifest import SampleTokens
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.modules import Anchor
+from divergence.recording.prompts import group_samples
+from divergence.recording.selection import step_selected
+from divergence.run.reader import Run
+from divergence.run.schema.contents import why_no_bytes
+from divergence.run.schema.manifest import ModuleNote, SampleTokens
+from divergence.run.schema.record import PassName
+from divergence.run.schema.site import module_of
 
 if TYPE_CHECKING:
     import torch
 
     from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.options.request import Request
+    from divergence.recording.request import Request
     from divergence.run.reader import Run
 
-__all__ = ["RecordedRows", "end_choices", "repeated_tokens", "unpadded"]
+__all__ = [
+    "RecordedRows",
+    "can_anchor",
+    "end_choices",
+    "recorded_inputs",
+    "repeated_tokens",
+    "unpadded",
+]
 
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
@@ -150,3 +164,57 @@ class RecordedRows:
         if own.ndim > 2 and own.shape[1] == padded and rows.shape[1] == self._length(number):
             return slice(mine.num_left_pad, mine.num_left_pad + self._length(number))
         return slice(None) if rows.shape[1] == own.shape[1] else None
+
+
+def can_anchor(run: Run, notes: Mapping[str, ModuleNote]) -> str | None:
+    """None if the run holds what an anchored pass over a model of these modules needs, else why
+    it does not, and what to do."""
+    plan = run.manifest.plan
+    if plan.positions is not None:
+        return f"it holds only the token positions {plan.positions}; capture it again without them"
+    if plan.steps is not None and not step_selected(plan.steps, 0):
+        return f"it holds only the steps {plan.steps}; capture it again with the prefill"
+    found = [
+        record
+        for record in run.records
+        if record.pass_ == "free" and record.step == 0 and record.site.endswith(":in")
+    ]
+    inputs = {module_of(record.site) for record in found}
+    without = [
+        record
+        for record in found
+        if not run.has_bytes(record)
+        and (note := notes.get(module_of(record.site))) is not None
+        and note.role == "block"
+    ]
+    if without:
+        return f"it keeps no bytes of {without[0].site} ({why_no_bytes(run.manifest)})"
+    missing = [path for path, note in notes.items() if note.role == "block" and path not in inputs]
+    if missing:
+        return (
+            f"it holds no input of {missing[0]}"
+            + (f" and {len(missing) - 1} more blocks" if len(missing) > 1 else "")
+            + f" (its sites: {', '.join(plan.sites)}); capture it again with --sites blocks"
+        )
+    return None
+
+
+def recorded_inputs(
+    run: Run, samples: Sequence[SampleTokens], groups: Sequence[list[int]]
+) -> Anchor:
+    """An Anchor over a run's free pass, for these batches of its prompts."""
+    free: PassName = "free"
+    blocks = {path for path, note in run.manifest.plan.modules.items() if note.role == "block"}
+    run.expect(
+        record for record in run.records
+        if record.pass_ == free and ":in" in record.site and module_of(record.site) in blocks
+    )  # fmt: skip
+    if groups != run.manifest.tokens.groups:
+        return RecordedRows(run, samples, groups)
+
+    def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        record = run.find((free, sample, step, site))
+        # of what was not kept (an input beside the stream, say) the own value stays
+        return None if record is None or not run.has_bytes(record) else run.read(record)
+
+    return anchor

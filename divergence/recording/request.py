@@ -1,15 +1,17 @@
 """What is to be captured: the caller's wishes, merged with the run to be repeated.
 
 With ``--like`` everything comes from the recorded run unless the caller says
-otherwise, and every such override is noted, because a comparison must know it.
+otherwise, and every such override is noted, because a comparison must know it. A run comes from
+elsewhere, and what it names is loaded and run here: so the user is told in one line, before it is
+used, what is taken from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -18,15 +20,15 @@ from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
-from divergence.recording.hooks.plant import Plant, parse_plant
-from divergence.recording.hooks.substitute import Substitute, parse_substitutes
-from divergence.recording.options.prompts import Prompt, collect_prompts
-from divergence.recording.options.selection import select_positions, step_selected
-from divergence.recording.options.store_modes import chosen_store
+from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
+from divergence.recording.prompts import Prompt, collect_prompts
+from divergence.recording.selection import select_positions, step_selected
 from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import Manifest, Override, StoreMode
+from divergence.run.schema.site import near_names
+from divergence.run.storage.location import Location
 from divergence.run.untrusted.trust import (
     recorded_attention,
     recorded_revision,
@@ -35,7 +37,19 @@ from divergence.run.untrusted.trust import (
 )
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 
-__all__ = ["DEFAULT_MAX_NEW_TOKENS", "Request", "resolve_request"]
+if TYPE_CHECKING:
+    from divergence.run.reader import Run
+
+__all__ = [
+    "DEFAULT_MAX_NEW_TOKENS",
+    "Request",
+    "also_taken",
+    "chosen_store",
+    "resolve_request",
+    "taken",
+    "taken_from",
+]
+
 
 DEFAULT_MAX_NEW_TOKENS = 16
 
@@ -239,3 +253,89 @@ def _check_steps(steps: str | None, max_new_tokens: int) -> None:
             hint=f"with --max-new-tokens {max_new_tokens} there "
             + (f"are the steps 0 (the prefill) to {count - 1}" if count > 1 else "is step 0 alone"),
         )
+
+
+STORES: tuple[StoreMode, ...] = get_args(StoreMode)
+
+
+def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> StoreMode:
+    """The mode: as asked for, else that of the run to be repeated, else ``full``.
+
+    Raises UsageError for a mode that there is none of, and for ``only_changed`` without a run that
+    has digests, or with a mode that keeps no bytes anyhow.
+    """
+    if store is not None and store not in STORES:
+        near = near_names(store, STORES)
+        raise UsageError(
+            f"--store {store}: there are {', '.join(STORES)}",
+            hint=f"did you mean {near[0]}?" if near else "full keeps every byte",
+        )
+    if not only_changed:
+        recorded = like.manifest.plan.store if like is not None else "full"
+        return recorded if store is None else store
+    if like is None:
+        raise UsageError(
+            "--only-changed needs --like: the run whose bytes need not be stored again",
+            hint="divergence capture --like RUN -o OTHER --only-changed",
+        )
+    if store not in (None, "full"):
+        raise UsageError(
+            f"--only-changed keeps bytes, and --store {store} keeps none", hint="leave out --store"
+        )
+    if not any(record.xxh3 or record.fold for record in like.records):
+        raise UsageError(
+            f"--only-changed: {like.path} holds no digest to tell by what has changed",
+            hint="leave out --only-changed",
+        )
+    return "full"
+
+
+def taken(request: Request) -> str:
+    """``from a: model ~/llama at main (as data), bfloat16, sdpa, 3 prompts in one batch, ...``,
+    less what the user chose. Everything named here has been checked by run.trust."""
+    assert request.like is not None
+    run, chosen = request.like, {override.name for override in request.overrides}
+    tokens = run.manifest.tokens
+    said = []
+    if not request.named:
+        at = "" if request.revision is None else f" at {request.revision}"
+        said.append(f"model {request.model}{at} ({_kind(request.trust_remote_code)})")
+    said += [
+        value
+        for name, value in (
+            ("dtype", request.dtype),
+            ("attn_implementation", f"{request.attn_implementation} attention"),
+        )
+        if value is not None and name not in chosen
+    ]
+    num = len(tokens.samples)
+    how = " in one batch" if request.batch and num > 1 and "batch" not in chosen else ""
+    said.append(f"{num} prompt{'' if num == 1 else 's'}{how}")
+    if request.max_new_tokens and "max_new_tokens" not in chosen:
+        said.append(f"up to {request.max_new_tokens} new tokens")
+    return taken_from(run.path, said)
+
+
+def also_taken(
+    run: Run,
+    model: str | None,
+    values: Mapping[str, Any],
+    variables: Mapping[str, str | None],
+    *,
+    with_code: bool,
+) -> str | None:
+    """What is taken from ``run``, of which another run is repeated: its ``model`` (None: the user's
+    or the other run's), settings and environment variables. None where that is nothing."""
+    said = [] if model is None else [f"model {model} ({_kind(with_code)})"]
+    said += [str(values[name]) for name in ("dtype", "attn_implementation") if name in values]
+    said += [f"{name}={value}" for name, value in variables.items() if value is not None]
+    return taken_from(run.path, said) if said else None
+
+
+def _kind(with_code: bool) -> str:
+    return "with its code" if with_code else "as data, no code"
+
+
+def taken_from(place: Location, said: list[str]) -> str:
+    """The line itself, also of what else repeats a run."""
+    return f"from {place}: {', '.join(said)}"

@@ -1,0 +1,347 @@
+"""What is kept of a tensor that a hook sees: one object decides.
+
+A keeper is called in the hook, on the model's thread, while the tensor still holds what the
+site saw: before it returns, whatever is kept must have been taken (later operators may write
+to the tensor in place). A tensor that passes unchanged from one module to the next is kept
+once: it is recognised by identity and by torch's version counter, which every in-place write
+of torch's own operators advances.
+
+What lies on an accelerator is copied into the writer's buffer beside the model's own work. The hook
+starts a copy and goes on; nothing on the compute stream waits for it:
+
+1. a clone on the compute stream, in order with the operators around the hook, so that a later
+   write in place does not reach what was seen;
+2. on a stream of its own, behind that clone, the copy from the clone into page-locked memory;
+3. an event behind the copy, for which the writer's thread waits before it reads.
+
+The clone stays alive until that event: so its memory goes to no other operator meanwhile, and
+torch's allocator needs not be told of the second stream. Clones wait in at most ``max_bytes`` of
+device memory; beyond that the hook waits for the oldest copy. Tests run this on a simulated
+accelerator whose kernels and copies are late (tests/device); it has not run on a real one yet.
+
+Digests, statistics and projections are computed where the tensor is, on the stream that it was made
+on: nothing is copied to the host and nothing waited for in the hook. The writer's thread fetches
+them, a batch at a time (run.writing.reduction).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from divergence.numerics.formats import format_of
+from divergence.numerics.summaries.fold import fold_sums, is_exact_on
+from divergence.numerics.summaries.on_device import statistics_on_device
+from divergence.numerics.summaries.sketch import num_projections, sketch_tensor, sum_dtype_name
+from divergence.run.writing.buffer import Buffer, Slot
+from divergence.run.writing.captured_tensor import CapturedTensor, Reduced
+from divergence.run.writing.writer import RunWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from divergence.run.schema.manifest import StoreMode
+
+__all__ = [
+    "BufferKeeper",
+    "CopyKeeper",
+    "DeviceCopies",
+    "Event",
+    "Keeper",
+    "Recent",
+    "ReducedKeeper",
+    "ShapeKeeper",
+    "SideStream",
+    "Stream",
+    "can_pin",
+    "side_stream",
+]
+
+
+class Event(Protocol):
+    """Of torch.cuda, torch.xpu, torch_npu and others."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """Where copies run."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Start copying, behind all that the compute stream was given; the event is behind it."""
+
+
+class SideStream:
+    """A stream of ``device`` beside the one that the model computes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            made = self._module.Event()
+            made.record(self._stream)
+        event: Event = made
+        return event
+
+
+def side_stream(device: torch.device) -> Stream | None:
+    """None where the device has no streams (or none that torch knows): then copies are waited
+    for."""
+    module = torch.get_device_module(device)
+    if device.type == "cpu" or not all(hasattr(module, name) for name in ("Stream", "stream")):
+        return None
+    return SideStream(device)
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether host memory can be page-locked for copies from ``device``."""
+    if device.type == "cpu" or side_stream(device) is None:
+        return False
+    try:
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # no such thing there: copies are slower, and still right
+        return False
+    return True
+
+
+class DeviceCopies:
+    """Copies of one device under way. Used from the model's thread alone."""
+
+    def __init__(self, stream: Stream, *, max_bytes: int) -> None:
+        self._stream, self._max_bytes = stream, max_bytes
+        self._under_way: deque[tuple[Event, torch.Tensor]] = deque()
+        self.num_bytes = 0
+        """Of clones that wait."""
+
+    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy on the device, when there is room for it."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        while self._under_way:
+            event, clone = self._under_way[0]
+            if not event.query():
+                if self.num_bytes + num_bytes <= self._max_bytes:
+                    break
+                event.synchronize()
+            self.num_bytes -= clone.nbytes
+            self._under_way.popleft()
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        return (
+            tensor.detach()
+            .clone(memory_format=torch.contiguous_format)
+            .resolve_conj()
+            .resolve_neg()
+        )
+
+    def start(self, clone: torch.Tensor, slot: Slot) -> None:
+        """Copy ``clone`` into ``slot``, which waits for it before it is read or given back."""
+        event = self._stream.copy(slot.tensor(clone.dtype, tuple(clone.shape)), clone)
+        slot.ready = event.synchronize
+        self._under_way.append((event, clone))
+        self.num_bytes += clone.nbytes
+
+
+_REMEMBERED = 16
+"""Tensors kept for recognition; a block hands its input to at most a few readers."""
+
+
+class Keeper(Protocol):
+    """``keep(tensor)``: any tensor of the model, on any device, as the module holds it."""
+
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor: ...
+
+
+class CopyKeeper:
+    """Keeps every byte: a contiguous host copy that nobody else writes to."""
+
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        return CapturedTensor(self.copy(tensor))
+
+    @staticmethod
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        if tensor.device.type != "cpu":
+            return tensor.to("cpu").contiguous()
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class BufferKeeper:
+    """Keeps every byte, in the writer's buffer: no memory beside it, and no page touched twice.
+
+    A tensor for which the buffer has no place, however long one waits, gets memory of its own, and
+    the emptied buffer's goes back to the system meanwhile. ``streams``: see device_copy.
+    """
+
+    def __init__(
+        self,
+        writer: RunWriter,
+        buffer: Buffer,
+        *,
+        streams: Callable[[torch.device], Stream | None] = side_stream,
+    ) -> None:
+        self._buffer, self._writer, self._streams = buffer, writer, streams
+        self._copies: dict[torch.device, DeviceCopies | None] = {}
+
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        if not tensor.is_cpu:
+            copies = self._copies_of(tensor.device)
+            if copies is not None:
+                return self._keep_later(tensor, copies)
+        if not _plain(tensor):
+            tensor = CopyKeeper.copy(tensor)
+        slot = self._place(tensor.nbytes)
+        if slot is None:
+            return CapturedTensor(CopyKeeper.copy(tensor))
+        slot.fill(tensor.data_ptr())
+        return CapturedTensor(tensor, slot)
+
+    def _keep_later(self, tensor: torch.Tensor, copies: DeviceCopies) -> CapturedTensor:
+        """What lies on a device: its bytes arrive in the slot beside the model's work."""
+        clone = copies.clone(tensor)
+        slot = self._place(clone.nbytes)
+        if slot is None:
+            return CapturedTensor(CopyKeeper.copy(clone))
+        copies.start(clone, slot)
+        return CapturedTensor(clone, slot)
+
+    def _copies_of(self, device: torch.device) -> DeviceCopies | None:
+        if device not in self._copies:
+            stream = self._streams(device)
+            limit = self._buffer.num_bytes // 4
+            self._copies[device] = None if stream is None else DeviceCopies(stream, max_bytes=limit)
+        return self._copies[device]
+
+    def _place(self, num_bytes: int) -> Slot | None:
+        slot = self._buffer.take(num_bytes) or self._writer.make_room(num_bytes)
+        if slot is None:
+            self._buffer.trim()
+        return slot
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Are its bytes in host memory as they are stored? And is no mode above that would widen them:
+    a copy of the tensor is made under it then."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+class ShapeKeeper:
+    """Keeps no byte: for counting what a capture would write, on the meta device."""
+
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        return CapturedTensor(tensor.detach())
+
+
+class Recent:
+    """Items of the tensors that came by last. Holds no tensor alive."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[torch.Tensor], int, CapturedTensor]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Perhaps: did a tensor come by at this address?"""
+        return id(tensor) in self._items
+
+    def find(self, tensor: torch.Tensor) -> CapturedTensor | None:
+        """The item made of this very tensor, if nothing has been written to it since."""
+        known = self._items.get(id(tensor))
+        # the reference is gone with its tensor, so that the id cannot be another's
+        if known is None or known[0]() is not tensor or known[1] != _version(tensor):
+            return None
+        return known[2]
+
+    def add(self, tensor: torch.Tensor, item: CapturedTensor) -> None:
+        version = _version(tensor)
+        if version is None:
+            return
+        self._items.pop(id(tensor), None)
+        self._items[id(tensor)] = (weakref.ref(tensor), version, item)
+        if len(self._items) > _REMEMBERED:
+            del self._items[next(iter(self._items))]
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        self._items.pop(id(tensor), None)
+
+    def clear(self) -> None:
+        self._items.clear()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """torch's in-place write counter; None where it is not kept (inference mode)."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
+
+
+class ReducedKeeper:
+    """``inner`` keeps what must stay whole. ``hosts``: reduce host tensors in the hook as well.
+    ``note``: told of a device whose tensors go to the host, and why."""
+
+    def __init__(
+        self,
+        store: StoreMode,
+        inner: Keeper,
+        *,
+        hosts: bool = False,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.inner = inner
+        self._store, self._hosts, self._note = store, hosts, note
+        self._lacking: set[torch.device] = set()
+
+    def keep(self, tensor: torch.Tensor) -> CapturedTensor:
+        device = tensor.device
+        if device in self._lacking or (device.type == "cpu" and not self._hosts):
+            return self.inner.keep(tensor)
+        tensor = tensor.detach()
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        k = None
+        if self._store == "sketch":
+            k = num_projections(tensor.shape, format_of(tensor.dtype))
+            if k is None:
+                return self.inner.keep(tensor)
+        item = CapturedTensor(tensor)
+        try:
+            item.reduced = self._reduce(tensor, k)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError) as error:  # no fault of the model's
+            self._lacking.add(device)
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            self._note(
+                f"{device} cannot compute what --store {self._store} keeps; its tensors are "
+                f"copied to the host and reduced there, which is slower: {reason}"
+            )
+            return self.inner.keep(tensor)
+        item.tensor = None
+        return item
+
+    def _reduce(self, tensor: torch.Tensor, k: int | None) -> Reduced:
+        if not is_exact_on(str(tensor.device)):
+            raise RuntimeError("its 64-bit integer arithmetic is wrong")
+        return Reduced(
+            sums=fold_sums(tensor),
+            statistics=None if self._store == "hash" else statistics_on_device(tensor),
+            projections=None if k is None else sketch_tensor(tensor, k),
+            sum_dtype=sum_dtype_name(str(tensor.device)),
+        )

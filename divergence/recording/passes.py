@@ -1,0 +1,251 @@
+"""The passes of a capture: free, its repeats, anchored and whole.
+
+Free: the model runs on its own values (tokens forced where a run is repeated).
+Repeat: the free pass again, its digests held against the first. Anchored: every
+block gets the recorded input of the run that is repeated, so that what differs at
+its output was made there; caches are the own ones, made from those inputs.
+
+Whole: one forward over the prompt and every token that was fed to decoding. A decode step with a
+cache must compute what one forward over the whole sequence computes for that token. So the tokens
+of this run's own free pass are run once more, without a cache from before, and each block gets as
+input the rows that the free pass recorded: its prefill's, then each decode step's. A difference in
+a block's output, in the row of a decoded token, was made there: by the cache or the state, or by
+the kernel of the other shape. Only the rows of decoded tokens are kept. The recorded rows are read
+back from the shards that this run has written so far, one input at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from divergence.numerics.summaries.fold import folds_of
+from divergence.recording.engines.generate import GroupResult, run_group
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.modules import Anchor, Recorder
+from divergence.recording.selection import step_selected
+from divergence.run.process_tuning import frozen_heap, quick_thread_switches
+from divergence.run.reader import Run
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.manifest import ModuleNote, Repeatability, SampleTokens
+from divergence.run.schema.record import PassName
+from divergence.run.writing.captured_tensor import CapturedTensor
+from divergence.run.writing.writer import RunWriter
+
+if TYPE_CHECKING:
+    import torch
+
+    from divergence.recording.engines.load import LoadedModel
+    from divergence.recording.hooks.modules import Anchor, Recorder
+    from divergence.recording.hooks.plant import Plant
+    from divergence.recording.request import Request
+    from divergence.recording.selection import SiteSelection
+    from divergence.run.reader import Run
+    from divergence.run.schema.manifest import ModuleNote, SampleTokens
+
+__all__ = [
+    "Pass",
+    "RememberingSink",
+    "RepeatSink",
+    "TensorKey",
+    "own_inputs",
+    "own_plants",
+    "run_pass",
+    "run_whole",
+    "why_not_whole",
+]
+
+
+TensorKey = tuple[int, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over all prompts."""
+
+    name: PassName
+    anchored: bool = False
+    """Each block gets the inputs that the repeated run recorded."""
+    compute_dtype: torch.dtype | None = None
+    """What every operator is computed in; None for the model's own dtype."""
+    whole: bool = False
+    """Prompt and fed tokens in one forward, anchored to this run's own free pass."""
+
+
+class RememberingSink:
+    """Passes everything on to the writer and remembers what was seen where."""
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
+        self.items: dict[TensorKey, CapturedTensor] = {}
+
+    def put(self, item: CapturedTensor, *, sample: int, step: int, site: str, **rest: Any) -> None:
+        self.items[sample, step, site] = item
+        self._writer.put(item, sample=sample, step=step, site=site, **rest)
+
+
+class RepeatSink:
+    """Holds a repeated run's digests against the first run's. ``first`` must be written out."""
+
+    def __init__(self, first: dict[TensorKey, CapturedTensor], result: Repeatability) -> None:
+        self._first = first
+        self._result = result
+
+    def put(self, item: CapturedTensor, *, sample: int, step: int, site: str, **_: object) -> None:
+        if item.reduced is not None:
+            item.fold, item.reduced = folds_of([item.reduced.sums])[0], None
+        elif item.digest is None and item.fold is None:
+            tensor = item.tensor
+            assert tensor is not None  # no digest yet: it holds its bytes
+            item.digest, item.tensor = digest_tensor(tensor), None
+        earlier = self._first.get((sample, step, site))
+        self._result.num_compared += 1
+        same = earlier is not None and (
+            earlier.fold == item.fold if item.digest is None else earlier.digest == item.digest
+        )
+        if not same:
+            self._result.num_different += 1
+            if self._result.first_difference is None:
+                self._result.first_difference = f"{site} (sample {sample}, step {step})"
+
+
+def run_pass(
+    loaded: LoadedModel,
+    recorder: Recorder,
+    samples: Sequence[SampleTokens],
+    groups: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    forced: Sequence[list[int]] | None = None,
+    on_group: Callable[[list[int], GroupResult], None] | None = None,
+) -> None:
+    """Run every group once under the recorder's hooks."""
+    with recorder.installed(), quick_thread_switches(), frozen_heap():
+        for group in groups:
+            members = [samples[number] for number in group]
+            first = members[0]
+            recorder.begin(
+                sample=group[0],
+                batch=len(group),
+                num_tokens=first.num_left_pad + len(first.prompt_ids) + first.num_right_pad,
+            )
+            wanted = (
+                None if forced is None else [forced[number][:max_new_tokens] for number in group]
+            )
+            result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
+            if on_group is not None:
+                on_group(group, result)
+
+
+def why_not_whole(
+    request: Request, task: str, selection: SiteSelection, notes: Mapping[str, ModuleNote]
+) -> str | None:
+    """None if this capture can make a whole pass, else why it cannot."""
+    import torch
+
+    if task == "encoder":
+        return "an encoder makes no decode steps"
+    if task == "encoder-decoder":
+        return "it is made for causal language models alone, and this is an encoder-decoder"
+    if request.max_new_tokens < 2:
+        return (
+            f"with --max-new-tokens {request.max_new_tokens} there is no decode step; "
+            "ask for 2 or more"
+        )
+    if request.positions is not None:
+        return f"only the token positions {request.positions} are recorded; leave out --positions"
+    if request.store != "full":
+        return (
+            f"it repeats the free pass block by block, of which --store {request.store} keeps no "
+            "bytes; give --store full"
+        )
+    like = request.like
+    if like is not None and request.only_changed and like.manifest.plan.store != "full":
+        return "what has not changed is in no run; leave out --only-changed"
+    if not all(step_selected(request.steps, step) for step in range(request.max_new_tokens)):
+        return f"only the steps {request.steps} are recorded; leave out --steps"
+    some = torch.empty(0)
+    missing = [
+        path
+        for path, note in notes.items()
+        if note.role == "block"
+        and not (path in selection.hooked and selection.wanted(path, "in", some))
+    ]
+    if missing:
+        return f"the input of {missing[0]} is not recorded; add --sites blocks"
+    return None
+
+
+def own_inputs(run: Run) -> Anchor:
+    """An Anchor over a run's own free pass: the rows of all steps of a group, one after another.
+
+    None where a site was not seen in every step, or where its tensors are not made of rows.
+    """
+    import torch
+
+    samples = run.manifest.tokens.samples
+
+    def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
+        records = [
+            run.find(("free", sample, number, site))
+            for number in range(len(samples[sample].generated_ids))
+        ]
+        held = [record for record in records if record is not None]
+        if len(held) < len(records):
+            return None
+        rows = [record.shape[:1] + record.shape[2:] for record in held]
+        if any(len(record.shape) < 2 for record in held) or len(set(rows)) > 1:
+            return None
+        return torch.cat([run.read(record) for record in held], dim=1)  # (B, T, ...)
+
+    return anchor
+
+
+def own_plants(plants: Sequence[Plant], notes: Mapping[str, ModuleNote]) -> list[Plant]:
+    """The faults to plant in the whole pass: not those in inputs that come from the free pass,
+    which have them already."""
+    return [
+        plant
+        for plant in plants
+        if not (plant.port.startswith("in") and notes[plant.path].role != "inner")
+    ]
+
+
+def run_whole(
+    loaded: LoadedModel,
+    recorder: Recorder,
+    samples: Sequence[SampleTokens],
+    groups: Sequence[list[int]],
+) -> int:
+    """Run every group that made decode steps once, whole; returns how many did.
+
+    The last generated token was never fed forward, so it is left out.
+    """
+    count = 0
+    with recorder.installed():
+        for group in groups:
+            num_decoded = len(samples[group[0]].generated_ids) - 1
+            if num_decoded < 1:
+                continue
+            count += 1
+            members = [
+                msgspec.structs.replace(
+                    sample,
+                    prompt_ids=sample.prompt_ids + sample.generated_ids[:-1],
+                    generated_ids=[],
+                )
+                for sample in (samples[number] for number in group)
+            ]
+            first = members[0]
+            recorder.begin(
+                sample=group[0],
+                batch=len(group),
+                num_tokens=first.num_left_pad + len(first.prompt_ids),
+                num_kept=num_decoded,
+            )
+            # logits of the prefill's last token too: what the free pass handed to the head
+            run_group(loaded, members, max_new_tokens=1, num_logits=num_decoded + 1)
+    return count

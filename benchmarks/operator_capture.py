@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from divergence.recording.api import capture
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
-from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest, Sizes
+from divergence.run.schema.record import Call
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 from tests.models.tiny import build
 

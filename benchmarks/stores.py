@@ -40,7 +40,7 @@ from divergence.run.schema.manifest import (
     Tokens,
 )  # fmt: skip
 from divergence.run.storage.shard import write_shard
-from divergence.run.writing.shard_entry import piece_of
+from divergence.run.writing.captured_tensor import piece_of
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 TENSOR_MIB = 2

@@ -36,11 +36,11 @@ import msgspec
 
 from divergence.errors import ConfigError
 from divergence.options.capture import CaptureOptions
-from divergence.options.compare import CheckOptions, CompareOptions
+from divergence.options.commands import CheckOptions, CompareOptions
 from divergence.options.option import Field, Options, fields_of
 from divergence.run.process_tuning import VARIABLE as PROCESS_TUNING
 from divergence.run.schema.site import BUILTIN_SITES, near_names
-from divergence.run.untrusted.trust import ATTENTION
+from divergence.run.trust import ATTENTION
 
 __all__ = [
     "BUILTIN_SITES",

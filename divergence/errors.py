@@ -15,12 +15,12 @@
 
 The message is one sentence. ``where`` names the file, record, site or step and
 ``hint`` says what to try; both are printed under the message. All three may quote a run, so each
-is made printable (divergence.printable): no text of a run can add a line.
+is made printable (divergence.words): no text of a run can add a line.
 """
 
 from __future__ import annotations
 
-from divergence.printable import printable
+from divergence.words import printable
 
 __all__ = [
     "ConfigError",

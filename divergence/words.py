@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from typing import Literal
 
-__all__ = ["Progress", "Side", "SideBothOrNeither", "SideOrBoth"]
+__all__ = [
+    "Progress",
+    "Side",
+    "SideBothOrNeither",
+    "SideOrBoth",
+    "printable",
+    "printable_json",
+    "printable_lines",
+]
 
 Progress = Callable[[str, int, int | None, str], None]
 """Called as work goes on, with (event, how much is done, of how much, detail); the total is None
@@ -20,3 +29,40 @@ SideOrBoth = Literal["reference", "candidate", "both"]
 
 SideBothOrNeither = Literal["reference", "candidate", "both", "neither"]
 """The same where it is an answer too that there is nothing in either."""
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, each character that does not print written out; words are untouched."""
+    if text.isprintable():
+        return text
+    return "".join(char if _prints(char) else _written(char) for char in text)
+
+
+def printable_lines(text: str) -> str:
+    """Lines that this tool has put together (``\\n`` between them), each ``printable``."""
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def printable_json(text: str) -> str:
+    """JSON with the same meaning that prints: what does not stands as ``\\uXXXX`` (in JSON such
+    characters stand in strings alone; line breaks between values stay)."""
+    if text.isprintable():
+        return text
+    return "".join(char if _prints(char) or char == "\n" else _in_json(char) for char in text)
+
+
+def _prints(char: str) -> bool:
+    # spaces of other widths (no-break, ideographic) are text, whatever isprintable says
+    return char.isprintable() or unicodedata.category(char) == "Zs"
+
+
+def _written(char: str) -> str:
+    number = ord(char)
+    if number < 0x100:
+        return f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def _in_json(char: str) -> str:
+    units = char.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from divergence.errors import UsageError
-from divergence.printable import printable, printable_json, printable_lines
+from divergence.words import printable, printable_json, printable_lines
 
 
 @pytest.mark.parametrize("text", ["plain", "naïve", "数字\u3000字", "a\u00a0b", "‖a−b‖ → 🙂", ""])

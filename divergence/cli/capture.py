@@ -1,30 +1,35 @@
-"""`divergence capture`: make a run."""
+"""`divergence capture` and `truth`: runs of a model."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from divergence.cli.shell.made import show_plan, show_run
-from divergence.cli.shell.options import settings
-from divergence.cli.shell.progress import progress_bars
+from divergence.cli.answers import progress_bars, show_plan, show_run
+from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.options.option import Option, fields_of
-from divergence.options.shared import (
+from divergence.options.commands import (
     RECORDED,
     REPEATING,
     Force,
     Json,
     Out,
     Quiet,
+    TruthOptions,
     Verbose,
 )
+from divergence.options.option import Option, fields_of
+from divergence.run.command import quoted
 from divergence.run.schema.manifest import SUITE
-from divergence.run.untrusted.command import quoted
 
-__all__ = ["EPILOG", "command"]
+__all__ = [
+    "CAPTURE_EPILOG",
+    "TRUTH_EPILOG",
+    "capture",
+    "truth",
+]
 
-EPILOG = """
+CAPTURE_EPILOG = """
 Examples:
 
   divergence capture Qwen/Qwen3-0.6B -o a --prompt "The capital of France is"
@@ -49,7 +54,7 @@ Examples:
 """
 
 
-def command(
+def capture(
     *,
     model: Annotated[str | None, Option("MODEL", "Model, or suite:llm; not with --like.")] = None,
     out: Out = None,
@@ -134,3 +139,44 @@ def _refuse_repeating(options: dict[str, Any]) -> None:
                     f"{option.names[0]} needs --like",
                     hint="divergence capture --like RUN -o OTHER",
                 )
+
+
+TRUTH_EPILOG = """
+Examples:
+
+  divergence truth a -o truth
+
+  divergence compare a b --truth truth                # which side is wrong, and by how much
+
+  divergence truth a -o truth --model /data/llama # where this machine has the model
+
+Every operator is computed in float64, the float32 casts inside models included. Weights
+are rounded to the run's dtype first. Memory beside the model: about one operator's weights.
+"""
+
+
+def truth(
+    *,
+    run: Annotated[str, Option("RUN", "The run to repeat.")],
+    out: Annotated[
+        str | None, Option("--out -o TRUTH", "Directory, archive or URL; needed.")
+    ] = None,
+    options: Annotated[dict[str, Any], TruthOptions],
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    command: str | None,
+) -> None:
+    """Repeat a run in float64: what is right, and how wide rounding is.
+
+    Makes a run of its own, the truth, for compare --truth. No accelerator is needed.
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o TRUTH")
+
+    from divergence.recording.api import truth as call
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = call(run, out=out, force=force, command=command, progress=progress, **options)
+    show_run(result, like=run, json=json, quiet=quiet)

@@ -1,4 +1,4 @@
-"""`divergence compare`: where two runs part, and why."""
+"""`divergence compare` and `check`: where two runs part, and whether a policy allows it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from divergence.cli.shell.options import settings, show
-from divergence.cli.shell.progress import progress_bars
+from divergence.cli.answers import progress_bars, show
+from divergence.cli.signature import settings
 from divergence.errors import UsageError
-from divergence.options.compare import CompareOptions
+from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Json, Quiet, Verbose
 from divergence.options.option import Option
-from divergence.options.shared import LIMITS, OUTPUT, Json, Quiet, Verbose
 
 if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-__all__ = ["EPILOG", "command", "show_report"]
 
-EPILOG = """
+from divergence.errors import IncomparableError
+from divergence.options.commands import CheckOptions
+
+__all__ = [
+    "CHECK_EPILOG",
+    "COMPARE_EPILOG",
+    "check",
+    "compare",
+]
+
+COMPARE_EPILOG = """
 Examples:
 
   divergence compare a b
@@ -61,7 +69,7 @@ EXIT_CODES = {
 }
 
 
-def command(
+def compare(
     *,
     reference: Annotated[str, Option("A", "The reference run.")],
     candidates: Annotated[
@@ -243,3 +251,97 @@ def _write_csv(report: Report, path: Path) -> None:
         path.write_text(text.getvalue(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the CSV: {error.strerror}", where=str(path)) from error
+
+
+CHECK_EPILOG = """
+Examples:
+
+  divergence check golden new
+
+  divergence check golden new --policy strict
+
+  divergence check golden new --policy ./policies/nightly.toml --json > check.json
+
+  divergence check golden new --bless      # new becomes the golden; the old one is kept
+
+Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
+"""
+
+
+def check(
+    *,
+    golden: Annotated[str, Option("GOLDEN", "The run kept as right.")],
+    new: Annotated[str, Option("NEW", "The run to check.")],
+    options: Annotated[dict[str, Any], CheckOptions],
+    bless: Annotated[
+        bool,
+        Option(
+            "--bless",
+            "Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
+        ),
+    ] = False,
+    allow_nonfinite: Annotated[
+        bool,
+        Option(
+            "--allow-nonfinite",
+            "With --bless: also a run in which a block or the logits hold nan or inf.",
+        ),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check a run against a golden under a policy.
+
+    The policy says which verdicts pass, how many tokens must agree and how much must
+    have been compared.
+    """
+    options = {**settings("check"), **options}
+    if bless:
+        name_map = options.get("name_map")
+        _bless(golden, new, name_map, allow_nonfinite=allow_nonfinite, json=json, quiet=quiet)
+        return
+
+    from divergence.gate.check import check
+    from divergence.layout.terminal import print_lines
+    from divergence.report.machine import check_json
+    from divergence.report.outcome import check_lines
+
+    try:
+        with progress_bars(quiet=quiet or json) as progress:
+            result = check(golden, new, progress=progress, **options)
+    except IncomparableError as error:
+        report = getattr(error, "report", None)
+        if report is not None:
+            show_report(report, json=json, quiet=quiet, verbose=verbose)
+        raise
+    if json:
+        show(check_json(result))
+    else:
+        print_lines(check_lines(result, verbose=verbose, brief=quiet))
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _bless(
+    golden: str,
+    new: str,
+    name_map: str | Path | None,
+    *,
+    allow_nonfinite: bool,
+    json: bool,
+    quiet: bool,
+) -> None:
+    from divergence.gate.golden import bless
+    from divergence.layout.terminal import print_lines
+    from divergence.report.machine import blessing_json
+    from divergence.report.outcome import blessing_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        blessing = bless(
+            golden, new, name_map=name_map, allow_nonfinite=allow_nonfinite, progress=progress
+        )
+    if json:
+        show(blessing_json(blessing))
+    elif not quiet:
+        print_lines(blessing_lines(blessing))

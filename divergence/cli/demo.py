@@ -25,13 +25,13 @@ from typing import Annotated, Any
 import typer
 
 from divergence.errors import FaultError, RunError
+from divergence.options.commands import Quiet, TrustRemoteCode, Verbose
 from divergence.options.option import Option
-from divergence.options.shared import Quiet, TrustRemoteCode, Verbose
-from divergence.run.untrusted.command import command_line, quoted_words
+from divergence.run.command import command_line, quoted_words
 
-__all__ = ["EPILOG", "OTHER_KERNELS", "command"]
+__all__ = ["DEMO_EPILOG", "OTHER_KERNELS", "demo"]
 
-EPILOG = """
+DEMO_EPILOG = """
 Examples:
 
   divergence demo
@@ -68,7 +68,7 @@ class _Plan:
     code: list[str] = field(default_factory=list)
 
 
-def command(
+def demo(
     model: Annotated[
         str | None,
         Option(

@@ -9,39 +9,22 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from divergence.cli import (
-    capture,
-    check,
-    compare,
-    demo,
-    env,
-    inspect,
-    localize,
-    pack,
-    probe,
-    replay,
-    repro,
-    selftest,
-    sensitivity,
-    truth,
-    unpack,
-)
-from divergence.cli.shell.interruption import INTERRUPTED_CODE, interrupted
-from divergence.cli.shell.options import ARGUMENTS, VERBOSE
-from divergence.cli.shell.ranks import other_rank, rank0_output
-from divergence.cli.shell.signature import typer_command
-from divergence.cli.shell.streams import nowhere, open_streams
+from divergence.cli.answers import ARGUMENTS, VERBOSE
+from divergence.cli.interruption import INTERRUPTED_CODE, interrupted
+from divergence.cli.streams import nowhere, open_streams, other_rank, rank0_output
 from divergence.errors import DivergenceError
-from divergence.printable import printable, printable_lines
+from divergence.words import printable, printable_lines
 
-__all__ = ["app", "run"]
+__all__ = ["COMMANDS", "app", "run"]
 
 USAGE_CODE = 2
 FAULT_CODE = 3
@@ -65,9 +48,87 @@ Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code);
 2 wrong usage or incomparable runs; 3 a fault of divergence itself; 130 interrupted.
 """
 
+COMMANDS = {
+    "capture": ("capture", "Run a model and record what happens at chosen sites."),
+    "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
+    "replay": ("operators", "Run each recorded operator again, alone, on its recorded inputs."),
+    "compare": (
+        "compare",
+        "Compare two runs: the verdict, the first site where they part, and why.",
+    ),
+    "check": ("compare", "Check a run against a golden under a policy."),
+    "localize": (
+        "experiments",
+        "Go from the block to the operator, and prove it; captures what is missing.",
+    ),
+    "sensitivity": (
+        "experiments",
+        "How small a fault would be seen: by dtype, prompts, passes and limits as they are.",
+    ),
+    "repro": (
+        "operators",
+        "Write one operator as a script that runs anywhere, with its data and a bug report.",
+    ),
+    "probe": ("machine", "Find out from outside what this machine's arithmetic does."),
+    "inspect": (
+        "runs",
+        "Show what a run holds: what ran, where, whether it finished, and which sites.",
+    ),
+    "pack": (
+        "runs",
+        "Put a run into one file: a .tar or .zip that is read as it is, without unpacking.",
+    ),
+    "unpack": (
+        "runs",
+        "Put a run into a directory: out of an archive, or from a URL with all its bytes.",
+    ),
+    "env": (
+        "machine",
+        "Show this machine as a run records it: device, CPU, versions and variables.",
+    ),
+    "selftest": (
+        "experiments",
+        "Try every path that touches a device, against this machine's CPU; write one file to send.",
+    ),
+    "demo": (
+        "demo",
+        "Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault.",
+    ),
+}
+"""Each command in the order of ``--help``: the module of divergence.cli that has the function of
+its name, and the first line of its help, so that ``--help`` imports none of them."""
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+class _Command(TyperCommand):
+    """A command whose module is imported when it is run."""
+
+    def load(self) -> Any:
+        """The command with its options."""
+        from divergence.cli.signature import typer_command
+
+        name = self.name or ""
+        module = importlib.import_module(f"divergence.cli.{COMMANDS[name][0]}")
+        alone = typer.Typer(
+            add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+        )
+        epilog = getattr(module, f"{name.upper()}_EPILOG")
+        alone.command(name, epilog=epilog, context_settings=_CONTEXT)(
+            typer_command(getattr(module, name))
+        )
+        return get_command(alone)
+
+    def make_context(self, *arguments: Any, **extra: Any) -> Any:
+        return self.load().make_context(*arguments, **extra)
+
 
 class _Group(TyperGroup):
     """Turns every way in which a command can end into an exit code."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: _Command(name, help=line) for name, (_, line) in COMMANDS.items()}
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         given = list(args)
@@ -141,7 +202,7 @@ app = typer.Typer(
     epilog=EPILOG,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=_CONTEXT,
 )
 
 
@@ -166,30 +227,6 @@ def divergence(
 
     A run is one execution of a model, recorded; every question is a comparison of runs.
     """
-
-
-for _command in (
-    capture,
-    truth,
-    replay,
-    compare,
-    check,
-    localize,
-    sensitivity,
-    repro,
-    probe,
-    inspect,
-    pack,
-    unpack,
-    env,
-    selftest,
-    demo,
-):
-    app.command(
-        _command.__name__.rpartition(".")[2],
-        epilog=_command.EPILOG,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )(typer_command(_command.command))
 
 
 def run() -> None:

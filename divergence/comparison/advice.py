@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.run.ranks.mesh import num_ranks
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import module_of
 from divergence.run.storage.location import ARCHIVES
-from divergence.run.untrusted.command import command_line
-from divergence.run.untrusted.trust import ATTENTION
+from divergence.run.trust import ATTENTION
 
 __all__ = ["Advice", "WithinAdvice", "beside"]
 
@@ -287,7 +286,7 @@ def _stem(path: str) -> tuple[str, str]:
 
 def _capture(manifest: Manifest, *operands: str, **options: Any) -> str:
     """The command that captures with as many processes as made the run."""
-    ranks = num_ranks(manifest.mesh) if manifest.mesh else None
+    ranks = manifest.mesh.num_ranks if manifest.mesh else None
     return command_line("capture", *operands, ranks=ranks, **options)
 
 

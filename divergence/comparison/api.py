@@ -27,10 +27,10 @@ from divergence.comparison.results.findings import Evidence, Finding, PreflightL
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.numerics.rounding.thresholds import check_thresholds
+from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run
 from divergence.run.schema.site import one_or_more
-from divergence.run.untrusted.command import command_line
 from divergence.words import Progress
 
 __all__ = ["compare", "measure_runs", "report_on"]

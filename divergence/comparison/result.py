@@ -15,8 +15,7 @@ from divergence.comparison.results.findings import Finding, PreflightLine, Verdi
 from divergence.comparison.results.operators import AuditResult, OperatorsResult
 from divergence.comparison.results.sites import Coverage, SiteResult
 from divergence.comparison.results.tokens import TokensResult
-from divergence.printable import printable_json
-from divergence.words import Side, SideOrBoth
+from divergence.words import Side, SideOrBoth, printable_json
 
 if TYPE_CHECKING:
     from divergence.run.reader import Run

@@ -19,8 +19,8 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import UsageError
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.untrusted.command import command_line
 
 __all__ = ["refuse_own_floor", "trusted_limits", "widening_notes"]
 

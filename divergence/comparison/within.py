@@ -27,10 +27,10 @@ from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of
-from divergence.run.untrusted.command import command_line
 from divergence.words import Progress, SideOrBoth
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]

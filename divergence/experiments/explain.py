@@ -40,11 +40,11 @@ from divergence.numerics.pairs.logits import top_choices
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
 from divergence.recording.hooks.plant import Plant, parse_plant
-from divergence.run.ranks.unshard import unsharded
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Tokens
 from divergence.run.schema.site import module_of
-from divergence.run.untrusted.command import command_line
+from divergence.run.unshard import unsharded
 from divergence.words import Progress, Side
 
 __all__ = ["explain_token"]

@@ -30,12 +30,12 @@ from divergence.fleet.agreement import (
 )
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
-from divergence.run.ranks.unshard import unsharded
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import one_or_more
-from divergence.run.untrusted.command import command_line
+from divergence.run.unshard import unsharded
 from divergence.words import Progress
 
 __all__ = ["compare_many"]

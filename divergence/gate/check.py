@@ -30,8 +30,8 @@ from divergence.errors import IncomparableError
 from divergence.gate.golden import refuse_unfit
 from divergence.gate.known import Knowledge, KnownUse, excuse
 from divergence.gate.policy import Policy, load_policy
+from divergence.run.command import command_line
 from divergence.run.schema.site import near_names
-from divergence.run.untrusted.command import command_line
 from divergence.words import Progress
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ import msgspec
 from divergence.comparison.decide import WITH_ITSELF
 from divergence.comparison.result import Report
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
+from divergence.run.command import command_line
 from divergence.run.schema.site import natural_key
 from divergence.run.storage.location import (
     ARCHIVES,
@@ -29,7 +30,6 @@ from divergence.run.storage.location import (
     location_of,
 )
 from divergence.run.storage.packing import write_directory
-from divergence.run.untrusted.command import command_line
 from divergence.words import Progress
 
 if TYPE_CHECKING:
@@ -70,15 +70,15 @@ def bless(
     one with planted faults, one with results of another run, and, unless ``allow_nonfinite``, one
     in which a block or the model hands on nan or inf.
     """
-    from divergence.run.nonfinite import first_nonfinite, nonfinite_text
     from divergence.run.reader import Run
+    from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 
     _refuse_packed(golden, new)
     source, target = location_of(new), Path(os.path.abspath(folder_of(golden)))
     previous = target.with_name(target.name + ".previous")
     run = Run.open(source)
     _refuse_unfit(run, source)
-    bad = None if allow_nonfinite else first_nonfinite(run)
+    bad = None if allow_nonfinite else first_nonfinite(run.manifest, run.records)
     if bad is not None:
         raise UsageError(
             f"{source} cannot become a golden: {nonfinite_text(bad)}",

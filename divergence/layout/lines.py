@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from divergence.printable import printable
+from divergence.words import printable
 
 __all__ = [
     "BLANK",

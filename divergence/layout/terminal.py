@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TextIO
 
 from divergence.layout.lines import MAX_WIDTH, Line, Span, fold
-from divergence.printable import printable
+from divergence.words import printable
 
 __all__ = ["print_lines", "write_text"]
 

@@ -16,7 +16,7 @@ import torch
 from divergence.ops import registry
 from divergence.ops.lookup import find_operator, short_name
 from divergence.ops.refusal import Refusal, Unsafe
-from divergence.run.schema.call import Call
+from divergence.run.schema.record import Call
 
 __all__ = ["check_names", "decoded", "fitted"]
 

@@ -10,11 +10,10 @@ from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
 from divergence.ops.refusal import Refusal
 from divergence.ops.strided import contiguous_stride, span_of
+from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
-from divergence.run.schema.record import PassName, Record
+from divergence.run.schema.record import Call, Operand, PassName, Record
 from divergence.run.schema.site import compile_patterns, near_names
-from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     import torch

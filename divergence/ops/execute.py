@@ -31,8 +31,8 @@ from divergence.ops.refusal import Refusal
 from divergence.ops.strided import laid_out
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.recording.widening import Widening
-from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.fingerprint import plain_tensor
+from divergence.run.schema.record import Call, Operand
 
 __all__ = ["RANDOM", "UNINITIALISED", "execute_ports"]
 

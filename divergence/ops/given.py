@@ -15,8 +15,8 @@ from divergence.ops.calls import RecordedCall, operand_value
 from divergence.ops.refusal import Refusal
 from divergence.ops.reproducer.differences import difference
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, operand_indices
 from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Call, operand_indices
 from divergence.run.schema.scalars import other_scalars, scalar_words
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from divergence.recording.wishes import plain_wishes
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Plan
 from divergence.run.storage.location import location_of
-from divergence.run.untrusted.trust import recorded_seed
+from divergence.run.trust import recorded_seed
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from divergence.run.schema.call import Operand
+from divergence.run.schema.record import Operand
 
 __all__ = ["definition"]
 

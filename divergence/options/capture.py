@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from divergence.options.option import Option, Options
-from divergence.options.shared import (
+from divergence.options.commands import (
     DEVICE,
     MODEL,
     OUTPUT,
@@ -22,6 +21,7 @@ from divergence.options.shared import (
     TRUST,
     Label,
 )
+from divergence.options.option import Option, Options
 
 __all__ = ["CaptureOptions"]
 

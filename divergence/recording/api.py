@@ -15,7 +15,7 @@ from msgspec.structs import asdict, replace
 
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.options.truth import TruthOptions
+from divergence.options.commands import TruthOptions
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.load import load_model
@@ -31,10 +31,10 @@ from divergence.recording.request import Request, resolve_request, taken
 from divergence.recording.suites import capture_suite, opened, truth_of_suite, wants_suite
 from divergence.recording.widening import check_device
 from divergence.recording.wishes import options_of, plain_wishes
-from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded
 from divergence.run.storage.location import location_of
+from divergence.run.unshard import unsharded
 from divergence.words import Progress
 
 if TYPE_CHECKING:

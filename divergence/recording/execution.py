@@ -46,8 +46,8 @@ from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import about_bytes, storage
 from divergence.recording.widening import Widening
-from divergence.run.nonfinite import first_nonfinite, nonfinite_text
 from divergence.run.reader import Run
+from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
     Manifest,
     Plan,
@@ -145,7 +145,7 @@ class Execution:
                 writer.flush()
                 self.division.count(manifest)
         run = Run.open(out) if self.ranks is None else closed(self.ranks, manifest, out, self._note)
-        bad = first_nonfinite(run)
+        bad = first_nonfinite(run.manifest, run.records)
         if bad is not None:
             self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
         return run

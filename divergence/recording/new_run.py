@@ -13,9 +13,8 @@ from divergence.recording.machine.environment import collect_environment
 from divergence.run.reader import Run
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
-from divergence.run.storage.archive_place import partial_of
 from divergence.run.storage.location import Location, archive_kind, same_location
-from divergence.run.storage.target import check_target
+from divergence.run.storage.target import check_target, partial_of
 from divergence.run.writing.writer import new_run_id
 from divergence.words import Progress
 

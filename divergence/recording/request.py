@@ -23,18 +23,18 @@ from divergence.options.option import fields_of
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.recording.selection import select_positions, step_selected
-from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import Manifest, Override, StoreMode
 from divergence.run.schema.site import near_names
 from divergence.run.storage.location import Location
-from divergence.run.untrusted.trust import (
+from divergence.run.trust import (
     recorded_attention,
     recorded_revision,
     recorded_sites,
     recorded_source,
 )
+from divergence.run.unshard import unsharded
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
+from divergence.options.commands import TruthOptions
 from divergence.options.option import Options, fields_of
-from divergence.options.truth import TruthOptions
 from divergence.recording.new_run import check_output
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import SUITE

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
 from divergence.layout.numbers import count
+from divergence.run.command import command_line
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
-from divergence.run.untrusted.command import command_line
 
 __all__ = ["TITLES", "arithmetic_lines", "probed_lines"]
 

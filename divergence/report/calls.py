@@ -7,7 +7,7 @@ from typing import Any
 
 from divergence.layout.lines import Line, prose
 from divergence.layout.numbers import shape_text
-from divergence.run.schema.call import Call, Operand, operand_indices
+from divergence.run.schema.record import Call, Operand, operand_indices
 
 __all__ = ["call_lines"]
 

@@ -10,9 +10,9 @@ from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
 from divergence.layout.numbers import count, shape_text, size
 from divergence.report.environment import fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored
+from divergence.run.command import command_line
 from divergence.run.schema.manifest import Manifest, SampleTokens
 from divergence.run.schema.record import Record
-from divergence.run.untrusted.command import command_line
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]
 

@@ -22,10 +22,10 @@ from divergence.report.environment import (
     repeat_lines,
     switch_lines,
 )
+from divergence.run.command import command_line, requoted
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record, Summary
 from divergence.run.schema.site import compile_patterns, natural_key, near_names
-from divergence.run.untrusted.command import command_line, requoted
 
 __all__ = [
     "model_lines",

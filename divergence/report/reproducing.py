@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.layout.lines import BLANK, Line, heading, line, prose
-from divergence.run.untrusted.command import quoted_words
+from divergence.run.command import quoted_words
 
 __all__ = ["reproducer_lines"]
 

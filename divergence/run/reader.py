@@ -18,8 +18,8 @@ import xxhash
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
+from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
-from divergence.run.ranks.mesh import num_ranks
 from divergence.run.schema.contents import (
     Content,
     Part,
@@ -44,7 +44,6 @@ from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.ranges import SPAN_BYTES
 from divergence.run.storage.shard import Shard
 from divergence.run.storage.store import Store, open_store
-from divergence.run.untrusted.command import command_line
 from divergence.words import Progress
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class Run:
     def files(self) -> dict[str, int]:
         """The files that make the run, with their sizes: manifest, lines, the shards in use."""
         shards = {part.place.shard for record in self.records for part in parts_of(record)}
-        lines = map(records_name, range(num_ranks(self.manifest.mesh)))
+        lines = map(records_name, range(self.manifest.num_ranks))
         store = self._opened()
         names = [MANIFEST, *filter(store.has, lines), *sorted(shards)]
         return {name: store.size(name) for name in names}

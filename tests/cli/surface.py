@@ -26,7 +26,7 @@ def commands() -> dict[str, Any]:
     from divergence.cli.main import app
 
     group = get_command(app)
-    return {"": group, **group.commands}
+    return {"": group, **{name: command.load() for name, command in group.commands.items()}}
 
 
 def describe(command: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import torch
 from divergence.comparison.advice import Advice, WithinAdvice
 from divergence.report.capturing import captured_lines
 from divergence.report.inspection import run_lines
+from divergence.run.command import quoted
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
     Environment,
@@ -25,7 +26,6 @@ from divergence.run.schema.manifest import (
     Tokens,
 )
 from divergence.run.schema.site import escape_path
-from divergence.run.untrusted.command import quoted
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 NAMES = [

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from divergence.cli import main
-from divergence.cli.shell import ranks
+from divergence.cli import main, streams
 from divergence.errors import FaultError, UsageError
 
 
@@ -20,7 +19,7 @@ def as_rank(monkeypatch):
     def become(rank: int) -> io.StringIO:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setattr(ranks, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(streams, "PATIENCE_S", 0.0)
         own = io.StringIO()
         monkeypatch.setattr(sys, "__stderr__", own)
         return own
@@ -84,7 +83,7 @@ def test_nobody_waits_after_ctrl_c(as_rank, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     own = as_rank(1)
-    monkeypatch.setattr(ranks, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(streams, "PATIENCE_S", 1000.0)
     monkeypatch.setattr(policy, "load_policy", stop)
     assert run(monkeypatch, "compare", "a", "b") == 130
     assert (capsys.readouterr(), own.getvalue()) == (("", ""), "")

@@ -49,6 +49,14 @@ def test_every_answer_has_json_quiet_and_verbose(name):
     assert f"divergence {name}" in command.epilog
 
 
+def test_the_list_of_commands_says_what_each_says_of_itself():
+    """`--help` imports no command, so the first lines are written down a second time."""
+    from divergence.cli.main import COMMANDS
+
+    for name, (_, line) in COMMANDS.items():
+        assert surface.commands()[name].help.splitlines()[0] == line
+
+
 def test_no_help_text_loses_its_brackets(invoke):
     """Help is read as Rich markup, where [a word] would vanish."""
     for name, command in surface.commands().items():

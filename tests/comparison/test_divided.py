@@ -14,7 +14,6 @@ from divergence.errors import IncomparableError
 from divergence.fleet.agreement import fingerprints
 from divergence.fleet.many import compare_many
 from divergence.numerics.summaries.fold import fold_tensor
-from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import (
     Environment,
@@ -27,6 +26,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
+from divergence.run.unshard import unsharded
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.reduction import reducer_for
 from divergence.run.writing.writer import RunWriter

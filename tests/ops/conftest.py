@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.manifest import (
     Environment,
@@ -25,6 +24,7 @@ from divergence.run.schema.manifest import (
     Settings,
     Tokens,
 )
+from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import operator_path
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 

@@ -16,7 +16,7 @@ from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import repro
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import Call, Operand
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 X = torch.arange(12.0).reshape(3, 4)

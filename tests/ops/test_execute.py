@@ -9,7 +9,7 @@ import torch
 
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
 from divergence.ops.refusal import Refusal
-from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import Call, Operand
 
 T = {"tensor": 0}
 X = (torch.arange(12.0).reshape(3, 4) - 5.5) / 4

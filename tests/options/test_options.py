@@ -13,14 +13,22 @@ import typer
 from typer.testing import CliRunner
 
 from divergence.arithmetic.api import probe
-from divergence.cli.shell.signature import typer_command
+from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
 from divergence.fleet.many import compare_many
 from divergence.gate.check import check
 from divergence.ops.replay import replay
 from divergence.options.capture import CaptureOptions
-from divergence.options.compare import CheckOptions, CompareOptions
+from divergence.options.commands import (
+    CheckOptions,
+    CompareOptions,
+    Json,
+    ProbeOptions,
+    ReplayOptions,
+    TruthOptions,
+    Verbose,
+)
 from divergence.options.option import (
     Option,
     command_options,
@@ -28,10 +36,6 @@ from divergence.options.option import (
     kinds_of,
     recorded_in,
 )
-from divergence.options.probe import ProbeOptions
-from divergence.options.replay import ReplayOptions
-from divergence.options.shared import Json, Verbose
-from divergence.options.truth import TruthOptions
 from divergence.recording.api import capture, truth
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest

@@ -20,9 +20,9 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Sizes
 from divergence.run.storage import directory_target
 from divergence.run.writing.buffer import MIN_BUFFER_BYTES, Buffer, Limits
+from divergence.run.writing.captured_tensor import ShardEntry, piece_of
 from divergence.run.writing.reduction import Reducer
 from divergence.run.writing.shard_builder import ShardBuilder
-from divergence.run.writing.shard_entry import ShardEntry, piece_of
 from divergence.run.writing.writer import RunWriter
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from divergence.run.command import command_line, command_words, quoted, requoted
 from divergence.run.storage.location import Url
-from divergence.run.untrusted.command import command_line, command_words, quoted, requoted
 
 PACKAGE = Path(__file__).parents[2] / "divergence"
 EVIL = [
@@ -145,4 +145,4 @@ def test_every_command_is_built_word_by_word():
     }
     assert not found
     users = [p for p in PACKAGE.rglob("*.py") if re.search(r"\bimport shlex", p.read_text())]
-    assert [str(p.relative_to(PACKAGE)) for p in users] == ["run/untrusted/command.py"]
+    assert [str(p.relative_to(PACKAGE)) for p in users] == ["run/command.py"]

@@ -10,7 +10,7 @@ from divergence.run import process_tuning as tuning
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
 from divergence.run.reader import Run
 from divergence.run.storage import shard
-from divergence.run.writing.shard_entry import piece_of
+from divergence.run.writing.captured_tensor import piece_of
 from divergence.run.writing.writer import RunWriter
 
 needs_direct = pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")

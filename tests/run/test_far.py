@@ -14,7 +14,7 @@ import torch
 
 from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
 from divergence.run.reader import Run
-from divergence.run.storage import remote_target
+from divergence.run.storage import target as targets
 from divergence.run.storage.location import Url
 from divergence.run.storage.packing import pack
 from divergence.run.writing import writer as writing
@@ -395,7 +395,7 @@ def test_local_copies_are_bounded_and_removed(far, manifest, monkeypatch, tmp_pa
         for step in range(40):
             put(writer, torch.full((2,), float(step)), step=step)
             writer.drain()
-    assert 1 <= most[0] <= remote_target.NUM_WAITING
+    assert 1 <= most[0] <= targets.NUM_WAITING
     assert list(tmp_path.iterdir()) == []
 
 
@@ -409,7 +409,7 @@ def test_an_upload_that_fails_while_it_is_looked_at_is_not_lost(far, tmp_path):
             self.asked += 1
             return self.asked > 1
 
-    target = remote_target.RemoteTarget(Url(URL), force=False)
+    target = targets.RemoteTarget(Url(URL), force=False)
     late = Late()
     late.set_exception(OSError("broken"))
     target._shards.append(late)
@@ -516,9 +516,9 @@ def lying(monkeypatch):
     """``lying(answer)`` → the URL of a web server whose every answer is ``answer(handler)``."""
     pytest.importorskip("aiohttp")
     monkeypatch.setattr("divergence.run.storage.remote.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("divergence.run.storage.web.SILENCE_S", 0.2)
-    monkeypatch.setattr("divergence.run.storage.web.REQUEST_S", 0.6)
-    monkeypatch.setattr("divergence.run.storage.web.MAX_BODY_BYTES", 1 << 20)
+    monkeypatch.setattr("divergence.run.storage.remote.SILENCE_S", 0.2)
+    monkeypatch.setattr("divergence.run.storage.remote.REQUEST_S", 0.6)
+    monkeypatch.setattr("divergence.run.storage.remote.MAX_BODY_BYTES", 1 << 20)
     over = threading.Event()
     servers = []
 

@@ -21,9 +21,8 @@ import pytest
 from divergence.run.reader import Run
 from divergence.run.schema import manifest as manifest_types
 from divergence.run.schema.arithmetic import ArithmeticFact
-from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
-from divergence.run.schema.record import Place, Record, Sketch, Summary
+from divergence.run.schema.record import Call, Operand, Place, Record, Sketch, Summary
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/dump-format.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from divergence.errors import UsageError
+from divergence.run.linear import fullmatcher
 from divergence.run.schema.site import MAX_PATTERNS, compile_patterns, near_names
-from divergence.run.untrusted.linear import fullmatcher
 
 ATOMS = r"""a b . \d [ab] [^a] \w (a|b) (?:ab)? a* (a+)+ b{2,3} .* (?=a) (?!b) (?=.*b) (?<=a) (?<!b)
 ^ $ \b \B \. (a|) a*? (?=.*(?!a)b) ((?!bb).)* [a-c1] [\d.] x|y \A \Z""".split()

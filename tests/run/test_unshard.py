@@ -12,9 +12,9 @@ import torch
 
 from divergence.errors import RunFormatError
 from divergence.numerics.summaries.summary import summarize
-from divergence.run.ranks.unshard import digests_of, unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Mesh, MeshAxis
+from divergence.run.unshard import digests_of, unsharded
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 

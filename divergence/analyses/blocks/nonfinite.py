@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import NonfiniteCount, SiteResult, onset_at, order_of
-from divergence.run.nonfinite import is_mask
+from divergence.run.schema.contents import is_mask
 from divergence.run.schema.site import module_of
 from divergence.words import Side, SideOrBoth
 

@@ -23,8 +23,8 @@ from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
-from divergence.run.nonfinite import is_mask
 from divergence.run.reader import Run
+from divergence.run.schema.contents import is_mask
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of

@@ -19,8 +19,7 @@ import torch
 from divergence.comparison.calls.graph import Node, maker_of
 from divergence.comparison.results.operators import OtherInput
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
-from divergence.run.schema.record import Record
+from divergence.run.schema.record import Call, Operand, Record
 
 __all__ = ["argument_names", "operand_record", "other_inputs", "relative_difference"]
 

@@ -22,7 +22,7 @@ from divergence.comparison.calls.graph import Node, maker_of
 from divergence.comparison.results.operators import OtherInput, OtherOperand
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.call import Operand
+from divergence.run.schema.record import Operand
 from divergence.run.schema.scalars import OtherScalar, other_scalars, scalar_words
 
 __all__ = ["given_inputs", "operands_text", "other_operands"]

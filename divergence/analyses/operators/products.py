@@ -26,8 +26,7 @@ import torch
 from divergence.comparison.calls.graph import Node, is_copy, maker_of
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
-from divergence.run.schema.call import Operand
-from divergence.run.schema.record import Record
+from divergence.run.schema.record import Operand, Record
 
 __all__ = ["CONSTANTS", "OwnError", "is_product_region", "own_error"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from divergence.analyses.operators.products import CONSTANTS
 from divergence.comparison.calls.graph import Node, Places, Source, is_copy
 from divergence.comparison.calls.match import Match
-from divergence.run.schema.call import Operand
+from divergence.run.schema.record import Operand
 
 __all__ = ["Region", "Regions", "in_words", "regions_in"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from divergence.comparison.calls.graph import Node
 from divergence.comparison.results.operators import Part
 from divergence.numerics.formats import format_named
-from divergence.run.schema.call import Operand
+from divergence.run.schema.record import Operand
 
 __all__ = [
     "SOFTMAX",

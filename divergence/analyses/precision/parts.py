@@ -23,7 +23,7 @@ from divergence.analyses.precision.graph import (
 from divergence.analyses.precision.norms import find_norms, is_norm_kernel
 from divergence.comparison.calls.graph import Node
 from divergence.numerics.formats import format_named
-from divergence.run.schema.call import Operand
+from divergence.run.schema.record import Operand
 
 __all__ = ["find_parts"]
 

@@ -21,10 +21,9 @@ from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, T
 from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, order_of
 from divergence.numerics.formats import format_named
-from divergence.run.ranks.mesh import describe_mesh
-from divergence.run.ranks.unshard import Disagreement, UnshardedRun
 from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record
+from divergence.run.unshard import Disagreement, UnshardedRun
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def _check(side: Side, run: UnshardedRun, other: Run, where: Where) -> ReplicaCh
         first.setdefault(found.pass_, found)
     return ReplicaCheck(
         side=side,
-        mesh=describe_mesh(run.manifest.mesh),
+        mesh=run.manifest.processes,
         num_tensors=len(copied),
         num_different=len({found.coordinates for found in run.disagreements}),
         first=[_measured(side, run, other, found, where) for found in first.values()],

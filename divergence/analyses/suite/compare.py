@@ -41,11 +41,11 @@ from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.formats import format_of
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of, operator_of, split_site
-from divergence.run.untrusted.command import command_line
 from divergence.words import Progress, SideOrBoth
 
 __all__ = ["compare_suites", "report_on_suites"]

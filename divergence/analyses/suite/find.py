@@ -6,9 +6,9 @@ from divergence.comparison.decide import check
 from divergence.comparison.result import SuiteOperator, SuiteResult
 from divergence.comparison.results.findings import Evidence, Finding, Onset
 from divergence.comparison.results.sites import Coverage
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
-from divergence.run.untrusted.command import command_line
 
 __all__ = ["find_in_suites"]
 

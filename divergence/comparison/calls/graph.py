@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
-from divergence.run.schema.record import Record
+from divergence.run.schema.record import Call, Operand, Record
 from divergence.run.schema.site import is_operator_site
 
 __all__ = [

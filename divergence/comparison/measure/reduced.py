@@ -27,10 +27,10 @@ from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.numerics.summaries.estimate import estimate_pair
 from divergence.numerics.summaries.fold import fold_tensor
 from divergence.numerics.summaries.sketch import resolution, rows_of, sketch_tensor
-from divergence.run.ranks.unshard import Digests, digests_of
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.record import Record
+from divergence.run.unshard import Digests, digests_of
 
 if TYPE_CHECKING:
     import torch

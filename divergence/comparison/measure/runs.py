@@ -36,7 +36,7 @@ def opened(run: str | Path | Run) -> Run:
     run = run if isinstance(run, Run) else Run.open(run)
     if run.manifest.mesh is None:
         return run
-    from divergence.run.ranks.unshard import unsharded
+    from divergence.run.unshard import unsharded
 
     return unsharded(run)
 

@@ -18,9 +18,9 @@ from divergence.comparison.preflight.code import other_code
 from divergence.comparison.results.sites import SiteResult, TruthDiff
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.pairs.against import AgainstTruth
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
-from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,6 @@ from divergence.comparison.preflight.models import (
     weight_causes,
 )
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
-from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch
 
@@ -117,7 +116,7 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
     if odd:
         labels = list(dict.fromkeys(one.label for one in odd[0].environments))
         detail = "its ranks ran on unlike machines: " + ", ".join(labels[:_NAMED])
-    return [_same("ranks", describe_mesh(a.mesh), describe_mesh(b.mesh), detail)]
+    return [_same("ranks", a.processes, b.processes, detail)]
 
 
 def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLine:

@@ -31,12 +31,12 @@ from divergence.experiments.localization.given_operands import given_to, stands_
 from divergence.experiments.localization.machine import Maker
 from divergence.experiments.localization.proof import errors_alone, prove, reproduce
 from divergence.experiments.localization.result import Level, Localization
-from divergence.run.ranks.unshard import unsharded
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
 from divergence.run.schema.site import ROOT, module_of
 from divergence.run.storage.location import folder_of
-from divergence.run.untrusted.command import command_line
+from divergence.run.unshard import unsharded
 from divergence.words import Progress
 
 if TYPE_CHECKING:

@@ -37,9 +37,9 @@ from divergence.recording.machine.environment import (
     variables_to_set,
 )
 from divergence.recording.request import also_taken
+from divergence.run.command import command_line, command_words
 from divergence.run.reader import Run
-from divergence.run.untrusted.command import command_line, command_words
-from divergence.run.untrusted.trust import recorded_attention, recorded_sites, recorded_source
+from divergence.run.trust import recorded_attention, recorded_sites, recorded_source
 from divergence.words import Progress
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from divergence.comparison.results.operators import OperatorResult
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import is_operator_site
 
 __all__ = ["replaced_sites"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from divergence.comparison.advice import Advice, beside
 from divergence.comparison.measured import Measured
 from divergence.numerics.rounding.chance import spread
-from divergence.run.untrusted.command import command_line
+from divergence.run.command import command_line
 
 __all__ = ["deeper"]
 

@@ -20,7 +20,7 @@ from divergence.experiments.sensitivity.trials import Trials, sees
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.recording.api import capture
 from divergence.run.reader import Run
-from divergence.run.untrusted.trust import recorded_attention
+from divergence.run.trust import recorded_attention
 from divergence.words import Progress
 
 __all__ = ["confirm_sizes"]

@@ -34,10 +34,10 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
-from divergence.run.ranks.unshard import unsharded
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import near_names
-from divergence.run.untrusted.command import command_line
+from divergence.run.unshard import unsharded
 from divergence.words import Progress
 
 __all__ = ["DEFAULT_BLOCKS", "sensitivity"]

@@ -12,11 +12,11 @@ from typing import Any
 
 from divergence.ops.reproducer.differences import Difference
 from divergence.ops.reproducer.script import operand_names
-from divergence.printable import printable
 from divergence.run.schema.arithmetic import is_about
-from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Environment, Manifest
+from divergence.run.schema.record import Call
 from divergence.run.schema.scalars import scalar_words
+from divergence.words import printable
 
 __all__ = ["RunSide", "code_span", "report_text", "title_of"]
 

@@ -30,11 +30,11 @@ from divergence.ops.reproducer.differences import Difference, difference, store_
 from divergence.ops.reproducer.script import operand_names, portable, portable_truth, script_text
 from divergence.recording.engines.checkpoint import Weights
 from divergence.recording.machine.environment import resolve_device
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import is_operator_site, module_of, natural_key, near_names
 from divergence.run.storage.location import folder_of
-from divergence.run.untrusted.command import command_line
 
 if TYPE_CHECKING:
     from divergence.words import Progress

@@ -23,8 +23,8 @@ from divergence.ops.registry import PREFIX
 from divergence.ops.reproducer.literals import call_node, check_script, literal, node, place
 from divergence.ops.reproducer.pasted import pasted_source
 from divergence.ops.strided import contiguous_stride
-from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest, Switch
+from divergence.run.schema.record import Call
 
 __all__ = ["operand_names", "portable", "portable_truth", "script_text"]
 

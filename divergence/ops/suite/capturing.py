@@ -43,7 +43,7 @@ from divergence.run.schema.manifest import (
     Tokens,
 )
 from divergence.run.schema.site import compile_patterns, join_site, module_of, operator_path
-from divergence.run.untrusted.trust import recorded_seed
+from divergence.run.trust import recorded_seed
 from divergence.run.writing.writer import RunWriter
 from divergence.words import Progress
 

@@ -26,8 +26,7 @@ from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_of
 from divergence.ops.suite.definition import Arguments
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
-from divergence.run.schema.record import PassName, Record
+from divergence.run.schema.record import Call, Operand, PassName, Record
 from divergence.run.schema.site import join_site, operator_path
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 

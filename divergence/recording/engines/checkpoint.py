@@ -24,7 +24,7 @@ from divergence.recording.engines.load import load_model
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Manifest
-from divergence.run.untrusted.trust import recorded_attention, recorded_revision
+from divergence.run.trust import recorded_attention, recorded_revision
 
 if TYPE_CHECKING:
     import torch

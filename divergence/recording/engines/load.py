@@ -29,7 +29,7 @@ from divergence.recording.engines.placement import (
 )
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import Task
-from divergence.run.untrusted.trust import ATTENTION
+from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
     import torch

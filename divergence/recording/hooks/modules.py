@@ -30,9 +30,8 @@ from divergence.recording.keeper import CopyKeeper, Keeper, Recent
 from divergence.recording.model.compiled import compiled_regions, hooked
 from divergence.recording.model.structure import by_token
 from divergence.recording.selection import select_positions, step_selected
-from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import ModuleNote
-from divergence.run.schema.record import PassName, Placement
+from divergence.run.schema.record import Call, PassName, Placement
 from divergence.run.schema.site import ROOT, escape_path, join_site
 from divergence.run.writing.captured_tensor import CapturedTensor
 

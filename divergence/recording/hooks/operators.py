@@ -45,8 +45,8 @@ from divergence.recording.hooks.dataflow import (
     storage_of,
     tensors_in,
 )
-from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import ROOT, escape_path, join_site, operator_path
 from divergence.run.writing.captured_tensor import CapturedTensor
 

@@ -46,7 +46,7 @@ from divergence.recording.model.source import (
 from divergence.run.schema.fingerprint import digest_many
 from divergence.run.schema.manifest import CodeNote
 from divergence.run.schema.site import ROOT, starred
-from divergence.run.untrusted.trust import ATTENTION
+from divergence.run.trust import ATTENTION
 
 if TYPE_CHECKING:
     from torch import nn

@@ -31,10 +31,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.run.command import quoted
 from divergence.run.current_device import set_device
-from divergence.run.ranks.mesh import describe_mesh, places_of
 from divergence.run.schema.manifest import Mesh, MeshAxis
-from divergence.run.untrusted.command import quoted
 
 __all__ = ["AXES", "Ranks", "joined", "parse_mesh", "start_ranks"]
 
@@ -141,7 +140,7 @@ class Ranks:
             dist.init_process_group(_backend(self.device), timeout=TIMEOUT)
             atexit.register(_leave)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        found = places_of(self.rank, mesh)
+        found = mesh.places_of(self.rank)
         self.places = {axis.name: place for axis, place in zip(mesh.axes, found, strict=True)}
         self.sizes = {axis.name: axis.size for axis in mesh.axes}
         self._control = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -156,7 +155,7 @@ class Ranks:
         return self.rank == 0
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {describe_mesh(self.mesh)}"
+        return f"rank {self.rank} of {self.mesh}"
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of ranks. All must ask, and so this is a barrier too."""
@@ -181,7 +180,7 @@ class Ranks:
             return list(groups)
         members: dict[int, list[int]] = {}
         for rank in range(self.size):
-            places = dict(zip(self.sizes, places_of(rank, self.mesh), strict=True))
+            places = dict(zip(self.sizes, self.mesh.places_of(rank), strict=True))
             members.setdefault(self._data_place(places), []).append(rank)
         for place, ranks in sorted(members.items()):
             group = dist.new_group(ranks, backend="gloo", timeout=TIMEOUT)

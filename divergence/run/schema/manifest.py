@@ -304,9 +304,20 @@ class Mesh(_Strict, kw_only=True):
 
     def __str__(self) -> str:
         """``4 ranks (dp 2 × tp 2)``"""
-        count = math.prod(axis.size for axis in self.axes)
         axes = " × ".join(f"{axis.name} {axis.size}" for axis in self.axes)
-        return f"{count} rank{'s' if count != 1 else ''} ({axes})"
+        return f"{self.num_ranks} rank{'s' if self.num_ranks != 1 else ''} ({axes})"
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(axis.size for axis in self.axes)
+
+    def places_of(self, rank: int) -> tuple[int, ...]:
+        """The rank's index on each axis: of ``dp 2 × tp 4`` rank 5 stands at (1, 1)."""
+        places = []
+        for axis in reversed(self.axes):
+            rank, place = divmod(rank, axis.size)
+            places.append(place)
+        return tuple(reversed(places))
 
 
 class Repeatability(_Strict, kw_only=True):
@@ -368,3 +379,12 @@ class Manifest(_Strict, kw_only=True):
     """What probes found out about this machine."""
     mesh: Mesh | None = None
     """None where one process made the run."""
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.mesh is None else self.mesh.num_ranks
+
+    @property
+    def processes(self) -> str:
+        """``"4 ranks (dp 2 × tp 2)"``, or ``"1 process"``."""
+        return "1 process" if self.mesh is None else str(self.mesh)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 
 import msgspec
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
-from divergence.run.ranks.mesh import num_ranks
 from divergence.run.schema.layout import (
     MANIFEST,
     MAX_FORWARD_TOKENS,
@@ -24,12 +24,15 @@ from divergence.run.schema.layout import (
     records_name,
 )
 from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
-from divergence.run.schema.old_names import Renaming, with_escaped_modules
-from divergence.run.schema.record import Record
-from divergence.run.schema.site import near_names
+from divergence.run.schema.record import Operand, Record
+from divergence.run.schema.site import escape_path, near_names, unescape_path
 from divergence.run.storage.store import Store
 
-__all__ = ["name_of", "read_manifest", "read_records"]
+__all__ = [
+    "name_of",
+    "read_manifest",
+    "read_records",
+]
 
 _BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -80,7 +83,7 @@ def read_manifest(store: Store) -> Manifest:
             hint="docs/dump-format.md describes every key",
         ) from error
     problem = _broken_groups(manifest)
-    if problem is None and num_ranks(manifest.mesh) > MAX_RANKS:
+    if problem is None and manifest.num_ranks > MAX_RANKS:
         problem = f"a mesh of more than {MAX_RANKS} ranks - at `$.mesh`"
     if problem is None and manifest.model.dtype not in FORMATS:
         problem = f"no dtype is called {manifest.model.dtype!r} - at `$.model.dtype`"
@@ -90,7 +93,7 @@ def read_manifest(store: Store) -> Manifest:
             where=where,
             hint="docs/dump-format.md describes every key",
         )
-    return with_escaped_modules(manifest)
+    return _with_escaped_modules(manifest)
 
 
 def _broken_groups(manifest: Manifest) -> str | None:
@@ -134,7 +137,7 @@ def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
     Raises RunFormatError."""
     records: list[Record] = []
     torn = False
-    number = num_ranks(manifest.mesh)
+    number = manifest.num_ranks
     empty = []
     for rank in range(number):
         found, cut = _read_rank(store, manifest, rank)
@@ -161,7 +164,7 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
         return [], False
     first_samples = {group[0] for group in manifest.tokens.groups}
     decoder = msgspec.json.Decoder(Record)
-    renaming = Renaming(manifest)
+    renaming = _Renaming(manifest)
     records: list[Record] = []
     seen: dict[tuple[str, int, int, str, int], int] = {}
     for number, line in _lines(store, name):
@@ -224,3 +227,65 @@ def _broken_record(record: Record, first_samples: set[int]) -> str | None:
         if any(a >= b for a, b in itertools.pairwise(positions)):
             return "positions do not ascend"
     return None
+
+
+_RAW = re.compile(r"[/:#\s\x00-\x1f\x7f-\x9f]")
+
+
+def _with_escaped_modules(manifest: Manifest) -> Manifest:
+    """The manifest with today's module paths; the same object where nothing changes."""
+    modules = manifest.plan.modules
+    if any(map(_RAW.search, modules)):
+        manifest.plan.modules = {
+            escape_path(path) if _RAW.search(path) else path: note for path, note in modules.items()
+        }
+    return manifest
+
+
+class _Renaming:
+    """A record's sites in today's form. False where no module of the run has such a name.
+
+    In runs of earlier versions the name of a module stands in a site as torch has it. A ``/`` or
+    ``#`` in it then reads like an operator or a repeated call; the manifest's modules tell which
+    sites are meant.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        names = {unescape_path(path): path for path in manifest.plan.modules if "%" in path}
+        self._paths = {name: path for name, path in names.items() if name != path}
+
+    def __bool__(self) -> bool:
+        return bool(self._paths)
+
+    def __call__(self, record: Record) -> Record:
+        call = record.call
+        if call is not None:
+            operands = tuple(map(self._operand, call.operands))
+            if operands != call.operands:
+                call = msgspec.structs.replace(call, operands=operands)
+        return msgspec.structs.replace(record, site=self._site(record.site), call=call)
+
+    def _operand(self, operand: Operand) -> Operand:
+        site, origin = (one and self._site(one) for one in (operand.site, operand.origin))
+        return msgspec.structs.replace(operand, site=site, origin=origin)
+
+    def _site(self, site: str) -> str:
+        path, colon, port = site.rpartition(":")
+        found = self._module(path)
+        if found is None:  # an operator has no slash in its own name
+            owner, slash, operator = path.rpartition("/")
+            module = self._module(owner) if slash else None
+            found = None if module is None else f"{module}/{operator}"
+        return site if found is None else f"{found}{colon}{port}"
+
+    def _module(self, path: str) -> str | None:
+        """The path with its call (``#2``, ``#word``, ``#word#2``), or None for another module."""
+        call = ""
+        for _ in range(3):
+            if path in self._paths:
+                return self._paths[path] + call
+            path, mark, last = path.rpartition("#")
+            if not mark:
+                return None
+            call = f"#{last}{call}"
+        return None

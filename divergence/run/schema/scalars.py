@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from divergence.run.schema.call import Call
+from divergence.run.schema.record import Call
 
 __all__ = ["OtherScalar", "other_scalars", "scalar_words"]
 

@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.run.untrusted.linear import fullmatcher
 
 __all__ = [
     "BUILTIN_SITES",
@@ -142,6 +141,8 @@ def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
                 hint="name the sites in full, or say more with one pattern",
             )
         if pattern.startswith("re:"):
+            from divergence.run.linear import fullmatcher
+
             try:
                 tests.append(fullmatcher(pattern[3:]))
             except re.error as error:

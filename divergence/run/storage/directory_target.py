@@ -16,7 +16,7 @@ from divergence.run.schema.layout import MANIFEST, TENSORS, is_run_name, records
 from divergence.run.storage.shard import write_shard
 
 if TYPE_CHECKING:
-    from divergence.run.writing.shard_entry import ShardEntry
+    from divergence.run.writing.captured_tensor import ShardEntry
 
 __all__ = ["DirectoryTarget", "check_directory", "prepare_directory"]
 

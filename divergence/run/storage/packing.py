@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.errors import RunExistsError, RunFormatError, RunWriteError, UsageError
+from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.layout import TENSORS
-from divergence.run.storage.archive_place import check_archive
 from divergence.run.storage.blob import Bytes
 from divergence.run.storage.directory_target import check_directory
 from divergence.run.storage.location import (
@@ -36,10 +36,11 @@ from divergence.run.storage.location import (
     location_of,
     same_location,
 )
-from divergence.run.untrusted.command import command_line
+from divergence.run.storage.remote import Remote
+from divergence.run.storage.store import open_store
 from divergence.words import Progress
 
-__all__ = ["pack", "unpack", "write_archive", "write_directory"]
+__all__ = ["check_archive", "pack", "unpack", "write_archive", "write_directory"]
 
 
 _ALIGNMENT = 64
@@ -126,6 +127,37 @@ def _put_in_place(beside: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def check_archive(place: Location, *, force: bool) -> None:
+    """Raise RunExistsError unless nothing is at ``place``, or (with ``force``) a packed run."""
+    if _is_free(place):
+        return
+    if not force:
+        raise RunExistsError(
+            f"{place} exists already",
+            hint="choose another name with -o, or pass --force to replace it",
+        )
+    try:
+        open_store(place).close()
+    except RunFormatError as error:
+        raise RunExistsError(
+            f"{place} is not a run, so --force does not remove it: {error.message}",
+            hint="choose another name with -o, or remove it yourself",
+        ) from error
+
+
+def _is_free(place: Location) -> bool:
+    if isinstance(place, Url):
+        remote = Remote(place, refused=RunWriteError)
+        remote.check_bucket()
+        return remote.look() is None
+    if place.is_symlink() or (place.exists() and not place.is_file()):
+        raise RunExistsError(
+            f"{place} exists and is not a file, which a run of this name would be",
+            hint="choose another name with -o; one without .tar or .zip becomes a directory",
+        )
+    return not place.exists()
+
+
 def write_directory(run: Run, folder: Path, *, progress: Progress | None = None) -> None:
     """The files that make the run, and no others, into an empty directory. May raise OSError."""
     (folder / TENSORS).mkdir()
@@ -138,8 +170,6 @@ def write_archive(run: Run, target: Location, *, progress: Progress | None = Non
     """The run as one file, whole or not at all, whatever was there. May raise OSError."""
     write = _write_tar if archive_kind(target) == "tar" else _write_zip
     if isinstance(target, Url):
-        from divergence.run.storage.remote import Remote
-
         remote = Remote(target, refused=RunWriteError)
         with tempfile.TemporaryDirectory(prefix="divergence-") as folder:
             made = Path(folder, target.name)

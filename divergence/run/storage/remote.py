@@ -2,7 +2,7 @@
 
 One object at a time is listed, read by range, stored and removed; each request that breaks is
 tried again with growing pauses, and then ends in one error that names the URL; a web server has
-REQUEST_S for each (run.web), the stores' packages have limits of their own. Where a store
+REQUEST_S for each, the stores' packages have limits of their own. Where a store
 refuses (no credentials, no permission, no bucket) trying again changes nothing, and is not done.
 
 Settings are those of the store's own package: environment variables (AWS_PROFILE,
@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from divergence.errors import DivergenceError, RunError, UsageError
 from divergence.run.storage.location import WITH_BUCKETS, Url
-from divergence.run.storage.web import web_options
 
 __all__ = ["Object", "Remote"]
 
@@ -38,6 +37,13 @@ PACKAGES = {
 _WEB = ("http", "https")
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "created")
 """What packages call that which changes with an object's bytes, the surest first."""
+
+SILENCE_S = 30
+"""Without a byte, or a connection."""
+REQUEST_S = 300
+"""For one request, however steadily it trickles; at most 8 MiB are asked for at once."""
+MAX_BODY_BYTES = 256 << 20
+"""Of one answer: a server that knows no ranges sends all of a file each time, or never ends."""
 
 _T = TypeVar("_T")
 
@@ -199,7 +205,7 @@ def _open(url: Url) -> tuple[Any, str]:
 
     try:
         # Listings are asked for when they are needed: another machine may have written meanwhile.
-        options = web_options() if url.scheme in _WEB else {}
+        options = _web_options() if url.scheme in _WEB else {}
         system, path = fsspec.core.url_to_fs(str(url), use_listings_cache=False, **options)
         return system, path
     except ImportError as error:
@@ -269,3 +275,30 @@ def _meant(error: Exception) -> Exception:
 def _text(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text[:300] or type(error).__name__
+
+
+def _web_options() -> dict[str, Any]:
+    """What fsspec's http:// is told: any machine may stand behind a URL, so how long and how much
+    it may answer. ImportError where its package is not installed."""
+    import aiohttp
+
+    class Bounded(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                parts, size = [], 0
+                async for part in self.content.iter_any():
+                    parts.append(part)
+                    size += len(part)
+                    if size > MAX_BODY_BYTES:
+                        self.close()
+                        raise ValueError(
+                            f"the server answers with over {MAX_BODY_BYTES >> 20} MiB to one "
+                            "request; it must know ranges (HTTP 206)"
+                        )
+                self._body = b"".join(parts)
+            return self._body
+
+    timeout = aiohttp.ClientTimeout(
+        total=REQUEST_S, sock_connect=SILENCE_S, sock_read=SILENCE_S
+    )  # fmt: skip
+    return {"client_kwargs": {"timeout": timeout, "response_class": Bounded}}

@@ -29,7 +29,7 @@ from divergence.run.storage.blob import Blob, Bytes
 if TYPE_CHECKING:
     import torch
 
-    from divergence.run.writing.shard_entry import ShardEntry
+    from divergence.run.writing.captured_tensor import ShardEntry
 
 __all__ = ["Entry", "Shard", "write_shard"]
 

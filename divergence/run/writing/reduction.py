@@ -25,7 +25,7 @@ from divergence.numerics.summaries.on_device import summaries_of
 from divergence.numerics.summaries.sketch import num_projections, rows_of, sketch_many
 from divergence.run.schema.contents import Content, contents_of
 from divergence.run.schema.record import Sketch
-from divergence.run.writing.shard_entry import ShardEntry, flat_parts, piece_of, piece_of_item
+from divergence.run.writing.captured_tensor import ShardEntry, flat_parts, piece_of, piece_of_item
 
 if TYPE_CHECKING:
     import torch

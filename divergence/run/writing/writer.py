@@ -17,30 +17,31 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from divergence.errors import RunWriteError
 from divergence.numerics.summaries.many import summarize_many
+from divergence.run.command import command_line
 from divergence.run.current_device import set_device
 from divergence.run.process_tuning import disable_openmp
-from divergence.run.schema.call import Call
 from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.record import PassName, Place, Placement, Record
+from divergence.run.schema.record import Call, PassName, Place, Placement, Record
 from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.target import open_target
-from divergence.run.untrusted.command import command_line
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, Slot
-from divergence.run.writing.captured_tensor import CapturedTensor
-from divergence.run.writing.dedup_index import DedupIndex, Kind
+from divergence.run.writing.captured_tensor import (
+    CapturedTensor,
+    ShardEntry,
+    flat_parts,
+    piece_of_item,
+)
 from divergence.run.writing.reduction import Reducer
-from divergence.run.writing.shard_builder import ShardBuilder
-from divergence.run.writing.shard_entry import ShardEntry, flat_parts, piece_of_item
+from divergence.run.writing.shard_builder import DedupIndex, Kind, ShardBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from divergence.run.writing.captured_tensor import Put
@@ -151,8 +152,7 @@ class RunWriter:
         placement: tuple[Placement, ...] | None = None,
     ) -> None:
         """Record ``item`` (which may have been put before) under these coordinates."""
-        if self._failure is not None:
-            raise self._failure
+        self._raise_failure()
         own_bytes = item.num_bytes if item.slot is None and item.has_bytes else 0
         self._queue.append(
             (item, own_bytes, pass_, sample, step, site, order, positions, call, placement)

@@ -14,7 +14,7 @@ from divergence.analyses.operators.find import finding_of
 from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.decide import decide
 from divergence.comparison.results.findings import Finding
-from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.scalars import other_scalars
 
 PASSES = ("anchored", "anchored")

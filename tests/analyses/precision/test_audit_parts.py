@@ -12,7 +12,7 @@ from divergence.analyses.precision.parts import find_parts
 from divergence.comparison.calls.graph import Node, forwards_of
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.keeper import CopyKeeper
-from divergence.run.schema.call import Call, Operand
+from divergence.run.schema.record import Call, Operand
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -30,10 +30,10 @@ from divergence.errors import RunFormatError
 from divergence.numerics.summaries.summary import summarize
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
-from divergence.run.ranks.unshard import unsharded
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.schema.record import Record
+from divergence.run.unshard import unsharded
 from divergence.run.writing.captured_tensor import CapturedTensor
 from divergence.run.writing.writer import RunWriter
 

@@ -21,8 +21,8 @@ from divergence.ops import registry
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import FILES, repro
 from divergence.run.reader import Run
-from divergence.run.schema.call import Call, Operand
 from divergence.run.schema.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
+from divergence.run.schema.record import Call, Operand
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 
 BARE = """

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from divergence.numerics.summaries.summary import Summary, summarize
-from divergence.run.ranks.joining import (
+from divergence.run.joining import (
     Joined,
     NotWholeError,
     Share,
@@ -38,7 +38,6 @@ from divergence.run.ranks.joining import (
     shape_of,
     shares_of,
 )
-from divergence.run.ranks.mesh import places_of
 from divergence.run.reader import Run
 from divergence.run.schema.record import Coordinates, Record
 
@@ -261,7 +260,7 @@ class UnshardedRun(Run):
         copies = [word == "replicate" for word in placement]
         groups: dict[tuple[int, ...], list[Record]] = {}
         for record in members:
-            places = places_of(record.rank, mesh)
+            places = mesh.places_of(record.rank)
             key = tuple(0 if copied else p for p, copied in zip(places, copies, strict=True))
             groups.setdefault(key, []).append(record)
         if not any(copies):

@@ -1,18 +1,21 @@
-"""`divergence probe`: what this machine's arithmetic does."""
+"""`divergence env` and `probe`: this machine, and what its arithmetic does."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from divergence.cli.shell.options import show
-from divergence.cli.shell.progress import progress_bars
+from divergence.cli.answers import progress_bars, show
 from divergence.errors import UsageError
-from divergence.options.probe import ProbeOptions
-from divergence.options.shared import Force, Json, Out, Quiet, Verbose
+from divergence.options.commands import Device, Force, Json, Out, ProbeOptions, Quiet, Verbose
 
-__all__ = ["EPILOG", "command"]
+__all__ = [
+    "ENV_EPILOG",
+    "PROBE_EPILOG",
+    "env",
+    "probe",
+]
 
-EPILOG = """
+PROBE_EPILOG = """
 Examples:
 
   divergence probe -o here
@@ -27,7 +30,7 @@ Each order of additions is proven by replaying it bit by bit, or marked unverifi
 """
 
 
-def command(
+def probe(
     *,
     out: Out = None,
     options: Annotated[dict[str, Any], ProbeOptions],
@@ -61,3 +64,37 @@ def command(
         show(str(run.path))
     else:
         print_lines(probed_lines(str(run.path), run.manifest, verbose=verbose))
+
+
+ENV_EPILOG = """
+Examples:
+
+  divergence env
+
+  divergence env --json > machine.json
+"""
+
+
+def env(
+    device: Device = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show this machine as a run records it: device, CPU, versions and variables.
+
+    No host name, no user and no file path; variables by an allow-list.
+    """
+    import msgspec
+
+    from divergence.layout.terminal import print_lines
+    from divergence.recording.machine.environment import collect_environment
+    from divergence.report.environment import environment_lines
+    from divergence.report.machine import strict_json
+
+    environment = collect_environment(device)
+    if json:
+        show(strict_json({"schema_version": 1, "environment": msgspec.to_builtins(environment)}))
+    else:
+        lines = environment_lines(environment)
+        print_lines(lines[:2] if quiet else lines)

@@ -21,12 +21,12 @@ from typing import Annotated, Any
 
 import typer
 
-from divergence.cli.shell.options import ARGUMENTS, VERBOSE
+from divergence.cli.answers import ARGUMENTS, VERBOSE
 from divergence.errors import UsageError
 from divergence.options.option import Option, Options, fields_of, parted, text_type
-from divergence.run.untrusted.command import quoted_words
+from divergence.run.command import quoted_words
 
-__all__ = ["typer_command"]
+__all__ = ["settings", "typer_command"]
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Parameter = tuple[Option, inspect.Parameter]
@@ -128,4 +128,19 @@ def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:
             if isinstance(value, enum.Enum):
                 value = value.value
             found[field.name] = option.turns_on if value is True else value
+    return found
+
+
+def settings(section: str, *, machine_alone: bool = False) -> dict[str, Any]:
+    """One section of the settings, by the options' fields; variables that mean nothing are warned
+    about. ``machine_alone``: those of this machine, which a repeated run does not choose."""
+    from divergence.config import SECTIONS, ignored_variables, load_settings
+    from divergence.options.option import fields_of
+
+    for variable in ignored_variables():
+        typer.echo(f"warning: {variable} is no setting of divergence; it is ignored", err=True)
+    found = load_settings()[section]
+    if machine_alone:
+        own = {field.name for field in fields_of(SECTIONS[section]) if field.option.machine}
+        return {name: value for name, value in found.items() if name in own}
     return found

@@ -1,18 +1,24 @@
-"""`divergence inspect`: what a run holds."""
+"""`divergence inspect`, `pack` and `unpack`: a run as it is stored."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from divergence.cli.shell.options import show
-from divergence.cli.shell.progress import progress_bars
+from divergence.cli.answers import progress_bars, show, show_copy
 from divergence.errors import RunFormatError
+from divergence.options.commands import Force, Json, Quiet, Verbose
 from divergence.options.option import Option
-from divergence.options.shared import Json, Quiet, Verbose
 
-__all__ = ["EPILOG", "command"]
+__all__ = [
+    "INSPECT_EPILOG",
+    "PACK_EPILOG",
+    "UNPACK_EPILOG",
+    "inspect",
+    "pack",
+    "unpack",
+]
 
-EPILOG = """
+INSPECT_EPILOG = """
 Examples:
 
   divergence inspect a
@@ -23,7 +29,7 @@ Examples:
 """
 
 
-def command(
+def inspect(
     run: Annotated[str, Option("RUN", "The run to look at.")],
     site: Annotated[
         str | None, Option("--site SITE", "The tensors of one site, or of a pattern.")
@@ -92,3 +98,69 @@ def command(
             where=str(opened.path),
             hint="copy it again, or capture again",
         )
+
+
+PACK_EPILOG = """
+Examples:
+
+  divergence pack a
+
+  divergence pack a -o a.zip
+
+  divergence pack a -o s3://bucket/runs/a.tar
+"""
+
+
+def pack(
+    run: Annotated[str, Option("RUN", "The run to pack: directory, archive or URL.")],
+    out: Annotated[
+        str | None,
+        Option("--out -o FILE", "A .tar or .zip to write, here or at a URL. Default: RUN.tar."),
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Put a run into one file: a .tar or .zip that is read as it is, without unpacking.
+
+    One run always gives the same file, bit for bit. It appears whole or not at all.
+    """
+    from divergence.run.storage.packing import pack
+
+    with progress_bars(quiet=quiet or json) as progress:
+        made = pack(run, out=out, force=force, progress=progress)
+    show_copy("packed", made, json=json, quiet=quiet)
+
+
+UNPACK_EPILOG = """
+Examples:
+
+  divergence unpack a.tar
+
+  divergence unpack a.tar -o elsewhere
+
+  divergence unpack s3://bucket/runs/a -o a
+"""
+
+
+def unpack(
+    run: Annotated[str, Option("RUN", "The run to unpack: archive, URL or directory.")],
+    out: Annotated[
+        str | None, Option("--out -o DIR", "Directory to write. Default: RUN without .tar or .zip.")
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Put a run into a directory: out of an archive, or from a URL with all its bytes.
+
+    Needed only to read often what is far away: all commands take archives and URLs as they
+    are. The directory appears whole or not at all.
+    """
+    from divergence.run.storage.packing import unpack
+
+    with progress_bars(quiet=quiet or json) as progress:
+        made = unpack(run, out=out, force=force, progress=progress)
+    show_copy("unpacked", made, json=json, quiet=quiet)

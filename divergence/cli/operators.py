@@ -1,26 +1,76 @@
-"""`divergence repro`: one operator as a folder for a bug tracker."""
+"""`divergence replay` and `repro`: the recorded operators of a run, each alone."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from divergence.cli.shell.options import show
-from divergence.cli.shell.progress import progress_bars
+from divergence.cli.answers import progress_bars, show, show_run
 from divergence.errors import UsageError
-from divergence.options.option import Option
-from divergence.options.shared import (
+from divergence.options.commands import (
+    Force,
     Json,
     ModelOfWeights,
     Operators,
     Quiet,
+    ReplayOptions,
     TrustRemoteCode,
     Verbose,
 )
-from divergence.run.untrusted.command import command_line
+from divergence.options.option import Option
+from divergence.run.command import command_line
 
-__all__ = ["EPILOG", "command"]
+__all__ = [
+    "REPLAY_EPILOG",
+    "REPRO_EPILOG",
+    "replay",
+    "repro",
+]
 
-EPILOG = """
+REPLAY_EPILOG = """
+Examples:
+
+  divergence replay a -o a2                       # on the other machine; the model is not needed
+
+  divergence replay a -o truth --truth            # each operator in float64: what is right
+
+  divergence compare a a2 --truth truth           # which operator is wrong here
+
+  divergence replay a -o a3 --site 'model.layers.3.mlp/*' --device cuda
+
+The run holds operators where it was captured with --sites ops@MODULE, and their weights with
+--weights. What cannot be run alone is left out, counted and said.
+"""
+
+
+def replay(
+    *,
+    run: Annotated[str, Option("RUN", "A run that holds operators.")],
+    out: Annotated[
+        str | None, Option("--out -o RUN2", "Directory, archive or URL; needed.")
+    ] = None,
+    options: Annotated[dict[str, Any], ReplayOptions],
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    command: str | None,
+) -> None:
+    """Run each recorded operator again, alone, on its recorded inputs.
+
+    Makes a run that compare reads like any other. No error is inherited from one operator to the
+    next, and no model is needed where the weights were stored.
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o RUN2")
+
+    from divergence.ops.replay import replay as call
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = call(run, out=out, force=force, command=command, progress=progress, **options)
+    show_run(result, like=run, json=json, quiet=quiet)
+
+
+REPRO_EPILOG = """
 Examples:
 
   divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out -o bug
@@ -34,7 +84,7 @@ safetensors, and report.md: a bug report that is ready to be sent.
 """
 
 
-def command(
+def repro(
     run: Annotated[str, Option("RUN", "A run that holds operators.")],
     out: Annotated[str | None, Option("--out -o DIR", "Directory to write; needed.")] = None,
     site: Annotated[str | None, Option("--site SITE", "The operator's site; needed.")] = None,

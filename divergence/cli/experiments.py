@@ -1,0 +1,274 @@
+"""`divergence localize`, `sensitivity` and `selftest`: what makes runs in order to compare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from divergence.cli.answers import progress_bars, show
+from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.options.commands import (
+    LIMITS,
+    Device,
+    FloorRuns,
+    Json,
+    Model,
+    Operators,
+    Quiet,
+    TrustRemoteCode,
+    Truth,
+    Verbose,
+)
+from divergence.options.option import Option
+
+__all__ = [
+    "LOCALIZE_EPILOG",
+    "SELFTEST_EPILOG",
+    "SENSITIVITY_EPILOG",
+    "localize",
+    "selftest",
+    "sensitivity",
+]
+
+LOCALIZE_EPILOG = """
+Examples:
+
+  divergence localize a b --truth truth -o a-b        # on a machine that has the model
+
+  divergence localize a b -o a-b --model /data/llama  # makes the truth too
+
+  divergence localize a b -o a-b --block model.layers.17
+
+What another machine must make is printed as a command: run it there with DIR copied, or run the
+same localize there. It goes on where the other one stopped. The truth is made on A's machine alone.
+Exit code 2 if what was captured again does not have the bits of the run it repeats.
+"""
+
+
+def localize(
+    reference: Annotated[str, Option("A", "The reference run.")],
+    candidate: Annotated[str, Option("B", "The candidate run.")],
+    out: Annotated[
+        str | None, Option("--out -o DIR", "Directory for the runs that are made; needed.")
+    ] = None,
+    truth: Annotated[
+        str | None,
+        Option(
+            "--truth TRUTH",
+            "The float64 run of `divergence truth`, made on A's machine. Default: made in "
+            "DIR, there.",
+        ),
+    ] = None,
+    block: Annotated[
+        str | None, Option("--block PATH", "Go into this block, whatever the comparison says.")
+    ] = None,
+    model: Model = None,
+    device: Device = "auto",
+    here: Annotated[
+        str,
+        Option(
+            "--here SIDE",
+            "Whose machine this is: reference, candidate, both, none; auto asks the runs. "
+            "What is made must have that run's bits.",
+            choices=("auto", "reference", "candidate", "both", "none"),
+        ),
+    ] = "auto",
+    force: Annotated[
+        bool, Option("--force", "Replace what DIR holds of another pair of runs.")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    operators: Operators = (),
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Go from the block to the operator, and prove it; captures what is missing.
+
+    Compares the runs, captures the block's operators on both sides from equal inputs and in
+    float64, names the first operator that is to blame, puts the healthy side's result in its
+    place to see that the rest is fine then, and writes a reproducer if it is wrong by itself.
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o DIR")
+    from divergence.experiments.localization.localize import localize
+    from divergence.layout.terminal import print_lines
+    from divergence.report.localization import localization_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = localize(
+            reference,
+            candidate,
+            out=out,
+            truth=truth,
+            block=block,
+            model=model,
+            device=device,
+            here=here,
+            force=force,
+            trust_remote_code=trust_remote_code,
+            operators=operators,
+            progress=progress,
+        )
+    if json:
+        show(result.to_json(indent=2))
+    else:
+        print_lines(localization_lines(result, answer_only=quiet, verbose=verbose))
+    # as compare ends; and what does not belong to these runs was not compared
+    if result.refused or result.levels[0].verdict == "incomparable":
+        raise typer.Exit(2)
+
+
+SENSITIVITY_EPILOG = """
+Examples:
+
+  divergence sensitivity a --candidate b          # needs no model
+
+  divergence sensitivity a                        # makes the candidate here, for the while
+
+  divergence sensitivity a --candidate b --truth truth --blocks all
+
+  divergence sensitivity a --faults scale,noise --blocks 0,5,11 --json > sensitivity.json
+
+  divergence sensitivity a --faults scale --confirm   # plants the found sizes for real, too
+
+Faults: scale, update-scale, noise, bias, channel, zero. Not for a pair that is judged faulty
+before anything is planted: exit code 2.
+"""
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def sensitivity(
+    run: Annotated[str, Option("RUN", "The reference run.")],
+    candidate: Annotated[
+        str | None,
+        Option(
+            "--candidate B",
+            "A healthy run captured like RUN. Default: made here, of other kernels.",
+        ),
+    ] = None,
+    truth: Truth = None,
+    floor: FloorRuns = (),
+    blocks: Annotated[
+        str,
+        Option(
+            "--blocks LIST", "first, middle, last, all, numbers from 0 or module paths; by commas."
+        ),
+    ] = "first,middle,last",
+    faults: Annotated[
+        str, Option("--faults LIST", "scale, update-scale, noise, bias, channel, zero; by commas.")
+    ] = "scale,update-scale,noise,bias,channel",
+    policy: Annotated[str | None, LIMITS] = None,
+    confirm: Annotated[
+        bool,
+        Option(
+            "--confirm",
+            "Also plant the found sizes in the running model, in one block; needs the model.",
+        ),
+    ] = False,
+    model: Model = None,
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """How small a fault would be seen: by dtype, prompts, passes and limits as they are.
+
+    Plants faults of growing size in what the candidate recorded and asks the judge of
+    compare each time. The model does not run for it.
+    """
+    from divergence.experiments.sensitivity.search import sensitivity
+    from divergence.gate.policy import load_policy
+    from divergence.layout.terminal import print_lines
+    from divergence.report.sensitivity import answer_lines, sensitivity_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = sensitivity(
+            run,
+            candidate=candidate,
+            truth=truth,
+            floor=floor,
+            blocks=_words(blocks),
+            faults=_words(faults),
+            thresholds=load_policy(policy).thresholds,
+            confirm=confirm,
+            model=model,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    if json:
+        show(result.to_json(indent=2))
+    else:
+        print_lines(answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose))
+
+
+SELFTEST_EPILOG = """
+Examples:
+
+  divergence selftest --device npu                  # some ten minutes; writes selftest-npu.json
+
+  divergence selftest --device cuda:1 --quick -o mine.json --keep runs
+
+Exit code 0 once all steps were tried, whatever they found; with --exit-code 1 where one failed.
+"""
+
+
+def selftest(
+    out: Annotated[
+        Path | None, Option("-o --out FILE", "The answer as JSON. Default: selftest-DEVICE.json.")
+    ] = None,
+    device: Device = "auto",
+    quick: Annotated[bool, Option("--quick", "Leave out the suite of operators.")] = False,
+    keep: Annotated[
+        Path | None, Option("--keep DIR", "Keep the runs there; else they are removed.")
+    ] = None,
+    force: Annotated[bool, Option("--force", "Replace FILE where it exists.")] = False,
+    exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a step failed.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Try every path that touches a device, against this machine's CPU; write one file to send.
+
+    Needs no model and no network. The file holds what `divergence env` shows, the switches, and
+    what each step saw: no host name, no user, no path.
+    """
+    from divergence.experiments.selftest import selftest
+    from divergence.layout.terminal import print_lines
+    from divergence.recording.machine.environment import resolve_device
+    from divergence.report.selftest import answer_lines, selftest_lines
+
+    name = resolve_device(device)
+    file = out or Path(f"selftest-{name.replace(':', '-')}.json")
+    if file.exists() and not force:
+        raise RunExistsError(f"{file} exists", hint="choose another -o, or --force")
+    try:
+        with progress_bars(quiet=quiet or json) as progress:
+            result = selftest(name, quick=quick, keep=keep, progress=progress)
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args:
+            _write(file, interrupt.args[0].to_json(indent=2))
+        raise
+    _write(file, result.to_json(indent=2))
+    if json:
+        show(result.to_json(indent=2))
+    else:
+        print_lines(answer_lines(result) if quiet else selftest_lines(result, verbose=verbose))
+        if not quiet:
+            show(f"written to {file}")
+    if exit_code and result.failed:
+        raise typer.Exit(1)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text + "\n")
+    except OSError as error:
+        raise RunWriteError(f"{file} cannot be written: {error.strerror}",
+                            hint="choose another -o") from error  # fmt: skip

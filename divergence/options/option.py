@@ -7,7 +7,7 @@
                    recorded="settings.seed"),
         ] = None
 
-That is the whole declaration. Derived from it: the parameter of the command line (shell.signature),
+That is the whole declaration. Derived from it: the parameter of the command line (cli.signature),
 the key of the settings file and its DIVERGENCE_* variable (config), the check of what a caller
 of the Python API gave (recording.wishes), the place in the manifest where it is written
 and from where ``--like`` takes it (recording.request), whether a suite of operators may be
@@ -172,7 +172,7 @@ def recorded_in(options: Options, part: str, kind: type[Options]) -> dict[str, A
 
 
 def command_options(kind: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of options, in their order, as the keywords of ``run.untrusted.command``:
+    """Values of options, in their order, as the keywords of ``run.command``:
     ``no_batch=True`` for ``batch=False``, and ``plant`` for the ``plants``."""
     fields = {field.name: field for field in fields_of(kind)}
     found: dict[str, Any] = {}

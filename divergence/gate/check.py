@@ -1,9 +1,8 @@
 """`check`: a comparison held against a policy.
 
-A policy is met or not; every rule that is not met is one Failure with what was
-allowed and what was found. Runs that cannot be compared are an error and never a
-pass, nor is a golden of which nothing was compared. A run is not checked against itself, nor
-against one that is no golden: a truth, or a run with planted faults or another run's results.
+Every rule of the policy that is not met is one Failure. Runs that cannot be compared, and a golden
+of which nothing was compared, are an error and never a pass. A run is not checked against itself,
+nor against one that is no golden: a truth, or a run with planted faults or another run's results.
 
 Coverage must be reached in each pass, for tensors, operators and tokens apart (align.coverage):
 what is missing in one is not made up for by another. Where the golden has a whole pass, that of the
@@ -15,7 +14,7 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
 from divergence.gate.golden import refuse_unfit
-from divergence.gate.known import Knowledge, KnownUse, excuse
+from divergence.gate.known import Knowledge, KnownUse, excuse, place_of
 from divergence.gate.policy import Policy, load_policy
 from divergence.run.command import command_line
 from divergence.run.schema.site import near_names
@@ -52,7 +51,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class CheckResult(msgspec.Struct, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `check`."""
 
     passed: bool
@@ -96,45 +95,34 @@ def check(
 
     rules = load_policy(policy)
     report = compare(
-        golden,
-        new,
-        name_map=name_map,
-        truth=truth,
-        floor=floor,
-        thresholds=rules.thresholds,
+        golden, new, name_map=name_map, truth=truth, floor=floor, thresholds=rules.thresholds,
         progress=progress,
-    )
+    )  # fmt: skip
     refuse_unfit(report)
     if report.verdict.kind == "incomparable" or report.coverage.num_compared == 0:
-        blocking = [line for line in report.preflight if line.status == "blocking"]
-        error = _NothingComparedError(
-            report.verdict.summary
-            if report.verdict.kind == "incomparable"
-            else "nothing was compared, so nothing was checked",
-            where="; ".join(
-                f"{line.check}: {line.reference} in the golden, {line.candidate} in the new run"
-                + (f" ({line.detail})" if line.detail else "")
-                for line in blocking
-            )
-            or None,
-            hint=command_line("compare", report.reference.path, report.candidate.path),
-        )
-        error.report = report
-        raise error
-    whole = _whole_verdict(report, new, rules, progress)
+        raise _nothing_compared(report)
+    whole = None
+    if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
+        whole = compare(new, thresholds=rules.thresholds, progress=progress).verdict
     return evaluate(report, rules, whole=whole)
 
 
-def _whole_verdict(
-    report: Report, new: str | Path | Run, policy: Policy, progress: Progress | None
-) -> Verdict | None:
-    """Of the new run's decode steps against its own whole pass, where the golden has one too."""
-    from divergence.comparison.api import compare
-
-    both = any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes)
-    if not both:
-        return None
-    return compare(new, thresholds=policy.thresholds, progress=progress).verdict
+def _nothing_compared(report: Report) -> _NothingComparedError:
+    blocking = [
+        f"{line.check}: {line.reference} in the golden, {line.candidate} in the new run"
+        + (f" ({line.detail})" if line.detail else "")
+        for line in report.preflight
+        if line.status == "blocking"
+    ]
+    error = _NothingComparedError(
+        report.verdict.summary
+        if report.verdict.kind == "incomparable"
+        else "nothing was compared, so nothing was checked",
+        where="; ".join(blocking) or None,
+        hint=command_line("compare", report.reference.path, report.candidate.path),
+    )
+    error.report = report
+    return error
 
 
 def evaluate(
@@ -146,22 +134,20 @@ def evaluate(
 ) -> CheckResult:
     """The rules of ``policy`` that ``report`` does not meet, in the order of the policy's keys.
 
-    ``whole``: the verdict of the new run's whole pass. ``today``: for known differences.
+    ``whole``: the verdict on the new run's own whole pass. ``today``: for known differences.
     """
     knowledge = excuse(report, policy, today=today)
     failures = [
-        *_verdict(report, policy, knowledge),
-        *_whole(whole, policy),
-        *_coverage(report.coverage, policy),
+        *_verdicts(report.verdict, whole, policy, knowledge),
+        *_coverage(report.coverage, policy.min_coverage),
         *_preflight(report, policy),
         *_tokens(report, policy),
         *_tolerances(report, policy),
     ]
-    num_ties = _num_equal(report, policy)[1] if report.tokens else 0
     return CheckResult(
         passed=not failures,
         failures=failures,
-        num_ties=num_ties,
+        num_ties=_num_equal(report, policy)[1],
         excused=knowledge.excused,
         known=knowledge.uses,
         notes=_notes(report, policy),
@@ -170,38 +156,23 @@ def evaluate(
     )
 
 
-def _verdict(report: Report, policy: Policy, knowledge: Knowledge) -> list[Failure]:
-    verdict = report.verdict
-    if verdict.kind in policy.verdicts or knowledge.excused:
-        return []
+def _verdicts(
+    verdict: Verdict, whole: Verdict | None, policy: Policy, knowledge: Knowledge
+) -> Iterator[Failure]:
     allowed = ", ".join(policy.verdicts)
-    meant = any(use.status != "unused" for use in knowledge.uses)
-    not_known = ""
-    if meant and knowledge.why_not is not None:
-        not_known = f". Known differences do not excuse it: {knowledge.why_not}"
-    return [
-        Failure(
-            rule="verdicts",
-            site=verdict.onset.site if verdict.onset else None,
-            allowed=allowed,
-            found=verdict.kind,
-            text=f"the verdict is {verdict.kind}; the policy allows {allowed}{not_known}",
-        )
-    ]
 
+    def refused(rule: str, verdict: Verdict, text: str) -> Failure:
+        site = verdict.onset.site if verdict.onset else None
+        return Failure(rule=rule, site=site, allowed=allowed, found=verdict.kind, text=text)
 
-def _whole(verdict: Verdict | None, policy: Policy) -> list[Failure]:
-    if verdict is None or verdict.kind in policy.verdicts:
-        return []
-    return [
-        Failure(
-            rule="whole",
-            site=verdict.onset.site if verdict.onset else None,
-            allowed=", ".join(policy.verdicts),
-            found=verdict.kind,
-            text=f"the new run's whole pass: {verdict.kind}: {verdict.summary}",
-        )
-    ]
+    if verdict.kind not in policy.verdicts and not knowledge.excused:
+        text = f"the verdict is {verdict.kind}; the policy allows {allowed}"
+        if knowledge.why_not is not None and any(use.status != "unused" for use in knowledge.uses):
+            text += f". Known differences do not excuse it: {knowledge.why_not}"
+        yield refused("verdicts", verdict, text)
+    if whole is not None and whole.kind not in policy.verdicts:
+        text = f"the new run's whole pass: {whole.kind}: {whole.summary}"
+        yield refused("whole", whole, text)
 
 
 def coverage_share(coverage: Coverage) -> float:
@@ -213,37 +184,22 @@ def coverage_share(coverage: Coverage) -> float:
     return coverage.num_compared / total if total else 0.0
 
 
-def _coverage(coverage: Coverage, policy: Policy) -> list[Failure]:
-    allowed = f">= {policy.min_coverage:g}"
-    if coverage.passes:
-        return [
-            Failure(
-                rule="min_coverage",
-                allowed=allowed,
-                found=f"{row.share:.6g}",
-                text=f"{_row_text(row)}: a share of {row.share:.4g}, and the policy wants "
-                f"{policy.min_coverage:g}",
-            )
-            for row in coverage.passes
-            if not row.share >= policy.min_coverage
-        ]
-    share = coverage_share(coverage)
-    if share >= policy.min_coverage:
-        return []
-    left_out = coverage.num_only_reference + coverage.num_skipped
-    return [
-        Failure(
-            rule="min_coverage",
-            allowed=allowed,
-            found=f"{share:.6g}",
-            text=f"{coverage.num_compared} records of the golden were compared and {left_out} "
-            f"were not: a share of {share:.4g}, and the policy wants {policy.min_coverage:g}",
-        )
-    ]
+def _coverage(coverage: Coverage, least: float) -> Iterator[Failure]:
+    shares = [(row.share, _row_text(row)) for row in coverage.passes]
+    if not shares:
+        left_out = coverage.num_only_reference + coverage.num_skipped
+        compared = f"{coverage.num_compared} records of the golden were compared"
+        shares = [(coverage_share(coverage), f"{compared} and {left_out} were not")]
+    for share, text in shares:
+        if not share >= least:
+            yield Failure(
+                rule="min_coverage", allowed=f">= {least:g}", found=f"{share:.6g}",
+                text=f"{text}: a share of {share:.4g}, and the policy wants {least:g}",
+            )  # fmt: skip
 
 
 def _row_text(row: PassCoverage) -> str:
-    what = {"tensors": "tensors", "operators": "records of operators", "tokens": "tokens"}[row.what]
+    what = "records of operators" if row.what == "operators" else row.what
     parts = [f"{row.pass_} pass: {row.num_compared} {what} of the golden were compared"]
     left_out = row.num_missing + row.num_skipped
     if left_out:
@@ -253,19 +209,17 @@ def _row_text(row: PassCoverage) -> str:
     return " and ".join(parts) + (f" ({row.reason})" if row.reason else "")
 
 
-def _preflight(report: Report, policy: Policy) -> list[Failure]:
-    return [
-        Failure(
-            rule="preflight",
-            allowed="the same",
-            found=f"{line.reference} / {line.candidate}",
-            text=f"{line.check} differs: {line.reference} in the golden, "
-            f"{line.candidate} in the new run",
-        )
-        for line in report.preflight
-        if line.status == "blocking"
-        or (line.status == "differs" and not policy.preflight.allows(line.check))
-    ]
+def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
+    for line in report.preflight:
+        allowed = line.status == "differs" and policy.preflight.allows(line.check)
+        if line.status != "same" and not allowed:
+            yield Failure(
+                rule="preflight",
+                allowed="the same",
+                found=f"{line.reference} / {line.candidate}",
+                text=f"{line.check} differs: {line.reference} in the golden, "
+                f"{line.candidate} in the new run",
+            )
 
 
 def is_tie(difference: TokenDifference, margin: float | None, z: float | None = None) -> bool:
@@ -281,46 +235,37 @@ def is_tie(difference: TokenDifference, margin: float | None, z: float | None = 
     return difference.margin <= margin and (other is None or other <= margin)
 
 
-def _tokens(report: Report, policy: Policy) -> list[Failure]:
+def _tokens(report: Report, policy: Policy) -> Iterator[Failure]:
     rules, tokens = policy.tokens, report.tokens
-    wanted = rules.min_equal is not None or rules.min_equal_count is not None
+    if rules.min_equal is None and rules.min_equal_count is None:
+        return
     total = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
-    if wanted and total == 0 and report.reference.generates and (rules.min_equal or 1) > 0:
-        return [
-            Failure(
-                rule="tokens.min_equal",
-                allowed="some generated tokens",
-                found="0",
-                text="the golden holds no generated token, so none was checked: capture it with "
-                "--max-new-tokens 1 or more, or leave [tokens] out of the policy",
-            )
-        ]
-    if tokens is None or total == 0 or not wanted:
-        return []
+    if total == 0 and report.reference.generates and (rules.min_equal or 1) > 0:
+        yield Failure(
+            rule="tokens.min_equal",
+            allowed="some generated tokens",
+            found="0",
+            text="the golden holds no generated token, so none was checked: capture it with "
+            "--max-new-tokens 1 or more, or leave [tokens] out of the policy",
+        )
+    if tokens is None or total == 0:
+        return
     num_equal, num_ties = _num_equal(report, policy)
-    share = num_equal / total
-    failures = []
+    counted = f" ({num_ties} more were ties)" if num_ties else ""
+    if tokens.num_missing:
+        counted += f", {tokens.num_missing} of the golden's were not generated"
     for rule, least, found in (
-        ("tokens.min_equal", rules.min_equal, share),
+        ("tokens.min_equal", rules.min_equal, num_equal / total),
         ("tokens.min_equal_count", rules.min_equal_count, num_equal),
     ):
         if least is not None and found < least:
-            counted = f" ({num_ties} more were ties)" if num_ties else ""
-            fewer = (
-                f", {tokens.num_missing} of the golden's were not generated"
-                if tokens.num_missing
-                else ""
+            yield Failure(
+                rule=rule,
+                allowed=f">= {least:g}",
+                found=f"{found:.6g}",
+                text=f"{tokens.num_equal} of {total} generated tokens are equal{counted}; "
+                f"the policy wants {least:g}",
             )
-            failures.append(
-                Failure(
-                    rule=rule,
-                    allowed=f">= {least:g}",
-                    found=f"{found:.6g}",
-                    text=f"{tokens.num_equal} of {total} generated tokens are "
-                    f"equal{counted}{fewer}; the policy wants {least:g}",
-                )
-            )
-    return failures
 
 
 def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
@@ -331,7 +276,8 @@ def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
     candidate.
     """
     tokens, rules = report.tokens, policy.tokens
-    assert tokens is not None
+    if tokens is None:
+        return 0, 0
     margin = rules.tie_margin_for(report.reference.dtype)
     ties = sum(is_tie(flip, margin, rules.tie_z) for flip in tokens.differences)
     if ties and not tokens.forced and ties == len(tokens.differences):
@@ -339,51 +285,41 @@ def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:
     return tokens.num_equal + ties, ties
 
 
-def _tolerances(report: Report, policy: Policy) -> list[Failure]:
-    failures = []
+def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
     for number, tolerance in enumerate(policy.tolerance):
-        if report.sites and not tolerance.optional and not any(map(tolerance.names, report.sites)):
-            meant = tolerance.sites if isinstance(tolerance.sites, str) else list(tolerance.sites)
-            within = "" if tolerance.pass_ is None else f" in the {tolerance.pass_} pass"
-            failures.append(
-                Failure(
-                    rule=f"tolerance[{number}]",
-                    allowed="a site to hold it against",
-                    found="none",
-                    text=f"no compared site is meant by {meant!r}{within}, so nothing was held "
-                    "against these limits; for a policy that serves other models too, write "
-                    "optional = true",
-                )
-            )
+        if tolerance.optional or not report.sites or any(map(tolerance.names, report.sites)):
+            continue
+        meant = tolerance.sites if isinstance(tolerance.sites, str) else list(tolerance.sites)
+        within = "" if tolerance.pass_ is None else f" in the {tolerance.pass_} pass"
+        yield Failure(
+            rule=f"tolerance[{number}]",
+            allowed="a site to hold it against",
+            found="none",
+            text=f"no compared site is meant by {meant!r}{within}, so nothing was held against "
+            "these limits; for a policy that serves other models too, write optional = true",
+        )
     for site in report.sites:
-        wanted = policy.tolerance_for(site)
-        for name, limit in (wanted.limits() if wanted else {}).items():
+        tolerance_here = policy.tolerance_for(site)
+        for name, limit in (tolerance_here.limits() if tolerance_here else {}).items():
             found = getattr(site, name)
             # written as "not <=", so that a nan is above every limit
             if site.identical or (found is not None and found <= limit):
                 continue
-            place = f"{site.site} ({site.pass_}, sample {site.sample}, step {site.step})"
-            failures.append(
-                Failure(
-                    rule=f"tolerance.{name}",
-                    site=site.site,
-                    allowed=f"<= {limit:g}",
-                    found="unknown" if found is None else f"{found:.6g}",
-                    text=f"{name} is unknown at {place}, "
-                    + (
-                        "where there is no floor"
-                        if name.startswith("ratio")
-                        else "where not both sides keep what it takes (--store)"
-                    )
-                    if found is None
-                    else f"{name} is {found:.3g} at {place}; the policy allows {limit:g}",
-                )
-            )
-    return failures
+            place = place_of(site)
+            lacking = "not both sides keep what it takes (--store)"
+            if name.startswith("ratio"):
+                lacking = "there is no floor"
+            text = f"{name} is unknown at {place}, where {lacking}"
+            if found is not None:
+                text = f"{name} is {found:.3g} at {place}; the policy allows {limit:g}"
+            yield Failure(
+                rule=f"tolerance.{name}", site=site.site, allowed=f"<= {limit:g}",
+                found="unknown" if found is None else f"{found:.6g}", text=text,
+            )  # fmt: skip
 
 
 def _notes(report: Report, policy: Policy) -> list[str]:
-    """Names of preflight checks in the policy that this comparison has not: misspelt, perhaps."""
+    """Names of preflight checks in the policy that this comparison lacks: misspelt, perhaps."""
     checks = [line.check for line in report.preflight]
     notes = [note for note in report.notes if note == NO_PREFILL]
     for key in ("allow", "refuse"):

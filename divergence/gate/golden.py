@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     from divergence.run.reader import Run
 
-__all__ = ["Blessing", "bless", "refuse_unfit", "why_no_golden"]
+__all__ = ["Blessing", "bless", "refuse_unfit"]
 
 
 class Blessing(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +65,9 @@ def bless(
     """Store ``new`` as the golden and say what that changes.
 
     The run is copied beside its place and renamed into it; the old golden stays as
-    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run,
-    one with planted faults, one with results of another run, and, unless ``allow_nonfinite``, one
-    in which a block or the model hands on nan or inf.
+    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run, one with
+    planted faults, one with results of another run, and, unless ``allow_nonfinite``, one in which a
+    block or the model hands on nan or inf.
     """
     from divergence.run.reader import Run
     from divergence.run.schema.contents import first_nonfinite, nonfinite_text
@@ -77,7 +76,7 @@ def bless(
     source, target = location_of(new), Path(os.path.abspath(folder_of(golden)))
     previous = target.with_name(target.name + ".previous")
     run = Run.open(source)
-    _refuse_unfit(run, source)
+    _refuse_damaged(run, source)
     bad = None if allow_nonfinite else first_nonfinite(run.manifest, run.records)
     if bad is not None:
         raise UsageError(
@@ -94,57 +93,58 @@ def bless(
             raise UsageError(
                 f"{place} exists and is no run, so it is not replaced", hint="move it away"
             )
-
-    said: dict[str, Any] = {}
-    if target.exists():
-        from divergence.comparison.api import compare
-
-        old_sites: set[str] = set()
-        try:
-            old = Run.open(target)
-            old_sites = {record.site for record in old.records}
-            report = compare(target, str(source), name_map=name_map, progress=progress)
-            said = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
-        # a golden that cannot be compared any more is what blessing is for
-        except (IncomparableError, RunFormatError, UsageError) as error:
-            said = {"reason": error.message}
-        new_sites = {record.site for record in run.records}
-        said["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
-        said["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
+    changes = _changes(target, run, str(source), name_map, progress) if target.exists() else {}
     if _replace(run, target, previous):
-        said["previous"] = str(Path(golden).parent / previous.name)
-    return Blessing(golden=str(golden), **said)
+        changes["previous"] = str(Path(golden).parent / previous.name)
+    return Blessing(golden=str(golden), **changes)
+
+
+def _changes(
+    target: Path, run: Run, source: str, name_map: str | Path | None, progress: Progress | None
+) -> dict[str, Any]:
+    """The fields of a Blessing that hold the old golden against the new one."""
+    from divergence.comparison.api import compare
+    from divergence.run.reader import Run
+
+    changes: dict[str, Any] = {}
+    old_sites: set[str] = set()
+    try:
+        old_sites = {record.site for record in Run.open(target).records}
+        report = compare(target, source, name_map=name_map, progress=progress)
+        changes = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
+    # a golden that cannot be compared any more is what blessing is for
+    except (IncomparableError, RunFormatError, UsageError) as error:
+        changes = {"reason": error.message}
+    new_sites = {record.site for record in run.records}
+    changes["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
+    changes["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
+    return changes
 
 
 def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
     """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
     place = location_of(golden)
-    if (
-        isinstance(place, Url)
-        or (archive_kind(place) and not place.is_dir())
-        or place.is_file()
-    ):  # fmt: skip
-        name = str(place)
-        archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
-        raise UsageError(
-            f"{place} is no directory of this machine, and only one can be replaced and its old "
-            "state kept",
-            hint=command_line("pack", new, o=archive, force=_is_there(place, archive))
-            + ", and check against that",
-        )
+    if not isinstance(place, Url) and (
+        place.is_dir() or not (archive_kind(place) or place.is_file())
+    ):
+        return
+    name = str(place)
+    archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
+    is_there = archive == name and (isinstance(place, Url) or place.exists())
+    raise UsageError(
+        f"{place} is no directory of this machine, and only one can be replaced and its old state "
+        "kept",
+        hint=command_line("pack", new, o=archive, force=is_there) + ", and check against that",
+    )
 
 
-def _is_there(place: Location, archive: str) -> bool:
-    return archive == str(place) and (isinstance(place, Url) or place.exists())
-
-
-def _refuse_unfit(run: Run, source: Location) -> None:
+def _refuse_damaged(run: Run, source: Location) -> None:
     """UsageError for a run that must not become a golden."""
     manifest = run.manifest
     problems = []
     if not manifest.complete:
         problems.append(f"it is incomplete (stopped by {manifest.stopped_by or 'a crash'})")
-    unfit = why_no_golden(
+    unfit = _why_no_golden(
         manifest.settings.compute_dtype, manifest.plan.plants, manifest.plan.substitutes
     )
     if unfit is not None:
@@ -152,16 +152,15 @@ def _refuse_unfit(run: Run, source: Location) -> None:
     if not run.records:
         problems.append("it holds no record")
     problems += run.verify()[:3]
+    hint = "capture it again"
     if manifest.plan.only_changed is not None and not problems:
-        raise UsageError(
-            f"{source} cannot become a golden: it holds only what differs from run "
-            f"{manifest.plan.only_changed}, which the next --bless would remove",
-            hint="capture it in full, without --only-changed",
+        problems.append(
+            f"it holds only what differs from run {manifest.plan.only_changed}, which the next "
+            "--bless would remove"
         )
+        hint = "capture it in full, without --only-changed"
     if problems:
-        raise UsageError(
-            f"{source} cannot become a golden: {'; '.join(problems)}", hint="capture it again"
-        )
+        raise UsageError(f"{source} cannot become a golden: {'; '.join(problems)}", hint=hint)
 
 
 def _replace(run: Run, target: Path, previous: Path) -> bool:
@@ -201,7 +200,7 @@ def refuse_unfit(report: Report) -> None:
             f"{new.path} is the golden itself, or a copy of it (run {golden.id}): {WITH_ITSELF}",
             hint=command_line("capture", like=golden.path, o="NEW"),
         )
-    problem = why_no_golden(golden.compute_dtype, golden.plants, golden.substitutes)
+    problem = _why_no_golden(golden.compute_dtype, golden.plants, golden.substitutes)
     if problem is not None:
         raise UsageError(
             f"{golden.path} is no golden: {problem}",
@@ -214,8 +213,8 @@ def refuse_unfit(report: Report) -> None:
         )
 
 
-def why_no_golden(
-    compute_dtype: str | None, plants: Sequence[str], substitutes: Sequence[str]
+def _why_no_golden(
+    compute_dtype: str | None, plants: list[str], substitutes: list[str]
 ) -> str | None:
     """Why the results of such a run must not be asked of another, or None."""
     if compute_dtype is not None:

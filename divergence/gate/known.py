@@ -15,7 +15,6 @@ what the operators in it make. A tolerance holds at known sites as elsewhere.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
 
 import msgspec
 
@@ -24,9 +23,7 @@ from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
 from divergence.gate.policy import Known, Policy
 
-__all__ = ["Knowledge", "KnownUse", "excuse"]
-
-_EXCUSABLE = ("localized", "systematic")
+__all__ = ["Knowledge", "KnownUse", "excuse", "place_of"]
 
 
 class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +72,7 @@ def excuse(report: Report, policy: Policy, *, today: datetime.date | None = None
     day = today or datetime.date.today()
     flagged = [site for site in report.sites if site.flagged]
     uses = [_use(number, entry, flagged, day) for number, entry in enumerate(policy.known)]
-    if report.verdict.kind not in _EXCUSABLE:
+    if report.verdict.kind not in ("localized", "systematic"):
         return Knowledge(excused=False, uses=uses)
     open_ = [entry for entry in policy.known if not _is_over(entry, day)]
     unknown = [site for site in flagged if not any(_covers(entry, site) for entry in open_)]
@@ -95,7 +92,7 @@ def _why_not(
     blocks = {site.block for site in flagged if site.site == f"{site.block}:out"}
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        return f"flagged and not known: {_place(unknown[0])}{more}"
+        return f"flagged and not known: {place_of(unknown[0])}{more}"
     if not flagged:
         return "what the verdict rests on is no flagged record, and only such can be known"
     operators = report.operators
@@ -135,41 +132,33 @@ def _with_known_errors(sites: list[SiteResult], flagged: list[SiteResult]) -> li
 
 def _use(number: int, entry: Known, flagged: list[SiteResult], day: datetime.date) -> KnownUse:
     meant = [site for site in flagged if entry.matches(site)]
-    within = [site for site in meant if _covers(entry, site)]
-    found = {name: _largest(getattr(site, name) for site in meant) for name in entry.max.limits()}
-    over = _is_over(entry, day)
+    beyond = [site for site in meant if not _covers(entry, site)]
+    limits = entry.max.limits()
+    found = {name: _largest([getattr(site, name) for site in meant]) for name in limits}
     if not meant:
         status = "unused"
         text = "nothing that is flagged is meant; take the entry out if the difference is gone"
-    elif over:
+    elif _is_over(entry, day):
         status, text = "expired", f"it held until {entry.until} and excuses nothing any more"
-    elif len(within) < len(meant):
-        beyond = next(site for site in meant if not _covers(entry, site))
-        status, text = "exceeded", f"it is larger than known: {_beyond(entry, beyond)}"
+    elif beyond:
+        values = {name: getattr(beyond[0], name) for name in limits}
+        status = "exceeded"
+        text = f"it is larger than known: {_figures(limits, values)} at {place_of(beyond[0])}"
     else:
         status = "used"
         last = "" if entry.until is None else f", until {entry.until}"
-        text = f"{len(meant)} flagged records, {_figures(entry, found)}{last}"
+        text = f"{len(meant)} flagged records, {_figures(limits, found)}{last}"
     return KnownUse(
-        number=number,
-        sites=entry.sites,
-        status=status,
-        num_records=len(meant),
-        allowed=entry.max.limits(),
-        found=found if meant else {},
-        reason=entry.reason,
-        until=entry.until,
-        text=text,
-    )
+        number=number, sites=entry.sites, status=status, num_records=len(meant), allowed=limits,
+        found=found if meant else {}, reason=entry.reason, until=entry.until, text=text,
+    )  # fmt: skip
 
 
 def _covers(entry: Known, site: SiteResult) -> bool:
     """Is the record meant, and no larger than known? A number that is not known is too large."""
-    if not entry.matches(site):
-        return False
-    values = {name: getattr(site, name) for name in entry.max.limits()}
-    return all(
-        value is not None and value <= entry.max.limits()[name] for name, value in values.items()
+    values = [(getattr(site, name), limit) for name, limit in entry.max.limits().items()]
+    return entry.matches(site) and all(
+        value is not None and value <= limit for value, limit in values
     )
 
 
@@ -177,24 +166,18 @@ def _is_over(entry: Known, day: datetime.date) -> bool:
     return entry.until is not None and day > entry.until
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return max(known, default=None) if len(known) == len(found) else None
+def _largest(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known, default=None) if len(known) == len(values) else None
 
 
-def _figures(entry: Known, found: dict[str, float | None]) -> str:
-    limits = entry.max.limits()
+def _figures(limits: dict[str, float], values: dict[str, float | None]) -> str:
     return ", ".join(
         f"{name} {'unknown' if value is None else f'{value:.3g}'} of {limits[name]:g}"
-        for name, value in found.items()
+        for name, value in values.items()
     )
 
 
-def _beyond(entry: Known, site: SiteResult) -> str:
-    figures = {name: getattr(site, name) for name in entry.max.limits()}
-    return f"{_figures(entry, figures)} at {_place(site)}"
-
-
-def _place(site: SiteResult) -> str:
+def place_of(site: SiteResult) -> str:
+    """A record, for people."""
     return f"{site.site} ({site.pass_}, sample {site.sample}, step {site.step})"

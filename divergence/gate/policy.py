@@ -76,7 +76,22 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Shared strictness; no fields of its own."""
 
 
-class Tolerance(_Strict, frozen=True, kw_only=True):
+class Limits(_Strict, frozen=True, kw_only=True):
+    """Upper limits of numbers of a SiteResult."""
+
+    rel_l2: float | None = None
+    one_minus_cosine: float | None = None
+    max_abs: float | None = None
+    ratio: float | None = None
+    ratio_max: float | None = None
+
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, by the name of the number they bound."""
+        values = {name: getattr(self, name) for name in LIMITS}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Tolerance(Limits, frozen=True, kw_only=True):
     """Upper limits at the sites that match.
 
     A tolerance that matches no compared site is a failure, since nothing was held against its
@@ -91,46 +106,21 @@ class Tolerance(_Strict, frozen=True, kw_only=True):
     """Only this pass."""
     optional: bool = False
     """Matching no site is no failure, for a policy that serves several models."""
-    rel_l2: float | None = None
-    one_minus_cosine: float | None = None
-    max_abs: float | None = None
-    ratio: float | None = None
-    ratio_max: float | None = None
 
     def matches(self, site: SiteResult) -> bool:
         """Whether this is the tolerance for ``site``; a dtype must be that of both sides."""
-        return _is_meant(self, site)
+        return _of_dtype(self.dtype, site) and self.names(site)
 
     def names(self, site: SiteResult) -> bool:
         """Whether ``sites`` and ``pass`` mean the site, whatever its dtype."""
-        return (self.pass_ is None or self.pass_ == site.pass_) and _named(self.sites, site.site)
-
-    def limits(self) -> dict[str, float]:
-        """The limits that are set, by the name of the number they bound."""
-        set_ = {name: getattr(self, name) for name in LIMITS}
-        return {name: value for name, value in set_.items() if value is not None}
-
-
-class KnownLimits(_Strict, frozen=True, kw_only=True):
-    """How large a known difference may be: the numbers of a tolerance."""
-
-    rel_l2: float | None = None
-    one_minus_cosine: float | None = None
-    max_abs: float | None = None
-    ratio: float | None = None
-    ratio_max: float | None = None
-
-    def limits(self) -> dict[str, float]:
-        """The limits that are set, by the name of the number they bound."""
-        set_ = {name: getattr(self, name) for name in LIMITS}
-        return {name: value for name, value in set_.items() if value is not None}
+        return _named(self, site)
 
 
 class Known(_Strict, frozen=True, kw_only=True):
     """A difference that a team has decided to live with. gate.known says what it excuses."""
 
     sites: str | tuple[str, ...]
-    max: KnownLimits
+    max: Limits
     """How large the difference may be; at least one limit."""
     reason: str
     """Why it is accepted."""
@@ -143,30 +133,21 @@ class Known(_Strict, frozen=True, kw_only=True):
 
     def matches(self, site: SiteResult) -> bool:
         """Whether this entry is about ``site``."""
-        return _is_meant(self, site)
-
-    def describe(self) -> str:
-        """The sites and limits, for people."""
-        sites = self.sites if isinstance(self.sites, str) else ", ".join(self.sites)
-        return sites + "".join(
-            f", {name} <= {value:g}" for name, value in self.max.limits().items()
-        )
+        return _of_dtype(self.dtype, site) and _named(self, site)
 
 
-def _is_meant(rule: Tolerance | Known, site: SiteResult) -> bool:
+def _named(rule: Tolerance | Known, site: SiteResult) -> bool:
     if rule.pass_ is not None and rule.pass_ != site.pass_:
         return False
-    if rule.dtype is not None and {site.reference_dtype, site.candidate_dtype} != {rule.dtype}:
-        return False
-    return _named(rule.sites, site.site)
+    return compile_patterns(_patterns(rule))(site.site)
 
 
-def _named(sites: str | tuple[str, ...], site: str) -> bool:
-    return compile_patterns((sites,) if isinstance(sites, str) else sites)(site)
+def _patterns(rule: Tolerance | Known) -> tuple[str, ...]:
+    return (rule.sites,) if isinstance(rule.sites, str) else rule.sites
 
 
-def _any(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def _of_dtype(dtype: str | None, site: SiteResult) -> bool:
+    return dtype is None or site.reference_dtype == site.candidate_dtype == dtype
 
 
 class PreflightPolicy(_Strict, frozen=True, kw_only=True):
@@ -179,7 +160,11 @@ class PreflightPolicy(_Strict, frozen=True, kw_only=True):
     refuse these."""
 
     def allows(self, check: str) -> bool:
-        return _any(check, self.allow) and not _any(check, self.refuse)
+        allowed, refused = (
+            any(fnmatch.fnmatchcase(check, pattern) for pattern in patterns)
+            for patterns in (self.allow, self.refuse)
+        )
+        return allowed and not refused
 
 
 class TokensPolicy(_Strict, frozen=True, kw_only=True):
@@ -255,8 +240,7 @@ def check_bounds(policy: Policy, *, where: str) -> None:
     check_thresholds(policy.thresholds, where=where)
     for number, tolerance in enumerate(policy.tolerance):
         place = f"{where}: tolerance[{number}]"
-        _check_sites(tolerance.sites, place)
-        _check_dtype(tolerance.dtype, place)
+        _check_rule(tolerance, place)
         if not tolerance.limits():
             raise ConfigError(
                 "a tolerance sets no limit", where=place, hint=f"set one of {', '.join(LIMITS)}"
@@ -266,8 +250,7 @@ def check_bounds(policy: Policy, *, where: str) -> None:
             _check_dtype(dtype, f"{where}: tokens.tie_margin")
     for number, known in enumerate(policy.known):
         place = f"{where}: known[{number}]"
-        _check_sites(known.sites, place)
-        _check_dtype(known.dtype, place)
+        _check_rule(known, place)
         if not known.max.limits():
             raise ConfigError(
                 "a known difference has no upper limit",
@@ -284,8 +267,8 @@ def check_bounds(policy: Policy, *, where: str) -> None:
 
 def _numbers(policy: Policy) -> Iterator[tuple[str, str, float]]:
     """(key path, name, value) of each number that RANGES bounds."""
-    yield "min_coverage", "min_coverage", policy.min_coverage
     tokens = policy.tokens
+    yield "min_coverage", "min_coverage", policy.min_coverage
     for name in ("min_equal", "tie_z"):
         if (value := getattr(tokens, name)) is not None:
             yield f"tokens.{name}", name, value
@@ -294,21 +277,24 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, str, float]]:
             yield f"tokens.tie_margin.{dtype}", "tie_margin", value
     elif tokens.tie_margin is not None:
         yield "tokens.tie_margin", "tie_margin", tokens.tie_margin
-    for number, tolerance in enumerate(policy.tolerance):
-        for name, value in tolerance.limits().items():
-            yield f"tolerance[{number}].{name}", name, value
-    for number, known in enumerate(policy.known):
-        for name, value in known.max.limits().items():
-            yield f"known[{number}].max.{name}", name, value
+    for key, all_limits in (
+        ("tolerance[{}]", [tolerance.limits() for tolerance in policy.tolerance]),
+        ("known[{}].max", [known.max.limits() for known in policy.known]),
+    ):
+        for number, limits in enumerate(all_limits):
+            for name, value in limits.items():
+                yield f"{key.format(number)}.{name}", name, value
 
 
-def _check_sites(sites: str | tuple[str, ...], place: str) -> None:
-    if not sites or (not isinstance(sites, str) and not all(sites)):
+def _check_rule(rule: Tolerance | Known, place: str) -> None:
+    patterns = _patterns(rule)
+    if not patterns or not all(patterns):
         raise ConfigError("no site is named", where=f"{place}.sites", hint='"*" means all')
     try:
-        compile_patterns((sites,) if isinstance(sites, str) else sites)
+        compile_patterns(patterns)
     except UsageError as error:
         raise ConfigError(error.message, where=f"{place}.sites", hint=error.hint) from error
+    _check_dtype(rule.dtype, place)
 
 
 def _check_dtype(dtype: str | None, place: str) -> None:
@@ -321,16 +307,12 @@ def _check_dtype(dtype: str | None, place: str) -> None:
         )
 
 
-DEFAULT_POLICY = "ci"
-
-
 def load_policy(policy: Policy | str | os.PathLike[str] | None = None) -> Policy:
     """A policy by path or name; ``None`` is configs/ci.toml."""
     if isinstance(policy, Policy):
         check_bounds(policy, where=policy.name or "the policy")
         return policy
-    wanted = DEFAULT_POLICY if policy is None else policy
-    path = find_config(wanted, what="policy")
+    path = find_config("ci" if policy is None else policy, what="policy")
     loaded = decode(load_toml(path), Policy, where=str(path))
     check_bounds(loaded, where=str(path))
     return msgspec.structs.replace(loaded, name=loaded.name or path.stem)

@@ -12,8 +12,7 @@ Runs that are bit for bit the same have one answer, so one of each such group is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import xxhash
@@ -65,42 +64,36 @@ def fingerprints(runs: Sequence[Run]) -> list[str | None]:
     without any of these sites: of those nothing can be said.
     """
     all_contents = [_contents(run) for run in runs]
-    wanted = sorted(all_contents[0].items(), key=lambda item: item[0])
-    kinds = ["xxh3" if one.digests.xxh3 else "fold" for _, one in wanted]
-    return [_fingerprint(contents, wanted, kinds) for contents in all_contents]
+    first = all_contents[0]
+    kinds = {at: "xxh3" if first[at][1].xxh3 else "fold" for at in sorted(first)}
+    return [_fingerprint(contents, kinds) for contents in all_contents]
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    record: Record
-    digests: Digests
-
-
-def _fingerprint(
-    contents: dict[At, _Content], wanted: Sequence[tuple[At, _Content]], kinds: Sequence[str]
-) -> str | None:
-    state, num_known = xxhash.xxh3_128(), 0
-    for (key, _), kind in zip(wanted, kinds, strict=True):
-        mine = contents.get(key)
-        identity = None
-        if mine is not None:
-            digests, record = getattr(mine.digests, kind), mine.record
-            if digests is None:
-                return None
-            identity = digests, mine.digests.cuts, record.dtype, record.shape, record.positions
-            num_known += 1
-        state.update(repr((key, identity)).encode())
-    return state.hexdigest() if num_known else None
-
-
-def _contents(run: Run) -> dict[At, _Content]:
+def _contents(run: Run) -> dict[At, tuple[Record, Digests]]:
     """By (sample, step, site). A suite's repeat holds as ``replayed`` what a fresh run holds as
     ``free``, and no run holds both of a site."""
     return {
-        (record.sample, record.step, record.site): _Content(record, digests_of(run, record))
+        (record.sample, record.step, record.site): (record, digests_of(run, record))
         for record in run.records
         if record.pass_ in ("free", "replayed")
     }
+
+
+def _fingerprint(
+    contents: Mapping[At, tuple[Record, Digests]], kinds: Mapping[At, str]
+) -> str | None:
+    state, num_known = xxhash.xxh3_128(), 0
+    for at, kind in kinds.items():
+        identity = None
+        if at in contents:
+            record, all_digests = contents[at]
+            digests = getattr(all_digests, kind)
+            if digests is None:
+                return None
+            identity = digests, all_digests.cuts, record.dtype, record.shape, record.positions
+            num_known += 1
+        state.update(repr((at, identity)).encode())
+    return state.hexdigest() if num_known else None
 
 
 def _traits(manifest: Manifest) -> dict[str, str]:

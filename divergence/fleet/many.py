@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from divergence._version import __version__
 from divergence.comparison.api import compare
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results.findings import VerdictKind
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import DivergenceError, FaultError, UsageError
 from divergence.fleet.agreement import (
@@ -66,33 +69,37 @@ def compare_many(
     """
     if not candidates:
         raise UsageError("there is no run to compare with", hint="divergence compare A B C")
-    a = _opened(reference)
-    right = None if truth is None else _opened(truth)
-    if right is not None:
-        _check_truth(right, a)
-    trusted = [_opened(run) for run in one_or_more(floor)]
-    folder = None if reports is None else _folder(reports)
+    first = _opened(reference)
+    float64 = None if truth is None else _opened(truth)
+    if float64 is not None and float64.manifest.settings.compute_dtype is None:
+        raise UsageError(  # said once, whatever it is held against
+            f"{float64.path} is no truth: it was computed in {float64.manifest.model.dtype}",
+            hint=_make_truth(first),
+        )
     options = {
-        "force": force, "name_map": name_map, "floor": trusted, "thresholds": thresholds,
-        "device": device,
+        "force": force, "name_map": name_map, "floor": [_opened(run) for run in one_or_more(floor)],
+        "thresholds": thresholds, "device": device, "progress": progress,
     }  # fmt: skip
+    folder = None if reports is None else _folder(reports)
     with measured_on(device):  # a device that cannot measure is no candidate's fault
         pass
-    fleet = _Fleet(a, right, options, progress)
+    fleet = _Fleet(first, float64, options)
     rows = []
     for number, given in enumerate(candidates):
         if progress is not None:
             progress("runs", number, len(candidates), _path(given))
         row = fleet.row(given)
-        report, row.report = row.report, row.report if keep_reports and folder is None else None
-        if folder is not None and report is not None:
-            row.report_path = str(_write(report, folder, number + 1, _path(given)))
+        if row.report is not None and folder is not None:
+            file = _write(row.report, folder, number + 1, row.path)
+            row = msgspec.structs.replace(row, report=None, report_path=str(file))
+        elif not keep_reports:
+            row = msgspec.structs.replace(row, report=None)
         rows.append(row)
     fleet.check_truth()
     return fleet.matrix(rows)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Member:
     """A run that could be read and compared. ``kind``: the verdict against the first."""
 
@@ -100,17 +107,14 @@ class _Member:
     given: Run | str | Path
     manifest: Manifest
     digest: str | None
-    kind: str | None
+    kind: VerdictKind | None
 
 
 class _Fleet:
-    """The first run, and what is known of the others."""
+    """The first run, and what is known of the others. ``options``: of each comparison."""
 
-    def __init__(
-        self, first: Run, truth: Run | None, options: dict[str, Any], progress: Progress | None
-    ) -> None:
+    def __init__(self, first: Run, truth: Run | None, options: dict[str, Any]) -> None:
         self._first, self._truth, self._options = first, truth, options
-        self._progress = progress
         self._members: list[_Member] = [
             _Member(str(first.path), first, first.manifest, fingerprints([first])[0], None)
         ]
@@ -119,37 +123,26 @@ class _Fleet:
 
     def row(self, given: Run | str | Path) -> MatrixRow:
         """One candidate against the first run; its report is in the row."""
-        row = MatrixRow(path=_path(given))
-        run = None
+        path, summary = _path(given), None
         try:
-            run = _opened(given)
-            row.run = summary_of(run)
-            self._known |= _repeatable(run.manifest)
-            report = compare(
-                self._first, run, truth=self._truth, progress=self._progress, **self._options
-            )
-            digest = fingerprints([self._first, run])[1]
+            with _opened_for_a_while(given) as run:
+                summary = summary_of(run)
+                self._known |= _repeatable(run.manifest)
+                report = compare(self._first, run, truth=self._truth, **self._options)
+                digest = fingerprints([self._first, run])[1]
         except FaultError:
             raise
         except DivergenceError as error:
-            row.problem = str(error)
-            return row
-        finally:
-            if run is not None and not isinstance(given, Run):
-                run.close()
-        _fill(row, report, self._first.manifest.plan.logits_site)
-        self._members.append(_Member(row.path, given, run.manifest, digest, row.verdict))
-        return row
+            return MatrixRow(path=path, run=summary, problem=str(error))
+        self._members.append(_Member(path, given, run.manifest, digest, report.verdict.kind))
+        return _row(path, report, self._first.manifest.plan.logits_site)
 
     def check_truth(self) -> None:
         """After all rows: UsageError for the truth of a run that is none of these."""
-        truth = self._truth
-        if truth is None or truth.manifest.like is None:
-            return
-        like = truth.manifest.like
-        if like not in self._known:
+        like = None if self._truth is None else self._truth.manifest.like
+        if self._truth is not None and like is not None and like not in self._known:
             raise UsageError(
-                f"{truth.path} is the truth of none of these runs ({like})",
+                f"{self._truth.path} is the truth of none of these runs ({like})",
                 hint=_make_truth(self._first),
             )
 
@@ -208,22 +201,16 @@ class _Fleet:
             if known.reference == pivot.path and _same_as(other, known.candidate, self._members):
                 return agrees(known.verdict)
         verdict, problem = None, None
-        runs: list[Run] = []
         try:
-            for one in (pivot, other):
-                runs.append(_opened(one.given))
-                runs[-1].set_fallback(self._first)
-            verdict = compare(
-                *runs, truth=self._truth_of(pivot, other), progress=self._progress, **self._options
-            ).verdict.kind
+            with _opened_for_a_while(pivot.given) as a, _opened_for_a_while(other.given) as b:
+                a.set_fallback(self._first)
+                b.set_fallback(self._first)
+                truth = self._truth_of(pivot, other)
+                verdict = compare(a, b, truth=truth, **self._options).verdict.kind
         except FaultError:
             raise
         except DivergenceError as error:
             problem = str(error)
-        finally:
-            for one, run in zip((pivot, other), runs, strict=False):
-                if not isinstance(one.given, Run):
-                    run.close()
         self._checks.append(
             CrossCheck(reference=pivot.path, candidate=other.path, verdict=verdict, problem=problem)
         )
@@ -235,25 +222,29 @@ class _Fleet:
         return self._truth if self._truth and self._truth.manifest.like in known else None
 
 
-def _fill(row: MatrixRow, report: Report, logits_site: str | None) -> None:
-    """The row's figures, from its report."""
+def _row(path: str, report: Report, logits_site: str | None) -> MatrixRow:
+    """A candidate's figures, from its report."""
     verdict, tokens = report.verdict, report.tokens
-    row.run, row.report = report.candidate, report
-    row.verdict, row.summary, row.confidence = verdict.kind, verdict.summary, verdict.confidence
-    row.onset, row.side = verdict.onset, verdict.side
+    num_tokens = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
     used = [site.limit_usage for site in report.sites if site.limit_usage is not None]
-    row.limit_usage = max(used, default=None)
-    if verdict.kind == "incomparable":
-        row.problem = verdict.summary
-    if tokens is not None and tokens.num_tokens + tokens.num_missing:
-        row.num_equal = tokens.num_equal
-        row.num_tokens = tokens.num_tokens + tokens.num_missing
-    found = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
-    apart = [site.rel_l2 for site in found if site.rel_l2 is not None]
-    if found and len(apart) == len(found):
-        row.logits_rel_l2 = max(apart)
-    if found:
-        row.top1_agreement = _top1(found)
+    logits = [s for s in report.sites if s.site == logits_site and s.pass_ == "free"]
+    apart = [site.rel_l2 for site in logits if site.rel_l2 is not None]
+    return MatrixRow(
+        path=path,
+        run=report.candidate,
+        verdict=verdict.kind,
+        summary=verdict.summary,
+        confidence=verdict.confidence,
+        onset=verdict.onset,
+        side=verdict.side,
+        limit_usage=max(used, default=None),
+        logits_rel_l2=max(apart, default=None) if len(apart) == len(logits) else None,
+        top1_agreement=_top1(logits),
+        num_equal=tokens.num_equal if tokens is not None and num_tokens else None,
+        num_tokens=num_tokens or None,
+        problem=verdict.summary if verdict.kind == "incomparable" else None,
+        report=report,
+    )
 
 
 def _top1(sites: list[SiteResult]) -> float | None:
@@ -285,16 +276,6 @@ def _same_as(member: _Member, path: str, members: list[_Member]) -> bool:
     return any(_identical([member, one]) for one in members if one.path == path)
 
 
-def _check_truth(truth: Run, first: Run) -> None:
-    """What is wrong with it whatever it is held against is said once, and not of each run."""
-    settings = truth.manifest.settings
-    if settings.compute_dtype is None:
-        raise UsageError(
-            f"{truth.path} is no truth: it was computed in {truth.manifest.model.dtype}",
-            hint=_make_truth(first),
-        )
-
-
 def _repeatable(manifest: Manifest) -> set[str | None]:
     """The ids of the runs whose truth may judge this one."""
     return {manifest.id, manifest.plan.anchored_to}
@@ -306,6 +287,17 @@ def _make_truth(first: Run) -> str:
 
 def _opened(run: str | Path | Run) -> Run:
     return unsharded(run if isinstance(run, Run) else Run.open(run))
+
+
+@contextlib.contextmanager
+def _opened_for_a_while(given: str | Path | Run) -> Iterator[Run]:
+    """A run that is closed again, unless it was given open."""
+    run = _opened(given)
+    try:
+        yield run
+    finally:
+        if not isinstance(given, Run):
+            run.close()
 
 
 def _path(run: str | Path | Run) -> str:

@@ -19,7 +19,7 @@ __all__ = ["MATRIX_SCHEMA_VERSION", "AgreementGroup", "CrossCheck", "Matrix", "M
 MATRIX_SCHEMA_VERSION = 1
 
 
-class MatrixRow(msgspec.Struct, kw_only=True):
+class MatrixRow(msgspec.Struct, frozen=True, kw_only=True):
     """One candidate compared with the first run."""
 
     path: str
@@ -65,7 +65,7 @@ class CrossCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Why the two could not be compared; ``verdict`` is then None."""
 
 
-class Matrix(msgspec.Struct, kw_only=True):
+class Matrix(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `compare` for three runs and more. Runs are named by path."""
 
     schema_version: int = MATRIX_SCHEMA_VERSION

@@ -6,6 +6,7 @@ import io
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from divergence.comparison.results.findings import Onset
@@ -95,15 +96,17 @@ def test_quiet_is_who_is_odd(matrix):
 )
 def test_the_first_word(matrix, row, groups, verdicts, word):
     """Nobody is odd: all agree, no majority, or nobody can tell."""
-    matrix.odd, matrix.groups = [], [AgreementGroup(runs=runs) for runs in groups]
-    matrix.rows = [row(name, verdict=kind) for name, kind in zip("bc", verdicts, strict=True)]
+    matrix = msgspec.structs.replace(
+        matrix, odd=[], groups=[AgreementGroup(runs=runs) for runs in groups],
+        rows=[row(name, verdict=kind) for name, kind in zip("bc", verdicts, strict=True)],
+    )  # fmt: skip
     assert text_of(matrix_headline(matrix)).startswith(f"{word}: ")
 
 
 def test_a_long_list_keeps_what_does_not_agree(matrix, row):
     """Hundreds of machines: the odd one is seen, the healthy ones are counted, --all shows them."""
     fleet = [row(f"runs/host-{number}", limit_usage=number / 1000) for number in range(300)]
-    matrix.rows = [*fleet, *matrix.rows]
+    matrix = msgspec.structs.replace(matrix, rows=[*fleet, *matrix.rows])
     said = text_of(matrix_lines(matrix))
     assert len(said.splitlines()) < MAX_ROWS
     assert "runs/host-[17]" in said

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from divergence.comparison.measured import is_probe
-from divergence.comparison.results.findings import Evidence, PreflightLine, figure
+from divergence.comparison.results.findings import Evidence, PreflightLine, figure, list_names
 from divergence.numerics.formats import FORMATS
 from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Manifest
@@ -68,23 +68,18 @@ class Explained:
 
     def brief(self) -> list[Evidence]:
         """A few lines, for a report on something else."""
+        lines = list(self.evidence[:_MOST_LINES])
         rest = len(self.evidence) - _MOST_LINES
-        more = (
-            [
-                Evidence(
-                    text=f"{rest} more differences of arithmetic; inspect -v lists a run's facts"
-                )
-            ]
-            if rest > 0
-            else []
-        )
-        return [*self.evidence[:_MOST_LINES], *more]
+        if rest > 0:
+            more = f"{rest} more differences of arithmetic; inspect -v lists a run's facts"
+            lines.append(Evidence(text=more))
+        return lines
 
 
 def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
     """Hold the facts of two runs side by side. Facts on 16-bit formats that neither run
     computes in are left out, unless the runs are probes."""
-    one, two = _facts(a), _facts(b)
+    one, two = ({fact.name: fact for fact in m.arithmetic} for m in (a, b))
     if not one and not two:
         return Explained()
     names = [name for name in one if name in two]
@@ -117,10 +112,7 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
         status="differs" if differ else "same",
         reference=count_of(len(names), "fact"),
         candidate=f"{len(differ)} of them differ" if differ else count_of(len(names), "fact"),
-        detail="; ".join(
-            part for part in (told, f"{unsure} not verified" if unsure else "") if part
-        )
-        or None,
+        detail="; ".join(filter(None, (told, f"{unsure} not verified" if unsure else ""))) or None,
     )
     precise = [name for name in differ if _is_precision(one[name], two[name])]
     return replace(found, lines=[line], evidence=evidence, precise=precise)
@@ -143,10 +135,6 @@ def sentences(pairs: Sequence[FactPair], found: Explained) -> list[Evidence]:
 def count_of(number: int, name: str) -> str:
     """``1 fact``, ``2 facts``."""
     return f"{number} {name}" + ("" if number == 1 else "s")
-
-
-def _facts(manifest: Manifest) -> dict[str, ArithmeticFact]:
-    return {fact.name: fact for fact in manifest.arithmetic}
 
 
 def _format(fact: ArithmeticFact) -> str:
@@ -175,23 +163,22 @@ def _grouped(pairs: Sequence[FactPair]) -> list[list[FactPair]]:
 
 def _evidence(pairs: list[FactPair], widths: Mapping[str, FactPair]) -> Evidence:
     a, b = pairs[0]
-    where = _subjects([pair[0].subject for pair in pairs])
+    where = list_names([pair[0].subject for pair in pairs], _MOST_SUBJECTS)
     if a.probe == "order":
         return _order_evidence(a, b, where, widths)
     if a.probe == "input bits":
         return Evidence(text=f"{where}: {_kept(a, b)}")
     if a.probe == "ulp":
         worst = max(pairs, key=lambda pair: max(fact.numbers.get("worst", 0.0) for fact in pair))
-        (x, y), unit = worst, "ulp at worst"
+        x, y = (_number(fact, "worst") for fact in worst)
         return Evidence(
-            text=f"{where}: other bits; {x.subject}: {_worst(x)} {unit} in the reference, "
-            f"{_worst(y)} in the candidate",
-            values={"reference_ulp": _number(x, "worst"), "candidate_ulp": _number(y, "worst")},
+            text=f"{where}: other bits; {worst[0].subject}: {x:.3g} ulp at worst in the reference, "
+            f"{y:.3g} in the candidate",
+            values={"reference_ulp": x, "candidate_ulp": y},
         )
-    say = _SAYINGS.get(a.probe, "{}")
-    return Evidence(
-        text=f"{where}: {say.format(_lower(a))} in the reference, {_lower(b)} in the candidate"
-    )
+    one, two = (_WORDS.get(fact.value, fact.value) for fact in (a, b))
+    said = _SAYINGS.get(a.probe, "{}").format(one)
+    return Evidence(text=f"{where}: {said} in the reference, {two} in the candidate")
 
 
 _SAYINGS = {
@@ -207,15 +194,6 @@ _WORDS = {
 }
 
 
-def _lower(fact: ArithmeticFact) -> str:
-    return _WORDS.get(fact.value, fact.value)
-
-
-def _subjects(names: list[str]) -> str:
-    rest = len(names) - _MOST_SUBJECTS
-    return ", ".join(names[:_MOST_SUBJECTS]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _kept(a: ArithmeticFact, b: ArithmeticFact) -> str:
     """Both sides' input bits, the coarser one first."""
     sides = [("the reference", a), ("the candidate", b)]
@@ -228,10 +206,6 @@ def _number(fact: ArithmeticFact, name: str) -> float:
     return fact.numbers.get(name, math.nan)
 
 
-def _worst(fact: ArithmeticFact) -> str:
-    return f"{_number(fact, 'worst'):.3g}"
-
-
 def _order_evidence(
     a: ArithmeticFact, b: ArithmeticFact, where: str, widths: Mapping[str, FactPair]
 ) -> Evidence:
@@ -242,16 +216,12 @@ def _order_evidence(
     }
     values = {f"{name}_w": w for name, w in ws.items() if w is not None and math.isfinite(w)}
     told = ", ".join(f"{name.replace('_w', ' W')} {figure(w, 2)}" for name, w in values.items())
-    told = f": {told}" if told else ""
     if told and FORMATS[_format(a)].itemsize < 4:
         told += f", most of it from storing in {_format(a)}"
+    text = f"{where}: the reference adds {a.value}, the candidate {b.value}"
     if a.value == b.value:
-        return Evidence(
-            text=f"{where}: both add as {a.value}, but other terms stand together{told}",
-            values=values,
-        )
-    text = f"{where}: the reference adds {a.value}, the candidate {b.value}{told}"
-    return Evidence(text=text, values=values)
+        text = f"{where}: both add as {a.value}, but other terms stand together"
+    return Evidence(text=f"{text}: {told}" if told else text, values=values)
 
 
 def expected_w(
@@ -271,11 +241,10 @@ def expected_w(
     errors = []
     for fact, width in zip((a, b), accumulators, strict=True):
         terms, partials = _number(fact, "terms"), _number(fact, "partials")
-        sure = width is not None and width.verified
-        bits = width.numbers.get("bits", 24.0) if sure and width else 24.0
-        cut = width.numbers.get("cut", 0.0) if sure and width else 0.0
-        if cut or _number(fact, "widest") > 2:
+        known = width.numbers if width is not None and width.verified else {}
+        if known.get("cut", 0.0) or _number(fact, "widest") > 2:
             return None
+        bits = known.get("bits", 24.0)
         rounded = terms if _number(fact, "rounded_products") == 1 else 0.0
         error = 4.0**-bits * (partials + rounded)
         if out.mantissa_bits + 1 < bits:

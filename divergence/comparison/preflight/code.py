@@ -13,12 +13,10 @@ agrees: so it looks where the candidate's code made it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from divergence.comparison.results.findings import Evidence, PreflightLine, Verdict
+from divergence.comparison.results.findings import Evidence, PreflightLine, Verdict, list_names
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import CodeNote, Manifest
 from divergence.run.schema.site import starred
@@ -48,11 +46,9 @@ class CodeDifference:
     def concerns(self, block: str) -> bool:
         """Does a module of this class lie in ``block``, or is it that?"""
         if self.paths:
-            return any(path == block or path.startswith(f"{block}.") for path in self.paths)
-        if not self.places:
-            return True  # torch's own functions: wherever they are called
-        inside = starred(block)
-        return any(one == inside or one.startswith(f"{inside}.") for one in self.places)
+            return any(_lies_in(path, block) for path in self.paths)
+        # without places, torch's own functions: wherever they are called
+        return not self.places or any(_lies_in(one, starred(block)) for one in self.places)
 
 
 def code_line(a: Manifest, b: Manifest) -> PreflightLine:
@@ -65,14 +61,9 @@ def code_line(a: Manifest, b: Manifest) -> PreflightLine:
     shown = [f"{len(code)} classes of module" for code in (one, two)]
     if not found:
         return PreflightLine(check="code", status="same", reference=shown[0], candidate=shown[1])
-    texts = [difference.text for difference in found if difference.deliberate]
-    plain = [difference for difference in found if not difference.deliberate]
-    if plain:
-        texts.append(_counted(plain, a, b))
-    more = len(texts) - _MOST
     return PreflightLine(
         check="code", status="differs", reference=shown[0], candidate=shown[1],
-        detail="; ".join(texts[:_MOST]) + (f"; and {more} more" if more > 0 else ""),
+        detail=list_names(_texts(found, a, b), _MOST, "; "),
     )  # fmt: skip
 
 
@@ -85,14 +76,15 @@ def code_evidence(a: Manifest, b: Manifest, block: str | None) -> list[Evidence]
     found = code_differences(a, b)
     if block is None:
         return [Evidence(text=f"other code: {one.text}") for one in found if one.deliberate][:_MOST]
-    here = [one for one in found if one.concerns(block)]
-    texts = [one.text for one in here if one.deliberate]
-    plain = [one for one in here if not one.deliberate]
-    if plain:
-        texts.append(_counted(plain, a, b))
-    if not texts:
-        return []
-    return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts[:_MOST]]
+    texts = _texts([one for one in found if one.concerns(block)], a, b)[:_MOST]
+    return [Evidence(text=f"the onset's block runs other code: {text}") for text in texts]
+
+
+def _texts(found: Sequence[CodeDifference], a: Manifest, b: Manifest) -> list[str]:
+    """What was replaced, one by one, then the differences of text together."""
+    texts = [one.text for one in found if one.deliberate]
+    plain = [one for one in found if not one.deliberate]
+    return [*texts, _counted(plain, a, b)] if plain else texts
 
 
 def code_differences(a: Manifest, b: Manifest) -> list[CodeDifference]:
@@ -116,38 +108,34 @@ def _of_class(name: str, a: CodeNote, b: CodeNote) -> list[CodeDifference]:
     places = sorted({*a.places, *b.places})
     found: list[CodeDifference] = []
 
-    def add(text: str, *, deliberate: bool, paths: Sequence[str] = ()) -> None:
+    def add(text: str, *, deliberate: bool = True, paths: Sequence[str] = ()) -> None:
         found.append(
-            CodeDifference(
-                name=name, text=text, deliberate=deliberate, places=places, paths=paths
-            )
-        )  # fmt: skip
+            CodeDifference(name=name, text=text, deliberate=deliberate, places=places, paths=paths)
+        )
 
-    odd = [path for path in {**a.odd, **b.odd} if a.odd.get(path) != b.odd.get(path)]
+    odd = _differing(a.odd, b.odd)
     only_odd = sorted(odd) if a.digest == b.digest else []
     for side, mine, other in (("reference", a, b), ("candidate", b, a)):
         for text in mine.replaced:
             if text not in other.replaced:
-                add(f"{text} on the {side}", deliberate=True, paths=only_odd)
-        told, there = _wrappers(mine), _wrappers(other)
-        for text in told:
+                add(f"{text} on the {side}", paths=only_odd)
+        there = _wrappers(other)
+        for text in _wrappers(mine):
             if text not in there:
-                add(f"{name}: {text}, on the {side}", deliberate=True)
+                add(f"{name}: {text}, on the {side}")
     for key in a.attributes:
         if key in b.attributes and a.attributes[key] != b.attributes[key]:
-            add(f"{name}.{key} {a.attributes[key]} / {b.attributes[key]}", deliberate=True)
+            add(f"{name}.{key} {a.attributes[key]} / {b.attributes[key]}")
     if a.compiled != b.compiled:
-        said = [one or "not compiled" for one in (a.compiled, b.compiled)]
-        add(
-            f"{name}: {said[0]} on the reference, {said[1]} on the candidate", deliberate=True
-        )  # fmt: skip
+        one, two = (note.compiled or "not compiled" for note in (a, b))
+        add(f"{name}: {one} on the reference, {two} on the candidate")
     if found:
         return found
     names = _functions(a, b)
     if a.digest != b.digest or odd or names:
         which = ", ".join(names[:_MOST]) or "forward"
         where = f" in {', '.join(only_odd[:_MOST])}" if only_odd else ""
-        by = _replaced_in_both(a, b)
+        by = f" (replaced in both: {a.replaced[0]})" if a.replaced and b.replaced else ""
         add(f"{name}: other code of {which}{where}{by}", deliberate=bool(by), paths=only_odd)
     return found
 
@@ -162,10 +150,6 @@ def _functions(a: CodeNote, b: CodeNote) -> list[str]:
         if a.functions.get(name) != b.functions.get(name)
         and not (name.endswith("]") and (name not in a.functions or name not in b.functions))
     ]
-
-
-def _replaced_in_both(a: CodeNote, b: CodeNote) -> str:
-    return f" (replaced in both: {a.replaced[0]})" if a.replaced and b.replaced else ""
 
 
 def _wrappers(note: CodeNote) -> list[str]:
@@ -199,8 +183,7 @@ def _counted(found: Sequence[CodeDifference], a: Manifest, b: Manifest) -> str:
     by = f" ({', '.join(versions)})" if versions else ""
     if len(found) <= _MOST:
         return "; ".join(one.text for one in found) + by
-    names = ", ".join(one.name for one in found[:_MOST])
-    return f"other code in {len(found)} classes{by}: {names} and {len(found) - _MOST} more"
+    return f"other code in {len(found)} classes{by}: {list_names([d.name for d in found], _MOST)}"
 
 
 def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[str]:
@@ -209,22 +192,21 @@ def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[s
     Empty where a run does not say. A class that one run alone has counts where something was
     replaced in it.
     """
-    mine, theirs = _code(one), _code(two)
+    mine, theirs = one.model.code, two.model.code
     if not mine or not theirs:
         return []
     found: list[str] = []
     for name in sorted({*mine, *theirs}):
-        a, b = mine.get(name), theirs.get(name)
-        if a is not None and b is not None:
-            odd = _differing(_odd(a), _odd(b))
-            if a.digest != b.digest:
-                if any(_concerns(n, name, m, block) for n, m in ((a, one), (b, two))):
-                    found.append(name)
-            elif any(_lies_in(path, block) for path in odd):
-                found.append(name)
-            continue
-        note, manifest = (b, two) if a is None else (a, one)
-        if getattr(note, "replaced", ()) and _concerns(note, name, manifest, block):
+        notes = [(code[name], m) for code, m in ((mine, one), (theirs, two)) if name in code]
+        here = any(_concerns(note, name, manifest, block) for note, manifest in notes)
+        if len(notes) == 1:
+            differs = bool(notes[0][0].replaced) and here
+        elif mine[name].digest != theirs[name].digest:
+            differs = here
+        else:
+            odd = _differing(mine[name].odd, theirs[name].odd)
+            differs = any(_lies_in(path, block) for path in odd)
+        if differs:
             found.append(name)
     return found
 
@@ -232,21 +214,11 @@ def other_code(one: Manifest, two: Manifest, block: str | None = None) -> list[s
 def replaced_in(manifest: Manifest, block: str | None) -> list[str]:
     """Code put in the place of a class' own: of the modules inside ``block``, or of all."""
     found: list[str] = []
-    for name, note in _code(manifest).items():
-        odd = [path for path in _odd(note) if _lies_in(path, block)]
-        if odd or (not _odd(note) and _concerns(note, name, manifest, block)):
-            found += list(getattr(note, "replaced", ())) or [f"{name} in {path}" for path in odd]
+    for name, note in manifest.model.code.items():
+        odd = [path for path in note.odd if _lies_in(path, block)]
+        if odd or (not note.odd and _concerns(note, name, manifest, block)):
+            found += note.replaced or [f"{name} in {path}" for path in odd]
     return found
-
-
-def _code(manifest: Manifest) -> dict[str, Any]:
-    """Notes on the code by class of module; empty where the run does not say."""
-    return getattr(manifest.model, "code", None) or {}
-
-
-def _odd(note: Any) -> dict[str, str]:
-    """Modules of a class that run other code than most, by path."""
-    return getattr(note, "odd", None) or {}
 
 
 def _differing(a: dict[str, str], b: dict[str, str]) -> list[str]:
@@ -257,15 +229,13 @@ def _lies_in(path: str, block: str | None) -> bool:
     return block is None or path == block or path.startswith(f"{block}.")
 
 
-def _concerns(note: Any, name: str, manifest: Manifest, block: str | None) -> bool:
+def _concerns(note: CodeNote, name: str, manifest: Manifest, block: str | None) -> bool:
     """May a module of this class run in ``block``? Where its places are not recorded, by the
     classes of the recorded modules; functions of torch run everywhere."""
-    places = getattr(note, "places", None)
-    if block is None or getattr(note, "origin", None) == "torch":
+    if block is None or note.origin == "torch":
         return True
-    if places:
-        starred = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", block)
-        return any(_lies_in(place, starred) for place in places)
+    if note.places:
+        return any(_lies_in(place, starred(block)) for place in note.places)
     kinds = {
         module.kind.partition("/")[0]
         for path, module in manifest.plan.modules.items()
@@ -277,28 +247,20 @@ def _concerns(note: Any, name: str, manifest: Manifest, block: str | None) -> bo
 def why_no_side(verdict: Verdict, truth: Run, a: Manifest, b: Manifest) -> str | None:
     """Why the truth cannot tell the side that the verdict names; None where it can."""
     if verdict.side == "reference" and verdict.kind in ("localized", "systematic", "drift"):
-        return _unknown_owner(truth.manifest, a if truth.manifest.like != b.id else b)
-    if verdict.side == "candidate":
-        return _whose_code(a, b, None if verdict.onset is None else verdict.onset.block)
-    return None
-
-
-def _unknown_owner(truth: Manifest, own: Manifest) -> str | None:
-    codes = [getattr(one.model, "code", None) for one in (truth, own)]
-    if None in codes or all(codes):  # not recorded by this format, or held against each other
+        own = a if truth.manifest.like != b.id else b
+        if own.model.code and truth.manifest.model.code:  # held against each other
+            return None
+        return (
+            "the truth is far from the reference and near the candidate: so a faulty reference "
+            "looks, and so does a truth that the candidate's code made. The runs do not tell their "
+            "code, so no side is named: make the truth again on the reference's machine"
+        )
+    if verdict.side != "candidate":
         return None
-    return (
-        "the truth is far from the reference and near the candidate: so a faulty reference looks, "
-        "and so does a truth that the candidate's code made. The runs do not tell their code, so "
-        "no side is named: make the truth again on the reference's machine"
-    )
-
-
-def _whose_code(a: Manifest, b: Manifest, block: str | None) -> str | None:
-    names = other_code(a, b, block)
-    if not names or (replaced_in(b, block) and not replaced_in(a, block)):
+    block = None if verdict.onset is None else verdict.onset.block
+    names, mine = other_code(a, b, block), replaced_in(a, block)
+    if not names or (replaced_in(b, block) and not mine):
         return None
-    mine = replaced_in(a, block)
     return (
         f"the sides run different code ({', '.join(names[:4])}), and the truth has the "
         "reference's: by it the candidate is off, but whose code is right it cannot tell"

@@ -12,14 +12,14 @@ from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.models import (
     block_lines,
     config_line,
-    list_names,
     match_parameters,
     template_cause,
     text_cause,
     tokenizer_cause,
     weight_causes,
 )
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
+from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, Switch
 

@@ -25,17 +25,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from divergence.comparison.align.names import NameMap, find_prefix
-from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
 from divergence.run.schema.manifest import ConfigValue, Manifest, ModelIdentity, SampleTokens
 from divergence.run.schema.site import starred, unescape_path
 
 __all__ = [
     "Matching", "block_lines", "config_differences", "config_line", "first_difference",
-    "list_names", "match_parameters", "template_cause", "text_cause", "tokenizer_cause",
+    "match_parameters", "template_cause", "text_cause", "tokenizer_cause",
     "weight_causes",
 ]  # fmt: skip
 
-_NAMED = 5  # names listed in a line
 _MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another
 
 
@@ -62,10 +61,15 @@ class Matching:
         """How names were read, and what is left on which side."""
         parts = [f"{one or '(nothing)'} read as {two or '(nothing)'}" for one, two in self.prefixes]
         parts += ["by the name map"] if self.mapped else []
-        for side, names in zip(("reference", "candidate"), self.alone, strict=True):
-            if names:
-                parts.append(f"{len(names)} only in the {side}: {list_names(names)}")
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.left_over()])
+
+    def left_over(self) -> list[str]:
+        """What is left on which side."""
+        return [
+            f"{len(names)} only in the {side}: {list_names(names)}"
+            for side, names in zip(("reference", "candidate"), self.alone, strict=True)
+            if names
+        ]
 
 
 def match_parameters(
@@ -77,7 +81,7 @@ def match_parameters(
     taken: set[str] = set()
     if names is not None:
         for name in a:
-            other = _mapped(names, name)
+            other = names(f"{name}:out").rpartition(":")[0]  # a map names modules
             if other != name and other in b and other not in taken:
                 pairs[name] = other
                 taken.add(other)
@@ -113,23 +117,17 @@ def match_parameters(
     )
 
 
-def _mapped(names: NameMap, parameter: str) -> str:
-    """A map names modules; a parameter's name ends in its own."""
-    return names(f"{parameter}:out").rpartition(":")[0]
-
-
 def _beside(
     names: list[str], digests: Mapping[str, str], matched: Collection[str], prefixes: list[str]
 ) -> list[str]:
     """Those that may be there or not: heads, and copies of what is matched."""
-    found = []
-    for name in names:
-        numbered = any(part.isdecimal() for part in name.split("."))
+
+    def may_be(name: str) -> bool:
         is_copy = digests[name] in matched
-        is_outside = any(one and not name.startswith(one) for one in prefixes)
-        if not numbered and (is_copy or is_outside):
-            found.append(name)
-    return found
+        return is_copy or any(one and not name.startswith(one) for one in prefixes)
+
+    numbered = {name for name in names if any(part.isdecimal() for part in name.split("."))}
+    return [name for name in names if name not in numbered and may_be(name)]
 
 
 def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[PreflightLine]:
@@ -137,45 +135,30 @@ def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[Preflig
     do not tell. By the modules that were hooked, so also where digests cannot be compared."""
     if not (_tells_blocks(a) and _tells_blocks(b)):
         return []
-    ours, theirs = _blocks(a), _blocks(b)
-    digests = {path: "" for path in ours}, {path: "" for path in theirs}
-    found = match_parameters(*digests, names)
-    alone = [*found.alone[0], *found.alone[1]]
-    if not alone:
+    ours, theirs = (
+        [unescape_path(path) for path, note in one.plan.modules.items() if note.role == "block"]
+        for one in (a, b)
+    )
+    found = match_parameters(dict.fromkeys(ours, ""), dict.fromkeys(theirs, ""), names)
+    parts = found.left_over()
+    if not parts:
         return []
-    parts = [
-        f"{len(left)} only in the {side}: {list_names(left)}"
-        for side, left in zip(("reference", "candidate"), found.alone, strict=True)
-        if left
-    ]
+    # all under other names: no architecture's difference, and nothing to compare them by
+    status: PreflightStatus = "differs"
+    if found.pairs or len(ours) != len(theirs):
+        status = "blocking"
     return [
         PreflightLine(
-            check="blocks",
-            # all under other names: no architecture's difference, and nothing to compare them by
-            status="blocking" if found.pairs or len(ours) != len(theirs) else "differs",
-            reference=str(len(ours)),
-            candidate=str(len(theirs)),
+            check="blocks", status=status, reference=str(len(ours)), candidate=str(len(theirs)),
             detail="; ".join(parts),
         )
-    ]
+    ]  # fmt: skip
 
 
 def _tells_blocks(manifest: Manifest) -> bool:
     """Did the capture put a hook on every block, and on this machine alone?"""
     sites = manifest.plan.sites
     return manifest.mesh is None and ("blocks" in sites or "modules" in sites)
-
-
-def _blocks(manifest: Manifest) -> list[str]:
-    return [
-        unescape_path(path) for path, note in manifest.plan.modules.items() if note.role == "block"
-    ]
-
-
-def list_names(names: list[str]) -> str:
-    """The first few, and how many more."""
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 _MOST = 6
@@ -192,9 +175,7 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     if a.model.config and b.model.config:
         found, moved = config_differences(a.model.config, b.model.config)
         if found:
-            more = len(found) - _MOST
-            status = "differs"
-            detail = "; ".join(found[:_MOST]) + (f"; and {more} more" if more > 0 else "")
+            status, detail = "differs", list_names(found, _MOST, "; ")
         elif moved and not same:
             status, detail = "same", f"the same values, {moved} of them under other keys"
         elif not same:
@@ -227,10 +208,8 @@ def config_differences(
             found.append(f"{leaf} {_text(one)} / {_text(two)} ({key}, there {there[0]})")
     for side, only in (("reference", only_a), ("candidate", only_b)):
         if only:
-            texts = [f"{key}={_text(value)}" for key, value in list(only.items())[:_MOST]]
-            more = len(only) - len(texts)
-            told = ", ".join(texts) + (f" and {more} more" if more > 0 else "")
-            found.append(f"only in the {side}: {told}")
+            texts = [f"{key}={_text(value)}" for key, value in only.items()]
+            found.append(f"only in the {side}: {list_names(texts, _MOST)}")
     return found, moved
 
 
@@ -249,11 +228,8 @@ _CONTEXT = 24
 
 def weight_causes(a: ModelIdentity, b: ModelIdentity) -> list[str]:
     """What the names and digests of two models' weights look like."""
-    return [
-        text
-        for text in (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b))
-        if text is not None
-    ]
+    causes = (_adapters(a, b), _vocabulary(a, b), _tied(a, b), _trained(a, b))
+    return [text for text in causes if text is not None]
 
 
 def _adapters(a: ModelIdentity, b: ModelIdentity) -> str | None:

@@ -6,6 +6,7 @@ verdict of them. Everything here is frozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from divergence.words import SideBothOrNeither
 
 __all__ = [
     "Check", "Claim", "Evidence", "Finding", "Onset", "PreflightLine", "PreflightStatus", "Role",
-    "SiteKey", "Verdict", "VerdictKind", "figure",
+    "SiteKey", "Verdict", "VerdictKind", "figure", "list_names",
 ]  # fmt: skip
 
 VerdictKind = Literal[
@@ -172,3 +173,10 @@ _LONG = 9999.5
 def figure(value: float, digits: int = 1) -> str:
     """``6.8``, ``1204.6``; ``4.0e+08`` where more digits would say nothing."""
     return f"{value:.{digits}f}" if abs(value) < _LONG or value != value else f"{value:.1e}"
+
+
+def list_names(names: Sequence[str], most: int = 5, by: str = ", ") -> str:
+    """The first few, and how many more."""
+    rest = len(names) - most
+    last = "; and" if by == "; " else " and"
+    return by.join(names[:most]) + (f"{last} {rest} more" if rest > 0 else "")

@@ -1,15 +1,18 @@
 """Preflight: were the two runs the same experiment at all?
 
-A difference that explains everything is reported before any number. Blocking are
-other weights and other prompt tokens: what follows would compare two different
-computations. Everything else that differs is shown, because it may be the cause.
+A difference that explains everything is reported before any number. Other weights and other prompt
+tokens are blocking: what follows would compare two different computations. Everything else that
+differs is shown, because it may be the cause.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from divergence.comparison.align.names import NameMap
 from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.models import (
+    Matching,
     block_lines,
     config_line,
     match_parameters,
@@ -19,13 +22,11 @@ from divergence.comparison.preflight.models import (
     weight_causes,
 )
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
-from divergence.run.ranks.mesh import describe_mesh
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest, Switch
+from divergence.run.schema.manifest import Manifest, ModelIdentity, Switch
 
 __all__ = ["preflight"]
 
-_NAMED = 5  # machines named in a line
 _LIBRARIES = ("torch", "transformers")
 
 
@@ -35,67 +36,46 @@ def preflight(
     """One line a check, in order of how much it explains. ``names``: the name map that the
     comparison uses."""
     a, b = reference.manifest, candidate.manifest
-    lines = [
+    one, two = a.model, b.model
+    here, there = a.environment, b.environment
+    dtypes = "compared in the wider of the two" if one.dtype != two.dtype else None
+    return [
         code_line(a, b),
         _weights(a, b, names),
         *block_lines(a, b, names),
-        _same("model class", a.model.model_class, b.model.model_class),
+        _same("model class", one.model_class, two.model_class),
         config_line(a, b),
-        _same("quantization", a.model.quantization or "none", b.model.quantization or "none"),
+        _same("quantization", one.quantization or "none", two.quantization or "none"),
         _prompt_ids(a, b),
+        _digests("tokenizer", one.tokenizer_digest, two.tokenizer_digest, tokenizer_cause(a, b)),
         _digests(
-            "tokenizer", a.model.tokenizer_digest, b.model.tokenizer_digest, tokenizer_cause(a, b)
-        ),
-        _digests(
-            "chat template",
-            a.model.chat_template_digest,
-            b.model.chat_template_digest,
+            "chat template", one.chat_template_digest, two.chat_template_digest,
             template_cause(a, b),
         ),
         _generated_ids(a, b),
-        _same(
-            "dtype",
-            a.model.dtype,
-            b.model.dtype,
-            "compared in the wider of the two" if a.model.dtype != b.model.dtype else None,
-        ),
-        _same(
-            "attention",
-            a.model.attn_implementation or "none",
-            b.model.attn_implementation or "none",
-        ),
+        _same("dtype", one.dtype, two.dtype, dtypes),
+        _same("attention", one.attn_implementation or "none", two.attn_implementation or "none"),
         _same("batch shape", _batches(a), _batches(b)),
         _switches(a, b),
         _repeatable(a, b),
         _same("device", _device(a), _device(b)),
         *_fallbacks(a, b),
-        _same("driver", a.environment.driver or "-", b.environment.driver or "-"),
-        _same("runtime", a.environment.runtime or "-", b.environment.runtime or "-"),
-        _same(
-            "cpu",
-            f"{a.environment.cpu} {a.environment.cpu_capability}",
-            f"{b.environment.cpu} {b.environment.cpu_capability}",
-        ),
-        *_recorded("cpu model", a.environment.cpu_model, b.environment.cpu_model),
-        *_recorded("architecture", a.environment.architecture, b.environment.architecture),
+        _same("driver", here.driver or "-", there.driver or "-"),
+        _same("runtime", here.runtime or "-", there.runtime or "-"),
+        _same("cpu", f"{here.cpu} {here.cpu_capability}", f"{there.cpu} {there.cpu_capability}"),
+        *_recorded("cpu model", here.cpu_model, there.cpu_model),
+        *_recorded("architecture", here.architecture, there.architecture),
         *_build(a, b),
-        _same("threads", str(a.environment.num_threads), str(b.environment.num_threads)),
-        *(_library(name, a, b) for name in _libraries(a, b)),
+        _same("threads", str(here.num_threads), str(there.num_threads)),
+        *_libraries(a, b),
         _variables(a, b),
-        _same(
-            "planted faults", ", ".join(a.plan.plants) or "none", ", ".join(b.plan.plants) or "none"
-        ),
-        *_substituted(a, b),
+        _named("planted faults", a.plan.plants, b.plan.plants),
+        # results of another run in the place of a run's own
+        *([_named("substituted operators", a.plan.substitutes, b.plan.substitutes)]
+          if a.plan.substitutes or b.plan.substitutes else []),
         *_meshes(a, b),
         _complete(a, b),
-    ]
-    return lines
-
-
-def _substituted(a: Manifest, b: Manifest) -> list[PreflightLine]:
-    """Results of another run in the place of a run's own; nothing where there are none."""
-    mine, theirs = (", ".join(one.plan.substitutes) or "none" for one in (a, b))
-    return [_same("substituted operators", mine, theirs)] if (mine, theirs) != ("none",) * 2 else []
+    ]  # fmt: skip
 
 
 def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
@@ -103,8 +83,8 @@ def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:
     one, two = a.settings.cpu_fallbacks, b.settings.cpu_fallbacks
     if not one and not two:
         return []
-    return [_same("operators on the CPU", list_names(one) or "none", list_names(two) or "none",
-                  "there the device has no kernel")]  # fmt: skip
+    shown = list_names(one) or "none", list_names(two) or "none"
+    return [_same("operators on the CPU", *shown, "there the device has no kernel")]
 
 
 def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
@@ -115,7 +95,7 @@ def _meshes(a: Manifest, b: Manifest) -> list[PreflightLine]:
     detail = None
     if odd:
         labels = list(dict.fromkeys(one.label for one in odd[0].environments))
-        detail = "its ranks ran on unlike machines: " + ", ".join(labels[:_NAMED])
+        detail = "its ranks ran on unlike machines: " + ", ".join(labels[:5])
     return [_same("ranks", a.processes, b.processes, detail)]
 
 
@@ -126,8 +106,13 @@ def _same(check: str, a: str, b: str, detail: str | None = None) -> PreflightLin
     )  # fmt: skip
 
 
+def _named(check: str, a: Sequence[str], b: Sequence[str]) -> PreflightLine:
+    return _same(check, ", ".join(a) or "none", ", ".join(b) or "none")
+
+
 def _digests(check: str, a: str | None, b: str | None, cause: str | None) -> PreflightLine:
-    return _same(check, _short(a), _short(b), cause if None not in (a, b) and a != b else None)
+    one, two = ("none" if digest is None else digest[:12] for digest in (a, b))
+    return _same(check, one, two, cause if None not in (a, b) and a != b else None)
 
 
 def _recorded(check: str, a: str | None, b: str | None) -> list[PreflightLine]:
@@ -145,62 +130,58 @@ def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
     return [_same("torch build", shown[0] or "-", shown[1] or "-")]
 
 
-def _short(digest: str | None) -> str:
-    return "none" if digest is None else digest[:12]
-
-
 def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     one, two = a.model, b.model
+    status, detail = _weights_differ(one, two, match_parameters(one.digests, two.digests, names))
+    if status != "same":
+        detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
+    return PreflightLine(
+        check="weights", status=status, detail=detail,
+        reference=f"{one.digest[:12]} ({one.dtype})", candidate=f"{two.digest[:12]} ({two.dtype})",
+    )  # fmt: skip
+
+
+def _weights_differ(
+    a: ModelIdentity, b: ModelIdentity, found: Matching
+) -> tuple[PreflightStatus, str | None]:
+    """(status, detail) of two models' weights. ``found``: their parameters by name."""
     detail = None
-    status: PreflightStatus = "same"
-    shown = f"{one.digest[:12]} ({one.dtype})", f"{two.digest[:12]} ({two.dtype})"
-    if one.missing or two.missing:
-        missing = one.missing or two.missing
+    if missing := a.missing or b.missing:
         detail = (
             f"{len(missing)} parameters were missing from the checkpoint and are random: "
             + list_names(missing)
         )
-    unknown = _offloaded(one.digests, two.digests)
-    found = match_parameters(one.digests, two.digests, names)
-    digested = bool(one.digests and two.digests)
-    if one.digest != two.digest and unknown and one.dtype == two.dtype:
-        status, detail = "differs", f"{len(unknown)} offloaded parameters were not digested"
-    elif one.digest != two.digest:
-        if one.dtype != two.dtype:
-            rounded = (one.rounded_digests.get(two.dtype), two.rounded_digests.get(one.dtype))
-            if one.digest == rounded[1] or two.digest == rounded[0]:
-                detail = (
-                    f"the same weights, rounded from {one.dtype} to {two.dtype}"
-                    if (rounded[0] == two.digest)
-                    else f"the same weights, rounded from {two.dtype} to {one.dtype}"
-                )
-            elif digested and not found.is_one_to_one:
-                status, detail = "blocking", f"other parameters: {found.describe()}"
-            elif set(one.digests) != set(two.digests):
-                status, detail = "differs", "digests of other names and dtypes cannot be compared"
-            elif any(rounded):
-                status, detail = "blocking", "other weights, also after rounding to one dtype"
-            else:
-                status = "differs"
-                detail = "digests of different dtypes cannot be compared"
-        elif one.quantization != two.quantization:
-            status, detail = "differs", "one side is quantised"
-        elif not digested:
-            status, detail = "blocking", "the parameters' digests are not recorded"
-        elif different := _differing(one.digests, two.digests, found.pairs):
-            status, detail = "blocking", "; ".join(filter(None, (different, found.describe())))
-        elif not found.is_one_to_one:
-            status, detail = "blocking", f"other parameters: {found.describe()}"
-        else:
-            detail = found.describe()
-            status = "differs"
-            if found.prefixes or found.mapped:
-                detail = f"the same values under other names: {detail}"
-    if status != "same":
-        detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
-    return PreflightLine(
-        check="weights", status=status, reference=shown[0], candidate=shown[1], detail=detail
-    )
+    if a.digest == b.digest:
+        return "same", detail
+    digested = bool(a.digests and b.digests)
+    if a.dtype != b.dtype:
+        rounded = a.rounded_digests.get(b.dtype), b.rounded_digests.get(a.dtype)
+        if b.digest == rounded[0]:
+            return "same", f"the same weights, rounded from {a.dtype} to {b.dtype}"
+        if a.digest == rounded[1]:
+            return "same", f"the same weights, rounded from {b.dtype} to {a.dtype}"
+        if digested and not found.is_one_to_one:
+            return "blocking", f"other parameters: {found.describe()}"
+        if set(a.digests) != set(b.digests):
+            return "differs", "digests of other names and dtypes cannot be compared"
+        if any(rounded):
+            return "blocking", "other weights, also after rounding to one dtype"
+        return "differs", "digests of different dtypes cannot be compared"
+    if unknown := _offloaded(a.digests, b.digests):
+        return "differs", f"{len(unknown)} offloaded parameters were not digested"
+    if a.quantization != b.quantization:
+        return "differs", "one side is quantised"
+    if not digested:
+        return "blocking", "the parameters' digests are not recorded"
+    different = [name for name, other in found.pairs.items() if a.digests[name] != b.digests[other]]
+    if different:
+        text = f"{len(different)} of {len(found.pairs)} parameters differ: {list_names(different)}"
+        return "blocking", "; ".join(filter(None, (text, found.describe())))
+    if not found.is_one_to_one:
+        return "blocking", f"other parameters: {found.describe()}"
+    if found.prefixes or found.mapped:
+        return "differs", f"the same values under other names: {found.describe()}"
+    return "differs", found.describe()
 
 
 def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
@@ -211,45 +192,32 @@ def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
     return unknown if agree else []
 
 
-def _differing(a: dict[str, str], b: dict[str, str], pairs: dict[str, str]) -> str | None:
-    """Parameters whose values differ; None where there is none."""
-    different = [name for name, other in pairs.items() if a[name] != b[other]]
-    if not different:
-        return None
-    return f"{len(different)} of {len(pairs)} parameters differ: {list_names(different)}"
-
-
 def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
-    ids_a = [sample.prompt_ids for sample in a.tokens.samples]
-    ids_b = [sample.prompt_ids for sample in b.tokens.samples]
-    shown = tuple(
-        f"{len(ids)} prompt{'s' if len(ids) != 1 else ''}, {sum(map(len, ids))} tokens"
-        for ids in (ids_a, ids_b)
-    )
+    ids = [[sample.prompt_ids for sample in one.tokens.samples] for one in (a, b)]
+    shown = [
+        f"{len(one)} prompt{'s' if len(one) != 1 else ''}, {sum(map(len, one))} tokens"
+        for one in ids
+    ]
     detail = None
-    status: PreflightStatus = "same"
-    if ids_a != ids_b:
-        status = "blocking"
-        if len(ids_a) != len(ids_b):
-            detail = f"{len(ids_a)} prompts against {len(ids_b)}"
-        else:
-            number = next(
-                n for n, pair in enumerate(zip(ids_a, ids_b, strict=True)) if pair[0] != pair[1]
-            )
-            one, two = ids_a[number], ids_b[number]
-            place = next(
-                (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
-                min(len(one), len(two)),
-            )
-            detail = (
-                f"prompt {number} differs from token {place} on: "
-                f"{one[place : place + 6]} against {two[place : place + 6]}"
-            )
-            why = text_cause(a.tokens.samples, b.tokens.samples, number)
-            detail += f" ({why})" if why is not None else ""
+    if len(ids[0]) != len(ids[1]):
+        detail = f"{len(ids[0])} prompts against {len(ids[1])}"
+    elif ids[0] != ids[1]:
+        number = next(n for n, pair in enumerate(zip(*ids, strict=True)) if pair[0] != pair[1])
+        one, two = ids[0][number], ids[1][number]
+        place = next(
+            (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
+            min(len(one), len(two)),
+        )
+        detail = (
+            f"prompt {number} differs from token {place} on: "
+            f"{one[place : place + 6]} against {two[place : place + 6]}"
+        )
+        why = text_cause(a.tokens.samples, b.tokens.samples, number)
+        detail += f" ({why})" if why is not None else ""
     return PreflightLine(
-        check="prompt ids", status=status, reference=shown[0], candidate=shown[1], detail=detail
-    )
+        check="prompt ids", status="same" if detail is None else "blocking",
+        reference=shown[0], candidate=shown[1], detail=detail,
+    )  # fmt: skip
 
 
 def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
@@ -259,17 +227,13 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
     same = ids_a == ids_b
     detail = "forced to the recorded tokens" if forced and same else None
     if forced and not same and a.tokens.groups != b.tokens.groups and len(ids_a) == len(ids_b):
-        lengths = [min(map(len, pair)) for pair in zip(ids_a, ids_b, strict=True)]
-        cut = [[one[:n] for one, n in zip(ids, lengths, strict=True)] for ids in (ids_a, ids_b)]
-        if cut[0] == cut[1]:
+        pairs = list(zip(ids_a, ids_b, strict=True))
+        if all(one[: len(two)] == two[: len(one)] for one, two in pairs):
             same, detail = True, "forced; padding follows where a prompt ended before its batch"
     return PreflightLine(
-        check="generated ids",
-        status="same" if same else "differs",
-        reference=f"{sum(map(len, ids_a))} tokens",
-        candidate=f"{sum(map(len, ids_b))} tokens",
-        detail=detail,
-    )
+        check="generated ids", status="same" if same else "differs", detail=detail,
+        reference=f"{sum(map(len, ids_a))} tokens", candidate=f"{sum(map(len, ids_b))} tokens",
+    )  # fmt: skip
 
 
 def _batches(manifest: Manifest) -> str:
@@ -289,30 +253,27 @@ def _switches(a: Manifest, b: Manifest) -> PreflightLine:
         {switch.name: _stands(switch) for switch in one.settings.switches} for one in (a, b)
     )
     different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
-    refused = [
+    refused = {
         name
         for side in (found_a, found_b)
         for name, (_, status) in side.items()
         if status == "refused"
-    ]
-    shown = tuple(
-        "deterministic" if manifest.settings.deterministic else "not deterministic"
-        for manifest in (a, b)
-    )
-    detail = None
+    }
+    noisy = {*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings}
+    details = []
     if different:
-        detail = "set otherwise: " + list_names(different)
+        details.append("set otherwise: " + list_names(different))
     elif refused:
-        detail = "refused: " + list_names(sorted(set(refused)))
-    noisy = sorted({*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings})
+        details.append("refused: " + list_names(sorted(refused)))
     if noisy:
-        detail = (
-            (detail + "; " if detail else "") + "nondeterministic operators: " + list_names(noisy)
-        )
+        details.append("nondeterministic operators: " + list_names(sorted(noisy)))
+    shown = [
+        "deterministic" if one.settings.deterministic else "not deterministic" for one in (a, b)
+    ]
     same = shown[0] == shown[1] and not different
     return PreflightLine(
         check="determinism", status="same" if same else "differs",
-        reference=shown[0], candidate=shown[1], detail=detail,
+        reference=shown[0], candidate=shown[1], detail="; ".join(details) or None,
     )  # fmt: skip
 
 
@@ -342,18 +303,13 @@ def _device(manifest: Manifest) -> str:
     return f"{environment.device_type}: {environment.device_name}"
 
 
-def _libraries(a: Manifest, b: Manifest) -> list[str]:
-    names = set(a.environment.versions) | set(b.environment.versions)
-    differing = sorted(
-        name
-        for name in names
-        if a.environment.versions.get(name) != b.environment.versions.get(name)
-    )
-    return [*_LIBRARIES, *(name for name in differing if name not in _LIBRARIES)]
-
-
-def _library(name: str, a: Manifest, b: Manifest) -> PreflightLine:
-    return _same(name, a.environment.versions.get(name, "-"), b.environment.versions.get(name, "-"))
+def _libraries(a: Manifest, b: Manifest) -> list[PreflightLine]:
+    """A line for torch and for transformers, and for each library whose versions differ."""
+    one, two = a.environment.versions, b.environment.versions
+    names = [
+        name for name in sorted({*one, *two} - {*_LIBRARIES}) if one.get(name) != two.get(name)
+    ]
+    return [_same(name, one.get(name, "-"), two.get(name, "-")) for name in (*_LIBRARIES, *names)]
 
 
 def _variables(a: Manifest, b: Manifest) -> PreflightLine:

@@ -19,7 +19,7 @@ import msgspec
 
 from divergence.comparison.advice import WithinAdvice
 from divergence.comparison.align.pairs import Alignment, why_nothing
-from divergence.comparison.align.pieces import Pair, Piece
+from divergence.comparison.align.pieces import Pair, Piece, is_given
 from divergence.comparison.measure.runs import measure_tensors, run_notes
 from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
@@ -30,8 +30,7 @@ from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import module_of
-from divergence.words import Progress, SideOrBoth
+from divergence.words import Progress
 
 __all__ = ["align_within", "check_alone", "compare_within", "explain_within"]
 
@@ -45,7 +44,12 @@ def align_within(run: Run) -> Alignment:
     """
     whole = {(r.sample, r.site): r for r in run.records if r.pass_ == "whole"}
     if not whole:
-        raise _nothing_whole(run)
+        ranks = command_line("compare", run.path, run.path)
+        raise UsageError(
+            f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
+            hint=f"give a second run, or make the pass: {', then '.join(WithinAdvice(run).whole())}"
+            + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
+        )
     members = {group[0]: group for group in run.manifest.tokens.groups}
     pairs: list[Pair] = []
     skipped: list[Skipped] = []
@@ -55,18 +59,18 @@ def align_within(run: Run) -> Alignment:
             continue
         key = (record.sample, record.site)
         other = whole.get(key)
-        if other is None and _replaced(run, record.site):
+        if other is None and is_given(run.manifest, record.site):
             continue  # an input that the whole pass took from this very record
         used.add(key)
         reason = "not in the whole pass" if other is None else _no_row(run, other, record)
         if other is None or reason is not None:
-            skipped.append(_skip("free", record, reason or "", "candidate"))
+            skipped.append(Skipped(*record.coordinates, reason or "", "candidate"))
             continue
         pairs += _pairs(run, other, record, members[record.sample])
     return Alignment(
         pairs=sorted(pairs, key=_order),
         only_reference=[
-            _skip("whole", record, "not in any decode step", "reference")
+            Skipped(*record.coordinates, "not in any decode step", "reference")
             for key, record in whole.items()
             if key not in used
         ],
@@ -126,21 +130,6 @@ def explain_within(report: Report) -> Report:
     return msgspec.structs.replace(report, verdict=verdict)
 
 
-def _nothing_whole(run: Run) -> UsageError:
-    ranks = command_line("compare", run.path, run.path)
-    return UsageError(
-        f"{run.path} holds no whole pass, so there is nothing to compare its decode steps with",
-        hint=f"give a second run, or make the pass: {', then '.join(WithinAdvice(run).whole())}"
-        + (f"; to hold its ranks against one another: {ranks}" if run.manifest.mesh else ""),
-    )
-
-
-def _replaced(run: Run, site: str) -> bool:
-    note = run.manifest.plan.modules.get(module_of(site))
-    port = site.rpartition(":")[2]
-    return port.startswith("in") and note is not None and note.role in ("block", "trunk")
-
-
 def _pairs(run: Run, whole: Record, record: Record, group: list[int]) -> Iterator[Pair]:
     """One pair for each sample of the batch, or one for what all of them share."""
     tokens = run.manifest.tokens.samples
@@ -184,10 +173,3 @@ def _token(run: Run, record: Record) -> int:
 def _order(pair: Pair) -> tuple[int, int, int, int]:
     record = pair.candidate.record
     return (record.sample, record.step, pair.reference.record.order, pair.candidate.sample)
-
-
-def _skip(pass_: str, record: Record, reason: str, side: SideOrBoth) -> Skipped:
-    return Skipped(
-        pass_=pass_, sample=record.sample, step=record.step, site=record.site, reason=reason,
-        side=side,
-    )  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Literal
 
 from divergence.comparison.align.names import NameMap
 from divergence.comparison.align.pairs import Alignment, compared_passes
-from divergence.comparison.align.pieces import Piece, indexed, kinds_of
+from divergence.comparison.align.pieces import Piece, indexed, is_given, kinds_of
 from divergence.comparison.results.operators import OperatorsResult
 from divergence.comparison.results.sites import PassCoverage, SiteResult, Skipped
 from divergence.comparison.results.tokens import TokensResult
@@ -31,13 +31,10 @@ from divergence.errors import IncomparableError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, ModuleNote
-from divergence.run.schema.record import Record
+from divergence.run.schema.record import Coordinates, Record
 from divergence.run.schema.site import BUILTIN_SITES, compile_patterns, module_of
 
 __all__ = ["account", "tokens_row"]
-
-RecordKey = tuple[str, int, int, str]
-"""(pass, sample, step, site)"""
 
 _GIVEN = "inputs that the anchored pass puts in place"
 _CLOSER = "the candidate's anchored pass got this run's own inputs instead"
@@ -144,7 +141,6 @@ class _Ledger:
     ) -> None:
         self._alignment, self._a, self._b, self._rename = alignment, a, b, rename
         self._escalated, self._operators = escalated, operators
-        self._notes = a.manifest.plan.modules
         self._replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
         self._split = a.manifest.tokens.groups != b.manifest.tokens.groups
         self._kinds = kinds_of(a), kinds_of(b)
@@ -155,11 +151,10 @@ class _Ledger:
     def _row(self, pass_: str, what: Literal["tensors", "operators"]) -> _Row:
         return self.rows.setdefault((pass_, what), _Row(pass_, what))
 
-    def _lacks(self, pass_: str, sample: int, step: int, site: str, reason: str) -> None:
-        self.missing.append(
-            Skipped(pass_=pass_, sample=sample, step=step, site=site, reason=reason,
-                    side="reference")
-        )  # fmt: skip
+    def _lack(self, row: _Row, place: Coordinates, reason: str) -> None:
+        """A record of the reference that nothing was held against."""
+        row.add("missing", reason)
+        self.missing.append(Skipped(*place, reason, "reference"))
 
     def tensors(self) -> None:
         """Tensors of modules in the passes that are compared one by one."""
@@ -189,21 +184,15 @@ class _Ledger:
                     row.add("missing", alone[key].reason)
                 elif key in skipped:
                     row.add("skipped", skipped.pop(key).reason)
-                elif theirs_in == "anchored" and self._is_given(site):
+                elif theirs_in == "anchored" and is_given(self._a.manifest, site):
                     row.add("elsewhere", _GIVEN)
                 else:
                     known = (theirs_in, sample, step, self._rename(site)) in theirs
                     reason = UNACCOUNTED if known else f"not in the candidate's {theirs_in} pass"
-                    row.add("missing", reason)
-                    self._lacks(label, sample, step, site, reason)
+                    self._lack(row, key, reason)
         for item in skipped.values():  # parts of ranks that make no tensor
             if item.side == "reference":
                 self._row(item.pass_, "tensors").add("skipped", item.reason)
-
-    def _is_given(self, site: str) -> bool:
-        note = self._notes.get(module_of(site))
-        port = site.rpartition(":")[2]
-        return port.startswith("in") and note is not None and note.role in ("block", "trunk")
 
     def reference_alone(self) -> None:
         """Passes of the reference that are not compared tensor by tensor, and its weights."""
@@ -219,32 +208,26 @@ class _Ledger:
             row = self._row(pass_, "tensors")
             if kind == "weight":
                 row.add("elsewhere", _BY_DIGEST)
-                continue
-            if self._replays:
+            elif self._replays:
                 row.add("missing", "a replay holds operators alone")
-                continue
-            if kind == "whole":
-                reason = "the candidate has no whole pass there"
+            elif kind == "whole":
                 if ("whole", sample, step, self._rename(site)) in whole:
                     row.add("elsewhere", _ALONE)
-                    continue
+                else:
+                    self._lack(row, record.coordinates, "the candidate has no whole pass there")
             elif pass_ == "escalated":
-                if (sample, step, site) in judged or (sample, step, self._rename(site)) in judged:
+                if {(sample, step, site), (sample, step, self._rename(site))} & judged:
                     row.add("compared")
-                    continue
-                if format_named(record.dtype).kind != "float":
+                elif format_named(record.dtype).kind != "float":
                     row.add("elsewhere", _NOT_WIDENED)
-                    continue
-                reason = _why_not_escalated(b)
+                else:
+                    self._lack(row, record.coordinates, _why_not_escalated(b))
             elif b.plan.anchored_to == a.id:
                 row.add("elsewhere", _CLOSER)
-                continue
             else:
-                reason = f"the candidate has no {pass_} pass" + (
-                    " to the same inputs" if pass_ in b.plan.passes else ""
-                )
-            row.add("missing", reason)
-            self._lacks(pass_, sample, step, site, reason)
+                reason = f"the candidate has no {pass_} pass"
+                reason += " to the same inputs" if pass_ in b.plan.passes else ""
+                self._lack(row, record.coordinates, reason)
 
     def operators(self) -> None:
         """Of operators the module and forward count: the calls may differ (calls.match)."""
@@ -255,7 +238,7 @@ class _Ledger:
         if not ours:
             return
         a, b = self._a.manifest, self._b.manifest
-        theirs = {
+        callers = {
             (r.pass_, r.sample, r.step, _caller(r))
             for r in self._b.records
             if self._kinds[1](r) == "operator"
@@ -269,24 +252,18 @@ class _Ledger:
             caller = self._rename(f"{_caller(record)}:out").rpartition(":")[0]
             if other is None and record.pass_ in ("anchored", "free") and "free" in partners:
                 row.add("elsewhere", _CLOSER)
-                continue
-            if other is None and record.pass_ == "free" and self._operators is not None:
+            elif other is None and record.pass_ == "free" and self._operators is not None:
                 row.add("elsewhere", "operators are compared in the anchored pass")
-                continue
-            if other is not None and (other, record.sample, record.step, caller) in theirs:
-                if self._operators is not None:
-                    own = record.site.rpartition(":")[0] in lone
-                    row.add("elsewhere" if own else "compared", _OTHER_CALLS)
-                    continue
-                reason = "its operators were not compared"
-                row.add("missing", reason)
             elif other is None:
-                reason = _NO_ANCHOR
-                row.add("missing", reason)
-            else:
+                self._lack(row, record.coordinates, _NO_ANCHOR)
+            elif (other, record.sample, record.step, caller) not in callers:
                 reason = f"the candidate recorded no operator of {caller} in its {other} pass"
-                row.add("missing", reason)
-            self._lacks(record.pass_, record.sample, record.step, record.site, reason)
+                self._lack(row, record.coordinates, reason)
+            elif self._operators is None:
+                self._lack(row, record.coordinates, "its operators were not compared")
+            else:
+                own = record.site.rpartition(":")[0] in lone
+                row.add("elsewhere" if own else "compared", _OTHER_CALLS)
 
     def candidate_alone(self) -> None:
         """Sites of modules that the reference has not, though it was asked to record them."""
@@ -335,9 +312,9 @@ def _caller(record: Record) -> str:
     return record.site.rpartition(":")[0].rpartition("/")[0]
 
 
-def _key(pass_: str, piece: Piece) -> RecordKey:
+def _key(pass_: str, piece: Piece) -> Coordinates:
     return (pass_, piece.sample, piece.record.step, piece.record.site)
 
 
-def _key_of(item: Skipped) -> RecordKey:
+def _key_of(item: Skipped) -> Coordinates:
     return (item.pass_, item.sample, item.step, item.site)

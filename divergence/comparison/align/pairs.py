@@ -20,7 +20,6 @@ from divergence.comparison.results.sites import Skipped
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Coordinates
-from divergence.words import SideOrBoth
 
 __all__ = [
     "Alignment", "align", "anchored_passes", "compared_passes", "replayed_from", "why_nothing",
@@ -53,12 +52,12 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     rename, prefix = renaming(reference, candidate, name_map)
     notes: list[str] = []
     passes = compared_passes(a, b, notes)
-    anchored = any(label == "anchored" for label, _, _ in passes)
     replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
     theirs = {} if replays else indexed(candidate, split=split)
     ours = {} if replays else indexed(reference, split=split)
     pairs: list[Pair] = []
     only_reference: list[Skipped] = []
+    only_candidate: list[Skipped] = []
     skipped: list[Skipped] = []
     used: set[Coordinates] = set()
     parts = _Parts(reference, candidate, passes, rename)
@@ -72,55 +71,42 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             if other is None:
                 if pass_ == "free":
                     why = parts.of_candidate(key) or why_no_step(b, "candidate", sample, step)
-                    only_reference.append(_skip(pass_, sample, step, site, why, "reference"))
+                    only_reference.append(Skipped(pass_, sample, step, site, why, "reference"))
                 continue
             used.add(key)
             reason = why_no_pair(piece, other)
             if step > last_step.get(sample, step):
                 reason = "after the first different token the two sides were fed different tokens"
             if reason is not None:
-                skipped.append(_skip(pass_, sample, step, site, reason, "both"))
+                skipped.append(Skipped(pass_, sample, step, site, reason, "both"))
                 continue
             match = "exact" if key[3] == site else _rule(prefix)
             pairs.append(Pair(reference=piece, candidate=other, pass_=pass_, match=match))
     compared = {theirs_in for _, _, theirs_in in passes}
-    alone = "pass without a partner"
-    only_candidate = [
-        _skip(
-            *key,
-            (parts.of_reference(key) or why_no_step(a, "reference", *key[1:3]))
-            if key[0] in compared
-            else alone,
-            "candidate",
-        )
-        for key in theirs
-        if key not in used
-    ]
-    skipped += parts.on_no_side(ours, theirs)
-    order = {"anchored": 0, "free": 1}
-    pairs.sort(
-        key=lambda pair: (
-            order[pair.pass_],
-            pair.reference.sample,
-            pair.reference.record.step,
-            pair.reference.record.order,
-        )
-    )
+    for key in theirs:
+        if key in used:
+            continue
+        why = "pass without a partner"
+        if key[0] in compared:
+            why = parts.of_reference(key) or why_no_step(a, "reference", *key[1:3])
+        only_candidate.append(Skipped(*key, why, "candidate"))
     return Alignment(
-        pairs=pairs, only_reference=only_reference, only_candidate=only_candidate,
-        skipped=skipped, prefix=prefix, anchored=anchored, notes=notes,
+        pairs=sorted(pairs, key=_order), only_reference=only_reference,
+        only_candidate=only_candidate, skipped=[*skipped, *parts.on_no_side(ours, theirs)],
+        prefix=prefix, anchored=any(label == "anchored" for label, _, _ in passes), notes=notes,
     )  # fmt: skip
+
+
+def _order(pair: Pair) -> tuple[bool, int, int, int]:
+    record = pair.reference.record
+    return (pair.pass_ == "free", pair.reference.sample, record.step, record.order)
 
 
 class _Parts:
     """Tensors that a run's ranks hold in parts which make none (run.unshard): with the reason."""
 
     def __init__(
-        self,
-        reference: Run,
-        candidate: Run,
-        passes: list[tuple[str, str, str]],
-        rename: NameMap,
+        self, reference: Run, candidate: Run, passes: list[tuple[str, str, str]], rename: NameMap
     ) -> None:
         unmade: dict[Coordinates, str] = getattr(reference, "unmade", {})
         self._named = [
@@ -146,13 +132,13 @@ class _Parts:
     ) -> list[Skipped]:
         """Those that the other side has not either, or not in one piece: nothing else tells."""
         found = [
-            _skip(*coordinates, self._ours[key], "reference")
+            Skipped(*coordinates, self._ours[key], "reference")
             for coordinates, key in self._named
             if key not in theirs
         ]
         known = {key[1:] for key in (*ours, *self._ours)}
         found += [
-            _skip(*key, reason, "candidate")
+            Skipped(*key, reason, "candidate")
             for key, reason in self._theirs.items()
             if key[0] in self._compared and key[1:] not in known
         ]
@@ -216,18 +202,13 @@ def _rule(prefix: tuple[str, str] | None) -> str:
     return f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
 
 
-def _skip(pass_: str, sample: int, step: int, site: str, reason: str, side: SideOrBoth) -> Skipped:
-    return Skipped(pass_=pass_, sample=sample, step=step, site=site, reason=reason, side=side)
-
-
 def why_nothing(alignment: Alignment) -> str:
     """What to say where no tensor has a partner."""
     if alignment.notes and not (alignment.only_reference or alignment.only_candidate):
         return alignment.notes[0]
     if alignment.skipped:
-        return f"{len(alignment.skipped)} were skipped, the first because: " + (
-            alignment.skipped[0].reason
-        )
+        reason = alignment.skipped[0].reason
+        return f"{len(alignment.skipped)} were skipped, the first because: {reason}"
     if alignment.only_reference and alignment.only_candidate:
         return (
             f"the first sites are {alignment.only_reference[0].site} and "
@@ -236,20 +217,12 @@ def why_nothing(alignment: Alignment) -> str:
     return "one of the runs is empty"
 
 
-def first_different_token(a: Manifest, b: Manifest, sample: int) -> int | None:
-    """Index of the first generated token that was fed differently, or None."""
-    one, two = a.tokens.samples[sample].generated_ids, b.tokens.samples[sample].generated_ids
-    for index, (x, y) in enumerate(zip(one, two, strict=False)):
-        if x != y:
-            return index
-    return None
-
-
 def last_comparable_steps(a: Manifest, b: Manifest) -> dict[int, int]:
     """Per sample, the last step at which both sides had been fed the same tokens."""
     last: dict[int, int] = {}
-    for number in range(min(len(a.tokens.samples), len(b.tokens.samples))):
-        different = first_different_token(a, b, number)
+    for number, (one, two) in enumerate(zip(a.tokens.samples, b.tokens.samples, strict=False)):
+        tokens = zip(one.generated_ids, two.generated_ids, strict=False)
+        different = next((index for index, (x, y) in enumerate(tokens) if x != y), None)
         if different is not None:
             last[number] = different
     for manifest in (a, b):  # a batched forward is as comparable as its worst sample

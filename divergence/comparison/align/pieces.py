@@ -12,13 +12,13 @@ from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import is_operator_site, unescape_path
+from divergence.run.schema.site import is_operator_site, module_of, unescape_path
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Kind", "Pair", "Piece", "Pieces", "PromptStep", "indexed", "kinds_of", "logits_row",
+    "Pair", "Piece", "Pieces", "PromptStep", "indexed", "is_given", "kinds_of", "logits_row",
     "pieces_in", "same_positions", "why_no_pair",
 ]  # fmt: skip
 
@@ -317,6 +317,13 @@ def _is_weight(record: Record, digest: str, manifest: Manifest) -> bool:
 
 PromptStep = tuple[int, int]
 """(sample, step)."""
+
+
+def is_given(manifest: Manifest, site: str) -> bool:
+    """Is it an input that an anchored or a whole pass puts in place?"""
+    note = manifest.plan.modules.get(module_of(site))
+    port = site.rpartition(":")[2]
+    return port.startswith("in") and note is not None and note.role in ("block", "trunk")
 
 
 def logits_row(run: Run, sample: int, step: int) -> torch.Tensor | None:

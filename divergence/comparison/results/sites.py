@@ -302,7 +302,7 @@ class PassCoverage(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_compared / total if total else 1.0
 
 
-class Skipped(msgspec.Struct, frozen=True, kw_only=True):
+class Skipped(msgspec.Struct, frozen=True):
     """A tensor that was not compared, and why. It never counts as a pass."""
 
     pass_: str = msgspec.field(name="pass")

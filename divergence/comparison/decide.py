@@ -23,7 +23,15 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.results.findings import Check, Claim, Evidence, Finding, PreflightLine, SiteKey, Verdict
+from divergence.comparison.results.findings import (
+    Check,
+    Claim,
+    Evidence,
+    Finding,
+    PreflightLine,
+    SiteKey,
+    Verdict,
+)
 
 __all__ = [
     "PRECEDENCE", "RANK", "WITH_ITSELF", "Decision", "check", "confidence_of", "decide",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from divergence.ops.strided import laid_out
+from divergence.ops.arguments import laid_out
 from divergence.run.schema.fingerprint import digest_tensor
 
 HIDDEN = 1024

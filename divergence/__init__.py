@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.experiments.localization.localize import localize
     from divergence.experiments.selftest import selftest
-    from divergence.experiments.sensitivity.search import sensitivity
+    from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.fleet.many import compare_many
     from divergence.fleet.result import Matrix
     from divergence.gate.check import check
@@ -67,7 +67,7 @@ _HOMES = {
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer.repro",
     "selftest": "divergence.experiments.selftest",
-    "sensitivity": "divergence.experiments.sensitivity.search",
+    "sensitivity": "divergence.experiments.sensitivity.sensitivity",
     "truth": "divergence.recording.api",
     "unpack": "divergence.run.storage.packing",
 }

@@ -35,6 +35,7 @@ __all__ = [
     "RunFormatError",
     "RunWriteError",
     "UsageError",
+    "first_line",
 ]
 
 
@@ -120,3 +121,9 @@ class FaultError(DivergenceError):
     """A fault of divergence itself; please report it."""
 
     exit_code = 3
+
+
+def first_line(error: BaseException, *, most: int = 200) -> str:
+    """What another library raised, in one line of at most so many characters; its type's name where
+    it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:most]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from divergence.arithmetic.additions.drawing import write_drawings
+from divergence.arithmetic.additions.describe import write_drawings
 from divergence.arithmetic.additions.facts import FULL, QUICK, operators, probe_orders
 from divergence.arithmetic.additions.order import Finding
 from divergence.arithmetic.notebook import Notebook

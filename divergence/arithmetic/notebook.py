@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from divergence.errors import first_line
 from divergence.run.schema.arithmetic import ArithmeticFact
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Notebook", "first_line"]
+__all__ = ["Notebook"]
 
 
 class Notebook:
@@ -57,8 +58,3 @@ class Notebook:
         path = f"probe.{probe}.{subject}".replace(" ", "-").replace("@", "").replace(":", "")
         for port, tensor in ports.items():
             self.tensors.append((f"{path}:{port.replace('_', '.', 1)}", tensor))
-
-
-def first_line(error: BaseException) -> str:
-    """An error in at most 200 characters."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

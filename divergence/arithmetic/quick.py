@@ -16,10 +16,15 @@ from collections.abc import Callable
 import torch
 
 from divergence.arithmetic.additions.facts import QUICK, operators, probe_orders
-from divergence.arithmetic.elementary import probe_elementary
-from divergence.arithmetic.notebook import Notebook, first_line
-from divergence.arithmetic.rounding import probe_fused, probe_rounding, probe_subnormals
-from divergence.arithmetic.rows import probe_rows
+from divergence.arithmetic.notebook import Notebook
+from divergence.arithmetic.scalar import (
+    probe_elementary,
+    probe_fused,
+    probe_rounding,
+    probe_rows,
+    probe_subnormals,
+)
+from divergence.errors import first_line
 from divergence.run.schema.arithmetic import ArithmeticFact
 
 __all__ = ["DTYPES", "QUICK_TERMS", "quick_facts", "scalar_probes"]

@@ -182,7 +182,7 @@ def sensitivity(
     Plants faults of growing size in what the candidate recorded and asks the judge of
     compare each time. The model does not run for it.
     """
-    from divergence.experiments.sensitivity.search import sensitivity
+    from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
     from divergence.layout.terminal import print_lines
     from divergence.report.sensitivity import answer_lines, sensitivity_lines

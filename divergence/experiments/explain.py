@@ -2,7 +2,7 @@
 
 The healthy side's run is repeated on this machine twice, its tokens forced: as it is (baseline),
 and with the guilty side's error of the block added to that block's output in every forward up to
-the flip (experiments.injection). With m = logit of the reference's token minus that of the
+the flip (``Injection``). With m = logit of the reference's token minus that of the
 candidate's, at the flip,
 
     share = (m(injected) - m(baseline)) / (m(guilty) - m(healthy))
@@ -21,6 +21,8 @@ is noted). Otherwise another machine's model is looked at, and nothing is said.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,24 +32,82 @@ import torch
 from divergence.analyses.tokens.measure import comparable_places
 from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
-from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.results.tokens import Explanation, TokenChoice
-from divergence.errors import IncomparableError, UsageError
-from divergence.experiments.injection import injections_of
+from divergence.errors import IncomparableError, PlantError, UsageError
 from divergence.numerics.pairs.logits import top_choices
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
-from divergence.recording.hooks.plant import Plant, parse_plant
+from divergence.recording.hooks.plant import FORWARDS, Plant, parse_plant
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Tokens
-from divergence.run.schema.site import module_of
+from divergence.run.schema.site import module_of, split_site
 from divergence.run.unshard import unsharded
 from divergence.words import Progress, Side
 
-__all__ = ["explain_token"]
+__all__ = ["Injection", "explain_token", "injections_of"]
+
+
+@dataclass(slots=True)
+class Injection:
+    """The error of the guilty side at ``site`` (as the healthy run names it), by step."""
+
+    site: str
+    errors: dict[int, tuple[torch.Tensor, tuple[int, ...] | None]] = field(default_factory=dict)
+
+    def plant(self) -> Plant:
+        """Adds the error where there is one, in float64, rounded once to the model's dtype."""
+        path, port = split_site(self.site)
+        return Plant(self.site, path, port, "another run's error", self._add)
+
+    def _add(self, tensor: torch.Tensor, forward: int) -> torch.Tensor:
+        found = self.errors.get(forward % FORWARDS)
+        if found is None:
+            return tensor
+        error, positions = found
+        wide = tensor.detach().to("cpu").to(torch.float64, copy=True)  # not every device has it
+        if wide.shape == error.shape:
+            wide += error
+        elif positions is not None and wide.ndim > 1 and max(positions) < wide.shape[1]:
+            wide[:, list(positions)] += error  # only these tokens were recorded
+        else:
+            raise PlantError(
+                f"the error recorded at {self.site} has the shape {tuple(error.shape)}, the tensor "
+                f"here {tuple(tensor.shape)}",
+                hint="--model PATH must name the model that the runs were made of",
+            )
+        return wide.to(tensor.dtype).to(tensor.device)
+
+
+def injections_of(
+    pairs: Iterable[Pair],
+    sites: Iterable[str],
+    reference: Run,
+    candidate: Run,
+    *,
+    guilty: Side,
+    sample: int,
+    last_step: int,
+) -> list[Injection]:
+    """The errors at ``sites`` (the reference's names) in the batch that begins with ``sample``,
+    up to ``last_step``. Sites of which no anchored pair is there are left out."""
+    wanted = set(sites)
+    found: dict[str, Injection] = {}
+    for pair in pairs:
+        one, two = pair.reference.record, pair.candidate.record
+        if pair.pass_ != "anchored" or one.site not in wanted:
+            continue
+        if pair.reference.row is not None or one.sample != sample or one.step > last_step:
+            continue
+        own = one if guilty == "candidate" else two
+        a, b = reference.read(one).double(), candidate.read(two).double()
+        injection = found.setdefault(one.site, Injection(own.site))
+        injection.errors[one.step] = (b - a if guilty == "candidate" else a - b, own.positions)
+    return list(found.values())
+
 
 _OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}
 _NOTHING = "nothing to explain: "

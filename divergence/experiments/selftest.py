@@ -26,7 +26,7 @@ from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.localize import localize
-from divergence.experiments.selftest_result import Selftest, Step, StepStatus
+from divergence.experiments.result import Selftest, Step, StepStatus
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth

@@ -1,24 +1,148 @@
-"""Which operators are run for a run from elsewhere: a list, and what their schemas must look like.
+"""Operators by name: which of them are run for a run from elsewhere, and why another is not.
 
-A run names its operators and their arguments itself, and many of torch's kernels trust their
-callers: they see memory through raw sizes and strides, skip the checks of their public wrappers, or
-give out memory as it lay. So of aten only those are run that compute values from values: whatever
-torch tags as pointwise, and the names below, whose kernels check what they are given or whose
-operands are checked here (ops.bounds). Operators of other packages are run where the caller asked
-for their namespace.
+A run names its operators and their arguments itself, and may come from a stranger. Many of torch's
+kernels trust their callers: they see memory through raw sizes and strides, skip the checks of their
+public wrappers, or give out memory as it lay. So of aten only those are run that compute values
+from values: whatever torch tags as pointwise, and the names below, whose kernels check what they
+are given or whose operands are checked here (ops.bounds). Operators of other packages are run where
+the caller asked for their namespace. All must be registered in this process (nothing is imported by
+name but transformers' own), give tensors, and touch no files and no other processes.
+
+A suite's operator, ``suite.NAME``, is a plain function that the suite's own catalog knows.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
 
 import torch
 
-from divergence.ops.refusal import Unsafe
+from divergence.run.schema.site import near_names
 
-__all__ = ["asked_for", "check_namespace", "check_operator"]
+__all__ = [
+    "PREFIX",
+    "Definition",
+    "Refusal",
+    "Unsafe",
+    "asked_for",
+    "check_namespace",
+    "check_operator",
+    "definitions",
+    "draws_random_numbers",
+    "find_operator",
+    "is_uninitialised",
+    "short_name",
+    "suite_function",
+]
+
+
+class Refusal(Exception):
+    """``str(refusal)`` is the reason under which the call is counted: it names no site, so that
+    calls of one reason are counted together. ``detail``: what is particular to this call."""
+
+    def __init__(self, reason: str, *, detail: str | None = None) -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail
+
+
+class Unsafe(Refusal):
+    """Running it could reach beyond what it is given: not here, and in no script."""
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*\.[A-Za-z_]\w*")
+_COLLECTIVE = frozenset("c10d _c10d_functional _dtensor symm_mem rpc fsdp".split())
+_OUTSIDE = frozenset({"filename", "path", "file"})
+"""Names of arguments by which an operator reads or writes files."""
+_UNINITIALISED = frozenset(
+    f"aten.{name}"
+    for name in "empty empty_like empty_permuted empty_strided empty_quantized new_empty "
+    "new_empty_strided resize resize_ resize_as_".split()
+)
+
+
+def short_name(operator: str) -> str:
+    """``"aten.mm.default"`` → ``"aten.mm"``."""
+    return operator.rpartition(".")[0] or operator
+
+
+def find_operator(name: str) -> torch._ops.OpOverload:
+    """The operator of that full name, ``aten.mm.default``. Raises Refusal."""
+    if _NAME.fullmatch(name) is None:
+        raise Refusal(f"{name!r} is no operator's name")
+    space, packet, overload = name.split(".")
+    if space in _COLLECTIVE:
+        raise Refusal(f"{short_name(name)} works on several processes")
+    if space == "transformers":
+        from divergence.recording.engines.load import register_operators
+
+        register_operators()
+    home = torch.ops.__dict__.get(space) or getattr(torch.ops, space)
+    found: Any = None
+    if isinstance(home, torch._ops._OpNamespace):
+        found = getattr(getattr(home, packet, None), overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise Refusal(f"this machine has no operator {name}")
+    schema = found._schema
+    if any(argument.name in _OUTSIDE for argument in schema.arguments):
+        raise Refusal(f"{short_name(name)} reads or writes files")
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    if not writes and not any("Tensor" in str(result.type) for result in schema.returns):
+        raise Refusal(f"{short_name(name)} returns no tensor")
+    return found
+
+
+def is_uninitialised(name: str) -> bool:
+    """Does the operator give memory as it was found?"""
+    return short_name(name) in _UNINITIALISED
+
+
+def draws_random_numbers(operator: torch._ops.OpOverload, bound: dict[str, Any]) -> bool:
+    """Does this call draw? Dropout of nothing does not. ``bound``: arguments by name."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    if bound.get("train") is False or bound.get("training") is False:
+        return False
+    chances = [bound[name] for name in ("dropout_p", "dropout", "p") if name in bound]
+    return not (chances and all(chance == 0 for chance in chances))
+
+
+PREFIX = "suite."
+_CATALOG = "divergence.ops.suite.catalog"
+
+
+class Definition(Protocol):
+    """What is needed of one operator: both take the recorded arguments by name."""
+
+    run: Callable[..., Any]
+    truth: Callable[..., Any]
+
+
+def definitions() -> Mapping[str, Definition]:
+    """All operators by full name; none where this installation has no suite."""
+    try:
+        operators: Mapping[str, Definition] = importlib.import_module(_CATALOG).OPERATORS
+        return operators
+    except ModuleNotFoundError as error:
+        if error.name is None or not _CATALOG.startswith(error.name):
+            raise  # of the suite itself something is missing
+        return {}
+
+
+def suite_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
+    """The function that ``suite.NAME`` stands for, or its definition. Raises Refusal."""
+    one = definitions().get(operator)
+    if one is None:
+        near = near_names(operator, definitions())
+        raise Refusal(
+            f"this divergence has no operator {operator}",
+            detail=f"near: {', '.join(near)}" if near else None,
+        )
+    return one.truth if truth else one.run
+
 
 _OWN = frozenset({"aten", "suite", "transformers"})
 _TYPES = re.compile(

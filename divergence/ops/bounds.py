@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from divergence.ops.refusal import Unsafe
+from divergence.ops.allowed import Unsafe
 from divergence.recording.machine.hardware import free_bytes
 
 __all__ = ["Checking", "check_bounds", "check_size"]

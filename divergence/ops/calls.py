@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
-from divergence.ops.refusal import Refusal
-from divergence.ops.strided import contiguous_stride, span_of
+from divergence.ops.allowed import Refusal
+from divergence.ops.arguments import contiguous_stride, span_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Call, Operand, PassName, Record

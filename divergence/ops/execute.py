@@ -1,34 +1,39 @@
 """One recorded operator, run again alone: on this machine, in its own dtype or in float64.
 
-Operands are laid out in fresh memory as the operator saw them (ops.strided), arguments are
-rebuilt by its schema (ops.arguments), and what it returns or writes comes back contiguous on the
-CPU. An operator that writes in place writes into its own copy.
+Operands are laid out in fresh memory as the operator saw them, arguments are rebuilt by its schema
+(ops.arguments), and what it returns or writes comes back contiguous on the CPU. An operator that
+writes in place writes into its own copy.
 
 In float64 every floating-point operand is widened first and the operator runs under
 ``recording.widening``, so that ``dtype=`` arguments and casts inside composite operators are
-widened too; ops.wide defines those that have no float64 kernel. Integer results (argmax, top-k
-indices) are then the float64 computation's as well.
+widened too. Operators whose kernels have no float64 are written out below: fused attention is
+softmax(scale·q·kᵀ + mask)·v by its definition (Vaswani et al. 2017), with the causal mask aligned
+at the top left as torch defines it; scaled matrix products are those of their dequantised operands.
+These take the call's arguments by name, floating-point ones widened already. Integer results
+(argmax, top-k indices) are then the float64 computation's as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from divergence.ops import registry, wide
-from divergence.ops.allowed import check_namespace, check_operator
-from divergence.ops.arguments import check_names, decoded, fitted
-from divergence.ops.bounds import Checking, check_bounds
-from divergence.ops.lookup import (
+from divergence.errors import first_line
+from divergence.ops.allowed import (
+    Refusal,
+    check_namespace,
+    check_operator,
     draws_random_numbers,
     find_operator,
     is_uninitialised,
     short_name,
+    suite_function,
 )
-from divergence.ops.refusal import Refusal
-from divergence.ops.strided import laid_out
+from divergence.ops.arguments import check_names, decoded, fitted, laid_out
+from divergence.ops.bounds import Checking, check_bounds
 from divergence.recording.hooks.dataflow import tensors_in
 from divergence.recording.widening import Widening
 from divergence.run.schema.fingerprint import plain_tensor
@@ -120,13 +125,13 @@ def _run(
             if compute_dtype is None:
                 return operator(*args, **kwargs)
             with Widening(compute_dtype):
-                own = wide.definition(call.operator)
+                own = _DEFINITIONS.get(call.operator)
                 if own is not None:
                     with Checking():
                         return own(bound, call.operands)
                 return operator(*args, **kwargs)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError) as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        text = first_line(error)
         if isinstance(error, torch.OutOfMemoryError):
             raise Refusal("it does not fit into memory", detail=text) from error
         name, where = short_name(call.operator), torch.device(device).type
@@ -143,13 +148,13 @@ def _suite(
     compute_dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
     """An operator of a suite: its named implementation, or its float64 definition."""
-    function = registry.find(call.operator, truth=compute_dtype is not None)
+    function = suite_function(call.operator, truth=compute_dtype is not None)
     values = {name: decoded(value, tensors, device) for name, value in call.arguments.items()}
     try:
         with torch.no_grad(), Checking():
             results = function(**values)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        text = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        text = first_line(error)
         raise Refusal(
             f"{call.operator} does not run on {torch.device(device).type}", detail=text
         ) from error
@@ -174,3 +179,88 @@ def _by_port(results: Any, written: list[torch.Tensor], name: str) -> dict[str, 
         raise Refusal(f"{short_name(name)} returns no tensor")
     ports = ["out", *(f"out.{number}" for number in range(1, len(tensors)))]
     return {port: plain_tensor(one.detach()) for port, one in zip(ports, tensors, strict=True)}
+
+
+Bound = Mapping[str, Any]
+Definition = Callable[[Bound, Sequence[Operand]], Any]
+
+
+def _attention(bound: Bound, _: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, logsumexp). q (B, H, T, D), k and v (B, G, S, D) with H a multiple of G."""
+    query, key, value = bound["query"], bound["key"], bound["value"]
+    if bound.get("dropout_p"):
+        raise NotImplementedError("attention with dropout")
+    groups = query.shape[-3] // key.shape[-3]
+    if groups > 1:
+        key = key.repeat_interleave(groups, dim=-3)
+        value = value.repeat_interleave(groups, dim=-3)
+    scale = bound.get("scale")
+    scores = query @ key.transpose(-2, -1)  # (B, H, T, S)
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if bound.get("is_causal"):
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~kept, -math.inf)
+    mask = bound.get("attn_mask", bound.get("attn_bias"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.softmax(scores, -1) @ value, scores.logsumexp(-1)
+
+
+def _softmax(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
+    """``half_to_float`` asks for a float32 result of narrower input: here all is wide."""
+    return torch.softmax(bound["self"], bound["dim"])
+
+
+def _log_softmax(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
+    return torch.log_softmax(bound["self"], bound["dim"])
+
+
+def _rms_norm(bound: Bound, operands: Sequence[Operand]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, 1/rms). Without eps it is that of what torch computes the norm in: float32 for
+    narrower inputs."""
+    one, weight, eps = bound["input"], bound.get("weight"), bound.get("eps")
+    if eps is None:
+        wide = operands and operands[0].dtype == "float64"
+        eps = torch.finfo(torch.float64 if wide else torch.float32).eps
+    axes = tuple(range(-len(bound["normalized_shape"]), 0))
+    inverse = (one.square().mean(axes, keepdim=True) + eps).rsqrt()
+    normed = one * inverse
+    return normed if weight is None else normed * weight, inverse
+
+
+def _scaled_mm(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
+    """(M, K) × (K, N) codes with a scale each per tensor, per row (M, 1) or column (1, N)."""
+    one, two = bound["self"].double(), bound["mat2"].double()
+    a, b = bound["scale_a"], bound["scale_b"]
+    fits = (a.numel() == 1 or tuple(a.shape) == (one.shape[0], 1)) and (
+        b.numel() == 1 or tuple(b.shape) == (1, two.shape[1])
+    )
+    if not fits or bound.get("scale_result") is not None:
+        raise NotImplementedError("a scaled matrix product with scales in blocks")
+    out: torch.Tensor = (one @ two) * a * b
+    return out if bound.get("bias") is None else out + bound["bias"]
+
+
+def _int8pack(bound: Bound, _: Sequence[Operand]) -> torch.Tensor:
+    """(M, K) × int8 codes (N, K)ᵀ, scaled by column."""
+    out: torch.Tensor = (bound["self"] @ bound["mat2"].double().t()) * bound["scales"]
+    return out
+
+
+_DEFINITIONS: dict[str, Definition] = {
+    **{
+        f"aten._scaled_dot_product_{name}.default": _attention
+        for name in (
+            "flash_attention",
+            "flash_attention_for_cpu",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+    },
+    "aten._softmax.default": _softmax,
+    "aten._log_softmax.default": _log_softmax,
+    "aten._fused_rms_norm.default": _rms_norm,
+    "aten._scaled_mm.default": _scaled_mm,
+    "aten._weight_int8pack_mm.default": _int8pack,
+}

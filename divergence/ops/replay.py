@@ -25,10 +25,9 @@ import torch
 
 from divergence.arithmetic.quick import quick_facts
 from divergence.errors import UsageError
-from divergence.ops.allowed import asked_for
+from divergence.ops.allowed import Refusal, asked_for
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import execute_ports
-from divergence.ops.refusal import Refusal
 from divergence.recording.engines.checkpoint import Weights
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device

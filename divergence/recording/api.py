@@ -106,7 +106,7 @@ def capture(
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
     in its place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
-    what runs there: see divergence.ops.suite.implementations.
+    what runs there: see divergence.ops.suite.catalog.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from divergence.analyses.operators.show import show as operator_lines
 from divergence.comparison.results.operators import CausalCheck
-from divergence.experiments.localization.result import Level, Localization
+from divergence.experiments.result import Level, Localization
 from divergence.layout.lines import BLANK, Line, heading, line, prose
 from divergence.layout.numbers import times
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from divergence.experiments.selftest_result import Selftest, StepStatus
+from divergence.experiments.result import Selftest, StepStatus
 from divergence.layout.lines import BLANK, Line, heading, prose
 from divergence.report.environment import environment_lines, switch_lines
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.experiments.sensitivity.result import FaultSize, Sensitivity
+from divergence.experiments.result import FaultSize, Sensitivity
 from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
 from divergence.layout.numbers import count, share
 

@@ -8,19 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.arithmetic.elementary import FUNCTIONS, inputs_of, lanes, worst_ulp
+from divergence.arithmetic.additions.summing import cancelling, exact_values
 from divergence.arithmetic.notebook import Notebook
-from divergence.arithmetic.rounding import (
+from divergence.arithmetic.scalar import (
+    FUNCTIONS,
     MODES,
+    batch_groups,
     fused_elementwise,
+    inputs_of,
+    lanes,
     probe_fused,
     probe_rounding,
     probe_subnormals,
     rounding_mode,
+    row_share,
+    spans,
     subnormals,
+    worst_ulp,
 )
-from divergence.arithmetic.rows import batch_groups, row_share, spans
-from divergence.arithmetic.values import cancelling, exact_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ULP = 2.0**-7

@@ -11,8 +11,7 @@ from msgspec import structs
 
 from divergence.comparison.api import compare
 from divergence.errors import IncomparableError, ModelError, PlantError, UsageError
-from divergence.experiments.explain import explain_token
-from divergence.experiments.injection import Injection
+from divergence.experiments.explain import Injection, explain_token
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.hooks.plant import FORWARDS

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.ops import bounds, registry
-from divergence.ops.allowed import check_operator
+from divergence.ops import allowed, bounds
+from divergence.ops.allowed import Refusal, Unsafe, check_operator
 from divergence.ops.execute import execute_ports
-from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import repro
 from divergence.run.reader import Run
@@ -252,7 +251,7 @@ def test_a_suite_s_operators_are_held_to_the_same(monkeypatch):
         run = staticmethod(lambda ids, weight: torch.nn.functional.embedding(ids, weight))
         truth = staticmethod(lambda ids, weight: weight[ids])
 
-    monkeypatch.setattr(registry, "definitions", lambda: {"suite.embedding": Embedding})
+    monkeypatch.setattr(allowed, "definitions", lambda: {"suite.embedding": Embedding})
     for wide in (False, True):
         with pytest.raises(Unsafe) as caught:
             run("suite.embedding", [S, X], wide=wide, ids="T0", weight="T1")

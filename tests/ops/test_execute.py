@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from divergence.ops.allowed import Refusal
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
-from divergence.ops.refusal import Refusal
 from divergence.run.schema.record import Call, Operand
 
 T = {"tensor": 0}

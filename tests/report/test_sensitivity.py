@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from divergence.experiments.sensitivity.result import Confirmation, FaultSize, Sensitivity
+from divergence.experiments.result import Confirmation, FaultSize, Sensitivity
 from divergence.layout.numbers import share
 from divergence.report.sensitivity import answer_lines, sensitivity_lines
 

@@ -1,7 +1,7 @@
 """One output of one case of a suite: both sides against the truth.
 
 What a correct implementation may be off by is recorded in the truth, element by element
-(``out.floor``, from simulated rounding of the definition; see divergence.ops.suite.noise). With the
+(``out.floor``, from simulated rounding of the definition; see divergence.ops.suite.truth). With the
 last rounding, uniform in half a spacing of the dtype to either side,
 
     s_i² = floor_i² + (spacing(R_i) / √12)²        score = rms of (x_i - R_i) / s_i

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import xxhash
 
-from divergence.arithmetic.accumulator import find_accumulator, input_bits
+from divergence.arithmetic.additions.accumulator import find_accumulator, input_bits
 from divergence.arithmetic.additions.describe import describe
 from divergence.arithmetic.additions.order import Finding, Order, find_order
 from divergence.arithmetic.additions.summing import (

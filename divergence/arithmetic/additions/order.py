@@ -14,12 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-from divergence.arithmetic.additions.fprev import NotATreeError, TooManyError, reveal
-from divergence.arithmetic.additions.masks import find_encoding, num_portions, size_measure
+from divergence.arithmetic.additions.fprev import (
+    NotATreeError,
+    TooManyError,
+    find_encoding,
+    num_portions,
+    reveal,
+    size_measure,
+)
 from divergence.arithmetic.additions.proof import Proof, Trial, prove, trials
-from divergence.arithmetic.additions.summing import Summing
+from divergence.arithmetic.additions.summing import Summing, cancelling, exact_values
 from divergence.arithmetic.additions.trees import Tree
-from divergence.arithmetic.values import cancelling, exact_values
+from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 
 __all__ = ["MAX_CLASSES", "Finding", "Order", "find_order", "output_classes", "typical_error"]
@@ -82,7 +88,7 @@ def find_order(operator: Summing) -> Finding:
         classes = output_classes(operator)
         error = typical_error(operator)
     except (RuntimeError, NotImplementedError) as refused:
-        return Finding(operator=operator, reason=_first_line(refused))
+        return Finding(operator=operator, reason=first_line(refused))
     try:
         encoding = find_encoding(operator)
     except NotATreeError as refusal:
@@ -153,7 +159,3 @@ def output_classes(operator: Summing, *, seed: int = 97) -> list[torch.Tensor]:
         mask[cells] = True
         masks.append(mask.view(operator.rows, operator.columns))
     return masks
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -28,10 +28,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from divergence.arithmetic.accumulator import InputBits, find_accumulator, input_bits, keep_bits
-from divergence.arithmetic.additions.summing import Summing
+from divergence.arithmetic.additions.accumulator import (
+    InputBits,
+    find_accumulator,
+    input_bits,
+    keep_bits,
+)
+from divergence.arithmetic.additions.summing import Summing, cancelling, exact_values
 from divergence.arithmetic.additions.trees import Tree
-from divergence.arithmetic.values import cancelling, exact_values
 from divergence.numerics.formats import format_of
 
 __all__ = ["Arithmetic", "Proof", "Trial", "candidates", "prove", "replay", "trials"]

@@ -25,7 +25,7 @@ from divergence.comparison.preflight.code import replaced_in
 from divergence.comparison.preflight.owner import Disagreement, disagreement, without_pads
 from divergence.comparison.result import Report
 from divergence.experiments.localization.machine import Maker
-from divergence.experiments.localization.result import Localization, OwnError
+from divergence.experiments.result import Localization, OwnError
 from divergence.run.reader import Run
 from divergence.words import Side, SideBothOrNeither
 

@@ -27,10 +27,15 @@ from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Onset
 from divergence.errors import UsageError
 from divergence.experiments.localization.blamed import NEAR, name_side
-from divergence.experiments.localization.given_operands import given_to, stands_alone
 from divergence.experiments.localization.machine import Maker
-from divergence.experiments.localization.proof import errors_alone, prove, reproduce
-from divergence.experiments.localization.result import Level, Localization
+from divergence.experiments.localization.proof import (
+    errors_alone,
+    given_to,
+    prove,
+    reproduce,
+    stands_alone,
+)
+from divergence.experiments.result import Level, Localization
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes

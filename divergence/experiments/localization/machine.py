@@ -10,20 +10,22 @@ was repeated first. So no machine is taken for another because no field tells th
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divergence.errors import DivergenceError, UsageError
-from divergence.experiments.localization.elsewhere import made_elsewhere
+from divergence.errors import DivergenceError, ModelError, UsageError
 from divergence.experiments.localization.folder import Folder
 from divergence.experiments.localization.repetition import (
     check_repetition,
     check_substituted,
     why_not_bits,
 )
-from divergence.experiments.localization.result import Repetition
+from divergence.experiments.result import Repetition
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import command_options
 from divergence.recording.api import capture
@@ -45,7 +47,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HERE", "Maker"]
+__all__ = ["HERE", "Maker", "made_elsewhere"]
 
 HERE = ("auto", "reference", "candidate", "both", "none")
 _PACKAGES = ("torch", "transformers")
@@ -110,8 +112,7 @@ class Maker:
         if side == "reference" or attention not in ("eager", "sdpa"):
             attention = None
         tokens = None if step is None else step + 1
-        variables = variables_to_set(self._runs[side].manifest.environment)
-        if variables:
+        if variables := variables_to_set(own.manifest.environment):
             words = command_words(
                 "truth", source.path, o=out, force=True, model=self._model_of(side),
                 sites=sites, max_new_tokens=tokens, attn_implementation=attention,
@@ -120,9 +121,9 @@ class Maker:
             run = made_elsewhere(words, out, variables)
         else:
             run = make_truth(
-                source, out=out, model=self._model_of(side), sites=sites or (), force=True,
-                attn_implementation=attention, trust_remote_code=self._trust,
-                progress=self._tell, max_new_tokens=tokens,
+                source, out=out, force=True, model=self._model_of(side), sites=sites or (),
+                max_new_tokens=tokens, attn_implementation=attention,
+                trust_remote_code=self._trust, progress=self._tell,
             )  # fmt: skip
         self.folder.verify(run)
         return run
@@ -183,8 +184,9 @@ class Maker:
         out = self.folder / name
         site, healthy, other = substitute
         run = self._known(out, side, sites, step, escalate=escalate)
-        planned = [str(Substitute(healthy, other))]
-        if run is None or not self.folder.is_verified(run) or _plan(run) != planned:
+        if run is not None and run.manifest.plan.substitutes != [str(Substitute(healthy, other))]:
+            run = None
+        if run is None or not self.folder.is_verified(run):
             if not self.repeats(side):
                 self.ask(side, "proves it there")
                 return None
@@ -231,11 +233,10 @@ class Maker:
         if found.how == "unknown":
             what = "no tensor to hold against it"
         label = self._runs[side].manifest.environment.label
-        if lay_there is not None:
-            text = f"{lay_there.path} was not made on the {side}'s machine ({label})"
-        else:
-            text = f"this is not the {side}'s machine ({label})"
-        self.refusals.append(f"{text}: its blocks do not repeat ({what})")
+        is_not = "this is not" if lay_there is None else f"{lay_there.path} was not made on"
+        self.refusals.append(
+            f"{is_not} the {side}'s machine ({label}): its blocks do not repeat ({what})"
+        )
 
     def ask(self, side: str, what: str) -> None:
         """The same command on that side's machine."""
@@ -345,12 +346,12 @@ class Maker:
         except UsageError:
             return False
         names = ("device_type", "device_name", "cpu", "platform")
-        if any(getattr(recorded, name) != getattr(mine, name) for name in names):
-            return False
-        return all(recorded.versions.get(p) == mine.versions.get(p) for p in _PACKAGES)
+        return all(getattr(recorded, name) == getattr(mine, name) for name in names) and all(
+            recorded.versions.get(package) == mine.versions.get(package) for package in _PACKAGES
+        )
 
     def _recorded_device(self, side: str) -> str | None:
-        """The kind of device that the side ran on; None where this tool knows no such kind."""
+        """The kind of device that the side ran on; None for one that this tool does not know."""
         kind = self._runs[side].manifest.environment.device_type
         return kind if kind in DEVICE_TYPES else None
 
@@ -362,10 +363,10 @@ class Maker:
         return self._device if kind is None or asked == kind else kind
 
     def _command(self, side: str, out: Path, values: dict[str, Any], *, force: bool = False) -> str:
-        source, own = self._runs["reference"], self._runs[side].manifest.model
-        elsewhere = own.source != source.manifest.model.source  # as it is called on that machine
+        source, model = self._runs["reference"], self._runs[side].manifest.model.source
+        elsewhere = model != source.manifest.model.source  # as it is called on that machine
         return command_line(
-            "capture", like=source.path, o=out, model=own.source if elsewhere else None,
+            "capture", like=source.path, o=out, model=model if elsewhere else None,
             device=self._recorded_device(side), trust_remote_code=self._trust, force=force,
             **command_options(CaptureOptions, values), note=f"on the {side}'s machine",
         )  # fmt: skip
@@ -378,5 +379,22 @@ def _free_sites(own: Run) -> list[str]:
     return ["blocks"] if held else recorded_sites(own.manifest)
 
 
-def _plan(run: Run) -> list[str]:
-    return run.manifest.plan.substitutes
+def made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
+    """The command ``words`` in a process with these variables."""
+    environment = {k: v for k, v in {**os.environ, **variables}.items() if v is not None}
+    home = str(Path(__file__).parents[2])
+    paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from where the command was given
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--quiet"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise ModelError(
+            f"the {words[1]} with the recorded environment variables failed "
+            f"(exit {done.returncode})",
+            where=str(out),
+            hint=(done.stderr.strip().splitlines() or ["no message"])[-1],
+        )
+    return Run.open(out)

@@ -5,6 +5,10 @@ machine, and what follows must be fine then. *Alone*: each side's operator in fl
 recorded inputs, by the operator's definition: no truth of the model and no code of it is needed
 for that, so a side that is off by itself is off whoever made the truth. *Reproducer*: the same as
 a folder for a vendor.
+
+An operator that is right by itself on both sides gives other results for one reason alone: it was
+given something else. *Given* names it: a scalar, a constant, an operand with its difference, or
+where it comes from. Nothing is said of what was not recorded.
 """
 
 from __future__ import annotations
@@ -14,22 +18,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from divergence.analyses.operators.find import onset_result
+from divergence.analyses.operators.operands import given_inputs
 from divergence.comparison.api import compare
+from divergence.comparison.calls.graph import Node, forwards_of
 from divergence.comparison.result import Report
-from divergence.comparison.results.operators import CausalCheck, OperatorResult
+from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import DivergenceError
-from divergence.experiments.localization.given_operands import stands_alone
 from divergence.experiments.localization.machine import Maker
-from divergence.experiments.localization.replaced import replaced_sites
-from divergence.experiments.localization.result import OwnError
+from divergence.experiments.result import OwnError
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import repro
 from divergence.run.reader import Run
+from divergence.run.schema.record import Call, Operand
+from divergence.run.schema.site import is_operator_site
 from divergence.words import Progress, Side
 
-__all__ = ["errors_alone", "prove", "reproduce"]
+__all__ = ["errors_alone", "given_to", "prove", "replaced_sites", "reproduce", "stands_alone"]
 
 _MIN_ROWS = 8  # fewer rows tell nothing about one channel
 
@@ -155,3 +161,68 @@ def reproduce(
         on_progress("note", 0, None, f"no reproducer of {path}: {error.message}")
         return None
     return str(out)
+
+
+def given_to(made: dict[str, Run], first: OperatorResult, pass_: str) -> list[OtherInput]:
+    """The tensor operands that differ, the largest difference first; empty for a region, whose
+    last operators take other arguments by right."""
+    if first.region is not None:
+        return []
+    one = _node(made["reference"], first.site, first, pass_)
+    two = _node(made["candidate"], first.candidate_site, first, pass_)
+    if one is None or two is None:
+        return []
+    return given_inputs(one, two, made["reference"], made["candidate"])
+
+
+def stands_alone(first: OperatorResult, side: str) -> bool:
+    """Is what that side computes there one operator? A region of several is none."""
+    if first.region is None:
+        return True
+    members = first.region.reference if side == "reference" else first.region.candidate
+    return len(members) == 1
+
+
+def _node(run: Run, path: str, first: OperatorResult, pass_: str) -> Node | None:
+    for name in dict.fromkeys((pass_, "anchored", "free")):
+        nodes = forwards_of(run, name).get((first.sample, first.step), [])
+        for node in nodes:
+            if node.path == path:
+                return node
+    return None
+
+
+def replaced_sites(made: dict[str, Run], first: OperatorResult, side: str) -> tuple[str, str]:
+    """(site on ``side``, site on the other) of the operator ``first`` or of what feeds it."""
+    other = "candidate" if side == "reference" else "reference"
+    names = {"reference": first.site, "candidate": first.candidate_site}
+    own = f"{names[side]}:out", f"{names[other]}:out"
+    if not first.fed_by or first.fed_by_side != side:
+        return own
+    mine, theirs = (_call(made[one], names[one], first) for one in (side, other))
+    if mine is None or theirs is None:
+        return own
+    for guilty, healthy in zip(mine.operands, theirs.operands, strict=False):
+        made_by = _result(guilty)
+        if made_by is None or made_by.rpartition(":")[0] != first.fed_by[-1]:
+            continue
+        given = _result(healthy)
+        if given is not None and guilty.via == healthy.via:
+            return made_by, given
+    return own
+
+
+def _call(run: Run, path: str, first: OperatorResult) -> Call | None:
+    place = (f"{path}:out", first.sample, first.step)
+    for record in run.records:
+        if record.call is not None and (record.site, record.sample, record.step) == place:
+            return record.call
+    return None
+
+
+def _result(operand: Operand) -> str | None:
+    """The operator's result that an operand is, or is a view of."""
+    for site in (operand.site, operand.origin):
+        if site is not None and is_operator_site(site) and ":out" in site:
+            return site
+    return None

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import msgspec
 
 from divergence.comparison.measure.reduced import equal_contents
-from divergence.experiments.localization.result import Repetition
+from divergence.experiments.result import Repetition
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.run.reader import Run

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from divergence.analyses.blocks.find import find as find_in_blocks
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.answer import applying
@@ -28,16 +30,42 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import SiteResult
 from divergence.experiments.sensitivity.faults import Fault
-from divergence.experiments.sensitivity.overlay import Overlay
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.recording.hooks.plant import FORWARDS
-from divergence.run.schema.record import Record
+from divergence.run.reader import Run
+from divergence.run.schema.fingerprint import digest_tensor
+from divergence.run.schema.record import Coordinates, Record
 from divergence.run.schema.site import module_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Trials", "sees"]
+__all__ = ["Overlay", "Trials", "sees"]
+
+
+class Overlay(Run):
+    """``base`` with other tensors at some of its records. ``records`` lists the changed ones
+    alone; ``find`` and ``read`` know all."""
+
+    def __init__(self, base: Run, changed: Iterable[tuple[Record, torch.Tensor]]) -> None:
+        self._base = base
+        self._changed: dict[Coordinates, torch.Tensor] = {}
+        records = []
+        for record, tensor in changed:
+            assert tuple(tensor.shape) == record.shape, record.site
+            records.append(msgspec.structs.replace(record, xxh3=digest_tensor(tensor)))
+            self._changed[record.coordinates] = tensor
+        super().__init__(base.path, base.manifest, records)
+
+    def find(self, coordinates: Coordinates) -> Record | None:
+        """The record at (pass, sample, step, site): the changed one where there is one."""
+        return super().find(coordinates) or self._base.find(coordinates)
+
+    def read(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+        """The record's tensor as it is here."""
+        tensor = self._changed.get(record.coordinates)
+        return self._base.read(record, verify=verify) if tensor is None else tensor
+
 
 _SEEN = ("localized", "nonfinite")
 

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.ops.allowed import asked_for
+from divergence.ops.allowed import Refusal, Unsafe, asked_for
 from divergence.ops.calls import RecordedCall, operand_values, recorded_calls, replayable_pass
 from divergence.ops.execute import RANDOM, UNINITIALISED, execute_ports
-from divergence.ops.given import what_differs
-from divergence.ops.refusal import Refusal, Unsafe
 from divergence.ops.reproducer.bug_report import RunSide, code_span, report_text, title_of
-from divergence.ops.reproducer.differences import Difference, difference, store_error
+from divergence.ops.reproducer.differences import Difference, difference, store_error, what_differs
 from divergence.ops.reproducer.script import operand_names, portable, portable_truth, script_text
 from divergence.recording.engines.checkpoint import Weights
 from divergence.recording.machine.environment import resolve_device

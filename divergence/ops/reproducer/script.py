@@ -1,6 +1,6 @@
 """A script that runs one operator: torch and safetensors alone, short enough for a bug tracker.
 
-Whatever the run says of itself reaches the script as a literal (reproducer.literals), never as
+Whatever the run says of itself reaches the script as a literal (reproducer.source), never as
 code; the names of the operator and of its arguments are those that torch, or the suite, knows.
 Values stand beside it in safetensors files; a dtype that not every release of safetensors has a
 name for as raw bytes.
@@ -16,13 +16,16 @@ from typing import Any
 import torch
 
 from divergence.numerics.formats import format_named
-from divergence.ops.arguments import check_names, decoded
-from divergence.ops.lookup import find_operator
-from divergence.ops.refusal import Refusal
-from divergence.ops.registry import PREFIX
-from divergence.ops.reproducer.literals import call_node, check_script, literal, node, place
-from divergence.ops.reproducer.pasted import pasted_source
-from divergence.ops.strided import contiguous_stride
+from divergence.ops.allowed import PREFIX, Refusal, find_operator
+from divergence.ops.arguments import check_names, contiguous_stride, decoded
+from divergence.ops.reproducer.source import (
+    call_node,
+    check_script,
+    literal,
+    node,
+    pasted_source,
+    place,
+)
 from divergence.run.schema.manifest import Manifest, Switch
 from divergence.run.schema.record import Call
 

@@ -15,15 +15,29 @@ from typing import Any
 import torch
 
 from divergence.arithmetic.quick import quick_facts
-from divergence.errors import RunFormatError, UsageError
+from divergence.errors import RunFormatError, UsageError, first_line
 from divergence.numerics.formats import format_of
+from divergence.ops.allowed import Unsafe
 from divergence.ops.bounds import Checking
-from divergence.ops.refusal import Unsafe
-from divergence.ops.suite.catalog import case_path, cases_in, find, suite_named
-from divergence.ops.suite.definition import Arguments, Operator, Unavailable, outputs_of
-from divergence.ops.suite.implementations import DEFAULT, Chosen, Wishes, choose
-from divergence.ops.suite.judging import truth_of, widened
-from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in, output_port
+from divergence.ops.suite.catalog import (
+    DEFAULT,
+    Chosen,
+    Wishes,
+    case_path,
+    cases_in,
+    choose,
+    find,
+    suite_named,
+)
+from divergence.ops.suite.definition import (
+    Arguments,
+    Operator,
+    Unavailable,
+    output_port,
+    outputs_of,
+)
+from divergence.ops.suite.recording import CaseWriter, arguments_of, calls_in
+from divergence.ops.suite.truth import truth_of, widened
 from divergence.recording.machine.determinism import Determinism, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.new_run import provenance
@@ -84,19 +98,14 @@ def capture_suite(
     """Run ``suite`` (``llm``) here, or the one in ``like`` again, and record it in ``out``.
 
     ``probe``: note what this machine's arithmetic does, as a capture of a model does.
-    ``impl``: see ops.suite.implementations. ``sites``: patterns of cases, ``rms_norm.*``.
+    ``impl``: see ops.suite.catalog. ``sites``: patterns of cases, ``rms_norm.*``.
     Raises UsageError, RunFormatError (of ``like``), RunExistsError and RunWriteError.
     """
     device, chosen = resolve_device(device), choose(impl)
     skipped: dict[str, int] = {}
-    if like is None:
-        assert suite is not None
-        works = _fresh(suite_named(suite))
-        source = SUITE + suite
-    else:
-        works, source = _recorded(like, skipped), like.manifest.model.source
     wanted = list(sites) or ["*"]
-    works = _selected(works, wanted)
+    works = _works(suite, like, wanted, skipped)
+    source = f"{SUITE}{suite}" if like is None else like.manifest.model.source
     if like is not None:
         recorded = like.manifest.settings
         deterministic = recorded.deterministic if deterministic is None else deterministic
@@ -154,8 +163,9 @@ def truth_of_suite(
                     work.operator.truth(**widened(arguments))
                 found = list(truth_of(work.operator, arguments, equal=equal))
             except (Unsafe, *_REFUSED) as error:
+                why = first_line(error, most=160)
                 raise RunFormatError(
-                    f"{work.path} is no case of {work.operator.name}: {_first_line(error)}",
+                    f"{work.path} is no case of {work.operator.name}: {why}",
                     where=str(run.path),
                 ) from error
             for port, tensor in found:
@@ -178,13 +188,8 @@ def plan_cases(
     suite: str | None, *, like: Run | None = None, sites: Sequence[str] = ()
 ) -> list[PlannedCase]:
     """What ``capture_suite`` with the same parameters would run."""
-    if like is None:
-        assert suite is not None
-        works = _fresh(suite_named(suite))
-    else:
-        works = _recorded(like, {})
     planned = []
-    for work in _selected(works, list(sites) or ["*"]):
+    for work in _works(suite, like, list(sites) or ["*"], {}):
         tensors = [value for value in work.load().values() if isinstance(value, torch.Tensor)]
         planned.append(
             PlannedCase(
@@ -227,12 +232,16 @@ class _Runner:
                 outputs = self._call(work, arguments)
                 again = [self._call(work, arguments) for _ in range(self._repeat - 1)]
             except (Unavailable, Unsafe, NotImplementedError, *_REFUSED) as error:
-                reason = f"{work.operator.name}: {_first_line(error)}"
+                reason = f"{work.operator.name}: {first_line(error, most=160)}"
                 skipped[reason] = skipped.get(reason, 0) + 1
                 continue
             self._record(work, arguments, outputs)
             for others in again:
-                _count_differences(repeated, work, outputs, others)
+                for one, other in zip(outputs, others, strict=True):
+                    repeated.num_compared += 1
+                    if digest_tensor(one) != digest_tensor(other):
+                        repeated.num_different += 1
+                        repeated.first_difference = repeated.first_difference or work.path
         if self._cases.order == 0:
             raise UsageError(
                 "nothing was recorded: no operator could be run here",
@@ -268,10 +277,26 @@ class _Runner:
             self._cases.put(site, output, call if number == 0 else None)
 
 
-def _fresh(suite: str) -> list[Work]:
-    return [
-        Work(case_path(operator, case), operator, case.make) for operator, case in cases_in(suite)
-    ]
+def _works(
+    suite: str | None, like: Run | None, patterns: list[str], skipped: dict[str, int]
+) -> list[Work]:
+    """The cases of ``like``, or of the suite, whose path matches a pattern."""
+    if like is not None:
+        works = _recorded(like, skipped)
+    else:
+        assert suite is not None
+        works = [
+            Work(case_path(operator, case), operator, case.make)
+            for operator, case in cases_in(suite_named(suite))
+        ]
+    matches = compile_patterns(patterns)
+    found = [work for work in works if matches(f"{work.path}:out")]
+    if not found:
+        raise UsageError(
+            f"--sites {' '.join(patterns)} matches no case",
+            hint="divergence capture suite:llm --dry-run lists them: 'rms_norm.*', '*.equal'",
+        )
+    return found
 
 
 def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
@@ -296,18 +321,6 @@ def _recorded(run: Run, skipped: dict[str, int]) -> list[Work]:
             hint="divergence capture suite:llm -o RUN makes a run that does",
         )
     return works
-
-
-def _selected(works: list[Work], patterns: list[str]) -> list[Work]:
-    """Patterns match a case's path, or begin with its operator's name."""
-    matches = compile_patterns(patterns)
-    found = [work for work in works if matches(f"{work.path}:out")]
-    if not found:
-        raise UsageError(
-            f"--sites {' '.join(patterns)} matches no case",
-            hint="divergence capture suite:llm --dry-run lists them: 'rms_norm.*', '*.equal'",
-        )
-    return found
 
 
 def _copied(arguments: Arguments, device: str) -> Arguments:
@@ -373,23 +386,6 @@ def _manifest(
     )  # fmt: skip
 
 
-def _count_differences(
-    result: Repeatability,
-    work: Work,
-    first: tuple[torch.Tensor, ...],
-    again: tuple[torch.Tensor, ...],
-) -> None:
-    for one, other in zip(first, again, strict=True):
-        result.num_compared += 1
-        if digest_tensor(one) != digest_tensor(other):
-            result.num_different += 1
-            result.first_difference = result.first_difference or work.path
-
-
 def _tell(progress: Progress | None, event: str, done: int, total: int | None, what: str) -> None:
     if progress is not None:
         progress(event, done, total, what)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]

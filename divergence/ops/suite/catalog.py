@@ -1,31 +1,53 @@
-"""Which operators there are, and which suites are made of them."""
+"""Which operators there are, which suites are made of them, and which implementation of each runs.
+
+    --impl flash_attn                     where an operator has one of that name, that one
+    --impl rms_norm=llama                 this operator's
+    --impl rms_norm=my_kernels:rms_norm   a function of the user's, imported by name
+    --impl inductor                       every operator through torch.compile
+
+A user's function takes the operator's arguments by name and returns its results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from divergence.errors import UsageError
-from divergence.ops.suite.definition import PREFIX, Case, Operator
+from divergence.ops.suite.definition import PREFIX, Case, Implementation, Operator, Unavailable
 from divergence.ops.suite.operators import (
     activations,
     attention,
-    embedding,
-    gating,
     gemm,
     norms,
     paged_attention,
     quantization,
+    reductions,
     rope,
-    softmax,
-    sums,
 )
 from divergence.run.schema.site import near_names
 
-__all__ = ["OPERATORS", "SUITES", "case_path", "cases_in", "find", "suite_named"]
+__all__ = [
+    "DEFAULT",
+    "OPERATORS",
+    "SUITES",
+    "Chosen",
+    "available",
+    "case_path",
+    "cases_in",
+    "choose",
+    "find",
+    "suite_named",
+]
 
 _FAMILIES = (
-    gemm, norms, rope, softmax, attention, paged_attention, activations, gating, embedding, sums,
-    quantization,
+    gemm, norms, rope, attention, paged_attention, activations, reductions, quantization,
 )  # fmt: skip
 
 OPERATORS: dict[str, Operator] = {
@@ -70,3 +92,132 @@ def cases_in(suite: str) -> Iterator[tuple[Operator, Case]]:
 def case_path(operator: Operator, case: Case) -> str:
     """What stands for a module's path in its sites: ``rms_norm.bfloat16.decode.outliers``."""
     return f"{operator.full_name.removeprefix(PREFIX)}.{case.name}"
+
+
+DEFAULT = "torch"
+COMPILED = "inductor"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What runs for one operator. ``name``: as it is recorded."""
+
+    name: str
+    call: Callable[..., Any]
+
+
+Wishes = Sequence[str] | Mapping[str, Callable[..., Any]]
+
+
+def choose(wishes: Wishes) -> dict[str, Chosen]:
+    """Operator's full name → what runs, for every operator. ``wishes``: ``--impl`` values, or
+    functions by operator name. Raises UsageError, which names what there is."""
+    chosen = {name: Chosen(DEFAULT, operator.run) for name, operator in OPERATORS.items()}
+    if isinstance(wishes, Mapping):
+        for name, function in wishes.items():
+            operator = _operator(name)
+            label = getattr(function, "__qualname__", type(function).__name__)
+            chosen[operator.full_name] = Chosen(label, function)
+        return chosen
+    for wish in [wishes] if isinstance(wishes, str) else wishes:
+        name, equals, value = wish.rpartition("=")
+        if equals:
+            operator = _operator(name)
+            chosen[operator.full_name] = Chosen(value, _named(operator, value))
+        else:
+            chosen.update(_everywhere(value))
+    return chosen
+
+
+def available() -> dict[str, list[str]]:
+    """Implementation name → operators that can run it here."""
+    found: dict[str, list[str]] = {}
+    for operator in OPERATORS.values():
+        for name in operator.implementations:
+            with contextlib.suppress(ImportError, Unavailable, OSError):
+                operator.implementations[name]()
+                found.setdefault(name, []).append(operator.name)
+    return found
+
+
+def _operator(name: str) -> Operator:
+    return find(name if name.startswith(PREFIX) else PREFIX + name)
+
+
+def _everywhere(name: str) -> dict[str, Chosen]:
+    """The implementation of that name wherever there is one."""
+    if name == DEFAULT:
+        return {}
+    if name == COMPILED:
+        return {full: Chosen(name, _compiled(operator)) for full, operator in OPERATORS.items()}
+    having = [operator for operator in OPERATORS.values() if name in operator.implementations]
+    if not having:
+        raise UsageError(f"no operator has an implementation called {name!r}", hint=_known())
+    found, why = {}, ""
+    for operator in having:
+        try:
+            found[operator.full_name] = Chosen(name, operator.implementations[name]())
+        except (ImportError, Unavailable, OSError) as error:
+            why = str(error)
+    if not found:
+        raise UsageError(f"{name} is not here: {why}", hint=_known())
+    return found
+
+
+def _named(operator: Operator, name: str) -> Callable[..., Any]:
+    if ":" in name:
+        return _imported(name)
+    if name == DEFAULT:
+        return operator.run
+    if name == COMPILED:
+        return _compiled(operator)
+    if name not in operator.implementations:
+        own = ", ".join((DEFAULT, COMPILED, *operator.implementations))
+        raise UsageError(
+            f"{operator.name} has no implementation called {name!r}",
+            hint=f"it has {own}; or your own: {operator.name}=MODULE:FUNCTION",
+        )
+    try:
+        return operator.implementations[name]()
+    except (ImportError, Unavailable, OSError) as error:
+        raise UsageError(f"{name} is not here: {error}", hint=_known()) from error
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    """``package.module:function``, also from the directory that the command was given in."""
+    module, _, attribute = name.partition(":")
+    with _current_directory():
+        try:
+            function: Implementation = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UsageError(
+                f"cannot import {name!r}: {error}",
+                hint="--impl OPERATOR=MODULE:FUNCTION, where python -c 'import MODULE' works",
+            ) from error
+    if not callable(function):
+        raise UsageError(f"{name!r} is not a function")
+    return function
+
+
+@contextlib.contextmanager
+def _current_directory() -> Iterator[None]:
+    """The directory is searched first, as ``python -m`` does."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _compiled(operator: Operator) -> Callable[..., Any]:
+    import torch
+
+    return partial(torch.compile(operator.run, dynamic=False))
+
+
+def _known() -> str:
+    """What could be asked for here."""
+    here = available()
+    rows = [f"{name} ({', '.join(operators)})" for name, operators in sorted(here.items())]
+    return "here are: " + "; ".join([DEFAULT, COMPILED, *rows])

@@ -30,12 +30,7 @@ from divergence.run.schema.record import Call, Operand, PassName, Record
 from divergence.run.schema.site import join_site, operator_path
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 
-__all__ = ["CaseWriter", "arguments_of", "calls_in", "output_port"]
-
-
-def output_port(number: int) -> str:
-    """``out``, ``out.1``, ``out.2`` ..."""
-    return "out" if number == 0 else f"out.{number}"
+__all__ = ["CaseWriter", "arguments_of", "calls_in"]
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from divergence.arithmetic.accumulator import find_accumulator, input_bits, keep_bits
+from divergence.arithmetic.additions.accumulator import find_accumulator, input_bits, keep_bits
 from divergence.arithmetic.additions.facts import probe_orders
 from divergence.arithmetic.additions.order import find_order
 from divergence.arithmetic.additions.trees import Tree

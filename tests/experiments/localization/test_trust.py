@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from divergence.comparison.advice import _options
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.localization.machine import Maker
-from divergence.experiments.sensitivity.confirm import confirm_sizes
-from divergence.experiments.sensitivity.result import FaultSize
+from divergence.experiments.result import FaultSize
+from divergence.experiments.sensitivity.sizes import confirm_sizes
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
@@ -101,7 +101,7 @@ def test_a_run_in_another_process_imports_nothing_from_here(run, maker, monkeypa
         started.append(env)
         return SimpleNamespace(returncode=1, stderr="")
 
-    monkeypatch.setattr("divergence.experiments.localization.elsewhere.subprocess.run", start)
+    monkeypatch.setattr("divergence.experiments.localization.machine.subprocess.run", start)
     monkeypatch.delenv("MKL_CBWR", raising=False)
     environment = msgspec.structs.replace(run.manifest.environment, variables={"MKL_CBWR": "AVX2"})
     manifest = msgspec.structs.replace(run.manifest, environment=environment)

@@ -12,11 +12,10 @@ import torch
 from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.preflight.lines import preflight
 from divergence.errors import IncomparableError, UsageError
-from divergence.experiments.sensitivity.bisection import smallest_seen
 from divergence.experiments.sensitivity.faults import FAULTS, faults_named
-from divergence.experiments.sensitivity.overlay import Overlay
-from divergence.experiments.sensitivity.search import sensitivity
-from divergence.experiments.sensitivity.trials import Trials, sees
+from divergence.experiments.sensitivity.sensitivity import sensitivity
+from divergence.experiments.sensitivity.sizes import smallest_seen
+from divergence.experiments.sensitivity.trials import Overlay, Trials, sees
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 

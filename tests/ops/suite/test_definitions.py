@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from divergence.ops.suite.catalog import OPERATORS, cases_in, find
 from divergence.ops.suite.definition import outputs_of
-from divergence.ops.suite.judging import widened
+from divergence.ops.suite.truth import widened
 
 
 def define(operator: str, **arguments):

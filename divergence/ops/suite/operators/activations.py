@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from divergence.ops.suite.cases import Source, cases_of
-from divergence.ops.suite.definition import Arguments, Implementation, Operator
-from divergence.ops.suite.noise import stored
+from divergence.ops.suite.definition import Arguments, Implementation, Operator, Source, cases_of
+from divergence.ops.suite.truth import stored
 
 __all__ = ["OPERATORS"]
 

@@ -1,4 +1,4 @@
-"""Attention over whole sequences: grouped heads, masks, and the forms that implementations take.
+"""Softmax, and attention over whole sequences with grouped heads and masks.
 
 Axes: B batch, N heads, G key-value heads, T queries, S keys, H head dim. Query head n reads
 key-value head n // (N / G). Masks are boolean, True where a key is seen; a query that sees no key
@@ -14,13 +14,49 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Case, Implementation, Operator, Unavailable
-from divergence.ops.suite.noise import stored
+from divergence.ops.suite.definition import (
+    Arguments,
+    Case,
+    Implementation,
+    Operator,
+    Plan,
+    Source,
+    Unavailable,
+    cases_of,
+)
+from divergence.ops.suite.truth import stored
 
 __all__ = ["OPERATORS", "attend"]
 
 Shape = tuple[int, ...]
+
+
+def _run_softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+def _run_log_softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(x, -1)
+
+
+def _truth_softmax(x: torch.Tensor) -> torch.Tensor:
+    """p_i = exp(x_i - m) / Σ_j exp(x_j - m), m = max x."""
+    weights = torch.exp(x - x.amax(-1, keepdim=True))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _truth_log_softmax(x: torch.Tensor) -> torch.Tensor:
+    """x_i - m - log Σ_j exp(x_j - m)."""
+    shifted = x - x.amax(-1, keepdim=True)
+    return shifted - torch.log(torch.exp(shifted).sum(-1, keepdim=True))
+
+
+def _logits(source: Source, shape: Shape) -> Arguments:
+    """Four times a normal value: what attention scores and router logits of trained models
+    reach."""
+    return {"x": source.main("x", shape, scale=1.0 if source.values == "subnormals" else 4.0)}
+
+
 _ARGUMENTS = ("query", "key", "value", "mask", "causal", "scale")
 _WINDOW = 5
 
@@ -245,6 +281,14 @@ def _flash_attn() -> Implementation:
 
 
 OPERATORS = (
+    Operator(
+        name="softmax", arguments=("x",), run=_run_softmax, truth=_truth_softmax,
+        cases=cases_of(_logits),
+    ),
+    Operator(
+        name="log_softmax", arguments=("x",), run=_run_log_softmax, truth=_truth_log_softmax,
+        cases=cases_of(_logits),
+    ),
     Operator(
         name="attention", arguments=_ARGUMENTS, run=_run_sdpa, truth=_truth, cases=_cases,
         implementations={

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from divergence.ops.suite.cases import PLAN, Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Operator
+from divergence.ops.suite.definition import PLAN, Arguments, Operator, Plan, Source, cases_of
 
 __all__ = ["OPERATORS"]
 

@@ -16,8 +16,15 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Case, Implementation, Operator
+from divergence.ops.suite.definition import (
+    Arguments,
+    Case,
+    Implementation,
+    Operator,
+    Plan,
+    Source,
+    cases_of,
+)
 from divergence.ops.suite.operators.attention import attend
 from divergence.ops.suite.values import normal, to_tensor
 

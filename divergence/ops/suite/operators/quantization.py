@@ -19,8 +19,16 @@ from typing import Any
 import torch
 
 from divergence.numerics.formats import format_named
-from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Case, Implementation, Operator, Unavailable
+from divergence.ops.suite.definition import (
+    Arguments,
+    Case,
+    Implementation,
+    Operator,
+    Plan,
+    Source,
+    Unavailable,
+    cases_of,
+)
 from divergence.ops.suite.values import integers, to_tensor
 
 __all__ = ["OPERATORS"]

@@ -16,9 +16,15 @@ from typing import Any
 
 import torch
 
-from divergence.ops.suite.cases import PLAN, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Implementation, Operator
-from divergence.ops.suite.noise import stored
+from divergence.ops.suite.definition import (
+    PLAN,
+    Arguments,
+    Implementation,
+    Operator,
+    Source,
+    cases_of,
+)
+from divergence.ops.suite.truth import stored
 from divergence.ops.suite.values import normal, to_tensor
 
 __all__ = ["OPERATORS"]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from divergence.ops.refusal import Refusal
-from divergence.ops.strided import contiguous_stride, laid_out, span_of
+from divergence.ops.allowed import Refusal
+from divergence.ops.arguments import contiguous_stride, laid_out, span_of
 
 BASE = torch.arange(24.0)
 

@@ -1,25 +1,33 @@
-"""Values of a run as Python source, and the check that a written script holds nothing else.
+"""What a script is made of: a run's values as Python source, and functions of the suite.
 
 A run may come from anyone, and a script that is made of it is run on other machines. So whatever
 a run says reaches the script through ``node`` alone: a syntax tree of a value whose type is
 checked, whose text Python itself writes. A script is then read back: its tree must be that of
 its template with these trees in their places.
+
+A suite's operator is pasted with all that it stands on in this package, since a script has torch
+alone. A function stands alone if everything that it names is torch's, the standard library's, a
+constant that ``repr`` writes, or a function of this package that stands alone itself.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import keyword
 import math
-from collections.abc import Mapping, Sequence
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from divergence.errors import FaultError
-from divergence.ops.refusal import Refusal
+from divergence.ops.allowed import Refusal, suite_function
 
-__all__ = ["call_node", "check_script", "literal", "node", "place"]
+__all__ = ["call_node", "check_script", "literal", "node", "pasted_source", "place"]
 
 _MAX_BITS = 64
 _PLACE = "MEANT_"
@@ -121,3 +129,76 @@ def _plain(tree: ast.Module) -> str:
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         first.value.value = ""
     return ast.dump(tree)
+
+
+_OWN = "divergence."
+_THERE = frozenset({"torch", "numpy"})
+"""Packages that are wherever torch is, beside the standard library."""
+
+
+def pasted_source(operator: str) -> tuple[str, str, str]:
+    """(imports, source, name of the function) of ``suite.NAME``. Raises Refusal where it does not
+    stand alone."""
+    function = suite_function(operator)
+    imports: dict[str, str] = {}
+    parts: dict[str, str] = {}
+    _collect(function, operator, imports, parts)
+    return "".join(imports.values()), "\n\n".join(parts.values()), function.__name__
+
+
+def _collect(
+    function: Callable[..., Any], operator: str, imports: dict[str, str], parts: dict[str, str]
+) -> None:
+    """Into ``parts`` the functions that ``function`` names, of its module or this package, then
+    itself; into ``imports`` the rest."""
+    if not inspect.isfunction(function) or function.__closure__:
+        raise _not_alone(operator, getattr(function, "__name__", repr(function)))
+    for name in sorted(_names(function.__code__)):
+        known = name in imports or name in parts or name == function.__name__
+        if not known and name in function.__globals__:  # else an attribute's name, or a builtin
+            value = function.__globals__[name]
+            own: str = getattr(value, "__module__", None) or ""
+            if inspect.isfunction(value) and (own == function.__module__ or own.startswith(_OWN)):
+                if value.__name__ != name:
+                    raise _not_alone(operator, name)
+                _collect(value, operator, imports, parts)
+            else:
+                _name(name, value, operator, imports, parts)
+    parts[function.__name__] = textwrap.dedent(inspect.getsource(function)).rstrip()
+
+
+def _name(
+    name: str, value: Any, operator: str, imports: dict[str, str], parts: dict[str, str]
+) -> None:
+    if isinstance(value, types.ModuleType):
+        home = value.__name__
+        if home.partition(".")[0] not in _THERE | sys.stdlib_module_names:
+            raise _not_alone(operator, home)
+        if name not in ("torch", "sys", "platform"):  # those the script has
+            imports[name] = f"import {home} as {name}\n" if name != home else f"import {home}\n"
+    elif _is_literal(value):
+        parts[name] = f"{name} = {value!r}"
+    else:
+        home = getattr(value, "__module__", None) or type(value).__module__
+        if home.partition(".")[0] not in _THERE | sys.stdlib_module_names:
+            raise _not_alone(operator, name)
+        imports[name] = f"from {home} import {getattr(value, '__name__', name)} as {name}\n"
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every global name that a function and what is defined inside it uses."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+    return found
+
+
+def _is_literal(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_literal(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _not_alone(operator: str, name: str) -> Refusal:
+    return Refusal(f"{operator} does not stand alone: it needs {name}")

@@ -1,6 +1,11 @@
-"""Choices: top-k, the gating of a mixture of experts, argmax. Where scores are equal, the
+"""Choices, rows of a table, sums: what picks from an axis, or adds along it.
+
+Choices are top-k, the gating of a mixture of experts, argmax. Where scores are equal, the
 definition takes the lowest index first. torch.argmax documents that; torch.topk documents no
 order, so there a choice among exact ties is shown and is no fault.
+
+Embedding is exact, so any difference is a fault. Sums are accumulated in float32, stored in the
+dtype of x.
 """
 
 from __future__ import annotations
@@ -8,10 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from divergence.ops.suite.cases import Plan, Source, cases_of
-from divergence.ops.suite.definition import Arguments, Implementation, Operator
-from divergence.ops.suite.operators.softmax import _truth_softmax
+from divergence.ops.suite.definition import (
+    Arguments,
+    Implementation,
+    Operator,
+    Plan,
+    Source,
+    cases_of,
+)
+from divergence.ops.suite.operators.attention import _truth_softmax
 
 __all__ = ["OPERATORS"]
 
@@ -81,6 +93,57 @@ _PLAN: Plan = (
 _EXPERTS = {"decode": (1, 128), "odd": (7, 60), "prefill": (64, 128)}
 _VOCABULARY = {"decode": (1, 16384), "odd": (7, 129), "prefill": (16, 4096)}
 
+
+def _run_embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.embedding(ids, weight)
+
+
+def _truth_embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y_t = W[id_t]."""
+    return weight[ids]
+
+
+def _rows(source: Source, shape: tuple[int, ...]) -> Arguments:
+    tokens, rows, width = shape
+    return {
+        "ids": source.indices("ids", (tokens,), rows), "weight": source.main("x", (rows, width)),
+    }  # fmt: skip
+
+
+def _run_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(-1)
+
+
+def _run_mean(x: torch.Tensor) -> torch.Tensor:
+    return x.mean(-1)
+
+
+def _run_cumsum(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(-1)
+
+
+def _truth_sum(x: torch.Tensor) -> torch.Tensor:
+    """Σ_i x_i."""
+    return x.sum(-1)
+
+
+def _truth_mean(x: torch.Tensor) -> torch.Tensor:
+    """Σ_i x_i / n."""
+    return x.sum(-1) / x.shape[-1]
+
+
+def _truth_cumsum(x: torch.Tensor) -> torch.Tensor:
+    """y_j = Σ_(i <= j) x_i."""
+    return x.cumsum(-1)
+
+
+_SUM_SHAPES = {"odd": (7, 129), "prefill": (64, 512), "long": (4, 32768)}
+_SUM_PLAN: Plan = (
+    ("odd", "normal"), ("odd", "outliers"), ("odd", "subnormals"), ("odd", "cancelling"),
+    ("odd", "equal"), ("odd.strided", "normal"), ("prefill", "normal"), ("long", "normal"),
+    ("long", "cancelling"), ("long", "equal"),
+)  # fmt: skip
+
 OPERATORS = (
     Operator(
         name="topk", arguments=("x", "k"), run=_run_topk, truth=_truth_topk,
@@ -95,5 +158,27 @@ OPERATORS = (
     Operator(
         name="argmax", arguments=("x",), run=_run_argmax, truth=_truth_argmax,
         cases=cases_of(_one, shapes=_VOCABULARY, plan=_PLAN),
+    ),
+    Operator(
+        name="embedding", arguments=("ids", "weight"), run=_run_embedding, truth=_truth_embedding,
+        cases=cases_of(
+            _rows,
+            shapes={"decode": (1, 64, 512), "odd": (7, 33, 129), "prefill": (64, 64, 512)},
+            plan=[
+                ("decode", "normal"), ("odd", "normal"), ("odd", "subnormals"),
+                ("odd.strided", "normal"), ("prefill", "outliers"),
+            ],
+        ),
+    ),
+    *(
+        Operator(
+            name=name, arguments=("x",), run=run, truth=truth,
+            cases=cases_of(_one, shapes=_SUM_SHAPES, plan=_SUM_PLAN),
+        )
+        for name, run, truth in (
+            ("sum", _run_sum, _truth_sum),
+            ("mean", _run_mean, _truth_mean),
+            ("cumsum", _run_cumsum, _truth_cumsum),
+        )
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 The set-up is a run, a healthy candidate like it, and what else compare is given: a truth,
 trusted runs, thresholds. At chosen blocks faults of several kinds are planted in what the
-candidate recorded (sensitivity.trials), smaller and smaller (sensitivity.bisection), and each
+candidate recorded (sensitivity.trials), smaller and smaller (sensitivity.sizes), and each
 time the judge of compare is asked. So the answer is about the whole way from numbers to
 verdict, the limits included, and not about a formula for them.
 
@@ -19,18 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from divergence._version import __version__
+from divergence.comparison.advice import Advice, beside
 from divergence.comparison.api import measure_runs
+from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import summary_of
 from divergence.comparison.results.findings import Verdict
 from divergence.errors import IncomparableError, UsageError
-from divergence.experiments.sensitivity.advice import deeper
-from divergence.experiments.sensitivity.bisection import LOWEST, smallest_seen
-from divergence.experiments.sensitivity.confirm import confirm_sizes
-from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, Fault, faults_named
-from divergence.experiments.sensitivity.result import FaultSize, Sensitivity
-from divergence.experiments.sensitivity.trials import Trials, sees
+from divergence.experiments.result import Sensitivity
+from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
+from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
+from divergence.experiments.sensitivity.trials import Trials
 from divergence.numerics.formats import format_named
+from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
@@ -93,7 +94,7 @@ def sensitivity(
         )
         measured = trials.measured
         where = _chosen_blocks(trials.blocks, blocks)
-        sizes = _search_all(trials, where, chosen, progress)
+        sizes = search_sizes(trials, where, chosen, progress)
         confirmations = []
         if confirm:
             confirmations = confirm_sizes(
@@ -260,55 +261,32 @@ def _chosen_blocks(known: list[str], wanted: Sequence[str]) -> list[str]:
     return [known[place] for place in sorted(places)]
 
 
-def _search_all(
-    trials: Trials, blocks: list[str], faults: list[Fault], progress: Progress | None
-) -> list[FaultSize]:
-    """Every fault at every block; a neighbour's size is where the next search begins."""
-    sizes: list[FaultSize] = []
-    for number, fault in enumerate(faults):
-        guesses: dict[bool, float | None] = {}
-        for place, block in enumerate(blocks):
-            if progress is not None:
-                done = number * len(blocks) + place
-                progress("plant", done, len(faults) * len(blocks), f"{fault.name} in {block}")
-            sizes.append(_search(trials, block, fault, guesses))
-    return sizes
-
-
-def _search(
-    trials: Trials, block: str, fault: Fault, guesses: dict[bool, float | None]
-) -> FaultSize:
-    reason = trials.unfit(block, fault)
-    if reason is not None:
-        return FaultSize(block=block, fault=fault.name, size=None, tried=0.0, reason=reason)
-    num_features = trials.num_features(block)
-    found: dict[bool, tuple[float | None, str | None]] = {False: (None, None), True: (None, None)}
-    for escalated in (False, True)[: 1 + trials.escalated]:
-        why: dict[float, str] = {}
-
-        def seen(size: float, escalated: bool = escalated, why: dict[float, str] = why) -> bool:
-            verdict = trials.judge(block, fault, size, escalated=escalated)
-            here = sees(verdict, block)
-            why[size] = verdict.evidence[0].text if here else f"{verdict.kind}: {verdict.summary}"
-            return here
-
-        size = smallest_seen(
-            seen,
-            high=fault.high,
-            low=1 / num_features if fault.in_features else LOWEST,
-            guess=guesses.get(escalated),
+def deeper(measured: Measured, *, made_here: bool, escalated: bool) -> list[str]:
+    """Commands, the one that gains most first: an escalated pass for a 16-bit dtype, a truth,
+    and more tokens where so few are judged that chance widens the limits."""
+    a, b = measured.reference, measured.candidate
+    advice = Advice(a, b)
+    commands: list[str] = []
+    known, narrow = measured.truth, measured.narrow
+    here, there = str(a.path), str(b.path)
+    truth = beside(here, "-truth") if known is None else str(known.run.path)
+    candidate = None if made_here else there
+    if narrow and not escalated and not made_here:
+        candidate = beside(there, "-escalated")
+        commands.append(advice.escalate()[0])
+    if known is None:
+        commands.append(advice.truth()[0])
+    if commands:
+        also = "and an escalated pass, which is then made too" if narrow and made_here else ""
+        commands.append(
+            command_line("sensitivity", here, candidate=candidate, truth=truth, note=also)
         )
-        if size is None:
-            found[escalated] = None, why[fault.high]
-            continue
-        guesses[escalated] = size
-        found[escalated] = fault.rounded(size, num_features), why[size]
-    return FaultSize(
-        block=block,
-        fault=fault.name,
-        size=found[False][0],
-        tried=fault.high,
-        by=found[False][1],
-        escalated_size=found[True][0],
-        escalated_by=found[True][1],
-    )
+    num_tokens = sum(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
+    if spread(num_tokens) > 1:
+        commands.append(
+            command_line(
+                "capture", a.manifest.model.source, o=beside(here, "-more"), prompts="FILE",
+                note=f"more prompts: with {num_tokens} tokens chance widens some limits",
+            )
+        )  # fmt: skip
+    return commands

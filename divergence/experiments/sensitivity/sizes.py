@@ -1,0 +1,219 @@
+"""The smallest size of each fault that is seen: searched by bisection, confirmed by real plants.
+
+The grid of sizes is logarithmic and has eight points to a doubling, so a size is found to 9 %. What
+is seen need not grow with the size (rounding of a format, a question that one size answers and a
+larger one does not), so twice and four times the found size must be seen as well; where they are
+not, the search goes on above them.
+
+A trial changes recorded tensors; a real plant changes the running model. Where the model is at
+hand, each fault is captured twice for one block: 1.3 times the found size must be seen there by the
+ordinary compare, and 0.7 times must not. Where nothing was planted that capture must repeat the
+candidate: on another machine it would confirm what that machine sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from divergence.comparison.api import compare
+from divergence.errors import UsageError
+from divergence.experiments.localization.repetition import check_substituted, why_not_bits
+from divergence.experiments.result import Confirmation, FaultSize
+from divergence.experiments.sensitivity.faults import FAULTS, Fault
+from divergence.experiments.sensitivity.trials import Trials, sees
+from divergence.numerics.rounding.floor import Thresholds
+from divergence.recording.api import capture
+from divergence.run.reader import Run
+from divergence.run.trust import recorded_attention
+from divergence.words import Progress
+
+__all__ = ["LOWEST", "confirm_sizes", "search_sizes", "smallest_seen"]
+
+LOWEST = 1e-8
+"""The smallest size tried: a tenth of the rounding of float32."""
+PER_DOUBLING = 8
+_DOUBLINGS_ABOVE = (1, 2)
+
+
+def smallest_seen(
+    seen: Callable[[float], bool], *, high: float, low: float = LOWEST, guess: float | None = None
+) -> float | None:
+    """The smallest size in [low, high] from which on it is seen, at the found size, twice and
+    four times that (as far as they are below ``high``). None where ``high`` itself is not seen.
+
+    ``guess``: where to begin, for example what was found elsewhere; saves trials.
+    """
+    top = math.ceil(math.log2(high / low) * PER_DOUBLING)
+    known: dict[int, bool] = {}
+
+    def size(place: int) -> float:
+        return min(low * math.pow(2.0, place / PER_DOUBLING), high)
+
+    def at(place: int) -> bool:
+        if place not in known:
+            known[place] = seen(size(place))
+        return known[place]
+
+    if not at(top):
+        return None
+    below, above = -1, top  # not seen (nothing is tried there), seen
+    if guess is not None:
+        below, above = _around(at, round(math.log2(guess / low) * PER_DOUBLING), top)
+    while True:
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (below, middle) if at(middle) else (middle, above)
+        missed = [
+            above + n * PER_DOUBLING
+            for n in _DOUBLINGS_ABOVE
+            if above + n * PER_DOUBLING <= top and not at(above + n * PER_DOUBLING)
+        ]
+        if not missed:
+            return size(above)
+        below, above = max(missed), top
+
+
+def _around(at: Callable[[int], bool], guess: int, top: int) -> tuple[int, int]:
+    """(not seen, seen) near a guess, in strides that double."""
+    place, stride = min(max(guess, 0), top), 2
+    if at(place):
+        while place - stride >= 0 and at(place - stride):
+            place, stride = place - stride, 2 * stride
+        return max(place - stride, -1), place
+    while place + stride < top and not at(place + stride):
+        place, stride = place + stride, 2 * stride
+    return place, min(place + stride, top)
+
+
+def search_sizes(
+    trials: Trials, blocks: list[str], faults: list[Fault], progress: Progress | None
+) -> list[FaultSize]:
+    """Every fault at every block; a neighbour's size is where the next search begins."""
+    sizes: list[FaultSize] = []
+    for number, fault in enumerate(faults):
+        guesses: dict[bool, float | None] = {}
+        for place, block in enumerate(blocks):
+            if progress is not None:
+                done = number * len(blocks) + place
+                progress("plant", done, len(faults) * len(blocks), f"{fault.name} in {block}")
+            sizes.append(_search(trials, block, fault, guesses))
+    return sizes
+
+
+def _search(
+    trials: Trials, block: str, fault: Fault, guesses: dict[bool, float | None]
+) -> FaultSize:
+    reason = trials.unfit(block, fault)
+    if reason is not None:
+        return FaultSize(block=block, fault=fault.name, size=None, tried=0.0, reason=reason)
+    num_features = trials.num_features(block)
+    found: dict[bool, tuple[float | None, str | None]] = {False: (None, None), True: (None, None)}
+    for escalated in (False, True)[: 1 + trials.escalated]:
+        why: dict[float, str] = {}
+
+        def seen(size: float, escalated: bool = escalated, why: dict[float, str] = why) -> bool:
+            verdict = trials.judge(block, fault, size, escalated=escalated)
+            here = sees(verdict, block)
+            why[size] = verdict.evidence[0].text if here else f"{verdict.kind}: {verdict.summary}"
+            return here
+
+        size = smallest_seen(
+            seen,
+            high=fault.high,
+            low=1 / num_features if fault.in_features else LOWEST,
+            guess=guesses.get(escalated),
+        )
+        if size is None:
+            found[escalated] = None, why[fault.high]
+            continue
+        guesses[escalated] = size
+        found[escalated] = fault.rounded(size, num_features), why[size]
+    return FaultSize(
+        block=block,
+        fault=fault.name,
+        size=found[False][0],
+        tried=fault.high,
+        by=found[False][1],
+        escalated_size=found[True][0],
+        escalated_by=found[True][1],
+    )
+
+
+_AROUND = ((1.3, True), (0.7, False))
+
+
+def confirm_sizes(
+    a: Run,
+    b: Run,
+    trials: Trials,
+    sizes: Sequence[FaultSize],
+    *,
+    block: str,
+    folder: Path,
+    truth: str | Path | Run | None,
+    floor: Sequence[str | Path | Run],
+    thresholds: Thresholds,
+    progress: Progress | None,
+    model: str | None,
+    device: str,
+    trust_remote_code: bool,
+) -> list[Confirmation]:
+    """Two captures a fault that has a plant and was seen at ``block``, with the candidate's dtype
+    and attention; faults that come in whole features are left out."""
+    found: list[Confirmation] = []
+    own = b.manifest.model
+    for one in sizes:
+        fault = FAULTS[one.fault]
+        if one.block != block or one.size is None or fault.spelled is None or fault.in_features:
+            continue
+        for factor, expected in _AROUND:
+            size = one.size * factor
+            spelled = fault.spelled(size, trials.channel(block), trials.num_features(block))
+            plant = f"{block}:out={spelled}"
+            faulty = capture(
+                like=a,
+                out=folder / "planted",
+                model=model,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                dtype=None if own.dtype == a.manifest.model.dtype else own.dtype,
+                attn_implementation=recorded_attention(b.manifest),
+                plants=[plant],
+                force=True,
+                progress=progress,
+            )
+            try:
+                _check(faulty, b, block)
+                report = compare(
+                    a, faulty, truth=truth, floor=floor, thresholds=thresholds, progress=progress
+                )
+            finally:
+                faulty.close()
+            verdict = report.verdict
+            found.append(
+                Confirmation(
+                    block=block,
+                    fault=fault.name,
+                    plant=plant,
+                    size=size,
+                    expected=expected,
+                    seen=sees(verdict, block),
+                    verdict=verdict.kind,
+                    summary=verdict.summary,
+                )
+            )
+    return found
+
+
+def _check(faulty: Run, b: Run, block: str) -> None:
+    """Raises UsageError where this machine does not repeat ``b`` at what the plant leaves alone."""
+    found = check_substituted(faulty, b, site=f"{block}:out", block=block, name="the planted run")
+    if found.how == "differs" and why_not_bits(b.manifest, faulty.manifest) is None:
+        raise UsageError(
+            f"this is not the machine of {b.path}: {found.site} differs where nothing was planted, "
+            "so a plant here confirms nothing",
+            where=f"{found.num_different} of {found.num_compared} shared tensors differ",
+            hint="run it on that machine, or without --candidate, or without --confirm",
+        )

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = [
     "RecordedRows",
     "can_anchor",
-    "end_choices",
     "recorded_inputs",
     "repeated_tokens",
     "unpadded",
@@ -66,27 +65,15 @@ def repeated_tokens(
     if request.regrouped:
         pad_left = loaded.task == "causal-lm"
         groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
-        return samples, groups, _fed_alike(forced, groups, pad_id(loaded))
+        for group in groups:  # each is fed equally many tokens: padding after it has ended
+            longest = max(len(forced[number]) for number in group)
+            for number in group:
+                padding = [pad_id(loaded)] * (longest - len(forced[number]))
+                forced[number] = forced[number] + padding
+        return samples, groups, forced
     for sample, theirs in zip(samples, recorded.samples, strict=True):
         sample.num_left_pad, sample.num_right_pad = theirs.num_left_pad, theirs.num_right_pad
     return samples, recorded.groups, forced
-
-
-def end_choices(sample: SampleTokens, theirs: SampleTokens) -> None:
-    """Leave out what a prompt chose after it had ended in the run that is repeated."""
-    del sample.chosen_ids[len(theirs.chosen_ids or theirs.generated_ids) :]
-
-
-def _fed_alike(
-    forced: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], pad: int
-) -> list[list[int]]:
-    """Tokens to feed, equally many for each prompt of a batch: ``pad`` after one that has ended."""
-    filled = [list(tokens) for tokens in forced]
-    for group in groups:
-        longest = max(len(filled[number]) for number in group)
-        for number in group:
-            filled[number] += [pad] * (longest - len(filled[number]))
-    return filled
 
 
 class RecordedRows:
@@ -148,21 +135,20 @@ class RecordedRows:
                 return None
             if tensor.shape[0] == len(group):
                 tensor = tensor[row : row + 1]
-        if any(pads) and tensor.ndim > 2 and tensor.shape[1] == sum(pads) + self._length(number):
+        length = len(theirs.prompt_ids)
+        if any(pads) and tensor.ndim > 2 and tensor.shape[1] == sum(pads) + length:
             tensor = tensor[:, pads[0] : tensor.shape[1] - pads[1]]
         return tensor
-
-    def _length(self, number: int) -> int:
-        return len(self._samples[number].prompt_ids)
 
     def _place(self, number: int, rows: torch.Tensor, own: torch.Tensor) -> slice | None:
         """Where in its row of ``own`` a prompt's recorded tokens belong."""
         if rows.shape[0] != 1 or rows.shape[2:] != own.shape[2:]:
             return None
         mine = self._samples[number]
-        padded = mine.num_left_pad + self._length(number) + mine.num_right_pad
-        if own.ndim > 2 and own.shape[1] == padded and rows.shape[1] == self._length(number):
-            return slice(mine.num_left_pad, mine.num_left_pad + self._length(number))
+        end = mine.num_left_pad + len(mine.prompt_ids)
+        padded = own.ndim > 2 and own.shape[1] == end + mine.num_right_pad
+        if padded and rows.shape[1] == len(mine.prompt_ids):
+            return slice(mine.num_left_pad, end)
         return slice(None) if rows.shape[1] == own.shape[1] else None
 
 

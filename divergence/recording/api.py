@@ -7,6 +7,7 @@ checkers, editors and ``help()`` read nothing else; a test holds names, types an
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,7 +121,7 @@ def capture(
             model, like=like, options=options, out=out, force=force, command=command,
             progress=progress, prepare=prepare,
         )  # fmt: skip
-    request = resolve_request(None if model is None else str(model), like=like, options=options)
+    request = resolve_request(model, like=like, options=options)
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
     )
@@ -155,7 +156,7 @@ def truth(
 
     options = options_of(TruthOptions, locals())
     plain_wishes(force=force, command=command)
-    recorded = unsharded(run if isinstance(run, Run) else Run.open(run))
+    recorded = unsharded(opened(run))
     if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(
             f"{recorded.path} is a truth itself (computed in "
@@ -169,23 +170,13 @@ def truth(
     attention = recorded.manifest.model.attn_implementation
     if options.attn_implementation is None and attention not in (None, "eager", "sdpa"):
         options = replace(options, attn_implementation="eager")
-    values = asdict(options) | {
-        "label": options.label or "float64 truth",
-        "store": "full",
-        "probe": False,
-    }
-    model = values.pop("model")
-    request = resolve_request(
-        None if model is None else str(model), like=recorded, options=CaptureOptions(**values)
-    )
+    values = asdict(options) | {"store": "full", "probe": False}
+    values["label"] = options.label or "float64 truth"
+    request = resolve_request(values.pop("model"), like=recorded, options=CaptureOptions(**values))
     return _execute(
-        request,
-        out=out,
-        force=force,
-        command=command,
-        progress=progress,
+        request, out=out, force=force, command=command, progress=progress,
         compute_dtype=torch.float64,
-    )
+    )  # fmt: skip
 
 
 def _execute(
@@ -200,7 +191,6 @@ def _execute(
 ) -> Run:
     """Load the model and run what was asked for."""
     place = location_of(out)
-    on_progress: Progress = progress or (lambda event, done, total, detail: None)
     device = resolve_device(request.device)
     if compute_dtype is not None:
         check_device(device, compute_dtype)
@@ -213,8 +203,9 @@ def _execute(
         if ranks is None or ranks.is_first:
             others = [substitute.run for substitute in request.substitutes.values()]
             check_output(place, force=force, like=request.like, substitutes=others)
-        else:  # the first rank speaks for all
-            on_progress = lambda event, done, total, detail: None  # noqa: E731
+        else:
+            progress = None  # the first rank speaks for all
+        on_progress: Progress = progress or (lambda event, done, total, detail: None)
         if ranks is not None:
             device = ranks.device
         if request.like is not None:
@@ -224,30 +215,22 @@ def _execute(
             if not (request.named or request.trust_remote_code):
                 check_data_alone(request.model, revision=request.revision)
             loaded = load_model(
-                request.model,
-                task=request.task,
-                revision=request.revision,
-                dtype=request.dtype,
-                device=device,
-                device_map=request.device_map,
-                attn_implementation=request.attn_implementation,
-                trust_remote_code=request.trust_remote_code,
-                ranks=ranks,
-            )
+                request.model, device=device, device_map=request.device_map, ranks=ranks,
+                **request.loading,
+            )  # fmt: skip
         except ModelError as error:
             if request.like is not None and not expanded(request.model).exists():
                 error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
             raise
         if loaded.missing:
-            on_progress(
-                "note",
-                0,
-                None,
+            text = (
                 f"the checkpoint lacks {len(loaded.missing)} parameters, which "
-                f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}",
+                f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}"
             )
+            on_progress("note", 0, None, text)
         if prepare is not None:
-            loaded.module = settled(loaded.module, prepare(loaded.module))
+            module = settled(loaded.module, prepare(loaded.module))
+            loaded = dataclasses.replace(loaded, module=module)
         execution = Execution(
             request, loaded, device, determinism, on_progress, compute_dtype=compute_dtype
         )

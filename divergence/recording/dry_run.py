@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from divergence.errors import ModelError
+from divergence.errors import ModelError, first_line
 from divergence.numerics.formats import format_named
 from divergence.numerics.summaries.sketch import sketch_bytes
 from divergence.options.capture import CaptureOptions
@@ -31,10 +31,10 @@ from divergence.recording.passes import why_not_whole
 from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
-from divergence.recording.suites import opened, refuse_options, wants_suite
+from divergence.recording.suites import opened, refuse_options, suite_of, wants_suite
 from divergence.recording.wishes import plain_wishes
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import SUITE, ModuleNote, StoreMode
+from divergence.run.schema.manifest import ModuleNote, StoreMode
 from divergence.run.schema.site import escape_path, module_of
 from divergence.run.writing.captured_tensor import CapturedTensor
 
@@ -119,24 +119,25 @@ def plan_capture(
     like = opened(like)
     if wants_suite(model, like, chosen.impl):
         return _plan_suite(model, like=like, options=chosen)
-    request = resolve_request(None if model is None else str(model), like=like, options=chosen)
-    loaded = empty_model(
-        request.model,
-        task=request.task,
-        revision=request.revision,
-        dtype=request.dtype,
-        attn_implementation=request.attn_implementation,
-        trust_remote_code=request.trust_remote_code,
-    )
-    lengths, groups = _lengths(request, loaded)
+    request = resolve_request(model, like=like, options=chosen)
+    loaded = empty_model(request.model, **request.loading)
+    if request.like is None:
+        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
+    else:
+        samples = request.like.manifest.tokens.samples
+    if request.like is None or request.regrouped:
+        samples = unpadded(samples)
+        groups = group_samples(samples, batch=request.batch, pad_left=True)
+    else:
+        groups = request.like.manifest.tokens.groups
+    lengths = [s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples]
     notes = describe_modules(loaded.module)
     selection = SiteSelection(request.sites, notes)
     check_operators(selection, store=request.store, only_changed=request.only_changed)
     steps = max(request.max_new_tokens, 1) if loaded.task != "encoder" else 1
     counters = [_count(request, loaded, selection, notes, group, lengths) for group in groups]
     rows = _rows(request, counters, notes, steps)
-    passes, total = ["free"], sum(row.bytes for row in rows)
-    said = []
+    passes, total, said = ["free"], sum(row.bytes for row in rows), []
     if request.only_changed:
         said.append("of these bytes only those are stored that the run to be repeated has not")
     if request.like is not None and request.anchor and can_anchor(request.like, notes) is None:
@@ -190,21 +191,6 @@ def forward_shapes(
     return {site: item.shape for (_, site), (item, _) in counter.seen.items()}
 
 
-def _lengths(request: Request, loaded: LoadedModel) -> tuple[list[int], list[list[int]]]:
-    """Prompt lengths as padded, and the groups they run in."""
-    if request.like is not None:
-        tokens = request.like.manifest.tokens
-        samples, groups = tokens.samples, tokens.groups
-        if request.regrouped:
-            samples = unpadded(samples)
-            groups = group_samples(samples, batch=request.batch, pad_left=True)
-    else:
-        samples = tokenize(request.prompts, loaded.tokenizer, chat=request.chat)
-        groups = group_samples(samples, batch=request.batch, pad_left=True)
-    lengths = [s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples]
-    return lengths, groups
-
-
 def _count(
     request: Request,
     loaded: LoadedModel,
@@ -242,7 +228,7 @@ def _count(
     except Exception as error:  # whatever an architecture raises without values
         raise ModelError(
             f"the shapes of {loaded.source} cannot be computed without weights: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0][:200]}",
+            f"{first_line(error)}",
             hint="capture with --max-new-tokens 1 --positions 0 to see its sites",
         ) from error
     return counter
@@ -317,10 +303,7 @@ def plantable_module(
 
     Raises ModelError for a model that cannot be found or loaded, and for one without blocks.
     """
-    module = empty_model(
-        str(model), task="auto", revision=None, dtype=dtype, attn_implementation="eager",
-        trust_remote_code=trust_remote_code,
-    ).module  # fmt: skip
+    module = empty_model(str(model), dtype=dtype, trust_remote_code=trust_remote_code).module
     notes = describe_modules(module)
     blocks = [path for path, note in notes.items() if note.role == "block"]
     if not blocks:
@@ -366,13 +349,12 @@ def _plan_suite(model: str | Path | None, *, like: Run | None, options: CaptureO
     from divergence.ops.suite import capturing
 
     refuse_options(options)
-    suite = None if model is None else str(model).removeprefix(SUITE)
     rows = [
         PlannedSite(
             site=case.path, role=case.operator, shape=case.shape, dtype=case.dtype,
             bytes_prefill=case.num_bytes, bytes_per_step=0, num_steps=1, bytes=case.num_bytes,
         )
-        for case in capturing.plan_cases(suite, like=like, sites=options.sites)
+        for case in capturing.plan_cases(suite_of(model), like=like, sites=options.sites)
     ]  # fmt: skip
     return DryRun(
         model=str(model or ("" if like is None else like.manifest.model.source)),

@@ -9,6 +9,7 @@ with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchore
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import torch
@@ -16,18 +17,18 @@ import torch
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import recorded_in
-from divergence.recording.anchors import can_anchor, end_choices, recorded_inputs, repeated_tokens
+from divergence.recording.anchors import can_anchor, recorded_inputs, repeated_tokens
 from divergence.recording.engines.generate import GroupResult, check_ids
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import map_text
-from divergence.recording.hooks.modules import Anchor, Recorder, inside
+from divergence.recording.hooks.modules import Anchor, Recorder
 from divergence.recording.hooks.plant import check_places, substitute_from
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
 from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.model.compiled import CompiledWatch
-from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.model.structure import describe_modules, inside, output_paths
 from divergence.recording.new_run import probed, provenance
 from divergence.recording.passes import (
     Pass,
@@ -107,7 +108,6 @@ class Execution:
         watch = CompiledWatch(self.loaded.module)
         for note in watch.beforehand(self.selection.operators, self.selection.hooked):
             self._note(note)
-        rank = 0 if self.ranks is None else self.ranks.rank
         seen = about_bytes(
             self.loaded.structure, self.selection.hooked, self.samples, request.max_new_tokens
         )
@@ -119,8 +119,11 @@ class Execution:
             num_substituted = 0
             for one in passes:
                 free = one.name == "free"
-                anchor = self._anchor_inputs() if one.anchored else None
+                anchor = None
+                if one.anchored and request.like is not None:
+                    anchor = recorded_inputs(request.like, self.samples, self.groups)
                 if one.whole:
+                    rank = 0 if self.ranks is None else self.ranks.rank
                     own = own_part(Run.open(writer.flush()), rank)
                     own.set_fallback(request.like)
                     anchor = own_inputs(own)
@@ -149,10 +152,6 @@ class Execution:
         if bad is not None:
             self._note(f"no usable run: {nonfinite_text(bad)}; what follows from it is no result")
         return run
-
-    def _anchor_inputs(self) -> Anchor:
-        assert self.request.like is not None
-        return recorded_inputs(self.request.like, self.samples, self.groups)
 
     def _check_pass(self, recorder: Recorder, one: Pass, manifest: Manifest) -> None:
         num_emitted, num_anchored = on_all(self.ranks, recorder.num_emitted, recorder.anchored)
@@ -287,12 +286,10 @@ class Execution:
         # (of an encoder-decoder not each forward passes every block)
         wide = one.compute_dtype is not None
         by_block = wide and num_blocks > 0 and task != "encoder-decoder"
-        total, done = forwards * (num_blocks if by_block else 1), 0
+        total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
         def advance(what: str) -> None:
-            nonlocal done
-            done += 1
-            self.on_progress(one.name, done, total, what)
+            self.on_progress(one.name, next(done), total, what)
 
         return Recorder(
             self.loaded.module,
@@ -345,7 +342,8 @@ class Execution:
                 sample.chosen_ids = result.chosen[place]
                 sample.decoder_prompt_ids = result.decoder_prompt[place]
                 if like is not None and self.request.regrouped:
-                    end_choices(sample, like.manifest.tokens.samples[number])
+                    theirs = like.manifest.tokens.samples[number]
+                    del sample.chosen_ids[len(theirs.chosen_ids or theirs.generated_ids) :]
             tokens.texts.update(token_texts(self.loaded.tokenizer, result.seen_ids))
             writer.update_manifest()
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 from divergence.numerics.summaries.fold import fold_sums, is_exact_on
 from divergence.numerics.summaries.on_device import statistics_on_device
@@ -42,8 +43,6 @@ from divergence.run.writing.captured_tensor import CapturedTensor, Reduced
 from divergence.run.writing.writer import RunWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from divergence.run.schema.manifest import StoreMode
 
 __all__ = [
@@ -136,12 +135,8 @@ class DeviceCopies:
             self._under_way.popleft()
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
-        return (
-            tensor.detach()
-            .clone(memory_format=torch.contiguous_format)
-            .resolve_conj()
-            .resolve_neg()
-        )
+        clone = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return clone.resolve_conj().resolve_neg()
 
     def start(self, clone: torch.Tensor, slot: Slot) -> None:
         """Copy ``clone`` into ``slot``, which waits for it before it is read or given back."""
@@ -181,7 +176,7 @@ class BufferKeeper:
     """Keeps every byte, in the writer's buffer: no memory beside it, and no page touched twice.
 
     A tensor for which the buffer has no place, however long one waits, gets memory of its own, and
-    the emptied buffer's goes back to the system meanwhile. ``streams``: see device_copy.
+    the emptied buffer's goes back to the system meanwhile. ``streams``: tests give others.
     """
 
     def __init__(
@@ -327,10 +322,9 @@ class ReducedKeeper:
             raise
         except (RuntimeError, TypeError) as error:  # no fault of the model's
             self._lacking.add(device)
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             self._note(
-                f"{device} cannot compute what --store {self._store} keeps; its tensors are "
-                f"copied to the host and reduced there, which is slower: {reason}"
+                f"{device} cannot compute what --store {self._store} keeps; its tensors are copied "
+                f"to the host and reduced there, which is slower: {first_line(error)}"
             )
             return self.inner.keep(tensor)
         item.tensor = None

@@ -219,18 +219,16 @@ def run_whole(
     recorder: Recorder,
     samples: Sequence[SampleTokens],
     groups: Sequence[list[int]],
-) -> int:
-    """Run every group that made decode steps once, whole; returns how many did.
+) -> None:
+    """Run every group that made decode steps once, whole.
 
     The last generated token was never fed forward, so it is left out.
     """
-    count = 0
     with recorder.installed():
         for group in groups:
             num_decoded = len(samples[group[0]].generated_ids) - 1
             if num_decoded < 1:
                 continue
-            count += 1
             members = [
                 msgspec.structs.replace(
                     sample,
@@ -248,4 +246,3 @@ def run_whole(
             )
             # logits of the prefill's last token too: what the free pass handed to the head
             run_group(loaded, members, max_new_tokens=1, num_logits=num_decoded + 1)
-    return count

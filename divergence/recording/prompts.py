@@ -170,17 +170,12 @@ def _tokenize(prompt: Prompt, tokenizer: Any, chat: bool, number: int) -> Sample
             f"prompt {number} is text, but the model has no usable tokenizer",
             hint='give token ids: --prompts FILE.jsonl with {"input_ids": [...]}',
         )
-    messages = prompt.messages
-    text, special = prompt.text, True
+    text, messages = prompt.text, prompt.messages
     if chat and messages is None:
-        conversation = [{"role": "user", "content": text or ""}]
-    elif messages is not None:
-        conversation = [{"role": m.role, "content": m.content} for m in messages]
-    else:
-        conversation = None
-    if conversation is not None:
-        text, special = _render(tokenizer, conversation, number), False
-    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+        messages = (Message(role="user", content=text or ""),)
+    if messages is not None:
+        text = _render(tokenizer, [msgspec.structs.asdict(one) for one in messages], number)
+    ids = list(tokenizer(text, add_special_tokens=messages is None)["input_ids"])
     if not ids:
         raise PromptError(f"prompt {number} has no tokens: {text!r}")
     return SampleTokens(text=text, prompt_ids=ids)

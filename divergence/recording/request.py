@@ -77,13 +77,19 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     substitutes: dict[str, Substitute]
 
     @property
+    def loading(self) -> dict[str, Any]:
+        """What ``load_model`` and ``empty_model`` are told alike."""
+        names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def regrouped(self) -> bool:
         """Are the recorded prompts to run in other batches than in the run that is repeated?"""
         return self.like is not None and self.batch != self.like.manifest.settings.batch
 
 
 def resolve_request(
-    model: str | None, *, like: str | Path | Run | None, options: CaptureOptions
+    model: str | Path | None, *, like: Run | None, options: CaptureOptions
 ) -> Request:
     """Check and merge. Raises UsageError, PromptError, PlantError or RunFormatError."""
     step_selected(options.steps, 0)
@@ -96,7 +102,6 @@ def resolve_request(
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is not None and max_new_tokens < 0:
         raise UsageError(f"--max-new-tokens {max_new_tokens} is negative")
-    plants = [plant if isinstance(plant, Plant) else parse_plant(plant) for plant in options.plants]
     if options.escalate and like is None:
         raise UsageError(
             "--escalate needs --like: the escalated pass repeats a recorded run block by block",
@@ -108,12 +113,14 @@ def resolve_request(
             hint="--mesh with torchrun, or --device-map in one process",
         )
     decided: dict[str, Any] = {
-        "plants": plants,
+        "plants": [one if isinstance(one, Plant) else parse_plant(one) for one in options.plants],
         "substitutes": parse_substitutes(options.substitutes or {}),
         "buffer_bytes": buffer_bytes(options.buffer),
     }
     if like is not None:
-        return _like(_repeatable(like, options), model, options, decided)
+        name = None if model is None else str(model)
+        decided |= _like(_repeatable(like, options), name, options)
+        return Request(**{**asdict(options), **decided})
     if model is None:
         raise UsageError(
             "no model given",
@@ -122,35 +129,28 @@ def resolve_request(
     if max_new_tokens is None:
         max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     _check_steps(options.steps, max_new_tokens)
-    deterministic = options.deterministic
-    return _request(
-        options,
-        **decided,
-        model=model,
-        attn_implementation=options.attn_implementation or "eager",
-        prompts=collect_prompts(options.prompts, options.prompts_file),
-        batch=bool(options.batch),
-        max_new_tokens=max_new_tokens,
-        sites=list(options.sites) or ["blocks"],
-        deterministic=True if deterministic is None else deterministic,
-        seed=options.seed or 0,
-        store=chosen_store(options.store, only_changed=options.only_changed, like=None),
-    )
-
-
-def _request(options: CaptureOptions, **decided: Any) -> Request:
-    """The options as they are, but for what was decided."""
+    decided |= {
+        "model": str(model),
+        "attn_implementation": options.attn_implementation or "eager",
+        "prompts": collect_prompts(options.prompts, options.prompts_file),
+        "batch": bool(options.batch),
+        "max_new_tokens": max_new_tokens,
+        "sites": list(options.sites) or ["blocks"],
+        "deterministic": options.deterministic is not False,
+        "seed": options.seed or 0,
+        "store": chosen_store(options.store, only_changed=options.only_changed, like=None),
+    }
     return Request(**{**asdict(options), **decided})
 
 
-def _repeatable(like: str | Path | Run, options: CaptureOptions) -> Run:
+def _repeatable(like: Run, options: CaptureOptions) -> Run:
     """The run to be repeated, as far as a model ran in it."""
     if options.prompts or options.prompts_file or options.chat:
         raise UsageError(
             "--like repeats the recorded tokens, so prompts cannot be given with it",
             hint="leave out --prompt, --prompts and --chat, or capture without --like",
         )
-    run = unsharded(like if isinstance(like, Run) else Run.open(like))
+    run = unsharded(like)
     if run.manifest.plan.replayed_pass is not None:
         raise UsageError(
             f"{run.path} is a replay of single operators: no model ran in it",
@@ -160,9 +160,9 @@ def _repeatable(like: str | Path | Run, options: CaptureOptions) -> Run:
     return run
 
 
-def _like(run: Run, model: str | None, options: CaptureOptions, decided: dict[str, Any]) -> Request:
-    """The recorded run's own request, with what the caller overrides: each option that says where
-    the manifest holds it is taken from there."""
+def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any]:
+    """What the recorded run decides and what the caller overrides: each option that says where the
+    manifest holds it is taken from there."""
     recorded = run.manifest
     overrides: list[Override] = []
     store = chosen_store(options.store, only_changed=options.only_changed, like=run)
@@ -213,8 +213,8 @@ def _like(run: Run, model: str | None, options: CaptureOptions, decided: dict[st
             found, allowed = special.get(name) or (attrgetter(place)(recorded), None)
             used[name] = choose(name, given, found, allowed)
     used["attn_implementation"] = used["attn_implementation"] or "eager"
-    decided |= {"like": run, "named": model is not None, "prompts": [], "overrides": overrides}
-    return _request(options, **decided, **used)
+    decided = {"like": run, "named": model is not None, "prompts": [], "overrides": overrides}
+    return {"store": store, **decided, **used}
 
 
 def _check_recorded(run: Run) -> None:
@@ -295,20 +295,15 @@ def taken(request: Request) -> str:
     less what the user chose. Everything named here has been checked by run.trust."""
     assert request.like is not None
     run, chosen = request.like, {override.name for override in request.overrides}
-    tokens = run.manifest.tokens
     said = []
     if not request.named:
         at = "" if request.revision is None else f" at {request.revision}"
         said.append(f"model {request.model}{at} ({_kind(request.trust_remote_code)})")
-    said += [
-        value
-        for name, value in (
-            ("dtype", request.dtype),
-            ("attn_implementation", f"{request.attn_implementation} attention"),
-        )
-        if value is not None and name not in chosen
-    ]
-    num = len(tokens.samples)
+    if request.dtype is not None and "dtype" not in chosen:
+        said.append(request.dtype)
+    if "attn_implementation" not in chosen:
+        said.append(f"{request.attn_implementation} attention")
+    num = len(run.manifest.tokens.samples)
     how = " in one batch" if request.batch and num > 1 and "batch" not in chosen else ""
     said.append(f"{num} prompt{'' if num == 1 else 's'}{how}")
     if request.max_new_tokens and "max_new_tokens" not in chosen:

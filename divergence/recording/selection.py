@@ -65,7 +65,7 @@ class SiteSelection:
             path
             for path, note in notes.items()
             if everything
-            or self._is_trunk(path, note)
+            or (self._blocks and note.role != "inner")
             or path in self.operators
             or (self._blocks and path in self._routing)
             or heads(f"{path}:")
@@ -76,12 +76,12 @@ class SiteSelection:
         key = (path, port)
         known = self._known.get(key)
         if known is None:
-            note = self._notes[path]
+            trunk = self._blocks and self._notes[path].role != "inner"
             # An integer or a mask is no result of a block; `modules` and patterns still get it.
             plain = tensor.is_floating_point() and "mask" not in port
             known = (
                 self._modules
-                or (plain and self._is_trunk(path, note) and not _root_input(path, port))
+                or (plain and trunk and (path != ROOT or port == "out"))
                 or (plain and path in self.operators)
                 or (self._blocks and self.is_routing(path, port, tensor))
                 or self._match(join_site(path, port))
@@ -93,26 +93,15 @@ class SiteSelection:
         """Does it tell which token goes to which expert? Then its rows are all prompts' tokens."""
         return is_routing(self._routing.get(path), port, tensor)
 
-    def _is_trunk(self, path: str, note: ModuleNote) -> bool:
-        return self._blocks and note.role in ("block", "trunk")
-
 
 def _roots(globs: Sequence[str], notes: Mapping[str, ModuleNote]) -> set[str]:
     """The outermost modules that the globs name: what is called inside them is recorded."""
-    found: set[str] = set()
+    named: set[str] = set()
     for glob in globs:
         _check(glob.rstrip(":"), notes)
         match = compile_patterns([glob.rstrip(":") + ":*"])
-        found |= {path for path in notes if match(f"{path}:")}
-    return {
-        path
-        for path in found
-        if not any(path != one and path.startswith(one + ".") for one in found)
-    }
-
-
-def _root_input(path: str, port: str) -> bool:
-    return path == ROOT and port != "out"
+        named |= {path for path in notes if match(f"{path}:")}
+    return {path for path in named if not any(path.startswith(f"{one}.") for one in named)}
 
 
 def _path_part(pattern: str) -> str:

@@ -86,8 +86,8 @@ def _wants_host_digests(request: Request) -> bool:
 
 
 def _kernel(num_bytes: int, *, buffer_bytes: int) -> Kernel:
-    """Compiled loops where they pay, and where the memory that they take is a small part of the
-    buffer, in whose bound it is."""
+    """Compiled loops where they pay, and where their memory is a small part of the buffer, in whose
+    bound it is."""
     return kernel_for(num_bytes) if buffer_bytes >= _SHARE * RESIDENT_BYTES else "numpy"
 
 
@@ -106,15 +106,19 @@ def about_bytes(
     samples: Sequence[SampleTokens],
     max_new_tokens: int,
 ) -> int:
-    """Of all inputs and outputs of the ``hooked`` modules in one pass over ``samples``."""
-    prompts = sum(len(sample.prompt_ids) for sample in samples)
-    num_tokens = prompts + len(samples) * max_new_tokens
+    """Bytes of all inputs and outputs of the ``hooked`` modules in one pass over ``samples``: their
+    order of magnitude, before a forward is made.
+
+    A matrix (out, in) makes rows of ``out`` features of rows of ``in``; a module without one of its
+    own (a block, a norm) takes and gives rows as wide as the last axis of its first parameter.
+    """
+    num_tokens = sum(len(sample.prompt_ids) + max_new_tokens for sample in samples)
     total = 0
-    for path, one in module.named_modules():
+    for path, part in module.named_modules():
         if escape_path(path) not in hooked:
             continue
-        own = getattr(one, "weight", None)
-        weight = own if own is not None else next(one.parameters(), None)
+        own = getattr(part, "weight", None)
+        weight = own if own is not None else next(part.parameters(), None)
         if weight is None or weight.ndim == 0:
             continue
         features = sum(weight.shape) if own is not None and own.ndim == 2 else 2 * weight.shape[-1]

@@ -7,7 +7,7 @@ no tokens, no weights and no modules, so the options about those are refused.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, overload
 
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
@@ -18,12 +18,13 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import SUITE
 from divergence.run.storage.location import location_of
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["capture_suite", "opened", "refuse_options", "truth_of_suite", "wants_suite"]
+__all__ = ["capture_suite", "opened", "refuse_options", "suite_of", "truth_of_suite", "wants_suite"]
 
 
+@overload
+def opened(run: str | Path | Run) -> Run: ...
+@overload
+def opened(run: str | Path | Run | None) -> Run | None: ...
 def opened(run: str | Path | Run | None) -> Run | None:
     """The run to be repeated, opened once."""
     return run if run is None or isinstance(run, Run) else Run.open(run)
@@ -32,13 +33,16 @@ def opened(run: str | Path | Run | None) -> Run | None:
 def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> bool:
     """Is a suite meant? Raises UsageError for ``impl`` with a model, and for another model with
     ``like`` of a suite."""
-    recorded = like is not None and _is_suite(like)
-    if like is not None and recorded and model is not None:
-        raise UsageError(
-            f"{like.path} was made of {like.manifest.model.source}, which needs no model",
-            hint="leave out --model",
-        )
-    suite = recorded or (like is None and str(model or "").startswith(SUITE))
+    if like is None:
+        suite = str(model or "").startswith(SUITE)
+    else:
+        recorded = like.manifest.model
+        suite = recorded.task == "operators" and recorded.source.startswith(SUITE)
+        if suite and model is not None:
+            raise UsageError(
+                f"{like.path} was made of {recorded.source}, which needs no model",
+                hint="leave out --model",
+            )
     if impl and not suite:
         raise UsageError(
             "--impl chooses implementations of a suite's operators",
@@ -64,9 +68,10 @@ def capture_suite(
     if prepare is not None:
         raise _meaningless("prepare")
     check_output(location_of(out), force=force, like=like)
-    suite = None if model is None else str(model).removeprefix(SUITE)
+    fields = [field.name for field in fields_of(CaptureOptions) if field.option.suite]
+    chosen = {name: getattr(options, name) for name in fields}
     return capturing.capture_suite(
-        suite, like=like, out=out, force=force, **_of_suites(options), **parameters
+        suite_of(model), like=like, out=out, force=force, **chosen, **parameters
     )
 
 
@@ -86,19 +91,13 @@ def truth_of_suite(
     return capturing.truth_of_suite(run, out=out, label=options.label, force=force, **parameters)
 
 
-def _is_suite(run: Run) -> bool:
-    model = run.manifest.model
-    return model.task == "operators" and model.source.startswith(SUITE)
-
-
-def _of_suites(options: Options) -> dict[str, Any]:
-    """The options that mean something to a suite."""
-    fields = [field for field in fields_of(type(options)) if field.option.suite]
-    return {field.name: getattr(options, field.name) for field in fields}
+def suite_of(model: str | Path | None) -> str | None:
+    """``suite:llm`` → ``llm``."""
+    return None if model is None else str(model).removeprefix(SUITE)
 
 
 def refuse_options(options: Options) -> None:
-    """Options that mean something to a model only."""
+    """Raise UsageError for an option that means something to a model only."""
     for field in fields_of(type(options)):
         if not field.option.suite and field.is_given(getattr(options, field.name)):
             raise _meaningless(field.option.names[0])

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from divergence.errors import UsageError
+from divergence.errors import UsageError, first_line
 
 __all__ = ["Widening", "check_device"]
 
@@ -71,7 +71,7 @@ def check_device(device: str, dtype: torch.dtype) -> None:
     except (RuntimeError, TypeError) as error:
         raise UsageError(
             f"{device} cannot compute in {str(dtype).removeprefix('torch.')}",
-            where=(str(error).splitlines() or [type(error).__name__])[0][:300],
+            where=first_line(error, most=300),
             hint="leave out --device: the CPU has it, and the truth is the same from anywhere",
         ) from error
 
@@ -86,11 +86,7 @@ class Widening:
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        *,
-        weights: Iterable[torch.Tensor] = (),
-        keep_bytes: int = 0,
+        self, dtype: torch.dtype, *, weights: Iterable[torch.Tensor] = (), keep_bytes: int = 0
     ) -> None:
         self.num_rounded = 0
         self._dispatch = _WideOperators(self, dtype)
@@ -102,7 +98,6 @@ class Widening:
         if self._default in self._dispatch.wider:
             torch.set_default_dtype(self._dtype)
         self._dispatch.keep(self._weights, self._keep_bytes)
-        # torch has no types for them
         self._dispatch.__enter__()  # type: ignore[no-untyped-call]  # torch's
         self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
@@ -175,7 +170,7 @@ class _WideOperators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _MOVES:
-            return self._widen_results(func(*args, **kwargs))
+            return _mapped(self._wide_result, func(*args, **kwargs))
         if _is_view(func):
             return func(*args, **kwargs)  # nothing is computed
         own = self._own.get(func)
@@ -185,7 +180,7 @@ class _WideOperators(TorchDispatchMode):
             return self._in_place(func, args, kwargs)
         wide_args = [_mapped(self._wide, value) for value in args]
         wide_kwargs = {name: _mapped(self._wide, value) for name, value in kwargs.items()}
-        return self._widen_results(func(*wide_args, **wide_kwargs))
+        return _mapped(self._wide_result, func(*wide_args, **wide_kwargs))
 
     def _wide(self, value: torch.Tensor | torch.dtype) -> Any:
         if isinstance(value, torch.dtype):
@@ -219,11 +214,8 @@ class _WideOperators(TorchDispatchMode):
         needed = value.numel() * self.wider[value.dtype].itemsize
         return _place(value) not in self._kept and needed > self._room_bytes
 
-    def _widen_results(self, result: Any) -> Any:
-        """Gathers, and factories that were asked for no dtype, may give narrow results."""
-        return _mapped(self._wide_result, result)
-
     def _wide_result(self, value: torch.Tensor) -> torch.Tensor:
+        """Gathers, and factories that were asked for no dtype, may give narrow results."""
         wide = self.wider.get(value.dtype)
         return value if wide is None else value.to(wide)
 
@@ -328,11 +320,11 @@ class _SameDtype(TorchFunctionMode):
         )
     )
 
+    _NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})
+
     def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
         self._wider = wider
-
-    _NORMS = frozenset({torch.nn.functional.rms_norm, torch.rms_norm})
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

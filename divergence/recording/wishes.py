@@ -51,7 +51,12 @@ def plain_wishes(**wishes: Any) -> dict[str, Any]:
     if "plants" in wishes:
         found["plants"] = tuple(one_or_more(wishes["plants"]))
     if "prompts" in wishes:
-        found["prompts"] = tuple(map(_prompt, _each("prompts", wishes["prompts"], Prompt)))
+        prompts = wishes["prompts"]
+        if isinstance(prompts, str | Mapping | Prompt):
+            prompts = [prompts]
+        if not isinstance(prompts, Iterable):
+            raise _not("prompts", prompts, "a text or a list")
+        found["prompts"] = tuple(map(_prompt, prompts))
     return found
 
 
@@ -69,14 +74,6 @@ def _plain(name: str, value: Any, type_: Any) -> Any:
     if kinds == {Path, str} and not isinstance(value, str | os.PathLike):
         raise _not(name, value, "a path")
     return value
-
-
-def _each(name: str, value: Any, *alone: type) -> list[Any]:
-    if isinstance(value, (str, Mapping, *alone)):
-        return [value]
-    if not isinstance(value, Iterable):
-        raise _not(name, value, "a text or a list")
-    return list(value)
 
 
 def _prompt(value: Any) -> str | Prompt:

@@ -44,18 +44,18 @@ def check_data_alone(source: str, *, revision: str | None) -> None:
     config = _file(source, revision, "config.json")
     if config is None:
         return
-    if _takes_adapters() and _file(source, revision, ADAPTER) is not None:
+    from transformers.utils import is_peft_available  # without PEFT adapters are passed over
+
+    if is_peft_available() and _file(source, revision, ADAPTER) is not None:
         raise _refused(source, f"comes with an adapter ({ADAPTER})")
     weights = _weights(source, revision, config)
-    if weights is None:
-        return
     others = [name for name in weights if not name.endswith(".safetensors")]
     if others:
         raise _refused(source, f"has pickled weights ({others[0]})")
 
 
-def _weights(source: str, revision: str | None, config: Path) -> list[str] | None:
-    """The files that transformers takes weights from, in its order; None where it finds none."""
+def _weights(source: str, revision: str | None, config: Path) -> list[str]:
+    """The files that transformers takes weights from, in its order."""
     named = _json(config).get("transformers_weights")  # of the config; comes before the usual names
     if isinstance(named, str):
         if not named.endswith(".index.json"):
@@ -69,7 +69,7 @@ def _weights(source: str, revision: str | None, config: Path) -> list[str] | Non
     for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
         if _file(source, revision, name) is not None:
             return [name]
-    return None
+    return []
 
 
 def _indexed(index: Path | None) -> list[str]:
@@ -98,13 +98,6 @@ def _file(source: str, revision: str | None, name: str) -> Path | None:
     except (OSError, ValueError):  # no such file or repository, or the hub is out of reach
         return None
     return None if found is None else Path(found)
-
-
-def _takes_adapters() -> bool:
-    """Does transformers load adapters here? Without PEFT it passes them over."""
-    from transformers.utils import is_peft_available
-
-    return bool(is_peft_available())
 
 
 def _refused(source: str, what: str) -> ModelError:
@@ -145,8 +138,8 @@ class Weights:
             return None
         try:
             with safe_open(file, framework="pt") as opened:
-                found: torch.Tensor = opened.get_tensor(name)
-                return found
+                tensor: torch.Tensor = opened.get_tensor(name)
+                return tensor
         except (SafetensorError, OSError):  # under another name, or not there: the model knows
             return None
 

@@ -29,7 +29,7 @@ _TOP = 5
 _KEEP = "logits_to_keep"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GroupResult:
     """The tokens of a group of samples, one list for each sample."""
 
@@ -61,32 +61,31 @@ def run_group(
     ids, mask = _inputs(loaded, samples)
     count = max_new_tokens if forced is None else len(forced[0])
     model: Any = loaded.module
-    empty: list[list[int]] = [[] for _ in samples]
     if loaded.ranks is not None:
-        loaded.ranks.begin()
+        loaded.ranks.idle = False
     try:
         with torch.no_grad():
-            if loaded.task == "encoder" or count == 0 or not _can_generate(model):
-                kwargs = {}
-                if loaded.task == "encoder-decoder":
-                    start = _decoder_start(model)
-                    kwargs["decoder_input_ids"] = torch.full(
-                        (len(samples), 1), start, device=ids.device
-                    )
-                    empty_prompt = [[start] for _ in samples]
-                else:
-                    empty_prompt = [[] for _ in samples]
-                model(input_ids=ids, attention_mask=mask, **kwargs)
-                return GroupResult(empty, [list(row) for row in empty], empty_prompt)
-            return _decode(loaded, ids, mask, count, forced, num_logits)
+            if loaded.task != "encoder" and count > 0 and _can_generate(model):
+                return _decode(loaded, ids, mask, count, forced, num_logits)
+            kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+            prompt: list[list[int]] = [[] for _ in samples]
+            if loaded.task == "encoder-decoder":
+                prompt = [[_decoder_start(model)] for _ in samples]
+                kwargs["decoder_input_ids"] = torch.tensor(prompt, device=ids.device)
+            model(**kwargs)
+            return GroupResult([[] for _ in samples], [[] for _ in samples], prompt)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"out of memory on {loaded.device} during the forward pass",
             hint="shorter prompts, --device-map auto, or a smaller --dtype",
         ) from error
+    except NotImplementedError as error:
+        raise ModelError(
+            f"the forward pass needs an operator that {loaded.device} lacks: "
+            f"{(str(error).splitlines() or ['?'])[0][:200]}",
+            hint="use --device cpu, or a newer torch for this device",
+        ) from error
     except (IndexError, ValueError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError):
-            raise _lacking_operator(loaded, error) from error
         length = max(len(sample.prompt_ids) for sample in samples)
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         hint = None
@@ -98,14 +97,6 @@ def run_group(
         raise ModelError(
             f"the forward pass failed: {(str(error).splitlines() or ['?'])[0][:300]}", hint=hint
         ) from error
-
-
-def _lacking_operator(loaded: LoadedModel, error: NotImplementedError) -> ModelError:
-    return ModelError(
-        f"the forward pass needs an operator that {loaded.device} lacks: "
-        f"{(str(error).splitlines() or ['?'])[0][:200]}",
-        hint="use --device cpu, or a newer torch for this device",
-    )
 
 
 def check_ids(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
@@ -159,13 +150,9 @@ def _decode(
     finally:
         model.generation_config = own
     num_steps = len(control.chosen)
-    generated = output[:, -num_steps:].tolist() if num_steps else [[] for _ in range(len(ids))]
-    before = output.shape[1] - num_steps
-    decoder = (
-        output[:, :before].tolist()
-        if loaded.task == "encoder-decoder"
-        else ([[] for _ in range(len(ids))])
-    )
+    before, fed_ids = output.tensor_split([output.shape[1] - num_steps], dim=1)
+    generated = fed_ids.tolist()
+    decoder = before.tolist() if loaded.task == "encoder-decoder" else [[] for _ in generated]
     chosen = [list(row) for row in zip(*control.chosen, strict=True)]
     for row, fed in zip(chosen, generated, strict=True):
         # A sample that has ended is fed padding while its batch goes on: no choice any more.
@@ -214,7 +201,7 @@ def _control(
                 rows = self._open if self._open is not None else set(range(len(scores)))
                 self._open = {row for row in rows if int(choice[row]) not in ends}
                 if not self._open or len(self.chosen) == count:
-                    ranks.finish()
+                    ranks.idle = True
             out = torch.full_like(scores, float("-inf"))
             return out.scatter_(1, choice[:, None], 0.0)
 
@@ -223,17 +210,12 @@ def _control(
 
 def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask), both (B, T), padded as the samples say."""
-    pad = pad_id(loaded)
-    ids = [
-        [pad] * sample.num_left_pad + sample.prompt_ids + [pad] * sample.num_right_pad
-        for sample in samples
-    ]
-    mask = [
-        [0] * sample.num_left_pad + [1] * len(sample.prompt_ids) + [0] * sample.num_right_pad
-        for sample in samples
-    ]
-    device = loaded.device
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    pad, ids, mask = pad_id(loaded), [], []
+    for sample in samples:
+        left, right = sample.num_left_pad, sample.num_right_pad
+        ids.append([pad] * left + sample.prompt_ids + [pad] * right)
+        mask.append([0] * left + [1] * len(sample.prompt_ids) + [0] * right)
+    return torch.tensor(ids, device=loaded.device), torch.tensor(mask, device=loaded.device)
 
 
 def pad_id(loaded: LoadedModel) -> int:

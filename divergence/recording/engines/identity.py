@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from divergence.numerics.formats import format_of
+from divergence.numerics.formats import format_named, format_of
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import weights_of
 from divergence.recording.model.code import code_notes
@@ -64,13 +65,20 @@ def identify(
     state = module.state_dict()
     digests: dict[str, str] = {}
     narrowed: dict[str, dict[str, str]] = {}
-    sizes = _elements(state)
+    sizes = {
+        name: (format_of(tensor.dtype).name, tensor.numel())
+        for name, tensor in state.items()
+        if tensor.is_floating_point()
+    }
     numels = {name: weight.numel() for name, weight in module.named_parameters()}
     ranks = loaded.ranks
     pipeline = ranks is not None and "pp" in ranks.sizes
     if ranks is not None and pipeline:
         sizes = {key: size for part in ranks.gather(sizes) for key, size in part.items()}
-    dtype = _main_dtype(sizes)
+    counts: Counter[str] = Counter()
+    for held_in, count in sizes.values():
+        counts[held_in] += count
+    dtype = counts.most_common(1)[0][0] if counts else "float32"  # of most weights
     silent = ranks is not None and not (pipeline or ranks.is_first)
     for number, (name, tensor) in enumerate(weights_of(module)):
         if on_parameter is not None:
@@ -79,11 +87,10 @@ def identify(
             continue  # it took part in putting the weight together; the first rank's word counts
         digests[name] = digest_tensor(tensor)
         for target in _NARROWER.get(dtype, ()):
-            narrowed.setdefault(target, {})[name] = (
-                digests[name]
-                if _stays_wide(module, name, target)
-                else _narrow_digest(tensor, target, digests[name])
-            )
+            digest = digests[name]
+            if tensor.is_floating_point() and not _stays_wide(module, name, target):
+                digest = digest_tensor(tensor.to(format_named(target).torch_dtype))
+            narrowed.setdefault(target, {})[name] = digest
     if ranks is not None and pipeline:
         for theirs, wide, counts in ranks.gather((digests, narrowed, numels)):
             digests = theirs | digests
@@ -93,12 +100,16 @@ def identify(
     config: Any = module.config
     tokenizer = loaded.tokenizer
     template = getattr(tokenizer, "chat_template", None)
+    steady = _steady(config.to_dict())
+    # which implementation of experts was chosen is a setting, so no part of the digest
+    chosen = getattr(config, "_experts_implementation", None)
+    experts = {"experts_implementation": chosen} if isinstance(chosen, str) else {}
     return ModelIdentity(
         source=portable_source(loaded.source),
         revision=loaded.revision,
         model_class=type(loaded.structure).__name__,
         task=loaded.task,
-        config_digest=digest_json(_steady(config.to_dict())),
+        config_digest=digest_json(steady),
         dtype=dtype,
         num_parameters=sum(numels.values()),
         digest=digest_many(digests),
@@ -110,7 +121,7 @@ def identify(
         chat_template_digest=None if template is None else digest_json(template),
         trust_remote_code=loaded.trust_remote_code,
         missing=loaded.missing,
-        config=config_values(_steady(config.to_dict()) | _experts(config)),
+        config=config_values(steady | experts),
         code=_code(module),
         chat_example=chat_example(tokenizer),
         **size_facts(loaded.structure, tokenizer),
@@ -143,43 +154,12 @@ def _stays_wide(module: Any, name: str, target: str) -> bool:
     return any(re.search(rf"(?:^|\.){re.escape(part)}(?:\.|$)", name) for part in kept)
 
 
-def _narrow_digest(tensor: torch.Tensor, target: str, own: str) -> str:
-    from divergence.numerics.formats import format_named
-
-    if not tensor.is_floating_point():
-        return own
-    return digest_tensor(tensor.to(format_named(target).torch_dtype))
-
-
-def _elements(state: dict[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
-    """Name → dtype and number of elements, of the floating-point weights."""
-    return {
-        name: (format_of(tensor.dtype).name, tensor.numel())
-        for name, tensor in state.items()
-        if tensor.is_floating_point()
-    }
-
-
-def _main_dtype(sizes: dict[str, tuple[str, int]]) -> str:
-    """The dtype that holds most of the floating-point weights."""
-    counts: dict[str, int] = {}
-    for name, count in sizes.values():
-        counts[name] = counts.get(name, 0) + count
-    return max(counts, key=counts.__getitem__) if counts else "float32"
-
-
 def _steady(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _steady(v) for k, v in value.items() if k not in _VOLATILE}
     if isinstance(value, list | tuple):
         return [_steady(item) for item in value]
     return value
-
-
-def _experts(config: Any) -> dict[str, str]:
-    """Which implementation of experts was chosen: a setting, so no part of the digest."""
-    name = getattr(config, "_experts_implementation", None)
-    return {"experts_implementation": name} if isinstance(name, str) else {}
 
 
 def _code(module: torch.nn.Module) -> dict[str, CodeNote]:
@@ -243,20 +223,20 @@ def _flatten(value: Any, key: str, found: dict[str, ConfigValue]) -> None:
     if _UNTOLD.search(key):
         return
     if isinstance(value, dict):
-        if key and (len(value) > _MAX_LIST or _is_table(value)):
+        # labels by number are a list in disguise
+        table = len(value) > 8 and all(str(name).isdecimal() for name in value)
+        if key and (len(value) > _MAX_LIST or table):
             found[key] = _digest(value)
             return
         for name, inner in value.items():
             _flatten(inner, f"{key}.{name}" if key else str(name), found)
     elif isinstance(value, list | tuple):
-        plain = [_plain(one) for one in value]
-        if len(value) > _MAX_LIST or any(one is _NOT_PLAIN for one in plain):
-            found[key] = _digest(value)
-        else:
-            found[key] = plain
+        items = [_plain(item) for item in value]
+        long = len(value) > _MAX_LIST or any(item is _NOT_PLAIN for item in items)
+        found[key] = _digest(value) if long else items
     else:
-        plain_value = _plain(value)
-        found[key] = _digest(value) if plain_value is _NOT_PLAIN else plain_value
+        plain = _plain(value)
+        found[key] = _digest(value) if plain is _NOT_PLAIN else plain
 
 
 _NOT_PLAIN: Any = object()
@@ -277,11 +257,6 @@ def _plain(value: Any) -> Any:
     return _NOT_PLAIN if isinstance(value, dict | list | tuple) else type(value).__name__
 
 
-def _is_table(value: dict[Any, Any]) -> bool:
-    """Labels by number: a list in disguise."""
-    return len(value) > 8 and all(str(key).isdecimal() for key in value)
-
-
 def _digest(value: Any) -> str:
     return f"digest {digest_json(value)[:16]}"
 
@@ -292,26 +267,21 @@ def size_facts(module: Any, tokenizer: Any) -> dict[str, Any]:
     for name, weight in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(weight), []).append(name)
     sizes = {}
-    for field, getter in (
-        ("embedding_rows", "get_input_embeddings"), ("head_rows", "get_output_embeddings")
-    ):  # fmt: skip
+    for field, side in (("embedding_rows", "input"), ("head_rows", "output")):
         try:
-            weight = getattr(getattr(module, getter)(), "weight", None)
+            weight = getattr(getattr(module, f"get_{side}_embeddings")(), "weight", None)
         except (AttributeError, NotImplementedError, TypeError):
             weight = None
         sizes[field] = None if weight is None or weight.ndim != 2 else int(weight.shape[0])
+    try:
+        tokenizer_size = None if tokenizer is None else len(tokenizer)
+    except Exception:  # of a tokenizer's own code
+        tokenizer_size = None
     return {
         "tied": [names for names in groups.values() if len(names) > 1],
-        "tokenizer_size": _tokenizer_size(tokenizer),
+        "tokenizer_size": tokenizer_size,
         **sizes,
     }
-
-
-def _tokenizer_size(tokenizer: Any) -> int | None:
-    try:
-        return None if tokenizer is None else len(tokenizer)
-    except Exception:  # of a tokenizer's own code
-        return None
 
 
 def chat_example(tokenizer: Any) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.numerics.formats import format_named
 from divergence.recording.engines.placement import (
     DeviceMap,
@@ -51,7 +51,7 @@ __all__ = [
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model in eval mode on its device, with what is needed to feed it."""
 
@@ -86,10 +86,7 @@ def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -
             os.path.expanduser(source), revision=revision, trust_remote_code=trust_remote_code
         )
         return config
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a config and its code may do anything
+    except (Exception, SystemExit) as error:  # a config and its code may do anything
         raise _model_error(source, error, revision) from error
 
 
@@ -150,15 +147,12 @@ def load_model(
     # a config.json may name attention too, also a kernel of the hub, and would come before options
     config._attn_implementation = attn_implementation
     kind = resolve_task(config, task)
-    torch_dtype: Any = "auto"
-    if dtype is not None:
-        torch_dtype = _model_dtype(dtype)
     options: dict[str, Any] = {
         "config": config,
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "weights_only": True,  # of pickled weights: tensors and plain containers, no calls
-        "dtype": torch_dtype,
+        "dtype": "auto" if dtype is None else _model_dtype(dtype),
         "attn_implementation": attn_implementation,
         "output_loading_info": True,
     }
@@ -175,24 +169,21 @@ def load_model(
         if ranks is not None and division is not None and not at_once:
             module = divide(module, division, ranks)
     except (Exception, SystemExit) as error:  # torn weights, pickles and custom code: each its own
-        if _about_attention(error, attn_implementation):
-            raise UsageError(
-                f"attention implementation {attn_implementation!r} cannot be used: "
-                f"{_first_line(error)}",
-                hint=f"one of {', '.join(ATTENTION)}; eager is always there",
-            ) from error
         name = (config.architectures or [""])[0]
-        raise why_not(name, error, ranks) or _model_error(source, error, revision) from error
+        raise (
+            _attention_error(error, attn_implementation)
+            or why_not(name, error, ranks)
+            or _model_error(source, error, revision)
+        ) from error
     module.eval()
     if device_map is None and division is None:
         try:
             module.to(device)
         except RuntimeError as error:  # out of memory is a RuntimeError on every backend
             raise ModelError(
-                f"the model does not fit on {device}: {_first_line(error)}",
+                f"the model does not fit on {device}: {first_line(error, most=300)}",
                 hint="use --device-map auto, a smaller --dtype, or --device cpu",
             ) from error
-    missing = sorted(str(name) for name in loading.get("missing_keys", ()))
     twin = None
     if ranks is not None:
         twin = empty_model(
@@ -207,7 +198,7 @@ def load_model(
         tokenizer=load_tokenizer(source, revision=revision, trust_remote_code=trust_remote_code),
         device=input_device(module),
         trust_remote_code=trust_remote_code,
-        missing=missing,
+        missing=sorted(str(name) for name in loading.get("missing_keys", ())),
         ranks=ranks,
         twin=twin,
     )
@@ -239,13 +230,9 @@ def empty_model(
                 **({} if wanted is None else {"dtype": wanted}),
             )
     except (Exception, SystemExit) as error:  # as in load_model
-        if _about_attention(error, attn_implementation):
-            raise UsageError(
-                f"attention implementation {attn_implementation!r} cannot be used: "
-                f"{_first_line(error)}",
-                hint=f"one of {', '.join(ATTENTION)}; eager is always there",
-            ) from error
-        raise _model_error(source, error, revision) from error
+        raise (
+            _attention_error(error, attn_implementation) or _model_error(source, error, revision)
+        ) from error
     return LoadedModel(
         source=source,
         revision=revision,
@@ -310,10 +297,9 @@ def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
 
 def _check_source(source: str) -> None:
     path = expanded(source)
-    looks_local = source.startswith((".", "/", "~")) or path.exists()
-    if not looks_local:
-        return
     if not path.exists():
+        if not source.startswith((".", "/", "~")):
+            return  # an id of the hub
         raise ModelError(f"no such model: {path} does not exist", hint="check the path")
     if not path.is_dir():
         raise ModelError(f"{path} is a file", hint="give the model's directory")
@@ -324,11 +310,16 @@ def _check_source(source: str) -> None:
         )
 
 
-def _about_attention(error: BaseException, implementation: str) -> bool:
+def _attention_error(error: BaseException, implementation: str) -> UsageError | None:
     text = str(error).lower()
-    if "attn_implementation" in text or "attention implementation" in text:
-        return True
-    return implementation != "eager" and "attention" in text
+    named = "attn_implementation" in text or "attention implementation" in text
+    if not named and (implementation == "eager" or "attention" not in text):
+        return None
+    return UsageError(
+        f"attention implementation {implementation!r} cannot be used: "
+        + first_line(error, most=300),
+        hint=f"one of {', '.join(ATTENTION)}; eager is always there",
+    )
 
 
 def _model_error(source: str, error: BaseException, revision: str | None) -> DivergenceError:
@@ -342,12 +333,11 @@ def _model_error(source: str, error: BaseException, revision: str | None) -> Div
             hint="read that code, then pass --trust-remote-code",
         )
     lower = text.lower()
-    if "no file named" in lower or (
-        "safetensors" in lower and ("not found" in lower or "no such file" in lower)
-    ):
+    absent = "not found" in lower or "no such file" in lower
+    if "no file named" in lower or ("safetensors" in lower and absent):
         return ModelError(
             f"no weights in {source}",
-            where=_first_line(error),
+            where=first_line(error, most=300),
             hint="download the model.safetensors files (all shards) beside config.json",
         )
     if "accelerate" in text:
@@ -357,19 +347,19 @@ def _model_error(source: str, error: BaseException, revision: str | None) -> Div
         )
     if isinstance(error, ImportError):
         return ModelError(
-            f"cannot load {source!r}: {_first_line(error)}",
+            f"cannot load {source!r}: {first_line(error, most=300)}",
             where="a package that transformers imports here",
             hint=f"importing {error.name or 'transformers'} by itself shows why it fails",
         )
     if expanded(source).exists():
         return ModelError(
-            f"cannot load {source!r}: {_first_line(error)}",
+            f"cannot load {source!r}: {first_line(error, most=300)}",
             where=type(error).__name__,
             hint="its files are damaged, or for another version of transformers; download it again",
         )
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     return ModelError(
-        f"cannot load {source!r}: {_first_line(error)}",
+        f"cannot load {source!r}: {first_line(error, most=300)}",
         hint="HF_HUB_OFFLINE is set: only local paths and cached models can be used"
         if offline
         else "check the hub id or path, --revision, and that this machine reaches the hub "
@@ -377,15 +367,7 @@ def _model_error(source: str, error: BaseException, revision: str | None) -> Div
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
-
-
-_HOMES = ("transformers.integrations.moe",)
-
-
 def register_operators() -> None:
     """Have transformers register its ``torch.ops.transformers``; nothing where it has none."""
-    for home in _HOMES:
-        with contextlib.suppress(Exception):  # an older transformers, or a torch it cannot use
-            importlib.import_module(home)
+    with contextlib.suppress(Exception):  # an older transformers, or a torch it cannot use
+        importlib.import_module("transformers.integrations.moe")

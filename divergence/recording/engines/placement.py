@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from divergence.errors import ModelError, UsageError
+from divergence.recording.machine.environment import accelerator_type
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.site import escape_path
 
@@ -147,16 +148,8 @@ def distribution(ranks: Ranks) -> Any | None:
 
 def as_loaded(ranks: Ranks) -> bool:
     """Can the model be divided while it is read?"""
-    import torch
-
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
-    kind = "cpu" if accelerator is None else accelerator.type
-    return (
-        importlib.util.find_spec("accelerate") is not None
-        and ranks.device.partition(":")[0] == kind
-    )
+    kind = accelerator_type() or "cpu"
+    return importlib.util.find_spec("accelerate") is not None and ranks.device.startswith(kind)
 
 
 def divide(module: Any, config: Any, ranks: Ranks) -> Any:
@@ -167,14 +160,14 @@ def divide(module: Any, config: Any, ranks: Ranks) -> Any:
     kind = ranks.device.partition(":")[0]
     shape = tuple(ranks.sizes.get(name, 1) for name in ("pp", "dp", "fsdp", "tp"))
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
-    tied = "tp" in ranks.sizes and _part(module)
+    tied = "tp" in ranks.sizes and _untie(module)
     module = type(module).maybe_distribute_model(module, config, TransformersDeviceMesh(mesh, mesh))
     if tied:
         module.tie_weights()
     return module.to(ranks.device)
 
 
-def _part(module: Any) -> bool:
+def _untie(module: Any) -> bool:
     """Give the output matrix a name of its own where it is the embedding: the plan looks for both,
     since it expects a model that is still to be filled. Was it the embedding?"""
     import torch

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,7 +82,12 @@ def map_inputs(
     names: Sequence[str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with each tensor replaced by ``change(port, tensor)``."""
-    return _walk_inputs(args, kwargs, names, change)
+    named = _first_named(change, "in")
+    new_args = tuple(
+        _walk(value, f"in.{names[index] if index < len(names) else index}", named)
+        for index, value in enumerate(args)
+    )
+    return new_args, {name: _walk(value, f"in.{name}", named) for name, value in kwargs.items()}
 
 
 def output_leaves(output: Any) -> Iterator[Leaf]:
@@ -127,21 +133,6 @@ def _first_named(
     return named
 
 
-def _walk_inputs(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    names: Sequence[str],
-    change: Callable[[str, torch.Tensor], torch.Tensor],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    named = _first_named(change, "in")
-    labels = [names[index] if index < len(names) else str(index) for index in range(len(args))]
-    new_args = tuple(
-        _walk(value, f"in.{label}", named) for label, value in zip(labels, args, strict=True)
-    )
-    new_kwargs = {name: _walk(value, f"in.{name}", named) for name, value in kwargs.items()}
-    return new_args, new_kwargs
-
-
 def _walk(value: Any, name: str, change: Callable[..., Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(name, value)
@@ -169,8 +160,7 @@ def written_arguments(func: Any) -> tuple[str, ...]:
 @functools.cache
 def operator_name(func: Any) -> str:
     """``aten.mm``: namespace and operator, without the overload."""
-    packet = func.overloadpacket
-    return f"{func.namespace}.{packet.__name__}"
+    return f"{func.namespace}.{func.overloadpacket.__name__}"
 
 
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -200,19 +190,11 @@ def as_json(value: Any) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        finite = value == value and abs(value) != float("inf")
-        return value if finite else {"float": str(value)}
+        return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, complex):
         return {"complex": [as_json(value.real), as_json(value.imag)]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    for kind, word in (
-        (torch.device, "device"),
-        (torch.layout, "layout"),
-        (torch.memory_format, "memory_format"),
-    ):
-        if isinstance(value, kind):
-            return {word: str(value).removeprefix("torch.")}
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
     return {"object": type(value).__name__}
 
 

@@ -28,14 +28,14 @@ from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.hooks.plant import FORWARDS, Plant
 from divergence.recording.keeper import CopyKeeper, Keeper, Recent
 from divergence.recording.model.compiled import compiled_regions, hooked
-from divergence.recording.model.structure import by_token
+from divergence.recording.model.structure import by_token, inside
 from divergence.recording.selection import select_positions, step_selected
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.record import Call, PassName, Placement
 from divergence.run.schema.site import ROOT, escape_path, join_site
 from divergence.run.writing.captured_tensor import CapturedTensor
 
-__all__ = ["Anchor", "Recorder", "Sink", "inside"]
+__all__ = ["Anchor", "Recorder", "Sink"]
 
 
 class Sink(Protocol):
@@ -95,20 +95,15 @@ class Recorder:
         weights: bool = False,
         substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
     ) -> None:
-        self._model = model
-        self._notes = notes
+        self._model, self._notes = model, notes
         self._wanted, self._flat = wanted, flat
         self._hooked = hooked | {ROOT} | {plant.path for plant in plants}
         if anchor is not None or on_block is not None:
             self._hooked |= {path for path, note in notes.items() if note.role != "inner"}
         self.sink = sink
         self._pass: PassName = pass_
-        self._steps = steps
-        self._positions = positions
-        self._logit_paths = logit_paths
-        self._plants: dict[str, list[Plant]] = {}
-        for plant in plants:
-            self._plants.setdefault(plant.path, []).append(plant)
+        self._steps, self._positions, self._logit_paths = steps, positions, logit_paths
+        self._plants = plants
         self._anchor = anchor
         self._on_step, self._on_block = on_step, on_block
         self._keep = (keeper or CopyKeeper()).keep
@@ -117,7 +112,7 @@ class Recorder:
             self.operators = OperatorRecorder(
                 model,
                 operators,
-                emit=self._emit_operator,
+                emit=self._put,
                 call_of=lambda path: self._calls.get(path, ""),
                 active=lambda: self._selected and not self._anchor_broken,
                 keep=self._keep,
@@ -162,16 +157,13 @@ class Recorder:
                     stack.enter_context(hooked(module, pre, post, compiled=compiled))
             # its hooks come after these: what an anchor puts in place is no operator, what a
             # plant does is one
-            with contextlib.nullcontext() if self.operators is None else self.operators.installed():
-                yield self
+            if self.operators is not None:
+                stack.enter_context(self.operators.installed())
+            yield self
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
-        anchors = (
-            self._anchor is not None
-            and path != ROOT
-            and (self._notes[path].role in ("block", "trunk"))
-        )
-        plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("in")]
+        anchors = self._anchor is not None and path != ROOT and self._notes[path].role != "inner"
+        plants = [one for one in self._plants if one.path == path and one.port.startswith("in")]
         plain = not (anchors or plants)
 
         def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +191,7 @@ class Recorder:
         return pre_hook
 
     def _post_hook(self, path: str) -> Callable[..., Any]:
-        plants = [plant for plant in self._plants.get(path, ()) if plant.port.startswith("out")]
+        plants = [one for one in self._plants if one.path == path and one.port.startswith("out")]
 
         def post_hook(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -259,17 +251,13 @@ class Recorder:
             return tensor
         assert self._anchor is not None  # asked where there is one
         recorded = self._anchor(self._sample, self._step, join_site(path, port), tensor)
+        if recorded is not None and recorded.shape != tensor.shape:
+            recorded = self._completed(path, recorded, tensor)
         if recorded is None:
             if port == "in" and self._notes[path.partition("#")[0]].role == "block":
                 # From here on the caches would hold own values: no longer anchored.
                 self._anchor_broken = True
             return tensor
-        if recorded.shape != tensor.shape:
-            recorded = self._completed(path, recorded, tensor)
-            if recorded is None:
-                if port == "in" and self._notes[path.partition("#")[0]].role == "block":
-                    self._anchor_broken = True
-                return tensor
         done.add(port)
         self.anchored += 1
         # A copy: the model may write to its inputs in place, and the recording must not change.
@@ -318,7 +306,7 @@ class Recorder:
         else:
             with self.operators.paused():
                 item, positions = self._kept(path, port, tensor)
-        self._put(site, item, positions)
+        self._put(site, item, positions=positions)
 
     def _kept(
         self, path: str, port: str, tensor: torch.Tensor
@@ -335,15 +323,12 @@ class Recorder:
             self._recent.add(tensor, item)
         return item, None
 
-    def _emit_operator(self, site: str, item: CapturedTensor, call: Call | None = None) -> None:
-        self._put(site, item, None, call)
-
     def _put(
         self,
         site: str,
         item: CapturedTensor,
-        positions: tuple[int, ...] | None,
         call: Call | None = None,
+        positions: tuple[int, ...] | None = None,
     ) -> None:
         self.sink.put(
             item,
@@ -384,16 +369,10 @@ class Recorder:
 
     def check_plants(self) -> None:
         """Raise PlantError for a plant whose site was never reached."""
-        for plants in self._plants.values():
-            for plant in plants:
-                if plant.site not in self.fired:
-                    raise PlantError(
-                        f"the fault {plant.fault} was never planted: no tensor passed {plant.site}",
-                        hint="`divergence inspect RUN` lists the sites of a run "
-                        "captured with --sites modules",
-                    )
-
-
-def inside(path: str, roots: set[str]) -> bool:
-    """Is the module one of ``roots`` or in one?"""
-    return any(path == root or root == ROOT or path.startswith(root + ".") for root in roots)
+        for plant in self._plants:
+            if plant.site not in self.fired:
+                raise PlantError(
+                    f"the fault {plant.fault} was never planted: no tensor passed {plant.site}",
+                    hint="`divergence inspect RUN` lists the sites of a run "
+                    "captured with --sites modules",
+                )

@@ -45,9 +45,10 @@ from divergence.recording.hooks.dataflow import (
     storage_of,
     tensors_in,
 )
+from divergence.recording.model.structure import inside
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.record import Call, Operand
-from divergence.run.schema.site import ROOT, escape_path, join_site, operator_path
+from divergence.run.schema.site import escape_path, join_site, operator_path
 from divergence.run.writing.captured_tensor import CapturedTensor
 
 __all__ = ["Emit", "OperatorRecorder"]
@@ -60,9 +61,16 @@ _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permu
 
 
 class Emit(Protocol):
-    """How a record of the forward under way is made: the recorder's own."""
+    """Makes a record of the forward under way."""
 
     def __call__(self, site: str, item: CapturedTensor, call: Call | None = None) -> None: ...
+
+
+Substitution = Callable[[str], torch.Tensor | None]
+"""By site: what is put in place of an operator's result in this forward, or None."""
+
+_Pending = list[tuple[str, CapturedTensor]]
+"""By site: an operator's inputs that need records of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +78,11 @@ class _PendingCall:
     """A call that is about to be recorded."""
 
     key: tuple[str, str]
-    """The counter's key."""
+    """Its counter."""
     where: str
     """The operator's path."""
     call: Call
-    pending: list[tuple[str, CapturedTensor]]
-    """The operator's inputs that need records of their own."""
-
-
-Substitution = Callable[[str], "torch.Tensor | None"]
-"""By site: what is put in place of an operator's result in this forward, or None."""
+    pending: _Pending
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -125,7 +128,7 @@ class OperatorRecorder(TorchDispatchMode):
         try:
             for name, module in self._model.named_modules():
                 path = escape_path(name)
-                if self._root_of(path) is None:
+                if not inside(path, self._roots):
                     continue
                 push = self._push(path, argument_names(module))
                 handles.append(module.register_forward_pre_hook(push, with_kwargs=True))
@@ -147,12 +150,6 @@ class OperatorRecorder(TorchDispatchMode):
             yield
         finally:
             self._paused -= 1
-
-    def _root_of(self, path: str) -> str | None:
-        for root in self._roots:
-            if path == root or root == ROOT or path.startswith(root + "."):
-                return root
-        return None
 
     def _push(self, path: str, names: list[str]) -> Callable[..., Any]:
         def push(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -244,15 +241,16 @@ class OperatorRecorder(TorchDispatchMode):
         """Another run's results, in the memory of these."""
         for index, tensor in enumerate(results):
             new = substitute(f"{where}:out" + (f".{index}" if index else ""))
-            if new is not None:
-                if new.numel() != tensor.numel():
-                    raise UsageError(
-                        f"{where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is to "
-                        "be put in its place",
-                        hint="substitute from a run of the same tokens, at the same operator",
-                    )
-                tensor.copy_(new.reshape(tensor.shape))
-                self.num_substituted += 1
+            if new is None:
+                continue
+            if new.numel() != tensor.numel():
+                raise UsageError(
+                    f"{where} gives {tuple(tensor.shape)} here, and {tuple(new.shape)} is to be "
+                    "put in its place",
+                    hint="substitute from a run of the same tokens, at the same operator",
+                )
+            tensor.copy_(new.reshape(tensor.shape))
+            self.num_substituted += 1
 
     def _told(self, func: Any, named: dict[str, Any]) -> _PendingCall:
         """The call as it is recorded, and the operands that no record holds yet."""
@@ -260,7 +258,7 @@ class OperatorRecorder(TorchDispatchMode):
         key = (module + self._call_of(module), operator_name(func))
         where = operator_path(*key, self._numbers[key] + 1)
         operands: list[Operand] = []
-        pending: list[tuple[str, CapturedTensor]] = []
+        pending: _Pending = []
         with self.paused():
             arguments = {
                 name: self._encode(value, f"{where}:in.{name}", operands, pending)
@@ -289,13 +287,7 @@ class OperatorRecorder(TorchDispatchMode):
             self._emit(site, self._keep(tensor), told.call if index == 0 else None)
             self._flow.made(tensor, site)
 
-    def _encode(
-        self,
-        value: Any,
-        site: str,
-        operands: list[Operand],
-        pending: list[tuple[str, CapturedTensor]],
-    ) -> Any:
+    def _encode(self, value: Any, site: str, operands: list[Operand], pending: _Pending) -> Any:
         """An argument as JSON; its tensors become operands."""
         if isinstance(value, torch.Tensor):
             operands.append(self._operand(value, site, pending))
@@ -307,9 +299,7 @@ class OperatorRecorder(TorchDispatchMode):
             ]
         return as_json(value)
 
-    def _operand(
-        self, tensor: torch.Tensor, site: str, pending: list[tuple[str, CapturedTensor]]
-    ) -> Operand:
+    def _operand(self, tensor: torch.Tensor, site: str, pending: _Pending) -> Operand:
         common: dict[str, Any] = {
             "shape": tuple(tensor.shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -322,8 +312,8 @@ class OperatorRecorder(TorchDispatchMode):
             name, parameter = weight
             if name not in self._weight_digests:
                 real = parameter.device.type != "meta"  # of a dry run there are no bytes
-                digest = self._digest_as_loaded(parameter) if real else "0" * 32
-                self._weight_digests[name] = digest
+                with _disable_current_modes():  # as loaded, where a mode computes in a wider dtype
+                    self._weight_digests[name] = digest_tensor(parameter) if real else "0" * 32
             return Operand(
                 site=self._weight_site(name, parameter) if self._keep_weights else None,
                 weight=name,
@@ -351,20 +341,12 @@ class OperatorRecorder(TorchDispatchMode):
         module, _, last = name.rpartition(".")
         site = join_site(escape_path(module), f"in.{last}")
         if name not in self._weight_items:
-            self._weight_items[name] = self._as_loaded(parameter)
+            with _disable_current_modes():
+                self._weight_items[name] = self._keep(parameter)
         if site not in self._weight_sites:  # a block's dataflow is forgotten, its records are not
             self._emit(site, self._weight_items[name])
             self._weight_sites.add(site)
         return site
-
-    def _as_loaded(self, weight: torch.Tensor) -> CapturedTensor:
-        """In the weight's own dtype, also where a mode below computes in a wider one."""
-        with _disable_current_modes():
-            return self._keep(weight)
-
-    def _digest_as_loaded(self, weight: torch.Tensor) -> str:
-        with _disable_current_modes():
-            return digest_tensor(weight)
 
     def _note_view(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]

@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from divergence.errors import first_line
 from divergence.run.schema.manifest import Settings, Switch, SwitchStatus
 
-__all__ = ["Determinism", "deterministic_settings", "seed_everything"]
+__all__ = ["Determinism", "deterministic_settings"]
 
 
 @dataclass(slots=True)
@@ -123,21 +124,11 @@ _AS_GOOD = {"CUBLAS_WORKSPACE_CONFIG": (":16:8",), "HCCL_DETERMINISTIC": ("stric
 workspaces; ``strict`` keeps the order of reductions as well (CANN)."""
 
 
-def seed_everything(seed: int) -> None:
-    """Seed python, numpy, torch and every device. Inputs still travel as data, never as a seed."""
-    import numpy
-    import torch
-
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # seeds cuda, xpu, mps and registered backends too
-
-
 @contextlib.contextmanager
 def deterministic_settings(
     device_type: str, *, seed: int, enabled: bool = True
 ) -> Iterator[Determinism]:
-    """Seed, and set every switch that this torch has for ``device_type``.
+    """Seed python, numpy and torch, and set every switch that this torch has for ``device_type``.
 
     With ``enabled`` false only the seeds are set, and the switches are recorded as found.
     Switches, seeds and the filter of warnings are the process's: another thread waits here until
@@ -163,7 +154,9 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     rng = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
-    seed_everything(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # seeds cuda, xpu, mps and registered backends too
     try:
         if enabled:
             _set_variables(device_type, state, variables)
@@ -282,13 +275,13 @@ def _set(
     try:
         old = _now(name) if before is None else before
     except (AttributeError, RuntimeError, ImportError) as error:
-        _note(state, label, asked, "-", "absent", f"this torch: {_first_line(error)}")
+        _note(state, label, asked, "-", "absent", f"this torch: {first_line(error)}")
         return
     try:
         _write(name, wanted)
         now = _now(name)
     except Exception as error:  # a backend may refuse with any error of its own
-        _note(state, label, asked, str(old).lower(), "refused", _first_line(error))
+        _note(state, label, asked, str(old).lower(), "refused", first_line(error))
         return
     if old != _UNREADABLE:
         undo.append((name, old))
@@ -301,7 +294,7 @@ def _look(state: Determinism, name: str) -> None:
     try:
         _note(state, f"torch.{name}", "-", str(_now(name)).lower(), "accepted")
     except (AttributeError, RuntimeError, ImportError) as error:
-        _note(state, f"torch.{name}", "-", "-", "absent", _first_line(error))
+        _note(state, f"torch.{name}", "-", "-", "absent", first_line(error))
 
 
 def _set_variables(device_type: str, state: Determinism, saved: dict[str, str | None]) -> None:
@@ -352,7 +345,3 @@ def _collected_warnings(state: Determinism) -> Iterator[None]:
             yield
         finally:
             torch.set_warn_always(always)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -23,6 +23,7 @@ __all__ = [
     "DEVICE_TYPES",
     "SETTABLE",
     "VARIABLES",
+    "accelerator_type",
     "collect_environment",
     "resolve_device",
     "variables_to_set",
@@ -109,13 +110,12 @@ _MOST_THREADS = 4096
 def variables_to_set(recorded: Environment) -> dict[str, str | None]:
     """What must be set here, or taken away (None), to have the recorded values of ``SETTABLE``:
     names, numbers and lists of them. Others (paths, thousands of threads) are passed over."""
-    found: dict[str, str | None] = {}
-    for name in SETTABLE:
-        value = recorded.variables.get(name)
-        if value == os.environ.get(name) or (value is not None and not _is_plain(name, value)):
-            continue
-        found[name] = value
-    return found
+    wanted = {name: recorded.variables.get(name) for name in SETTABLE}
+    return {
+        name: value
+        for name, value in wanted.items()
+        if value != os.environ.get(name) and (value is None or _is_plain(name, value))
+    }
 
 
 def _is_plain(name: str, value: str) -> bool:
@@ -147,8 +147,7 @@ def resolve_device(name: str = "auto") -> str:
     if kind in ("auto", "npu"):
         _load_npu(required=kind == "npu")
     if kind == "auto":
-        accelerator = _accelerator()
-        return accelerator if accelerator is not None else "cpu"
+        return accelerator_type() or "cpu"
     module = getattr(torch, kind, None)
     count = 0
     if kind == "mps":
@@ -156,7 +155,7 @@ def resolve_device(name: str = "auto") -> str:
     elif module is not None and module.is_available():
         count = module.device_count()
     if count == 0:
-        present = _accelerator() or "cpu"
+        present = accelerator_type() or "cpu"
         build = ""
         if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
             build = f"; this torch ({torch.__version__}) was built without CUDA or ROCm"
@@ -212,20 +211,14 @@ def _load_npu(*, required: bool) -> None:
             ) from error
 
 
-def _accelerator() -> str | None:
-    """Type of the available accelerator, or None. torch.accelerator came with torch 2.6."""
+def accelerator_type() -> str | None:
+    """Type of the available accelerator, or None."""
     import torch
 
-    if hasattr(torch, "accelerator"):
-        if not torch.accelerator.is_available():
-            return None
-        accelerator = torch.accelerator.current_accelerator()
-        return None if accelerator is None else accelerator.type
-    for kind in ("cuda", "npu", "xpu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            return kind
-    return "mps" if torch.backends.mps.is_available() else None
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
 
 
 def _accelerator_facts(kind: str, device: str) -> tuple[str, int, str | None, str | None]:

@@ -79,8 +79,8 @@ def cpu_model() -> str | None:
     if core is None:
         return None
     ids = f"{info['CPU implementer']}/{info['CPU part']}"
-    variant = f" r{_number(info.get('CPU variant'))}p{_number(info.get('CPU revision'))}"
-    return f"{core} ({ids}){variant}"
+    variant = f"r{_number(info.get('CPU variant'))}p{_number(info.get('CPU revision'))}"
+    return f"{core} ({ids}) {variant}"
 
 
 def torch_build() -> dict[str, str]:
@@ -145,13 +145,8 @@ def free_bytes(device: torch.device) -> int:
             return 0 if asked is None else int(asked(device)[0])
         except (RuntimeError, NotImplementedError, AttributeError):
             return 0
-    return min((*_meminfo(), *_groups()), default=0)
-
-
-def _meminfo() -> Iterator[int]:
-    value = _count(_MEMINFO, "MemAvailable:")
-    if value is not None:
-        yield value * 1024
+    available = _count(_MEMINFO, "MemAvailable:")
+    return min([*([] if available is None else [available * 1024]), *_groups()], default=0)
 
 
 def _groups() -> Iterator[int]:
@@ -165,12 +160,8 @@ def _groups() -> Iterator[int]:
         if controllers == "":  # v2
             root, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root, limit, used, cached = (
-                _GROUPS / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
+            root, limit = _GROUPS / "memory", "memory.limit_in_bytes"
+            used, cached = "memory.usage_in_bytes", "total_inactive_file"
         else:
             continue
         group = root / path.lstrip("/")

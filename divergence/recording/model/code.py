@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from divergence.recording.model.compiled import compiler_of
+from divergence.recording.model.compiled import compiler_of, listed
 from divergence.recording.model.replacement import (
     attributes_of,
     hooks_of,
@@ -43,7 +43,7 @@ from divergence.recording.model.source import (
     place_of,
     syntax_of,
 )
-from divergence.run.schema.fingerprint import digest_many
+from divergence.run.schema.fingerprint import digest_many, digest_text
 from divergence.run.schema.manifest import CodeNote
 from divergence.run.schema.site import ROOT, starred
 from divergence.run.trust import ATTENTION
@@ -111,7 +111,7 @@ def _note(kind: type, modules: dict[str, Any]) -> CodeNote | None:
         origin=first.origin,
         functions=first.functions,
         replaced=[
-            text if len(paths) == len(modules) else f"{text} in {_paths(paths)}"
+            text if len(paths) == len(modules) else f"{text} in {listed(paths)}"
             for text, paths in places.items()
         ],
         wrapped=[_of_all(text, count, len(modules)) for text, count in wrapped.items()],
@@ -126,21 +126,14 @@ def _of_all(text: str, count: int, total: int) -> str:
     return text if count == total else f"{text} ({count} of {total})"
 
 
-def _paths(paths: list[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-
-
 def _instance_key(module: Any) -> tuple[object, ...]:
     """What of an instance changes which functions run."""
     own = tuple(
         (name, id(value)) for name, value in module.__dict__.items() if _is_code(value, name)
     )
     config = getattr(module, "config", None)
-    chosen = (
-        getattr(config, "_attn_implementation", None),
-        getattr(config, "_experts_implementation", None),
-    )
-    return type(module), own, chosen, tuple(map(id, hooks_of(module).values()))
+    chosen = [getattr(config, f"_{one}_implementation", None) for one in ("attn", "experts")]
+    return type(module), own, *chosen, tuple(map(id, hooks_of(module).values()))
 
 
 def _is_code(value: Any, name: str) -> bool:
@@ -202,17 +195,13 @@ class _Reader:
             if not is_library(function):  # wrapped around it later, or a decorator of its own file
                 self._read(f"{name} (around it, {number + 1})", [function], follow=True)
         if id(inner.__code__) in self._done or len(self.functions) >= _MOST_FUNCTIONS:
-            self.functions.setdefault(name, self._once(inner))
+            self.functions.setdefault(name, digest_of(inner, syntax_of(inner)))
             return
         self._done.add(id(inner.__code__))
         node = syntax_of(inner)
         self.functions[name] = digest_of(inner, node)
         if follow and node is not None:
             self._follow(inner, node)
-
-    @staticmethod
-    def _once(function: types.FunctionType) -> str:
-        return digest_of(function, syntax_of(function))
 
     def _outside(self, name: str, function: Any) -> None:
         chain = layers(function)
@@ -269,8 +258,10 @@ class _Reader:
                 self.replaced.append(f"{name} was replaced by {put_by(innermost(value))}")
             return
         if isinstance(value, type):
-            value = value.__dict__.get("forward") if _is_autograd(value) else None
-            value = _plain(value)
+            import torch
+
+            autograd = issubclass(value, torch.autograd.Function)
+            value = _plain(value.__dict__.get("forward")) if autograd else None
             name += ".forward"
         if not callable(value) or isinstance(value, types.BuiltinFunctionType):
             return
@@ -284,8 +275,6 @@ class _Reader:
         if not chain:
             text = getattr(value, "code", None)  # of torch.jit.script
             if isinstance(text, str):
-                from divergence.run.schema.fingerprint import digest_text
-
                 self.functions[name] = digest_text(text)
             return
         inner = chain[-1]
@@ -305,12 +294,6 @@ def _plain(value: Any) -> Any:
 def _has_forward(kind: type) -> bool:
     forward = innermost(getattr(kind, "forward", None))
     return forward is not None and forward.__name__ != "_forward_unimplemented"
-
-
-def _is_autograd(kind: type) -> bool:
-    import torch
-
-    return issubclass(kind, torch.autograd.Function)
 
 
 def _origin(function: types.FunctionType) -> str:
@@ -343,11 +326,9 @@ def _chosen(value: Any, module: Any) -> tuple[str, Any] | None:
     if not isinstance(value, Mapping) or not hasattr(value, "valid_keys"):
         return None
     config = getattr(module, "config", None)
-    for word, name in (
-        ("Expert", "_experts_implementation"), ("Attention", "_attn_implementation")
-    ):  # fmt: skip
+    for word, name in (("Expert", "experts"), ("Attention", "attn")):
         if word in type(value).__name__:
-            choice = getattr(config, name, None)
+            choice = getattr(config, f"_{name}_implementation", None)
             return (str(choice), value.get(choice)) if isinstance(choice, str) else None
     return None
 

@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from divergence.recording.model.source import layers
+from divergence.recording.model.structure import inside
 from divergence.run.schema.manifest import CompiledNote
 from divergence.run.schema.site import ROOT
 
-__all__ = ["CompiledWatch", "compiled_regions", "compiler_of", "hooked", "settled"]
+__all__ = ["CompiledWatch", "compiled_regions", "compiler_of", "hooked", "listed", "settled"]
 
 
 _LIMIT = "torch._dynamo hit config."
@@ -63,9 +64,8 @@ def compiled_regions(model: torch.nn.Module) -> dict[str, str]:
     for path, module in model.named_modules():
         forward = module.__dict__.get("forward", type(module).forward)
         for one in (module.__dict__.get("_compiled_call_impl"), forward):
-            if hasattr(one, "_torchdynamo_orig_callable") and not getattr(
-                one, "_torchdynamo_disable", False
-            ):
+            disabled = getattr(one, "_torchdynamo_disable", False)
+            if hasattr(one, "_torchdynamo_orig_callable") and not disabled:
                 found[path or ROOT] = backend_of(one)
                 break
     return found
@@ -85,7 +85,9 @@ def hooked(
     and around a module that is compiled itself they are put around its compiled call.
     """
     if compiled:
-        before, after = _untraced(before), _untraced(after)
+        import torch._dynamo
+
+        before, after = torch._dynamo.disable(before), torch._dynamo.disable(after)
     inner = module.__dict__.get("_compiled_call_impl")
     if inner is None:
         handles = [
@@ -112,13 +114,6 @@ def hooked(
         yield
     finally:
         module._compiled_call_impl = inner
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    import torch._dynamo
-
-    untraced: Callable[..., Any] = torch._dynamo.disable(function)
-    return untraced
 
 
 class CompiledWatch:
@@ -166,21 +161,21 @@ class CompiledWatch:
         among = [
             path
             for path in self._regions
-            if any(_within(path, one) or _within(one, path) for one in operators)
+            if inside(path, operators) or any(inside(one, (path,)) for one in operators)
         ]
         if among:
             told.append(
-                f"{_listed(among)} runs through torch.compile: while operators are recorded torch "
+                f"{listed(among)} runs through torch.compile: while operators are recorded torch "
                 "runs it uncompiled, so they are not those of its compiled kernels"
             )
         divided = [
             path
             for path in self._regions
-            if path not in among and any(one != path and _within(one, path) for one in recorded)
+            if path not in among and any(one != path and inside(one, (path,)) for one in recorded)
         ]
         if divided:
             told.append(
-                f"{_listed(divided)} runs through torch.compile, and modules inside are recorded: "
+                f"{listed(divided)} runs through torch.compile, and modules inside are recorded: "
                 "there its graph is divided, and kernels that would span such a place are not seen"
             )
         return told
@@ -193,7 +188,7 @@ class CompiledWatch:
                 groups.setdefault((note.state, note.reason), []).append(path)
         say = {"eager": "ran eager", "partly": "ran eager in part"}
         return [
-            f"given to torch.compile, but {say[state]}: {_listed(paths)} ({reason})"
+            f"given to torch.compile, but {say[state]}: {listed(paths)} ({reason})"
             for (state, reason), paths in groups.items()
         ]
 
@@ -212,20 +207,17 @@ class CompiledWatch:
         graphs = sum(1 for event in made if getattr(event, "graph_op_count", None))
         lost = [event for event in seen if _code_of(event)[0] is None]  # of any region
         failed = [event for event in (*events, *lost) if getattr(event, "fail_type", None)]
-        limits = [limit for limit, place in self._limits if place in {_place(c) for c in codes}]
+        places = {f"{file}:{line}" for file, line in codes}
+        limits = [limit for limit, place in self._limits if place in places]
         if graphs == 0:
-            reason = _reason(failed) or "torch compiled nothing of it here"
-            return CompiledNote(backend=backend, state="eager", reason=reason)
+            why = _reason(failed) or "torch compiled nothing of it here"
+            return CompiledNote(backend=backend, state="eager", reason=why)
+        reason = _reason(failed)
         if limits:
             reason = f"{limits[0]} was reached: calls beyond it ran eager"
-            return CompiledNote(
-                backend=backend, state="partly", num_graphs=graphs, reason=reason
-            )  # fmt: skip
-        if any(event in events for event in failed):
-            return CompiledNote(
-                backend=backend, state="partly", num_graphs=graphs, reason=_reason(failed)
-            )  # fmt: skip
-        return CompiledNote(backend=backend, state="compiled", num_graphs=graphs)
+        elif not any(event in events for event in failed):
+            return CompiledNote(backend=backend, state="compiled", num_graphs=graphs)
+        return CompiledNote(backend=backend, state="partly", num_graphs=graphs, reason=reason)
 
     def _codes(self, path: str) -> set[tuple[str, int]]:
         """File and line of each function that may be compiled as a frame of this region."""
@@ -238,20 +230,13 @@ class CompiledWatch:
         return found
 
 
-def _within(path: str, outer: str) -> bool:
-    return outer in (ROOT, path) or path.startswith(f"{outer}.")
-
-
-def _listed(paths: list[str]) -> str:
+def listed(paths: list[str]) -> str:
+    """Three of them by name."""
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
 
 
 def _code_of(event: Any) -> tuple[str | None, int | None]:
     return (getattr(event, "co_filename", None), getattr(event, "co_firstlineno", None))
-
-
-def _place(code: tuple[str, int]) -> str:
-    return f"{code[0]}:{code[1]}"
 
 
 def _reason(failed: list[Any]) -> str | None:

@@ -66,8 +66,7 @@ def layers(function: Any) -> list[types.FunctionType]:
 
 def innermost(function: Any) -> types.FunctionType | None:
     """The function that decorators were put around; None for one that is not Python's."""
-    found = layers(function)
-    return found[-1] if found else None
+    return next(reversed(layers(function)), None)
 
 
 def file_of(module_name: str | None) -> str | None:
@@ -169,22 +168,17 @@ def chains(node: ast.AST) -> tuple[tuple[str, ...], ...]:
 
 
 def _chains(node: ast.AST) -> Iterator[tuple[str, ...]]:
-    if isinstance(node, ast.Attribute):
-        parts: list[str] = []
-        inner: ast.AST = node
-        while isinstance(inner, ast.Attribute):
-            parts.append(inner.attr)
-            inner = inner.value
-        if isinstance(inner, ast.Name):
-            yield (inner.id, *reversed(parts))
-            return
-        yield from _chains(inner)
-        return
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
     if isinstance(node, ast.Name):
-        yield (node.id,)
-        return
-    for _, child in _children(node):
-        yield from _chains(child)
+        yield (node.id, *reversed(parts))
+    elif parts:
+        yield from _chains(node)
+    else:
+        for _, child in _children(node):
+            yield from _chains(child)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,11 +192,11 @@ def _names(code: types.CodeType) -> set[str]:
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Last first (the last binding counts), also those under ``if`` and ``try``."""
-    for one in reversed(body):
-        yield one
-        for part in ("body", "orelse", "handlers", "finalbody"):
-            if isinstance(one, ast.If | ast.Try | ast.With | ast.ExceptHandler):
-                yield from _statements(getattr(one, part, []))
+    for node in reversed(body):
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            for part in ("body", "orelse", "handlers", "finalbody"):
+                yield from _statements(getattr(node, part, []))
 
 
 def _binds(node: ast.stmt, name: str) -> bool:

@@ -24,7 +24,7 @@ the choice, and it stays unknown.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from divergence.run.schema.manifest import ModuleNote, ModuleRole
@@ -34,13 +34,27 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["by_token", "describe_modules", "is_routing", "output_paths", "routing_modules"]
+__all__ = [
+    "by_token",
+    "describe_modules",
+    "inside",
+    "is_routing",
+    "output_paths",
+    "routing_modules",
+]
+
+
+def inside(path: str, roots: Iterable[str]) -> bool:
+    """Is the module one of ``roots`` or in one?"""
+    return any(root in (ROOT, path) or path.startswith(f"{root}.") for root in roots)
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleNote]:
     """Class and role of every module, by path; the root is ``"."`` and trunk."""
     lists = _block_lists(model)
-    blocks = {f"{path}.{name}" for path, module in lists.items() for name in _children(module)}
+    blocks = {
+        f"{path}.{name}" for path, module in lists.items() for name, _ in module.named_children()
+    }
     ancestors = {""}
     for path in lists:
         parts = path.split(".")
@@ -91,10 +105,6 @@ def _block_lists(model: nn.Module) -> dict[str, nn.Module]:
         if all(any(True for _ in child.parameters()) for child in module):
             found[path] = module
     return found
-
-
-def _children(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_children()]
 
 
 _ROUTER = re.compile(r"Router|Gate$|TopK")

@@ -137,7 +137,6 @@ class Division:
         module: Any = loaded.module
         together = bool(getattr(module, "_is_fsdp_managed_module", False))
         self.groups = ranks.deal(groups, together=together)
-        self._notes = notes
         blocks = [path for path, note in notes.items() if note.role == "block"]
         self._containers = {
             path
@@ -169,11 +168,8 @@ class Division:
 
     def plants(self, plants: Sequence[Plant]) -> list[Plant]:
         """Those that this rank gets."""
-        return [
-            plant
-            for plant in plants
-            if plant.rank in (None, self.ranks.rank) and self.has(plant.path)
-        ]
+        rank = self.ranks.rank
+        return [one for one in plants if one.rank in (None, rank) and self.has(one.path)]
 
     def answers(self, sample: int, site: str) -> bool:
         """Is this tensor this rank's to record?"""
@@ -186,6 +182,9 @@ class Division:
             known = self._owned[site] = self._stage_answers(site)
         return known
 
+    def order(self, order: int) -> int:
+        return order + _STAGE * self.ranks.places.get("pp", 0)
+
     def place(
         self, site: str, item: CapturedTensor, *, sample: int, step: int, pass_: str
     ) -> tuple[str, ...] | None:
@@ -193,17 +192,15 @@ class Division:
         words: list[str] = []
         for axis in self.ranks.mesh.axes:
             word: str | None
-            if axis.name == "pp":
-                word = "single"
-            elif axis.name == "tp":
-                settled = sample == self._first and step == 0 and pass_ != "whole"
-                if item.placement is not None:  # where it has no word the shape would mislead
-                    word = item.placement.get("tp")
-                else:
-                    of = self._tensor
-                    word = None if of is None else of(site, item.shape, settled=settled)
+            if axis.name != "tp":
+                word = "single" if axis.name == "pp" or self.ranks.dealt else "replicate"
+            elif item.placement is not None:  # where it has no word the shape would mislead
+                word = item.placement.get("tp")
+            elif self._tensor is None:
+                word = None
             else:
-                word = "single" if self.ranks.dealt else "replicate"
+                settled = sample == self._first and step == 0 and pass_ != "whole"
+                word = self._tensor(site, item.shape, settled=settled)
             if word is None:
                 return None
             words.append(word)
@@ -211,12 +208,8 @@ class Division:
 
     def join_tokens(self, samples: Sequence[SampleTokens], manifest: Manifest) -> None:
         """What other ranks' prompts became, and the texts of their tokens."""
-        mine = {
-            number: sample
-            for group in self.groups
-            if self.ranks.owns(group[0])
-            for number, sample in ((number, samples[number]) for number in group)
-        }
+        owned = [group for group in self.groups if self.ranks.owns(group[0])]
+        mine = {number: samples[number] for group in owned for number in group}
         for theirs, texts in self.ranks.gather((mine, manifest.tokens.texts)):
             for number, sample in theirs.items():
                 samples[number].generated_ids = sample.generated_ids
@@ -252,18 +245,17 @@ class Division:
 
     def _who_has_what(
         self, module: torch.nn.Module, notes: Mapping[str, ModuleNote]
-    ) -> dict[str, list[int]]:
+    ) -> dict[str, set[int]]:
         """Module path → the pipeline stages that have it, and not a stand-in."""
         own = {
             escape_path(name)
             for name, part in module.named_modules()
             if type(part).__name__ != "PipelineIdentityLayer"
         }
-        stages: dict[str, list[int]] = {path: [] for path in notes}
+        stages: dict[str, set[int]] = {path: set() for path in notes}
         for place, paths in self.ranks.gather((self.ranks.places["pp"], own)):
             for path in paths & stages.keys():
-                if place not in stages[path]:
-                    stages[path].append(place)
+                stages[path].add(place)
         return stages
 
     def _stage_answers(self, site: str) -> bool:
@@ -274,9 +266,6 @@ class Division:
         if path in self._containers:
             return own == (0 if port.startswith("in") else last)
         return own == min((self._stages or {}).get(path) or [own])
-
-    def order(self, order: int) -> int:
-        return order + _STAGE * self.ranks.places.get("pp", 0)
 
 
 def _add(total: msgspec.Struct, other: msgspec.Struct, names: Sequence[str]) -> None:
@@ -291,16 +280,9 @@ class _Share:
         self._division, self._sink = division, sink
 
     def put(
-        self,
-        item: CapturedTensor,
-        *,
-        pass_: Any,
-        sample: int,
-        step: int,
-        site: str,
-        order: int,
+        self, item: CapturedTensor, *, pass_: Any, sample: int, step: int, site: str, order: int,
         **rest: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         division = self._division
         if not division.answers(sample, site):
             return

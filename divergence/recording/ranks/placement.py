@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from divergence.run.schema.site import module_of, split_site
+from divergence.recording.model.structure import inside
+from divergence.run.schema.site import ROOT, module_of, split_site
 
 __all__ = ["TensorPlacement", "share_of"]
 
@@ -71,12 +72,8 @@ class TensorPlacement:
         self._size, self._place = size, place
         self._known: dict[str, str | None] = {}
         self._summing = [path for path, style in plan.items() if style in _SUMMING]
-        strange = {
-            path
-            for path, style in plan.items()
-            if style not in _STYLES | dict.fromkeys(_INTERLEAVED)
-        }
-        self._strange = {_parent(path) for path in strange}
+        strange = [path for path, style in plan.items() if style not in {*_STYLES, *_INTERLEAVED}]
+        self._strange = {path.rpartition(".")[0] or ROOT for path in strange}
 
     def __call__(self, site: str, shape: tuple[int, ...], *, settled: bool) -> str | None:
         """The word for the record, or None where nothing can be said. ``settled``: is this the
@@ -93,7 +90,7 @@ class TensorPlacement:
         style = self._plan.get(path)
         if style in _INTERLEAVED:
             return self._seen(site, shape) if port == "in" else None
-        if any(_within(path, parent) for parent in self._strange):
+        if inside(path, self._strange):
             return None
         if self._is_given(site):
             return "replicate"
@@ -132,11 +129,3 @@ def share_of(length: int, size: int, place: int) -> int:
     """How much of ``length`` place ``place`` of ``size`` gets: torch.chunk's division."""
     chunk = -(-length // size)
     return max(0, min(chunk, length - place * chunk))
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _within(path: str, parent: str) -> bool:
-    return parent == "" or path == parent or path.startswith(parent + ".")

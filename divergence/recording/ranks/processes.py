@@ -22,12 +22,13 @@ import atexit
 import contextlib
 import datetime
 import itertools
+import math
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from divergence.errors import DivergenceError, ModelError, UsageError
@@ -58,16 +59,12 @@ def parse_mesh(text: str, num_ranks: int) -> Mesh:
                 hint=f"axes {', '.join(AXES)}, each with its size: tp, or dp=2,tp=4",
             )
         sizes[name] = int(size) if equals else None
-    known = 1
-    for one in sizes.values():
-        known *= one or 1
-    still = [name for name, one in sizes.items() if one is None]
-    if still:
-        sizes[still[0]] = num_ranks // known if known and num_ranks % known == 0 else 0
-    total = 1
-    for one in sizes.values():
-        total *= one or 0
-    if len(still) > 1 or total != num_ranks:
+    open_axes = [name for name, size in sizes.items() if size is None]
+    if open_axes:
+        known = math.prod(size or 1 for size in sizes.values())
+        sizes[open_axes[0]] = num_ranks // known if num_ranks % known == 0 else 0
+    total = math.prod(size or 0 for size in sizes.values())
+    if len(open_axes) > 1 or total != num_ranks:
         raise UsageError(
             f"--mesh {text} does not make {num_ranks} rank{'s' if num_ranks != 1 else ''}",
             hint="the sizes must multiply to torchrun's --nproc-per-node (times --nnodes); one "
@@ -96,7 +93,7 @@ def start_ranks(mesh: str | None, device: str) -> Ranks | None:
             )
         return None
     if not started:
-        parse_mesh(mesh, _product(mesh))
+        parse_mesh(mesh, math.prod(map(int, re.findall(r"=\s*(\d+)", mesh))))
         raise UsageError(
             "--mesh needs one process for each place of the mesh, and this is one alone",
             hint=f"torchrun --nproc-per-node N -m divergence capture ... --mesh {quoted(mesh)}",
@@ -114,13 +111,6 @@ def joined(mesh: str | None, device: str) -> Iterator[Ranks | None]:
         return
     with ranks.watched():
         yield ranks
-
-
-def _product(mesh: str) -> int:
-    product = 1
-    for number in re.findall(r"=\s*(\d+)", mesh):
-        product *= int(number)
-    return product
 
 
 class Ranks:
@@ -149,6 +139,7 @@ class Ranks:
         self._alike, self._speaker = self._control, 0
         self.dealt = False
         self.idle = False
+        """Is this rank's batch done? Forwards that follow only keep the others company."""
 
     @property
     def is_first(self) -> bool:
@@ -173,7 +164,7 @@ class Ranks:
         """
         import torch.distributed as dist
 
-        count = self._num_data()
+        count = math.prod(self.sizes.get(name, 1) for name in DATA_AXES)
         self.dealt = 1 < count <= len(groups)
         self._mine = {group[0] for group in groups}
         if not self.dealt:
@@ -181,7 +172,8 @@ class Ranks:
         members: dict[int, list[int]] = {}
         for rank in range(self.size):
             places = dict(zip(self.sizes, self.mesh.places_of(rank), strict=True))
-            members.setdefault(self._data_place(places), []).append(rank)
+            place = places.get("dp", 0) * self.sizes.get("fsdp", 1) + places.get("fsdp", 0)
+            members.setdefault(place, []).append(rank)
         for place, ranks in sorted(members.items()):
             group = dist.new_group(ranks, backend="gloo", timeout=TIMEOUT)
             if self.rank in ranks:
@@ -197,23 +189,15 @@ class Ranks:
         """Does this rank answer for the batch that begins with ``sample``?"""
         return sample in self._mine
 
-    def begin(self) -> None:
-        """A batch begins."""
-        self.idle = False
-
-    def finish(self) -> None:
-        """This rank's batch is done; forwards that follow only keep the others company."""
-        self.idle = True
-
     def agree(self, tokens: list[int]) -> list[int]:
         """The tokens that the first of the ranks with the same prompts has chosen: they are fed to
         all, so that ranks which differ still run the same steps."""
         import torch
         import torch.distributed as dist
 
-        told = torch.tensor(tokens, dtype=torch.int64)
-        dist.broadcast(told, src=self._speaker, group=self._alike)
-        return told.tolist()
+        agreed = torch.tensor(tokens, dtype=torch.int64)
+        dist.broadcast(agreed, src=self._speaker, group=self._alike)
+        return agreed.tolist()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -229,15 +213,6 @@ class Ranks:
             self._depth -= 1
             if before is not None and self._depth == 0:
                 signal.signal(signal.SIGTERM, before)
-
-    def _num_data(self) -> int:
-        count = 1
-        for name in DATA_AXES:
-            count *= self.sizes.get(name, 1)
-        return count
-
-    def _data_place(self, places: Mapping[str, int]) -> int:
-        return places.get("dp", 0) * self.sizes.get("fsdp", 1) + places.get("fsdp", 0)
 
     def _on_sigterm(self) -> Any:
         """torchrun ends the others when one has failed: an error like any, so that the run on disk

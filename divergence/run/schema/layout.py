@@ -14,6 +14,7 @@ from pathlib import Path
 from divergence.errors import RunFormatError
 
 __all__ = [
+    "COMMON_SHARD_DTYPES",
     "MANIFEST",
     "MAX_FORWARD_TOKENS",
     "MAX_LINE_BYTES",
@@ -52,7 +53,7 @@ MAX_FORWARD_TOKENS = 1 << 28
 MAX_NUMEL = (1 << 59) - 1
 """Elements of the largest tensor (and of an empty one's other axes): its bytes fit 64 bits."""
 
-SHARD_DTYPES = {
+COMMON_SHARD_DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -65,7 +66,9 @@ SHARD_DTYPES = {
     "int8": "I8",
     "uint8": "U8",
     "bool": "BOOL",
-    # From here on not in every safetensors release; divergence writes these as raw bytes (U8).
+}
+"""What every safetensors release in use knows; other dtypes are written as raw bytes (U8)."""
+SHARD_DTYPES = COMMON_SHARD_DTYPES | {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",

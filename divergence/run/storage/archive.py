@@ -13,6 +13,7 @@ Formats: POSIX.1-2017 pax (ustar), PKWARE APPNOTE 6.3.10.
 from __future__ import annotations
 
 import io
+import re
 import stat
 import struct
 import tarfile
@@ -24,7 +25,7 @@ from typing import BinaryIO
 
 from divergence.errors import RunFormatError
 from divergence.run.schema.layout import MANIFEST
-from divergence.run.storage.blob import Blob, reader
+from divergence.run.storage.blob import Blob, BlobFile, reader
 
 __all__ = ["Member", "archive_kind_of", "members_of"]
 
@@ -35,6 +36,8 @@ takes some 100 MiB."""
 MAX_RATIO, MAX_FREE_BYTES = 200, 16 << 20
 """How many times smaller a deflated manifest or lines may be (20 is usual, 1,032 the most that the
 method can), unless they are small anyway."""
+_AHEAD_BYTES = 1 << 16
+"""What is fetched at a time of an archive's own structure."""
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a zip member
 _COMPRESSED = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard", b"BZh": "bzip2", b"\xfd7zXZ": "xz",
@@ -107,9 +110,8 @@ def archive_kind_of(blob: Blob) -> str | None:
 
 def members_of(archive: Blob, kind: str) -> dict[str, Member]:
     """The run's files by their names in it, also where the archive holds them in one folder."""
-    found = _of_tar(archive) if kind == "tar" else _of_zip(archive)
     named: dict[str, Member] = {}
-    for raw, member in found:
+    for raw, member in _of_tar(archive) if kind == "tar" else _of_zip(archive):
         name = _checked_name(archive, raw)
         if name in named:
             raise _damaged(archive, f"it holds {name!r} twice")
@@ -136,9 +138,7 @@ def _too_many(archive: Blob) -> RunFormatError:
 
 
 def _checked_name(archive: Blob, raw: str) -> str:
-    name = raw
-    while name.startswith("./"):
-        name = name[2:]
+    name = re.sub(r"^(\./)+", "", raw)
     parts = name.split("/")
     if name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "" in parts:
         raise _damaged(archive, f"it holds {raw[:80]!r}, a name that no run has")
@@ -147,7 +147,7 @@ def _checked_name(archive: Blob, raw: str) -> str:
 
 def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:
     try:
-        with tarfile.TarFile(fileobj=_Guarded(archive), mode="r") as tar:
+        with tarfile.TarFile(fileobj=_Guarded(BlobFile(archive), _AHEAD_BYTES), mode="r") as tar:
             num_folders = 0
             while (entry := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # kept by tarfile for look-ups that nobody makes here
@@ -173,7 +173,7 @@ def _of_tar(archive: Blob) -> Iterator[tuple[str, Member]]:
 
 def _of_zip(archive: Blob) -> Iterator[tuple[str, Member]]:
     try:
-        with zipfile.ZipFile(_Guarded(archive)) as folder:
+        with zipfile.ZipFile(_Guarded(BlobFile(archive), _AHEAD_BYTES)) as folder:
             entries, end = folder.infolist(), folder.start_dir
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise _damaged(archive, f"{error} (cut off?)") from error
@@ -198,42 +198,22 @@ def _of_zip(archive: Blob) -> Iterator[tuple[str, Member]]:
             raise _damaged(archive, f"{name!r} is cut off")
         if name.endswith("/"):
             continue
-        yield (
-            name,
-            Member(
-                begin=entry.header_offset,
-                size=entry.file_size,
-                in_zip=True,
-                deflated=deflated,
-                packed_bytes=entry.compress_size,
-            ),
-        )
+        member = Member(
+            begin=entry.header_offset, size=entry.file_size, in_zip=True, deflated=deflated,
+            packed_bytes=entry.compress_size,
+        )  # fmt: skip
+        yield name, member
 
 
-class _Guarded(io.RawIOBase):
+class _Guarded(io.BufferedReader):
     """The archive as a file that no single read may take too much of: tar and zip state how long
     their own structures are, and whoever made the file may state anything."""
 
-    def __init__(self, archive: Blob) -> None:
-        self._file = reader(archive)
-        self._name = archive.name
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int | None = -1) -> bytes:
+        size = -1 if size is None else size
         if size > MAX_INDEX_READ_BYTES:
             raise ValueError(f"a header of {size} bytes")
-        return self._file.read(MAX_INDEX_READ_BYTES if size < 0 else size)
+        return super().read(MAX_INDEX_READ_BYTES if size < 0 else size)
 
 
 class _Inflating(io.RawIOBase):

@@ -1,8 +1,8 @@
-"""Bytes of a file of a run: of a local file, of a member of an archive, or of a remote object.
+"""Stretches of files: of a local file, of a member of an archive, or of a remote object.
 
-A blob is a stretch of one file. Local ones are views of a private memory map (also inside a tar,
-or a zip whose members are stored), so a comparison streams through dumps larger than memory
-without a copy; remote ones are ranges that were fetched.
+Local ones are views of a private memory map (also inside a tar, or a zip whose members are stored),
+so a comparison streams through dumps larger than memory without a copy; remote ones are ranges that
+were fetched.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import io
 import mmap
 import os
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from divergence.run.process_tuning import release_pages
 
-__all__ = ["Blob", "Bytes", "LocalBlob", "reader"]
+__all__ = ["Blob", "BlobFile", "Bytes", "LocalBlob", "reader"]
 
 Bytes = bytes | memoryview
 
@@ -24,32 +24,35 @@ _SCRATCH_BYTES = 1 << 20
 """Stays in a core's cache."""
 
 
-class Blob(Protocol):
+class Blob:
     """``size`` bytes under a printable ``name``. Methods raise OSError."""
 
     name: str
     size: int
 
     def read(self, begin: int, num_bytes: int) -> bytes:
-        """A copy of a stretch; shorter at the end."""
+        """Copies a part; shorter at the end."""
+        raise NotImplementedError
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
-        """A stretch as a writable buffer that must not be written to; shorter where it was cut."""
+        """A part as a writable buffer that must not be written to; shorter where it was cut."""
+        raise NotImplementedError
 
     def part(self, begin: int, num_bytes: int, name: str) -> Blob:
-        """A stretch as a blob of its own."""
+        """A part as a blob of its own."""
+        raise NotImplementedError
 
     def will_need(self, begin: int, num_bytes: int) -> None:
-        """A stretch will be viewed soon: fetch it meanwhile, where that is somebody else's work."""
+        """Fetches a part that will be viewed soon, where that takes none of this thread's time."""
 
     def release(self) -> None:
-        """What was viewed is not needed for now: let it leave memory. Views stay good."""
+        """Lets what was viewed leave memory for now. Views stay good."""
 
     def close(self) -> None:
-        """Let go of maps; views that are still alive keep theirs."""
+        """Releases maps; views that are still alive keep theirs."""
 
 
-class LocalBlob:
+class LocalBlob(Blob):
     """A stretch of a local file. ``offset``: where in the file it begins."""
 
     def __init__(
@@ -70,17 +73,16 @@ class LocalBlob:
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
         first = self.offset + begin
+        end = first + min(num_bytes, self.size - begin)
         mapped = self._map.open()
-        if mapped.size() < first + min(num_bytes, self.size - begin):
-            # to touch what the file lost since it was mapped would end the process (SIGBUS)
+        if mapped.size() < end:
+            # touching what the file lost since it was mapped would end the process (SIGBUS)
             raise OSError("the file has become shorter while it was read")
-        return memoryview(mapped)[first : first + min(num_bytes, self.size - begin)]
+        return memoryview(mapped)[first:end]
 
     def part(self, begin: int, num_bytes: int, name: str) -> LocalBlob:
-        # one map for all members of an archive
-        return LocalBlob(
-            self.path, offset=self.offset + begin, size=num_bytes, name=name, mapped=self._map
-        )
+        offset = self.offset + begin  # one map for all members of an archive
+        return LocalBlob(self.path, offset=offset, size=num_bytes, name=name, mapped=self._map)
 
     def will_need(self, begin: int, num_bytes: int) -> None:
         if not hasattr(os, "preadv") or num_bytes <= 0:
@@ -91,8 +93,8 @@ class LocalBlob:
             number = file.fileno()
             if _is_cached(number, first) and _is_cached(number, end - 1):
                 return
-            # read and forgotten: in turn, so that the system reads ahead as it does for a copy
-            # (what is asked for by posix_fadvise is cut to one read-ahead each time)
+            # in order, so that the system reads ahead as it does for a copy; posix_fadvise would
+            # cut the request to one read-ahead each time
             scratch = bytearray(min(_SCRATCH_BYTES, num_bytes))
             for start in range(first, end, len(scratch)):
                 os.preadv(number, [memoryview(scratch)[: end - start]], start)
@@ -106,7 +108,7 @@ class LocalBlob:
 
 
 def _is_cached(file: int, at: int) -> bool:
-    """Is the byte in the system's cache, as far as it says so?"""
+    """Is the byte known to be in the system's cache?"""
     try:
         return os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):  # it would have to wait, or cannot tell
@@ -114,10 +116,10 @@ def _is_cached(file: int, at: int) -> bool:
 
 
 class _Map:
-    """The memory map of a file, opened when first asked for.
+    """The memory map of a file, opened on first use.
 
-    Pages that were touched count as this process's memory until they are given back; what is given
-    back and touched again comes from the page cache.
+    Pages that were touched count as this process's memory until they are released; touched again,
+    they come from the page cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,8 +137,7 @@ class _Map:
         return self._map
 
     def release(self) -> None:
-        """Give all pages back, in one piece: the few that are in use come back at little cost, and
-        small neighbours share pages anyway."""
+        """Releases all pages at once: those still in use come back at little cost."""
         if self._map is not None:
             release_pages(self._map)  # the private map was never written to: nothing is lost
 
@@ -144,8 +145,8 @@ class _Map:
         self._map = None
 
 
-class _Reading(io.RawIOBase):
-    """A blob as a file."""
+class BlobFile(io.RawIOBase):
+    """A blob as an unbuffered file."""
 
     def __init__(self, blob: Blob) -> None:
         self._blob = blob
@@ -172,6 +173,6 @@ class _Reading(io.RawIOBase):
         return len(data)
 
 
-def reader(blob: Blob, *, ahead_bytes: int = 1 << 16) -> BinaryIO:
+def reader(blob: Blob, *, ahead_bytes: int) -> BinaryIO:
     """The blob as a file that reads ``ahead_bytes`` at a time."""
-    return io.BufferedReader(_Reading(blob), ahead_bytes)
+    return io.BufferedReader(BlobFile(blob), ahead_bytes)

@@ -98,33 +98,30 @@ def unpack(
     with _writing(target):
         check_directory(target, force=force)
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            write_directory(source, beside, progress=progress)
-            beside.chmod(0o777 & ~_umask())  # mkdtemp's are for the owner alone
-            _put_in_place(beside, target)
+            new, old = folder / "new", folder / "old"
+            new.mkdir()  # with the usual permissions; mkdtemp's are for the owner alone
+            write_directory(source, new, progress=progress)
+            _put_in_place(new, target, old)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     return Run.open(target)
 
 
-def _put_in_place(beside: Path, target: Path) -> None:
-    """``beside`` under the name ``target``. What was there goes last: whoever stops this, one of
-    the two is there, whole."""
+def _put_in_place(new: Path, target: Path, old: Path) -> None:
+    """Renames ``new`` to ``target``, and what was there to ``old``: whoever stops this, one of the
+    two is there, whole."""
     if not target.exists():
-        os.replace(beside, target)
+        os.replace(new, target)
         return
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    old = folder / target.name
     try:
         os.replace(target, old)
-        os.replace(beside, target)
+        os.replace(new, target)
     except BaseException:  # also Ctrl-C between the two
         if not target.exists():
             os.replace(old, target)
         raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_archive(place: Location, *, force: bool) -> None:
@@ -244,12 +241,6 @@ def _beside(source: Location, suffix: str) -> Path:
     if not stem:  # "." or "/"
         raise UsageError(f"{source} gives no name", hint="give one with -o")
     return path.with_name(stem + suffix)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextlib.contextmanager

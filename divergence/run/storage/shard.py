@@ -24,6 +24,7 @@ import msgspec
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import FORMATS
 from divergence.run.process_tuning import DIRECT_BYTES, DirectFiles
+from divergence.run.schema.layout import COMMON_SHARD_DTYPES
 from divergence.run.storage.blob import Blob, Bytes
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def write_shard(
     offset = 0
     for key, piece in ordered:
         num_bytes = piece.data.nbytes
-        code = _CODES.get(piece.dtype)
+        code = COMMON_SHARD_DTYPES.get(piece.dtype)
         header[key] = {
             "dtype": code or "U8",
             "shape": piece.shape if code else (num_bytes,),
@@ -159,13 +160,6 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 
 _PARTS_AT_ONCE = 512
 """Systems take at least 1024."""
-
-_CODES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-"""dtypes that every safetensors release in use knows by these names."""
 
 
 def _read_header(blob: Blob) -> dict[str, Entry]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from divergence.errors import RunFormatError
 from divergence.run.schema.layout import MANIFEST, SHARD_PATTERN, checked_file, is_records_name
@@ -26,53 +26,58 @@ from divergence.run.storage.shard import HEADER_BYTES
 __all__ = ["Store", "open_store"]
 
 
-class Store(Protocol):
+class Store:
     """The files of one run. Methods raise RunFormatError, or OSError of this machine's files.
 
-    ``far``: bytes cost time and money to bring here, so only those are read that must be.
+    ``far``: bytes cost time and money to fetch, so only those are read that must be.
     """
 
-    @property
-    def place(self) -> Location: ...
-
-    @property
-    def far(self) -> bool: ...
+    place: Location
+    far = False
 
     def has(self, name: str) -> bool:
         """Is there anything under this name?"""
+        raise NotImplementedError
 
     def where(self, name: str) -> str:
         """What to call a file of the run in messages."""
+        raise NotImplementedError
 
     def blob(self, name: str) -> Blob:
         """A file's bytes; RunFormatError where it is missing, a link, or no regular file."""
+        raise NotImplementedError
 
     def open(self, name: str) -> BinaryIO:
         """A file from end to end."""
+        return reader(self.blob(name), ahead_bytes=SPAN_BYTES)
 
     def size(self, name: str) -> int:
         """Bytes of what ``open`` gives."""
+        return self.blob(name).size
 
     def whole(self, name: str) -> Iterator[Bytes]:
         """A file from end to end, in pieces, without a copy where it lies here as it is."""
+        blob = self.blob(name)
+        for begin in range(0, blob.size, SPAN_BYTES):
+            yield blob.view(begin, SPAN_BYTES)
+        blob.close()
 
     def has_changed(self, name: str) -> bool:
         """Is a file another one now than when the store was opened?"""
+        return False
 
     def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
         """(name, begin, end) of what will be read, in about this order."""
 
     def close(self) -> None:
-        """Let go of maps and connections."""
+        """Releases maps and connections."""
 
 
-class _Directory:
+class _Directory(Store):
     """A directory of this machine."""
 
-    far = False
-
     def __init__(self, place: Path) -> None:
-        self.place = place
+        self.place: Path = place
 
     def has(self, name: str) -> bool:
         return os.path.lexists(self.place / name)
@@ -86,23 +91,8 @@ class _Directory:
     def open(self, name: str) -> BinaryIO:
         return open(checked_file(self.place, name), "rb")
 
-    def size(self, name: str) -> int:
-        return os.stat(checked_file(self.place, name)).st_size
 
-    def whole(self, name: str) -> Iterator[Bytes]:
-        return _pieces(self.blob(name))
-
-    def has_changed(self, name: str) -> bool:
-        return False  # a map shows what is there now; nothing is compared with before
-
-    def expect(self, stretches: Iterable[tuple[str, int, int]]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _Archive:
+class _Archive(Store):
     """One file that holds the run's files."""
 
     def __init__(
@@ -136,7 +126,7 @@ class _Archive:
 
     def whole(self, name: str) -> Iterator[Bytes]:
         if not self._member(name).deflated:
-            return _pieces(self.blob(name))
+            return super().whole(name)
         return iter(partial(self.open(name).read, SPAN_BYTES), b"")
 
     def has_changed(self, name: str) -> bool:
@@ -167,7 +157,7 @@ class _Archive:
         return self._members[name]
 
 
-class _Objects:
+class _Objects(Store):
     """Objects below a URL."""
 
     far = True
@@ -192,15 +182,6 @@ class _Objects:
             )  # fmt: skip
         return _RemoteBlob(self._ranges, name, size=found.size, shown=self.where(name))
 
-    def open(self, name: str) -> BinaryIO:
-        return reader(self.blob(name), ahead_bytes=SPAN_BYTES)
-
-    def size(self, name: str) -> int:
-        return self.blob(name).size
-
-    def whole(self, name: str) -> Iterator[Bytes]:
-        return _pieces(self.blob(name))
-
     def has_changed(self, name: str) -> bool:
         return self._remote.look(name) != self._objects.get(name)
 
@@ -215,8 +196,8 @@ class _Objects:
         self._ranges.close()
 
 
-class _RemoteBlob:
-    """A stretch of a remote object."""
+class _RemoteBlob(Blob):
+    """A stretch of a remote object. What will be viewed soon is said by ``Store.expect``."""
 
     def __init__(self, ranges: Ranges, key: str, *, size: int, shown: str, offset: int = 0) -> None:
         self.name, self.size = shown, size
@@ -233,15 +214,6 @@ class _RemoteBlob:
         return _RemoteBlob(
             self._ranges, self._key, size=num_bytes, shown=name, offset=self._offset + begin
         )
-
-    def will_need(self, begin: int, num_bytes: int) -> None:
-        pass  # Store.expect says it, of everything at once
-
-    def release(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def open_store(place: Location) -> Store:
@@ -306,12 +278,6 @@ def _open_url(place: Url) -> Store:
     store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=found)
     store.expect(_needed_to_open({name: store.size(name) for name in store.names}))
     return store
-
-
-def _pieces(blob: Blob) -> Iterator[Bytes]:
-    for begin in range(0, blob.size, SPAN_BYTES):
-        yield blob.view(begin, SPAN_BYTES)
-    blob.close()
 
 
 _MOST_AHEAD_BYTES = 1 << 34

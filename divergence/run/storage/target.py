@@ -40,7 +40,6 @@ __all__ = [
     "ArchiveTarget",
     "RemoteTarget",
     "Target",
-    "check_remote",
     "check_target",
     "open_target",
     "partial_of",
@@ -97,7 +96,7 @@ def check_target(place: Location, *, force: bool) -> None:
         check_archive(place, force=force)
         check_directory(partial_of(place), force=force)
     elif isinstance(place, Url):
-        check_remote(place, force=force)
+        _checked(Remote(place, refused=RunWriteError), force=force)
     else:
         check_directory(place, force=force)
 
@@ -118,7 +117,7 @@ class _End(msgspec.Struct):
     complete: bool
 
 
-class ArchiveTarget:
+class ArchiveTarget(DirectoryTarget):
     """The target for a name that ends in .tar or .zip: gathered in a directory, packed at the end.
 
     An archive is always a whole run: a capture that is killed or stopped leaves the directory
@@ -128,26 +127,16 @@ class ArchiveTarget:
     """
 
     def __init__(self, place: Location, *, force: bool, rank: int = 0) -> None:
+        super().__init__(partial_of(place), force=force, rank=rank)
         self._archive, self._packs = place, rank == 0  # when all ranks have written
-        self.place = partial_of(place)
-        self._staged = DirectoryTarget(self.place, force=force, rank=rank)
         self._complete = False
 
-    def write_shard(self, name: str, pieces: Mapping[str, ShardEntry]) -> None:
-        self._staged.write_shard(name, pieces)
-
-    def append_records(self, lines: bytes) -> None:
-        self._staged.append_records(lines)
-
     def replace_manifest(self, text: bytes) -> None:
-        self._staged.replace_manifest(text)
+        super().replace_manifest(text)
         self._complete = msgspec.json.decode(text, type=_End).complete
 
-    def flush(self) -> Path:
-        return self._staged.flush()
-
     def close(self) -> None:
-        self._staged.close()
+        super().close()
         if self._complete and self._packs:
             run = Run.open(self.place)
             write_archive(run, self._archive)
@@ -179,7 +168,7 @@ class RemoteTarget:
         self.place = place
         self._remote = Remote(place, refused=RunWriteError)
         if rank == 0:
-            replaced = _checked(self._remote, place, force=force)
+            replaced = _checked(self._remote, force=force)
             # the manifest goes first: what is left of a run without one is no run
             self._remote.remove(sorted(replaced, key=lambda name: name != MANIFEST))
         self._lines_name = records_name(rank)
@@ -274,8 +263,7 @@ class RemoteTarget:
         self._sizes[self._lines_name] = self._sent_lines_bytes = num_bytes
 
     def _raise_failure(self) -> None:
-        # looked at once: one that fails meanwhile must not be dropped unheard
-        under_way = []
+        under_way = []  # made in one pass: a shard that fails meanwhile must not be dropped unheard
         for shard in self._shards:
             if shard.done():
                 shard.result()
@@ -298,12 +286,10 @@ class RemoteTarget:
                 )
 
 
-def check_remote(place: Url, *, force: bool) -> None:
-    """Raise RunExistsError unless nothing is below ``place``, or (with ``force``) a run."""
-    _checked(Remote(place, refused=RunWriteError), place, force=force)
-
-
-def _checked(remote: Remote, place: Url, *, force: bool) -> dict[str, Object]:
+def _checked(remote: Remote, *, force: bool) -> dict[str, Object]:
+    """The objects of the run that is to be replaced. RunExistsError unless nothing is below the
+    URL, or (with ``force``) a run."""
+    place = remote.url
     remote.check_bucket()
     there = remote.objects()
     if not there:

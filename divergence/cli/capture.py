@@ -22,36 +22,7 @@ from divergence.options.option import Option, fields_of
 from divergence.run.command import quoted
 from divergence.run.schema.manifest import SUITE
 
-__all__ = [
-    "CAPTURE_EPILOG",
-    "TRUTH_EPILOG",
-    "capture",
-    "truth",
-]
-
-CAPTURE_EPILOG = """
-Examples:
-
-  divergence capture Qwen/Qwen3-0.6B -o a --prompt "The capital of France is"
-
-  divergence capture --like a -o b                            # the other machine
-
-  divergence capture ./model -o a --sites attention --steps 0-4
-
-  divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
-
-  divergence capture ./model -o a --sites modules --store sketch     # 1-2% of the bytes
-
-  divergence capture ./model -o a --whole                     # then: divergence compare a
-
-  divergence capture suite:llm -o a                           # the operators alone, no model
-
-  divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
-
-  torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
-
-  divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
-"""
+__all__ = ["capture", "truth"]
 
 
 def capture(
@@ -93,6 +64,18 @@ def capture(
 
     Makes a run: a directory that another machine can do again with --like, and that
     compare, check and inspect read without the model.
+
+    Examples:
+    divergence capture Qwen/Qwen3-0.6B -o a --prompt "The capital of France is"
+    divergence capture --like a -o b                            # the other machine
+    divergence capture ./model -o a --sites attention --steps 0-4
+    divergence capture ./model -o a --sites 'model.layers.*.mlp:*' --dry-run
+    divergence capture ./model -o a --sites modules --store sketch     # 1-2% of the bytes
+    divergence capture ./model -o a --whole                     # then: divergence compare a
+    divergence capture suite:llm -o a                           # the operators alone, no model
+    divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
+    torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
+    divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
     """
     if like is None and model is None:
         raise UsageError(
@@ -141,20 +124,6 @@ def _refuse_repeating(options: dict[str, Any]) -> None:
                 )
 
 
-TRUTH_EPILOG = """
-Examples:
-
-  divergence truth a -o truth
-
-  divergence compare a b --truth truth                # which side is wrong, and by how much
-
-  divergence truth a -o truth --model /data/llama # where this machine has the model
-
-Every operator is computed in float64, the float32 casts inside models included. Weights
-are rounded to the run's dtype first. Memory beside the model: about one operator's weights.
-"""
-
-
 def truth(
     *,
     run: Annotated[str, Option("RUN", "The run to repeat.")],
@@ -171,6 +140,14 @@ def truth(
     """Repeat a run in float64: what is right, and how wide rounding is.
 
     Makes a run of its own, the truth, for compare --truth. No accelerator is needed.
+
+    Examples:
+    divergence truth a -o truth
+    divergence compare a b --truth truth                # which side is wrong, and by how much
+    divergence truth a -o truth --model /data/llama # where this machine has the model
+
+    Every operator is computed in float64, the float32 casts inside models included. Weights
+    are rounded to the run's dtype first. Memory beside the model: about one operator's weights.
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o TRUTH")

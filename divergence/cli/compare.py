@@ -21,40 +21,7 @@ if TYPE_CHECKING:
 from divergence.errors import IncomparableError
 from divergence.options.commands import CheckOptions
 
-__all__ = [
-    "CHECK_EPILOG",
-    "COMPARE_EPILOG",
-    "check",
-    "compare",
-]
-
-COMPARE_EPILOG = """
-Examples:
-
-  divergence compare a b
-
-  divergence compare a                # captured with --whole: is it the cache?
-
-  divergence compare a b --all | less
-
-  divergence compare a b --truth truth            # divergence truth a -o truth
-
-  divergence compare a b --explain-token          # the model runs here: why a token flipped
-
-  divergence compare a b --json > report.json
-
-  divergence compare a b --quiet --exit-code || echo "not the same"
-
-  divergence compare a b c d                      # a fleet: one row a machine, who is odd
-
-  divergence compare a b c d --reports pairs      # with the report of each pair in a file
-
-  torchrun --nproc-per-node 8 -m divergence compare a b    # the work shared by 8 processes
-
-With --exit-code: 0 for identical and within_floor; 1 for systematic, localized, drift
-and nonfinite; 2 for incomparable and undetermined, which say neither. Of many runs: 1 if
-any diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
-"""
+__all__ = ["check", "compare"]
 
 EXIT_CODES = {
     "identical": 0,
@@ -120,6 +87,22 @@ def compare(
     accelerator is needed, except for --explain-token. With one run, its decode steps are
     compared with one forward over the whole sequence, which capture --whole has made.
     With more than two, each is compared with the first: one row a run, and which one is odd.
+
+    Examples:
+    divergence compare a b
+    divergence compare a                # captured with --whole: is it the cache?
+    divergence compare a b --all | less
+    divergence compare a b --truth truth            # divergence truth a -o truth
+    divergence compare a b --explain-token          # the model runs here: why a token flipped
+    divergence compare a b --json > report.json
+    divergence compare a b --quiet --exit-code || echo "not the same"
+    divergence compare a b c d                      # a fleet: one row a machine, who is odd
+    divergence compare a b c d --reports pairs      # with the report of each pair in a file
+    torchrun --nproc-per-node 8 -m divergence compare a b    # the work shared by 8 processes
+
+    With --exit-code: 0 for identical and within_floor; 1 for systematic, localized, drift
+    and nonfinite; 2 for incomparable and undetermined, which say neither. Of many runs: 1 if
+    any diverges, else 2 if any could not be told. Without it: 2 if one could not be compared.
     """
     candidate = candidates[0] if candidates else None
     many = len(candidates or ()) > 1
@@ -253,21 +236,6 @@ def _write_csv(report: Report, path: Path) -> None:
         raise UsageError(f"cannot write the CSV: {error.strerror}", where=str(path)) from error
 
 
-CHECK_EPILOG = """
-Examples:
-
-  divergence check golden new
-
-  divergence check golden new --policy strict
-
-  divergence check golden new --policy ./policies/nightly.toml --json > check.json
-
-  divergence check golden new --bless      # new becomes the golden; the old one is kept
-
-Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
-"""
-
-
 def check(
     *,
     golden: Annotated[str, Option("GOLDEN", "The run kept as right.")],
@@ -295,6 +263,14 @@ def check(
 
     The policy says which verdicts pass, how many tokens must agree and how much must
     have been compared.
+
+    Examples:
+    divergence check golden new
+    divergence check golden new --policy strict
+    divergence check golden new --policy ./policies/nightly.toml --json > check.json
+    divergence check golden new --bless      # new becomes the golden; the old one is kept
+
+    Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
     """
     options = {**settings("check"), **options}
     if bless:

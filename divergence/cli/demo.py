@@ -29,17 +29,7 @@ from divergence.options.commands import Quiet, TrustRemoteCode, Verbose
 from divergence.options.option import Option
 from divergence.run.command import command_line, quoted_words
 
-__all__ = ["DEMO_EPILOG", "OTHER_KERNELS", "demo"]
-
-DEMO_EPILOG = """
-Examples:
-
-  divergence demo
-
-  divergence demo --workdir /tmp/demo   # keeps the model and the runs there
-
-  divergence demo --model ./my-model    # the same steps on a model of your own
-"""
+__all__ = ["OTHER_KERNELS", "demo"]
 
 OTHER_KERNELS = {
     # torch's own kernels without vector instructions, oneDNN and MKL on their oldest paths:
@@ -87,7 +77,13 @@ def demo(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault."""
+    """Show the whole job offline: capture, repeat elsewhere, compare, find a planted fault.
+
+    Examples:
+    divergence demo
+    divergence demo --workdir /tmp/demo   # keeps the model and the runs there
+    divergence demo --model ./my-model    # the same steps on a model of your own
+    """
     if model is None:
         root = _folder(workdir)
         plan = _built(root / "model")

@@ -23,28 +23,7 @@ from divergence.options.commands import (
 )
 from divergence.options.option import Option
 
-__all__ = [
-    "LOCALIZE_EPILOG",
-    "SELFTEST_EPILOG",
-    "SENSITIVITY_EPILOG",
-    "localize",
-    "selftest",
-    "sensitivity",
-]
-
-LOCALIZE_EPILOG = """
-Examples:
-
-  divergence localize a b --truth truth -o a-b        # on a machine that has the model
-
-  divergence localize a b -o a-b --model /data/llama  # makes the truth too
-
-  divergence localize a b -o a-b --block model.layers.17
-
-What another machine must make is printed as a command: run it there with DIR copied, or run the
-same localize there. It goes on where the other one stopped. The truth is made on A's machine alone.
-Exit code 2 if what was captured again does not have the bits of the run it repeats.
-"""
+__all__ = ["localize", "selftest", "sensitivity"]
 
 
 def localize(
@@ -89,7 +68,16 @@ def localize(
     Compares the runs, captures the block's operators on both sides from equal inputs and in
     float64, names the first operator that is to blame, puts the healthy side's result in its
     place to see that the rest is fine then, and writes a reproducer if it is wrong by itself.
-    """
+
+    Examples:
+    divergence localize a b --truth truth -o a-b        # on a machine that has the model
+    divergence localize a b -o a-b --model /data/llama  # makes the truth too
+    divergence localize a b -o a-b --block model.layers.17
+
+    What another machine must make is printed as a command: run it there with DIR copied, or run the
+    same localize there. It goes on where the other one stopped. The truth is made on A's machine alone.
+    Exit code 2 if what was captured again does not have the bits of the run it repeats.
+    """  # noqa: E501 - printed as it stands
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")
     from divergence.experiments.localization.localize import localize
@@ -118,24 +106,6 @@ def localize(
     # as compare ends; and what does not belong to these runs was not compared
     if result.refused or result.levels[0].verdict == "incomparable":
         raise typer.Exit(2)
-
-
-SENSITIVITY_EPILOG = """
-Examples:
-
-  divergence sensitivity a --candidate b          # needs no model
-
-  divergence sensitivity a                        # makes the candidate here, for the while
-
-  divergence sensitivity a --candidate b --truth truth --blocks all
-
-  divergence sensitivity a --faults scale,noise --blocks 0,5,11 --json > sensitivity.json
-
-  divergence sensitivity a --faults scale --confirm   # plants the found sizes for real, too
-
-Faults: scale, update-scale, noise, bias, channel, zero. Not for a pair that is judged faulty
-before anything is planted: exit code 2.
-"""
 
 
 def _words(text: str) -> list[str]:
@@ -181,6 +151,16 @@ def sensitivity(
 
     Plants faults of growing size in what the candidate recorded and asks the judge of
     compare each time. The model does not run for it.
+
+    Examples:
+    divergence sensitivity a --candidate b          # needs no model
+    divergence sensitivity a                        # makes the candidate here, for the while
+    divergence sensitivity a --candidate b --truth truth --blocks all
+    divergence sensitivity a --faults scale,noise --blocks 0,5,11 --json > sensitivity.json
+    divergence sensitivity a --faults scale --confirm   # plants the found sizes for real, too
+
+    Faults: scale, update-scale, noise, bias, channel, zero. Not for a pair that is judged faulty
+    before anything is planted: exit code 2.
     """
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
@@ -208,17 +188,6 @@ def sensitivity(
         print_lines(answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose))
 
 
-SELFTEST_EPILOG = """
-Examples:
-
-  divergence selftest --device npu                  # some ten minutes; writes selftest-npu.json
-
-  divergence selftest --device cuda:1 --quick -o mine.json --keep runs
-
-Exit code 0 once all steps were tried, whatever they found; with --exit-code 1 where one failed.
-"""
-
-
 def selftest(
     out: Annotated[
         Path | None, Option("-o --out FILE", "The answer as JSON. Default: selftest-DEVICE.json.")
@@ -238,6 +207,12 @@ def selftest(
 
     Needs no model and no network. The file holds what `divergence env` shows, the switches, and
     what each step saw: no host name, no user, no path.
+
+    Examples:
+    divergence selftest --device npu                  # some ten minutes; writes selftest-npu.json
+    divergence selftest --device cuda:1 --quick -o mine.json --keep runs
+
+    Exit code 0 once all steps were tried, whatever they found; with --exit-code 1 where one failed.
     """
     from divergence.experiments.selftest import selftest
     from divergence.layout.terminal import print_lines

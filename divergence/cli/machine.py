@@ -8,26 +8,7 @@ from divergence.cli.answers import progress_bars, show
 from divergence.errors import UsageError
 from divergence.options.commands import Device, Force, Json, Out, ProbeOptions, Quiet, Verbose
 
-__all__ = [
-    "ENV_EPILOG",
-    "PROBE_EPILOG",
-    "env",
-    "probe",
-]
-
-PROBE_EPILOG = """
-Examples:
-
-  divergence probe -o here
-
-  divergence probe -o here --quick                    # seconds: what each capture notes
-
-  divergence probe -o here --terms 1024 --svg trees   # the trees as drawings
-
-  divergence compare here there                       # facts that differ, then outputs
-
-Each order of additions is proven by replaying it bit by bit, or marked unverified.
-"""
+__all__ = ["env", "probe"]
 
 
 def probe(
@@ -44,6 +25,14 @@ def probe(
 
     Makes a run of facts with the inputs and outputs that they rest on: order of additions, width
     of sums, rounding, subnormals, elementary functions, rows alone and in batches.
+
+    Examples:
+    divergence probe -o here
+    divergence probe -o here --quick                    # seconds: what each capture notes
+    divergence probe -o here --terms 1024 --svg trees   # the trees as drawings
+    divergence compare here there                       # facts that differ, then outputs
+
+    Each order of additions is proven by replaying it bit by bit, or marked unverified.
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o RUN")
@@ -66,15 +55,6 @@ def probe(
         print_lines(probed_lines(str(run.path), run.manifest, verbose=verbose))
 
 
-ENV_EPILOG = """
-Examples:
-
-  divergence env
-
-  divergence env --json > machine.json
-"""
-
-
 def env(
     device: Device = "auto",
     json: Json = False,
@@ -84,6 +64,10 @@ def env(
     """Show this machine as a run records it: device, CPU, versions and variables.
 
     No host name, no user and no file path; variables by an allow-list.
+
+    Examples:
+    divergence env
+    divergence env --json > machine.json
     """
     import msgspec
 

@@ -106,16 +106,16 @@ class _Command(TyperCommand):
 
     def load(self) -> Any:
         """The command with its options."""
-        from divergence.cli.signature import typer_command
+        from divergence.cli.signature import help_of, typer_command
 
         name = self.name or ""
-        module = importlib.import_module(f"divergence.cli.{COMMANDS[name][0]}")
+        function = getattr(importlib.import_module(f"divergence.cli.{COMMANDS[name][0]}"), name)
+        text, epilog = help_of(function)
         alone = typer.Typer(
             add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
         )
-        epilog = getattr(module, f"{name.upper()}_EPILOG")
-        alone.command(name, epilog=epilog, context_settings=_CONTEXT)(
-            typer_command(getattr(module, name))
+        alone.command(name, help=text, epilog=epilog, context_settings=_CONTEXT)(
+            typer_command(function)
         )
         return get_command(alone)
 

@@ -19,27 +19,7 @@ from divergence.options.commands import (
 from divergence.options.option import Option
 from divergence.run.command import command_line
 
-__all__ = [
-    "REPLAY_EPILOG",
-    "REPRO_EPILOG",
-    "replay",
-    "repro",
-]
-
-REPLAY_EPILOG = """
-Examples:
-
-  divergence replay a -o a2                       # on the other machine; the model is not needed
-
-  divergence replay a -o truth --truth            # each operator in float64: what is right
-
-  divergence compare a a2 --truth truth           # which operator is wrong here
-
-  divergence replay a -o a3 --site 'model.layers.3.mlp/*' --device cuda
-
-The run holds operators where it was captured with --sites ops@MODULE, and their weights with
---weights. What cannot be run alone is left out, counted and said.
-"""
+__all__ = ["replay", "repro"]
 
 
 def replay(
@@ -59,6 +39,15 @@ def replay(
 
     Makes a run that compare reads like any other. No error is inherited from one operator to the
     next, and no model is needed where the weights were stored.
+
+    Examples:
+    divergence replay a -o a2                       # on the other machine; the model is not needed
+    divergence replay a -o truth --truth            # each operator in float64: what is right
+    divergence compare a a2 --truth truth           # which operator is wrong here
+    divergence replay a -o a3 --site 'model.layers.3.mlp/*' --device cuda
+
+    The run holds operators where it was captured with --sites ops@MODULE, and their weights with
+    --weights. What cannot be run alone is left out, counted and said.
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o RUN2")
@@ -68,20 +57,6 @@ def replay(
     with progress_bars(quiet=quiet or json) as progress:
         result = call(run, out=out, force=force, command=command, progress=progress, **options)
     show_run(result, like=run, json=json, quiet=quiet)
-
-
-REPRO_EPILOG = """
-Examples:
-
-  divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out -o bug
-
-  divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out --against a2 -o bug
-
-Then, anywhere with torch and safetensors: python bug/repro.py
-
-The folder holds repro.py, the inputs, the recorded output and the float64 truth as
-safetensors, and report.md: a bug report that is ready to be sent.
-"""
 
 
 def repro(
@@ -118,6 +93,15 @@ def repro(
     """Write one operator as a script that runs anywhere, with its data and a bug report.
 
     The script needs torch and safetensors alone, neither the model nor this tool.
+
+    Examples:
+    divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out -o bug
+    divergence repro a --site model.layers.3.mlp.down_proj/aten.mm:out --against a2 -o bug
+
+    Then, anywhere with torch and safetensors: python bug/repro.py
+
+    The folder holds repro.py, the inputs, the recorded output and the float64 truth as
+    safetensors, and report.md: a bug report that is ready to be sent.
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")

@@ -9,24 +9,7 @@ from divergence.errors import RunFormatError
 from divergence.options.commands import Force, Json, Quiet, Verbose
 from divergence.options.option import Option
 
-__all__ = [
-    "INSPECT_EPILOG",
-    "PACK_EPILOG",
-    "UNPACK_EPILOG",
-    "inspect",
-    "pack",
-    "unpack",
-]
-
-INSPECT_EPILOG = """
-Examples:
-
-  divergence inspect a
-
-  divergence inspect a --site model.layers.3.mlp:out
-
-  divergence inspect a --verify
-"""
+__all__ = ["inspect", "pack", "unpack"]
 
 
 def inspect(
@@ -45,6 +28,11 @@ def inspect(
 
     Needs neither the model nor an accelerator; without --verify it reads no tensor. Where
     operators were recorded, it says in which dtype each part of the model ran.
+
+    Examples:
+    divergence inspect a
+    divergence inspect a --site model.layers.3.mlp:out
+    divergence inspect a --verify
     """
     import msgspec
 
@@ -100,17 +88,6 @@ def inspect(
         )
 
 
-PACK_EPILOG = """
-Examples:
-
-  divergence pack a
-
-  divergence pack a -o a.zip
-
-  divergence pack a -o s3://bucket/runs/a.tar
-"""
-
-
 def pack(
     run: Annotated[str, Option("RUN", "The run to pack: directory, archive or URL.")],
     out: Annotated[
@@ -125,23 +102,17 @@ def pack(
     """Put a run into one file: a .tar or .zip that is read as it is, without unpacking.
 
     One run always gives the same file, bit for bit. It appears whole or not at all.
+
+    Examples:
+    divergence pack a
+    divergence pack a -o a.zip
+    divergence pack a -o s3://bucket/runs/a.tar
     """
     from divergence.run.storage.packing import pack
 
     with progress_bars(quiet=quiet or json) as progress:
         made = pack(run, out=out, force=force, progress=progress)
     show_copy("packed", made, json=json, quiet=quiet)
-
-
-UNPACK_EPILOG = """
-Examples:
-
-  divergence unpack a.tar
-
-  divergence unpack a.tar -o elsewhere
-
-  divergence unpack s3://bucket/runs/a -o a
-"""
 
 
 def unpack(
@@ -158,6 +129,11 @@ def unpack(
 
     Needed only to read often what is far away: all commands take archives and URLs as they
     are. The directory appears whole or not at all.
+
+    Examples:
+    divergence unpack a.tar
+    divergence unpack a.tar -o elsewhere
+    divergence unpack s3://bucket/runs/a -o a
     """
     from divergence.run.storage.packing import unpack
 

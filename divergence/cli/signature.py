@@ -26,7 +26,7 @@ from divergence.errors import UsageError
 from divergence.options.option import Option, Options, fields_of, parted, text_type
 from divergence.run.command import quoted_words
 
-__all__ = ["settings", "typer_command"]
+__all__ = ["help_of", "settings", "typer_command"]
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Parameter = tuple[Option, inspect.Parameter]
@@ -68,8 +68,16 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
     context = inspect.Parameter("ctx", _KEYWORD, annotation=typer.Context)
     listed = [context, *_in_order(parameters)]
     command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]  # inspect reads it
-    command.__doc__ = function.__doc__
     return command
+
+
+def help_of(function: Callable[..., None]) -> tuple[str, str]:
+    """Help and epilog of a command, from its docstring, which ends in a paragraph of examples, each
+    on a line of its own, and perhaps notes. Typer wants each example to be a paragraph."""
+    text, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
+    examples, *notes = rest.split("\n\n")
+    indented = [f"  {example}" for example in examples.splitlines()]
+    return text, "\n\n".join(["\nExamples:", *indented, *notes])
 
 
 def _spread(kind: type[Options]) -> list[_Parameter]:

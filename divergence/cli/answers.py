@@ -10,7 +10,16 @@ from typing import Any
 
 from divergence.words import Progress, printable, printable_lines
 
-__all__ = ["ARGUMENTS", "VERBOSE", "progress_bars", "show", "show_copy", "show_plan", "show_run"]
+__all__ = [
+    "ARGUMENTS",
+    "VERBOSE",
+    "progress_bars",
+    "show",
+    "show_briefly",
+    "show_copy",
+    "show_plan",
+    "show_run",
+]
 
 ARGUMENTS = "divergence.arguments"
 """Context key: the command line as it was given."""
@@ -46,7 +55,7 @@ def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
     from divergence.report.capturing import captured_lines
 
     if json or quiet:
-        _show_briefly(run, json=json)
+        show_briefly(run, json=json)
     else:
         print_lines(captured_lines(str(run.path), run.manifest, run.records, like=like))
 
@@ -56,12 +65,13 @@ def show_copy(what: str, run: Any, *, json: bool, quiet: bool) -> None:
     from divergence.report.capturing import copied_lines
 
     if json or quiet:
-        _show_briefly(run, json=json)
+        show_briefly(run, json=json)
     else:
         print_lines(copied_lines(what, str(run.path), run.manifest, run.records))
 
 
-def _show_briefly(run: Any, *, json: bool) -> None:
+def show_briefly(run: Any, *, json: bool) -> None:
+    """Its path, or path and manifest."""
     import msgspec
 
     from divergence.report.machine import strict_json
@@ -76,34 +86,29 @@ def _show_briefly(run: Any, *, json: bool) -> None:
 @contextlib.contextmanager
 def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
     """A callback that draws one bar per event. The event ``note`` is a warning in ``detail``:
-    printed on stderr whether or not there are bars. ``taken`` says there what is used of a run that
-    is repeated: once for each run, and not if ``quiet``."""
-    said: set[str] = set()
+    printed on stderr whether or not there are bars. The detail of ``taken`` says what is used of a
+    run that is repeated: printed once for each run, and not if ``quiet``."""
+    named: set[str] = set()
 
-    def is_new(detail: str) -> bool:
+    def message(event: str, detail: str) -> str | None:
+        if event == "note":
+            return f"warning: {printable(detail)}"
         run = detail.partition(": ")[0]
-        if quiet or run in said:
-            return False
-        said.add(run)
-        return True
+        if event != "taken" or quiet or run in named:
+            return None
+        named.add(run)
+        return printable(detail)
 
     if quiet or not sys.stderr.isatty():
 
         def only_text(event: str, done: int, total: int | None = None, detail: str = "") -> None:
-            if event == "note":
-                sys.stderr.write(f"warning: {printable(detail)}\n")
-            elif event == "taken" and is_new(detail):
-                sys.stderr.write(f"{printable(detail)}\n")
+            if text := message(event, detail):
+                sys.stderr.write(f"{text}\n")
 
         yield only_text
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
     from rich.text import Text
 
@@ -122,18 +127,15 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Progress]:
     tasks: dict[str, Any] = {}
 
     def report(event: str, done: int, total: int | None = None, detail: str = "") -> None:
-        if event == "note":
-            bars.console.print(Text(f"warning: {printable(detail)}"), soft_wrap=True)
-            return
-        if event == "taken":
-            if is_new(detail):
-                bars.console.print(Text(printable(detail)), soft_wrap=True)
+        if event in ("note", "taken"):
+            if text := message(event, detail):
+                bars.console.print(Text(text), soft_wrap=True)
             return
         if event not in tasks:
             tasks[event] = bars.add_task(event, total=total, amount="", detail="")
         amount = f"{done:,}" if total is None else f"{done:,}/{total:,}"
-        text = printable(str(detail))[-40:]
-        bars.update(tasks[event], completed=done, total=total, amount=amount, detail=text)
+        shown = printable(str(detail))[-40:]
+        bars.update(tasks[event], completed=done, total=total, amount=amount, detail=shown)
 
     with bars:
         yield report

@@ -106,19 +106,40 @@ def compare(
     """
     candidate = candidates[0] if candidates else None
     many = len(candidates or ()) > 1
-    _check_many(many, explain_token=explain_token, csv=csv, reports=reports)
-    if json and csv is not None and str(csv) == "-":
-        raise UsageError("--json and --csv - both want stdout", hint="give --csv a file")
-    if explain_token and candidate is None:
-        raise UsageError(
+    for wrong, message, hint in (
+        (
+            many and explain_token,
+            "--explain-token looks at two runs",
+            "divergence compare A B --explain-token",
+        ),
+        (
+            many and csv is not None,
+            "--csv is the table of two runs, and there are more",
+            "--reports DIR writes each pair's whole report, --json prints all of them",
+        ),
+        (
+            reports is not None and not many,
+            "--reports is for more than two runs",
+            "divergence compare A B --json > report.json",
+        ),
+        (
+            json and csv is not None and str(csv) == "-",
+            "--json and --csv - both want stdout",
+            "give --csv a file",
+        ),
+        (
+            explain_token and candidate is None,
             "--explain-token needs two runs, one of them captured like the other",
-            hint="divergence compare A B --explain-token",
-        )
-    if model is not None and not explain_token:
-        raise UsageError(
+            "divergence compare A B --explain-token",
+        ),
+        (
+            model is not None and not explain_token,
             "--model means nothing to a comparison, which runs no model",
-            hint="add --explain-token, or leave out --model",
-        )
+            "add --explain-token, or leave out --model",
+        ),
+    ):
+        if wrong:
+            raise UsageError(message, hint=hint)
     if candidate is not None:
         options = {**settings("compare"), **options}
 
@@ -160,24 +181,6 @@ def compare(
         raise typer.Exit(EXIT_CODES[report.verdict.kind])
     if report.verdict.kind == "incomparable":
         raise typer.Exit(2)
-
-
-def _check_many(many: bool, *, explain_token: bool, csv: Path | None, reports: Path | None) -> None:
-    """What is of two runs alone, and what of many."""
-    if many and explain_token:
-        raise UsageError(
-            "--explain-token looks at two runs", hint="divergence compare A B --explain-token"
-        )
-    if many and csv is not None:
-        raise UsageError(
-            "--csv is the table of two runs, and there are more",
-            hint="--reports DIR writes each pair's whole report, --json prints all of them",
-        )
-    if reports is not None and not many:
-        raise UsageError(
-            "--reports is for more than two runs",
-            hint="divergence compare A B --json > report.json",
-        )
 
 
 def _show_matrix(matrix: Matrix, *, every: bool, json: bool, quiet: bool, verbose: bool) -> None:
@@ -274,8 +277,20 @@ def check(
     """
     options = {**settings("check"), **options}
     if bless:
-        name_map = options.get("name_map")
-        _bless(golden, new, name_map, allow_nonfinite=allow_nonfinite, json=json, quiet=quiet)
+        from divergence.gate import golden as goldens
+        from divergence.layout.terminal import print_lines
+        from divergence.report.machine import blessing_json
+        from divergence.report.outcome import blessing_lines
+
+        with progress_bars(quiet=quiet or json) as progress:
+            blessing = goldens.bless(
+                golden, new, name_map=options.get("name_map"), allow_nonfinite=allow_nonfinite,
+                progress=progress,
+            )  # fmt: skip
+        if json:
+            show(blessing_json(blessing))
+        elif not quiet:
+            print_lines(blessing_lines(blessing))
         return
 
     from divergence.gate.check import check
@@ -297,27 +312,3 @@ def check(
         print_lines(check_lines(result, verbose=verbose, brief=quiet))
     if not result.passed:
         raise typer.Exit(1)
-
-
-def _bless(
-    golden: str,
-    new: str,
-    name_map: str | Path | None,
-    *,
-    allow_nonfinite: bool,
-    json: bool,
-    quiet: bool,
-) -> None:
-    from divergence.gate.golden import bless
-    from divergence.layout.terminal import print_lines
-    from divergence.report.machine import blessing_json
-    from divergence.report.outcome import blessing_lines
-
-    with progress_bars(quiet=quiet or json) as progress:
-        blessing = bless(
-            golden, new, name_map=name_map, allow_nonfinite=allow_nonfinite, progress=progress
-        )
-    if json:
-        show(blessing_json(blessing))
-    elif not quiet:
-        print_lines(blessing_lines(blessing))

@@ -41,6 +41,7 @@ OTHER_KERNELS = {
 PROMPT = "The quick brown fox jumps over the lazy dog. Rounding error is the difference between"
 QUESTION = "Why is the sky blue?"
 """For a model that has learned to speak."""
+REPORT = "please report this with the output of `divergence env`"
 FACTORS = (1.1, 1.5, 3.0)
 """What the projection is multiplied by, until it is seen; the first is seen in most models."""
 
@@ -113,9 +114,10 @@ def demo(
         _say("\nThat fault is smaller than what this dtype rounds away, so nothing may be named.\n")
         _plant(plan, replay, c, larger, "   a larger one")
     _check(plan, healthy, faulty)
-    found = _localize(plan, a, c, truth, root / "localized",
-                      "7. from the block to the operator, and the proof", quiet=quiet)  # fmt: skip
-    _check_operator(plan, found)
+    localization = _localize(plan, a, c, truth, root / "localized",
+                             "7. from the block to the operator, and the proof",
+                             quiet=quiet)  # fmt: skip
+    _check_operator(plan, localization)
     first_command = command_line("capture", plan.model if plan.own else "MODEL", o="a")
     _say("\nNow on two machines:\n  " + first_command + "\n"
          "  divergence capture --like a -o b\n"
@@ -188,20 +190,13 @@ def _run(plan: _Plan, arguments: list[str], variables: dict[str, str], title: st
     shown = [f"{name}={value}" for name, value in variables.items()]
     _say(f"{title}\n   $ {' '.join([*shown, quoted_words(['divergence', *arguments])])}")
     package = Path(__file__).resolve().parents[2]
-    environment = {
-        **os.environ,
-        **variables,
-        "PYTHONPATH": os.pathsep.join(
-            [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
-    }
+    folders = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(folders)}
     sys.stdout.flush()
     done = subprocess.run(
         [sys.executable, "-m", "divergence", *arguments, "--quiet"],
-        env=environment,
-        check=False,
-        stdout=subprocess.DEVNULL,
-    )
+        env=environment, check=False, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
     if done.returncode != 0 and plan.own:  # the command has said why
         raise typer.Exit(done.returncode)
     if done.returncode != 0:
@@ -247,7 +242,7 @@ def _check_operator(plan: _Plan, result: Any) -> None:
         raise FaultError(
             f"the fault in {plan.module} was followed to "
             f"{result.operator and result.operator.site}, fed by {fed}, proven: {proven}",
-            hint="please report this with the output of `divergence env`",
+            hint=REPORT,
         )
 
 
@@ -256,12 +251,12 @@ def _check(plan: _Plan, healthy: Any, faulty: Any) -> None:
     if healthy.verdict.kind not in ("identical", "within_floor"):
         raise FaultError(
             f"the healthy pair was judged {healthy.verdict.kind}",
-            hint="please report this with the output of `divergence env`",
+            hint=REPORT,
         )
     verdict, onset = faulty.verdict, faulty.verdict.onset
-    found = verdict.kind == "localized" and onset is not None and onset.block == plan.block
-    if not found or verdict.side != "candidate":
+    localized = verdict.kind == "localized" and onset is not None and onset.block == plan.block
+    if not localized or verdict.side != "candidate":
         raise FaultError(
             f"the fault in {plan.block} was judged {verdict.kind} at {onset}, side {verdict.side}",
-            hint="please report this with the output of `divergence env`",
+            hint=REPORT,
         )

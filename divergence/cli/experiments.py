@@ -86,19 +86,10 @@ def localize(
 
     with progress_bars(quiet=quiet or json) as progress:
         result = localize(
-            reference,
-            candidate,
-            out=out,
-            truth=truth,
-            block=block,
-            model=model,
-            device=device,
-            here=here,
-            force=force,
-            trust_remote_code=trust_remote_code,
-            operators=operators,
+            reference, candidate, out=out, truth=truth, block=block, model=model, device=device,
+            here=here, force=force, trust_remote_code=trust_remote_code, operators=operators,
             progress=progress,
-        )
+        )  # fmt: skip
     if json:
         show(result.to_json(indent=2))
     else:
@@ -169,19 +160,10 @@ def sensitivity(
 
     with progress_bars(quiet=quiet or json) as progress:
         result = sensitivity(
-            run,
-            candidate=candidate,
-            truth=truth,
-            floor=floor,
-            blocks=_words(blocks),
-            faults=_words(faults),
-            thresholds=load_policy(policy).thresholds,
-            confirm=confirm,
-            model=model,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            progress=progress,
-        )
+            run, candidate=candidate, truth=truth, floor=floor, blocks=_words(blocks),
+            faults=_words(faults), thresholds=load_policy(policy).thresholds, confirm=confirm,
+            model=model, device=device, trust_remote_code=trust_remote_code, progress=progress,
+        )  # fmt: skip
     if json:
         show(result.to_json(indent=2))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from divergence.cli.answers import progress_bars, show
+from divergence.cli.answers import progress_bars, show, show_briefly
 from divergence.errors import UsageError
 from divergence.options.commands import Device, Force, Json, Out, ProbeOptions, Quiet, Verbose
 
@@ -37,20 +37,14 @@ def probe(
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o RUN")
 
-    import msgspec
-
     from divergence.arithmetic.api import probe as call
     from divergence.layout.terminal import print_lines
     from divergence.report.arithmetic import probed_lines
-    from divergence.report.machine import strict_json
 
     with progress_bars(quiet=quiet or json) as progress:
         run = call(out=out, force=force, command=command, progress=progress, **options)
-    if json:
-        manifest = msgspec.to_builtins(run.manifest)
-        show(strict_json({"schema_version": 1, "path": str(run.path), "manifest": manifest}))
-    elif quiet:
-        show(str(run.path))
+    if json or quiet:
+        show_briefly(run, json=json)
     else:
         print_lines(probed_lines(str(run.path), run.manifest, verbose=verbose))
 

@@ -40,14 +40,14 @@ def typer_command(function: Callable[..., None]) -> Callable[..., None]:
     parameters: list[_Parameter] = []
     defaults: dict[str, Any] = {}
     for own in inspect.signature(function).parameters.values():
-        type_, said = parted(hints[own.name])
+        type_, declared = parted(hints[own.name])
         if own.name == "command":
             continue
-        if said and isinstance(said[0], Option):
-            parameters.append(_parameter(own.name, type_, own.default, said[0]))
+        if declared and isinstance(declared[0], Option):
+            parameters.append(_parameter(own.name, type_, own.default, declared[0]))
             defaults[own.name] = own.default
         else:
-            (structs[own.name],) = said
+            (structs[own.name],) = declared
             parameters += _spread(structs[own.name])
     wants_line = "command" in hints
 
@@ -81,16 +81,16 @@ def help_of(function: Callable[..., None]) -> tuple[str, str]:
 
 
 def _spread(kind: type[Options]) -> list[_Parameter]:
-    """A parameter for each way in which an option is written. Where help tells the default in
-    words, or a setting may stand behind it, typer is told of none."""
-    found = []
+    """A parameter for each way in which an option is written. Typer gets no default where the help
+    names it in words, or a setting may stand behind it."""
+    parameters = []
     for field in fields_of(kind):
         for option in field.options:
             name = field.name if option is field.option else option.word
-            told = option.setting or "Default: " in option.help
-            default = field.default if isinstance(field.default, str) and not told else None
-            found.append(_parameter(name, field.type, default, option))
-    return found
+            hidden = option.setting or "Default: " in option.help
+            default = field.default if isinstance(field.default, str) and not hidden else None
+            parameters.append(_parameter(name, field.type, default, option))
+    return parameters
 
 
 def _parameter(name: str, type_: Any, default: Any, option: Option) -> _Parameter:
@@ -98,45 +98,45 @@ def _parameter(name: str, type_: Any, default: Any, option: Option) -> _Paramete
     if option.choices:
         make_enum: Any = enum.Enum
         read_as = make_enum(name, {choice: choice for choice in option.choices})
-    said: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    declared: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.panel is not None:
-        said["rich_help_panel"] = option.panel
+        declared["rich_help_panel"] = option.panel
     if option.minimum is not None:
-        said["min"] = option.minimum
+        declared["min"] = option.minimum
     if read_as is bool:
         default = False
     elif default in (None, ()):
-        default, read_as, said["show_default"] = None, read_as | None, False
+        default, read_as, declared["show_default"] = None, read_as | None, False
     make: Any = typer.Option if option.names else typer.Argument
-    annotation: Any = Annotated[read_as, make(*option.names, **said)]
+    annotation: Any = Annotated[read_as, make(*option.names, **declared)]
     return option, inspect.Parameter(name, _KEYWORD, annotation=annotation, default=default)
 
 
 def _in_order(parameters: list[_Parameter]) -> list[inspect.Parameter]:
     """As help shows them: an option that is to follow another one stands behind it."""
-    found = [parameter for option, parameter in parameters if option.after is None]
+    ordered = [parameter for option, parameter in parameters if option.after is None]
     for option, parameter in parameters:
         if option.after is not None:
-            names = [one.name for one in found]
-            found.insert(names.index(option.after) + 1, parameter)
-    return found
+            names = [before.name for before in ordered]
+            ordered.insert(names.index(option.after) + 1, parameter)
+    return ordered
 
 
 def _given(kind: type[Options], values: dict[str, Any]) -> dict[str, Any]:
     """Takes the options of ``kind`` out of ``values``; those that were given, by their field."""
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for field in fields_of(kind):
         for option in field.options:
             value = values.pop(field.name if option is field.option else option.word)
             if value is None or value is False or value == []:
                 continue
-            if field.name in found:
-                both = " and ".join(one.names[0] for one in field.options)
+            if field.name in given:
+                both = " and ".join(way.names[0] for way in field.options)
                 raise UsageError(f"{both} cannot be combined", hint="give one of them")
             if isinstance(value, enum.Enum):
                 value = value.value
-            found[field.name] = option.turns_on if value is True else value
-    return found
+            given[field.name] = option.turns_on if value is True else value
+    return given
 
 
 def settings(section: str, *, machine_alone: bool = False) -> dict[str, Any]:
@@ -147,8 +147,8 @@ def settings(section: str, *, machine_alone: bool = False) -> dict[str, Any]:
 
     for variable in ignored_variables():
         typer.echo(f"warning: {variable} is no setting of divergence; it is ignored", err=True)
-    found = load_settings()[section]
+    values = load_settings()[section]
     if machine_alone:
         own = {field.name for field in fields_of(SECTIONS[section]) if field.option.machine}
-        return {name: value for name, value in found.items() if name in own}
-    return found
+        return {name: value for name, value in values.items() if name in own}
+    return values

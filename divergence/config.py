@@ -1,8 +1,8 @@
-"""Settings: what a person wrote down once instead of typing it each time.
+"""Settings: options written down once instead of typed each time.
 
-Order, strongest first: a flag, a ``DIVERGENCE_*`` variable, the settings file,
-the default of the command. The settings file is ``DIVERGENCE_CONFIG`` or else
-``divergence.toml`` in the working directory:
+Order, strongest first: a flag, a ``DIVERGENCE_*`` variable, the settings file, the default of the
+command. The settings file is ``DIVERGENCE_CONFIG`` or else ``divergence.toml`` in the working
+directory:
 
     [capture]
     device = "cuda:0"          # DIVERGENCE_CAPTURE_DEVICE
@@ -13,14 +13,14 @@ the default of the command. The settings file is ``DIVERGENCE_CONFIG`` or else
 
 ``DIVERGENCE_PROCESS_TUNING=0`` is a variable alone: see run/process_tuning.py.
 
-Which options have a setting is said where the option is declared (``divergence.options``), and
-nowhere else. All TOML is decoded strictly: an unknown key or a wrong type is refused with the
-file, the key path and the nearest right name. Nothing that executes foreign code
-(``trust_remote_code``, a kernel of the hub as attention) can be set here.
+Whether an option has a setting is declared with the option (``divergence.options``). All TOML is
+decoded strictly: an unknown key or a wrong type is refused with the file, the key path and the
+nearest right name. Nothing that executes foreign code (``trust_remote_code``, a kernel of the hub
+as attention) can be set here.
 
-Policies, site presets and name maps are TOML files too, named by path or, for
-those in configs/, by name: ``ci`` is configs/ci.toml. A path has a suffix or a slash, so that a
-file called ``ci`` in the working directory is never taken for the policy of that name.
+Policies, site presets and name maps are TOML files too, named by path or, for those in configs/, by
+name: ``ci`` is configs/ci.toml. A path has a suffix or a slash, so that a file called ``ci`` in the
+working directory is never taken for the policy of that name.
 """
 
 from __future__ import annotations
@@ -73,23 +73,21 @@ SECTIONS: dict[str, type[Options]] = {
     "compare": CompareOptions,
     "check": CheckOptions,
 }
-"""The tables of the settings file: the options of which command may be set there."""
+"""The tables of the settings file, with the options of their commands."""
 
 
 def settings_of(kind: type[Options]) -> dict[str, Field]:
-    """The options of a command that may be set, by their key. They are what ``Option.setting``
-    says: nothing that executes foreign code is."""
+    """The options of a command that may be set, by their key."""
     return {field.option.key: field for field in fields_of(kind) if field.option.setting}
 
 
 def _settings_type(sections: Mapping[str, type[Options]]) -> type[msgspec.Struct]:
-    """The types that the settings file is decoded into; None is what it does not set."""
+    """The type that the settings file is decoded into; None is what the file does not set."""
     strict: dict[str, Any] = {"frozen": True, "kw_only": True, "forbid_unknown_fields": True}
     tables: list[Any] = []
     for name, kind in sections.items():
-        keys = [
-            (key, _written_type(field) | None, None) for key, field in settings_of(kind).items()
-        ]
+        options = settings_of(kind).items()
+        keys = [(key, _written_type(field) | None, None) for key, field in options]
         table = msgspec.defstruct(f"{name.title()}Settings", keys, **strict)
         tables.append((name, table, table()))
     return msgspec.defstruct("Settings", tables, **strict)
@@ -111,8 +109,8 @@ def config_folders() -> list[Path]:
 
 def config_names(prefix: str = "") -> list[str]:
     """Names of the shipped configs that begin with ``prefix``, sorted, without it."""
-    found = {file.stem for folder in config_folders() for file in folder.glob("*.toml")}
-    return sorted(name[len(prefix) :] for name in found if name.startswith(prefix))
+    files = {file for folder in config_folders() for file in folder.glob(f"{prefix}*.toml")}
+    return sorted({file.stem.removeprefix(prefix) for file in files})
 
 
 def find_config(name: str | os.PathLike[str], *, prefix: str = "", what: str = "config") -> Path:
@@ -143,7 +141,7 @@ def find_config(name: str | os.PathLike[str], *, prefix: str = "", what: str = "
 
 def is_path(text: str) -> bool:
     """Is a path meant, and not the name of a shipped config? It has a suffix or a slash."""
-    return Path(text).suffix != "" or any(one in text for one in (os.sep, os.altsep) if one)
+    return Path(text).suffix != "" or any(slash in text for slash in (os.sep, os.altsep) if slash)
 
 
 def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -183,8 +181,7 @@ def _keys_at(kind: Any, path: str) -> Iterable[str]:
     node = msgspec.inspect.type_info(kind)
     for part in [part for part in re.split(r"\.|\[.*?\]", path) if part]:
         fields = {field.encode_name: field.type for field in getattr(node, "fields", ())}
-        node = fields.get(part, node)
-        node = _struct_in(node)
+        node = _struct_in(fields.get(part, node))
     return [field.encode_name for field in getattr(node, "fields", ())]
 
 
@@ -192,10 +189,10 @@ def _struct_in(node: Any) -> Any:
     """The struct inside ``list[...]``, ``tuple[..., ...]`` or ``... | None``."""
     if isinstance(node, msgspec.inspect.StructType):
         return node
-    for inner in [getattr(node, "item_type", None), *getattr(node, "types", ())]:
-        found = _struct_in(inner) if inner is not None else None
-        if isinstance(found, msgspec.inspect.StructType):
-            return found
+    for inner in filter(None, [getattr(node, "item_type", None), *getattr(node, "types", ())]):
+        struct = _struct_in(inner)
+        if isinstance(struct, msgspec.inspect.StructType):
+            return struct
     return node
 
 
@@ -205,8 +202,8 @@ def load_settings(
     folder: str | os.PathLike[str] = ".",
     sections: Mapping[str, type[Options]] = SECTIONS,
 ) -> dict[str, dict[str, Any]]:
-    """What the environment sets over what the file sets; neither need exist. By section, and there
-    by the field of the option."""
+    """The settings of the environment over those of the file; neither need exist. By section, and
+    there by the field of the option."""
     environ = os.environ if environ is None else environ
     named = environ.get(f"{PREFIX}CONFIG")
     path = Path(named) if named else Path(folder) / SETTINGS_FILE
@@ -235,7 +232,7 @@ def load_settings(
 
 
 def ignored_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """DIVERGENCE_* variables that belong to no section, so that nobody thinks they were used."""
+    """DIVERGENCE_* variables that belong to no section, so that the user can be warned."""
     environ = os.environ if environ is None else environ
     return [
         variable
@@ -245,14 +242,14 @@ def ignored_variables(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def _variables(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(variable, section, key) of every DIVERGENCE_* variable that holds something."""
-    found = []
+    """(variable, section, key) of every DIVERGENCE_* variable that is not empty."""
+    alone = (f"{PREFIX}CONFIG", PROCESS_TUNING)  # in no section
+    variables = []
     for variable in sorted(environ):
-        alone = (f"{PREFIX}CONFIG", PROCESS_TUNING)  # in no section
         if variable.startswith(PREFIX) and variable not in alone and environ[variable]:
             section, _, key = variable.removeprefix(PREFIX).lower().partition("_")
-            found.append((variable, section, key))
-    return found
+            variables.append((variable, section, key))
+    return variables
 
 
 def _setting(kind: type[Options], section: str, key: str, variable: str) -> Field:

@@ -1,21 +1,8 @@
 """Every error a user can meet: what happened, where, and what to try.
 
-    DivergenceError                 exit code 3 unless a subclass says otherwise
-    ├── UsageError                  2  a wrong option, an unknown site, dtype or device
-    │   ├── ConfigError             2  a policy, preset or name map that cannot be read
-    │   └── PlantError              2  a fault that cannot be parsed or planted
-    ├── ModelError                  2  no such model, no weights, an architecture that cannot be run
-    ├── PromptError                 2  a prompts file that is unreadable, empty or malformed
-    ├── RunError                    2  a run on disk that cannot be read or must not be written
-    │   ├── RunExistsError          2  the output directory holds something already
-    │   ├── RunFormatError          2  a manifest, record or shard that breaks the format
-    │   └── RunWriteError           2  the disk refused (full, read-only); finished shards stay
-    ├── IncomparableError           2  nothing in common, so nothing was compared
-    └── FaultError                  3  a fault of this tool itself
-
-The message is one sentence. ``where`` names the file, record, site or step and
-``hint`` says what to try; both are printed under the message. All three may quote a run, so each
-is made printable (divergence.words): no text of a run can add a line.
+The message is one sentence. ``where`` names the file, record, site or step and ``hint`` says what
+to try; both are printed under the message. All three may quote a run, so each is made printable: no
+text of a run can add a line.
 """
 
 from __future__ import annotations
@@ -40,16 +27,13 @@ __all__ = [
 
 
 class DivergenceError(Exception):
-    """Base of all errors raised on purpose. ``exit_code`` is what the command line returns."""
+    """Base of all errors raised on purpose. ``exit_code`` is what the command line returns: 2 for
+    what the user can change, 3 for a fault of this tool."""
 
     exit_code = 3
 
     def __init__(
-        self,
-        message: str,
-        *,
-        where: str | None = None,
-        hint: str | tuple[str, ...] | None = None,
+        self, message: str, *, where: str | None = None, hint: str | tuple[str, ...] | None = None
     ) -> None:
         message = printable(message)
         super().__init__(message)
@@ -74,7 +58,7 @@ class UsageError(DivergenceError):
 
 
 class ConfigError(UsageError):
-    """A TOML file (policy, preset, name map) that cannot be read as such."""
+    """A policy, preset, name map or settings file that cannot be read as such."""
 
 
 class PlantError(UsageError):
@@ -100,7 +84,7 @@ class RunError(DivergenceError):
 
 
 class RunExistsError(RunError):
-    """The output directory exists; it is never overwritten without ``--force``."""
+    """The output holds something already; it is never overwritten without ``--force``."""
 
 
 class RunFormatError(RunError):
@@ -108,19 +92,17 @@ class RunFormatError(RunError):
 
 
 class RunWriteError(RunError):
-    """Writing failed; everything before the last shard is intact and readable."""
+    """Writing failed (disk full, read-only); finished shards are intact and readable."""
 
 
 class IncomparableError(DivergenceError):
-    """Nothing could be compared."""
+    """The runs have nothing in common, so nothing was compared."""
 
     exit_code = 2
 
 
 class FaultError(DivergenceError):
     """A fault of divergence itself; please report it."""
-
-    exit_code = 3
 
 
 def first_line(error: BaseException, *, most: int = 200) -> str:

@@ -43,10 +43,10 @@ __all__ = [
 
 
 class Option(msgspec.Struct, frozen=True):
-    """How an option is written, and who takes part in it.
+    """How an option is written, and what uses it.
 
-    ``words``: its names and then the word for its value, as help prints them: ``--out -o RUN``; no
-    name at all makes an argument. A switch called ``--no-...`` sets False.
+    ``words``: its names and then the word for its value, as help prints them: ``--out -o RUN``.
+    Without a name it is an argument. A switch called ``--no-...`` sets False.
     """
 
     words: str
@@ -128,7 +128,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 def kinds_of(type_: Any) -> tuple[Any, ...]:
     """The members of a union without None; of another type, itself."""
     if get_origin(type_) in (Union, types.UnionType):
-        return tuple(one for one in get_args(type_) if one is not type(None))
+        return tuple(member for member in get_args(type_) if member is not type(None))
     return (type_,)
 
 
@@ -153,32 +153,32 @@ def parted(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 def fields_of(kind: type[Options]) -> tuple[Field, ...]:
     """The options of a command, in the order of its help."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    found = []
+    fields = []
     for field in msgspec.structs.fields(kind):
-        type_, said = parted(hints[field.name])
-        options = tuple(one for one in said if isinstance(one, Option))
-        found.append(Field(name=field.name, type=type_, default=field.default, options=options))
-    return tuple(found)
+        type_, options = parted(hints[field.name])
+        fields.append(Field(name=field.name, type=type_, default=field.default, options=options))
+    return tuple(fields)
 
 
 def recorded_in(options: Options, part: str, kind: type[Options]) -> dict[str, Any]:
     """What the manifest's ``settings`` or ``plan`` hold of the options, by the manifest's names."""
-    found = {}
+    recorded = {}
     for field in fields_of(kind):
         place, _, name = (field.option.recorded or "").partition(".")
         if place == part:
-            found[name] = getattr(options, field.name)
-    return found
+            recorded[name] = getattr(options, field.name)
+    return recorded
 
 
 def command_options(kind: type[Options], values: Mapping[str, Any]) -> dict[str, Any]:
     """Values of options, in their order, as the keywords of ``run.command``:
     ``no_batch=True`` for ``batch=False``, and ``plant`` for the ``plants``."""
     fields = {field.name: field for field in fields_of(kind)}
-    found: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, bool):
-            found |= {one.word: True for one in fields[name].options if one.turns_on == value}
+            ways = fields[name].options
+            keywords |= {option.word: True for option in ways if option.turns_on == value}
         else:
-            found[fields[name].option.word] = value
-    return found
+            keywords[fields[name].option.word] = value
+    return keywords

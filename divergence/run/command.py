@@ -1,8 +1,8 @@
 """Commands as the tool prints them, to be copied into a shell.
 
 Paths, sites, labels and names come from runs, and a run may come from anyone. So every printed
-command is put together here, word by word: whatever a word holds, a shell reads it as that one
-word, on one line, and `divergence` reads it as a value and not as an option.
+command is built here: a shell reads each word as one word on one line, whatever it holds, and
+`divergence` reads it as a value and not as an option.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _option(key: str, value: Value) -> list[str]:
         if not text.startswith("-"):
             return [flag, text]
         return [flag, _operand(text)] if len(key) == 1 else [f"{flag}={text}"]
-    return [word for one in value for word in _option(key, str(one))]
+    return [word for item in value for word in _option(key, str(item))]
 
 
 def _escaped(character: str) -> str:

@@ -1,15 +1,13 @@
 """Reading a run, strictly: what is damaged is named, never guessed around.
 
-Opening reads the manifest, every record line and every shard's header, so that a
-record without bytes is found before any number is printed. Tensors are views of
-memory maps, or of ranges fetched from a URL; each is checked against its checksum the
-first time it is read.
+Opening reads the manifest, every record and every shard's header, so that a record without bytes is
+found before any number is printed. Tensors are views of memory maps, or of ranges fetched from a
+URL; each is checked against its checksum when it is first read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -83,13 +81,16 @@ class Run:
 
     @classmethod
     @collect_garbage_rarely()
-    def open(cls, path: str | os.PathLike[str] | Url) -> Run:
-        """Open the run at ``path``: a directory, a tar or zip of one, or the URL of either.
+    def open(cls, path: str | os.PathLike[str] | Url | Run) -> Run:
+        """Open the run at ``path``: a directory, a tar or zip of one, or the URL of either. A run
+        that is open already is returned as it is.
 
         Raises RunFormatError for anything that breaks docs/dump-format.md: no such
         place, no manifest, a newer schema, an unknown key, a broken line, a
         truncated or missing shard, a path or link that leaves the directory.
         """
+        if isinstance(path, Run):
+            return path
         place = location_of(path)
         with contextlib.ExitStack() as stack:
             try:
@@ -111,12 +112,12 @@ class Run:
 
     @property
     def far(self) -> bool:
-        """Are its bytes brought here over a network? Then only those are read that must be."""
+        """Do its bytes come over a network? Then only those are read that must be."""
         return self._store is not None and self._store.far
 
     def expect(self, records: Iterable[Record]) -> None:
-        """Say what will be read, in about which order: from a URL it is then fetched ahead, in few
-        requests. Anything may be read all the same."""
+        """Announces what will be read, in about this order: from a URL it is then fetched ahead, in
+        few requests. Other records may be read all the same."""
         if self._store is not None and self._store.far:
             self._store.expect(
                 (place.shard, entry.begin, entry.begin + entry.num_bytes)
@@ -171,14 +172,14 @@ class Run:
         return self._fallback
 
     def has_bytes(self, record: Record) -> bool:
-        """Can the record's tensor be read, here or from the run that was borrowed from?"""
+        """Can the record's tensor be read, here or from the fallback?"""
         return record.place is not None or self._lent(record) is not None
 
     def _lent(self, record: Record) -> tuple[Run, Record] | None:
         if self._fallback is None:
             return None
-        found = self._fallback.holding(record)
-        return None if found is None else (self._fallback, found)
+        held = self._fallback.holding(record)
+        return None if held is None else (self._fallback, held)
 
     def holding(self, other: Record) -> Record | None:
         """A record of this run that has the bytes of ``other``, of any run; or None."""
@@ -210,8 +211,8 @@ class Run:
         return self._view(record, parts_of(record)[-1], verify=verify)
 
     def check(self, record: Record) -> None:
-        """Hold what is kept of the record, its bytes or else its sketch, to its checksum: as
-        reading it does, without a tensor. Raises RunFormatError."""
+        """Checks the checksum of what is kept of the record, its bytes or else its sketch, without
+        making a tensor. Raises RunFormatError."""
         lent = self._lent(record) if record.place is None else None
         if lent is not None:
             fallback, its_own = lent
@@ -231,18 +232,18 @@ class Run:
         return shard
 
     def _hold(self, shard: Shard, record: Record, part: Part) -> None:
-        """The part's bytes have its checksum, else RunFormatError; each are looked at once."""
+        """Raises RunFormatError where the part's bytes do not have its checksum. Bytes are hashed
+        once."""
         place = part.place
-        found = self._digests.get((place.shard, place.key))
-        if found is None:
-            num_bytes = math.prod(part.shape) * format_named(part.dtype).itemsize
-            found = xxhash.xxh3_128_hexdigest(shard.stretch(place.key, num_bytes))
-            self._digests[place.shard, place.key] = found
-        if found == part.xxh3:
+        digest = self._digests.get((place.shard, place.key))
+        if digest is None:
+            digest = xxhash.xxh3_128_hexdigest(shard.stretch(place.key, part.num_bytes))
+            self._digests[place.shard, place.key] = digest
+        if digest == part.xxh3:
             return
         changed = self.far and self._opened().has_changed(place.shard)
         raise RunFormatError(
-            f"wrong checksum: recorded {part.xxh3}, the bytes give {found}",
+            f"wrong checksum: recorded {part.xxh3}, the bytes give {digest}",
             where=f"{shard.name}, {name_of(record)}",
             hint="it was replaced while it was read; run the command again"
             if changed
@@ -250,19 +251,19 @@ class Run:
         )
 
     def will_read(self, record: Record) -> None:
-        """A record's bytes will be read soon: the system fetches them meanwhile. A hint: what is
-        wrong with them is said by whoever reads them."""
+        """Fetches a record's bytes into the system's cache. A hint: whatever is wrong with them is
+        left to whoever reads them."""
         with contextlib.suppress(OSError, RunFormatError):
             for part in parts_of(record):
                 self._shard(record, part.place.shard).will_need(part.place.key)
 
     def release(self, record: Record) -> None:
-        """A record's bytes may leave memory for now, in portions; views of them stay good."""
+        """Lets a record's bytes leave memory for now, in portions; views of them stay good."""
         if record.place is None:
             return
         name = record.place.shard
         self._touched[name] = self._shard(record, name)  # others may have let go of it
-        self._released_bytes += record.numel * format_named(record.dtype).itemsize
+        self._released_bytes += record.num_bytes
         if self._released_bytes >= _RELEASE_BYTES:
             self._released_bytes = 0
             while self._touched:
@@ -274,8 +275,8 @@ class Run:
 
     def at_site(self, site: str) -> list[Record]:
         """All records of one site. Raises UsageError with near names if there are none."""
-        found = [record for record in self.records if record.site == site]
-        if not found:
+        records = [record for record in self.records if record.site == site]
+        if not records:
             near = near_names(site, self.sites())
             raise UsageError(
                 f"no site {site!r} in {self.path}",
@@ -283,7 +284,7 @@ class Run:
                 if near
                 else f"`{command_line('inspect', self.path)}` lists the sites",
             )
-        return found
+        return records
 
     def verify(self, progress: Progress | None = None) -> list[str]:
         """Check every checksum; returns the problems found, one line each."""

@@ -51,17 +51,20 @@ class Part:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * format_named(self.dtype).itemsize
+
 
 def parts_of(record: Record) -> list[Part]:
     """The record's bytes and its sketch, in this order, as far as they are kept."""
-    found: list[Part] = []
+    parts: list[Part] = []
     if record.place is not None:
-        found.append(Part(record.place, record.xxh3, record.dtype, record.shape))
-    sketch = record.sketch
-    if sketch is not None:
+        parts.append(Part(record.place, record.xxh3, record.dtype, record.shape))
+    if (sketch := record.sketch) is not None:
         shape = rows_of(record.shape)[0], sketch.num_projections + 2
-        found.append(Part(sketch.place, sketch.xxh3, "float32", shape))
-    return found
+        parts.append(Part(sketch.place, sketch.xxh3, "float32", shape))
+    return parts
 
 
 def check_part(shard: Shard, part: Part, *, where: str) -> None:
@@ -74,10 +77,9 @@ def check_part(shard: Shard, part: Part, *, where: str) -> None:
             where=where,
             hint="the shard belongs to another run, or was cut; copy the run again",
         )
-    wanted = math.prod(part.shape) * format_named(part.dtype).itemsize
-    if entry.num_bytes != wanted:
+    if entry.num_bytes != part.num_bytes:
         raise RunFormatError(
-            f"record needs {wanted} bytes, its tensor holds {entry.num_bytes}", where=where
+            f"record needs {part.num_bytes} bytes, its tensor holds {entry.num_bytes}", where=where
         )
     if entry.dtype == "U8" and part.dtype != "uint8":
         return  # raw bytes: the record alone says what they are
@@ -91,11 +93,8 @@ def check_part(shard: Shard, part: Part, *, where: str) -> None:
 
 def contents_of(record: Record) -> list[Content]:
     """The record's content by each digest that it has."""
-    return [
-        (digest, record.dtype, record.shape)
-        for digest in (record.xxh3, record.fold)
-        if digest is not None
-    ]
+    digests = filter(None, (record.xxh3, record.fold))
+    return [(digest, record.dtype, record.shape) for digest in digests]
 
 
 def records_by_content(records: Iterable[Record]) -> dict[Content, Record]:
@@ -110,22 +109,18 @@ def records_by_content(records: Iterable[Record]) -> dict[Content, Record]:
 
 def find_content(known: dict[Content, Record], record: Record) -> Record | None:
     """One of ``known`` with the bytes of ``record``."""
-    return next((known[one] for one in contents_of(record) if one in known), None)
+    return next((known[content] for content in contents_of(record) if content in known), None)
 
 
 def sizes_of(records: Sequence[Record]) -> Sizes:
-    """What a run holds, by its records: a manifest that a crash left behind says less."""
-    tensors: dict[Place, int] = {}
-    for record in records:
-        for part in parts_of(record):
-            num_bytes = math.prod(part.shape) * format_named(part.dtype).itemsize
-            tensors[part.place] = num_bytes
+    """Sizes counted over a run's records: the manifest that a crash left behind has older ones."""
+    tensors = {part.place: part.num_bytes for record in records for part in parts_of(record)}
     return Sizes(
         num_records=len(records),
         num_tensors=len(tensors),
         num_shards=len({place.shard for place in tensors}),
         stored_bytes=sum(tensors.values()),
-        seen_bytes=sum(r.numel * format_named(r.dtype).itemsize for r in records),
+        seen_bytes=sum(record.num_bytes for record in records),
     )
 
 
@@ -151,12 +146,12 @@ def first_nonfinite(manifest: Manifest, records: Iterable[Record]) -> Record | N
     masks, to logits and to what lies inside a block; rows of padding, which the statistics count
     too, are passed over.
     """
-    found = [
+    bad = [
         record
         for record in records
         if record.pass_ == "free" and _counts(record) and not _may_be_padding(record, manifest)
     ]
-    return min(found, key=lambda record: (record.sample, record.step, record.order), default=None)
+    return min(bad, key=lambda record: (record.sample, record.step, record.order), default=None)
 
 
 def nonfinite_text(record: Record) -> str:

@@ -24,11 +24,12 @@ where the value comes from: the site whose memory it lies in, and the views take
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from divergence.numerics.formats import FORMATS
+from divergence.numerics.formats import FORMATS, format_named
 from divergence.numerics.summaries.summary import Summary
 from divergence.run.schema.layout import SHARD_PATTERN
 
@@ -100,17 +101,17 @@ class Call(
 
 def operand_indices(call: Call, name: str) -> list[int]:
     """Numbers of the operands in the argument ``name``, in order; empty for a scalar."""
-    found: list[int] = []
+    indices: list[int] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, dict) and set(value) == {"tensor"}:
-            found.append(value["tensor"])
+            indices.append(value["tensor"])
         elif isinstance(value, list):
             for item in value:
                 walk(item)
 
     walk(call.arguments.get(name))
-    return found
+    return indices
 
 
 SiteName = Annotated[
@@ -200,7 +201,9 @@ class Record(
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor, kept or not."""
+        return self.numel * format_named(self.dtype).itemsize

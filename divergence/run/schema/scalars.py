@@ -22,6 +22,13 @@ __all__ = ["OtherScalar", "other_scalars", "scalar_words"]
 _NOT_OPERANDS = frozenset({"device", "layout", "memory_format", "pin_memory", "non_blocking",
                            "generator", "copy"})  # fmt: skip
 _SAME_NUMBER = 2 * 2.0**-24
+_AXES = frozenset({"dim", "dims", "dim0", "dim1"})
+_FILLINGS = frozenset({"value", "other", "fill_value"})
+_INTEGERS = frozenset({"other", "alpha", "beta", "exponent", "value", "fill_value", "self", "scale",
+                       "min", "max"})  # fmt: skip
+"""Arguments whose integers enter the arithmetic; others are sizes, axes and counts."""
+_BELOW = -1e4
+"""Far below every score; finfo.min of float16 is -65504."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +49,24 @@ def other_scalars(reference: Call, candidate: Call) -> list[OtherScalar]:
     two overloads with other names) have nothing in common to compare: an empty list."""
     if _base(reference.operator) != _base(candidate.operator):
         return []
-    found = []
-    names = dict.fromkeys((*reference.arguments, *candidate.arguments))
-    for name in names:
+    differing = []
+    for name in dict.fromkeys((*reference.arguments, *candidate.arguments)):
         if name in _NOT_OPERANDS:
             continue
-        mine, other = (_value(call, name) for call in (reference, candidate))
+        mine, other = _value(reference, name), _value(candidate, name)
         if _is_tensor(mine) or _is_tensor(other):
             continue
-        axes = [_from_front(name, v, c) for v, c in ((mine, reference), (other, candidate))]
-        if _same(*axes) or (name in _FILLINGS and _masks(mine) and _masks(other)):
+        if name in _FILLINGS and _masks(mine) and _masks(other):
             continue
-        found.append(
+        if _same(_from_front(name, mine, reference), _from_front(name, other, candidate)):
+            continue
+        differing.append(
             OtherScalar(
                 argument=name, reference=mine, candidate=other,
                 is_number=all(_is_number(name, value) for value in (mine, other)),
             )
         )  # fmt: skip
-    return found
-
-
-_AXES = frozenset({"dim", "dims", "dim0", "dim1"})
-_FILLINGS = frozenset({"value", "other", "fill_value"})
-_INTEGERS = frozenset({"other", "alpha", "beta", "exponent", "value", "fill_value", "self", "scale",
-                       "min", "max"})  # fmt: skip
-"""Arguments whose integers enter the arithmetic; others are sizes, axes and counts."""
-_BELOW = -1e4
-"""Far below every score; finfo.min of float16 is -65504."""
+    return differing
 
 
 def _from_front(name: str, value: Any, call: Call) -> Any:
@@ -88,7 +86,7 @@ def _masks(value: Any) -> bool:
 def _is_number(name: str, value: Any) -> bool:
     if type(value) is int:
         return name in _INTEGERS
-    return type(value) is float or _is_special(value)
+    return type(value) is float or (isinstance(value, dict) and set(value) == {"float"})
 
 
 def scalar_words(value: Any) -> str:
@@ -128,10 +126,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and set(value) == {"tensor"}
 
 
-def _is_special(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == {"float"}
-
-
 @functools.cache
 def _defaults(operator: str) -> dict[str, Any]:
     """Defaults of the operator's schema, if this torch has it; of aten alone, since asking for
@@ -146,11 +140,11 @@ def _defaults(operator: str) -> dict[str, Any]:
         schema = getattr(packet, parts[2] if len(parts) > 2 else "default")._schema
     except (AttributeError, RuntimeError):
         return {}
-    found = {}
+    defaults = {}
     for argument in schema.arguments:
         if argument.has_default_value():
             value = argument.default_value
             if isinstance(value, float) and not math.isfinite(value):
                 value = {"float": str(value)}
-            found[argument.name] = value
-    return found
+            defaults[argument.name] = value
+    return defaults

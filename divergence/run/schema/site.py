@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import itertools
 import os
 import re
@@ -156,13 +157,10 @@ def compile_patterns(patterns: Iterable[str]) -> Callable[[str], bool]:
             names.add(full)
         else:  # each star takes the first match of what follows it, once and for all
             tests.append(re.compile(fnmatch.translate(full)).fullmatch)
-    known: dict[str, bool] = {}
 
+    @functools.cache
     def matches(site: str) -> bool:
-        found = known.get(site)
-        if found is None:
-            found = known[site] = site in names or any(test(site) for test in tests)
-        return found
+        return site in names or any(test(site) for test in tests)
 
     return matches
 
@@ -173,10 +171,7 @@ def natural_key(site: str) -> list[tuple[int, int, str]]:
     # digits by length, then as text: int() refuses more than some thousand of them
     digits = [(0, len(part.lstrip("0")), part.lstrip("0")) for part in parts[1::2]]
     words = [(1, 0, part) for part in parts[::2]]
-    key = [words[0]]
-    for pair in zip(digits, words[1:], strict=True):
-        key.extend(pair)
-    return key
+    return [words[0], *itertools.chain(*zip(digits, words[1:], strict=True))]
 
 
 _MAX_NEAR, _MAX_NEAR_CHARS = 20_000, 200
@@ -187,7 +182,7 @@ def near_names(wanted: str, names: Iterable[str], *, count: int = 3) -> list[str
     """The ``count`` names most like ``wanted``, best first: for "did you mean"."""
     if len(wanted) > _MAX_NEAR_CHARS:
         return []
-    short = itertools.islice((one for one in names if len(one) <= _MAX_NEAR_CHARS), _MAX_NEAR)
+    short = itertools.islice((name for name in names if len(name) <= _MAX_NEAR_CHARS), _MAX_NEAR)
     return difflib.get_close_matches(wanted, short, n=count, cutoff=0.5)
 
 

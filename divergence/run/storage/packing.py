@@ -59,7 +59,7 @@ def pack(
     The file appears whole or not at all. Raises RunExistsError where ``out`` holds something
     and ``force`` is not given, and RunWriteError where it cannot be written.
     """
-    source = run if isinstance(run, Run) else Run.open(run)
+    source = Run.open(run)
     target = _beside(source.path, ".tar") if out is None else location_of(out)
     if archive_kind(target) is None:
         raise UsageError(
@@ -86,7 +86,7 @@ def unpack(
 
     The directory appears whole or not at all: it is filled beside and renamed. Raises as ``pack``.
     """
-    source = run if isinstance(run, Run) else Run.open(run)
+    source = Run.open(run)
     target = _beside(source.path, "") if out is None else location_of(out)
     if isinstance(target, Url) or archive_kind(target) is not None:
         raise UsageError(

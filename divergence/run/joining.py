@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,29 +114,25 @@ def shape_of(whole: Joined | Record) -> tuple[int, ...]:
 
 def shares_of(whole: Joined | Record, num_dims: int) -> list[Share]:
     """What each rank holds of it; empty where one holds all."""
-    found: list[Share] = []
-    if isinstance(whole, Joined):
-        _cut(whole, (slice(None),) * num_dims, found)
-    return found
+    if isinstance(whole, Record):
+        return []
+    return list(_cut(whole, (slice(None),) * num_dims))
 
 
-def _cut(whole: Joined | Record, index: tuple[slice, ...], found: list[Share]) -> None:
+def _cut(whole: Joined | Record, index: tuple[slice, ...]) -> Iterator[Share]:
     """Every leaf with the part of the whole tensor that it is (of terms: all of it)."""
     if isinstance(whole, Record):
-        found.append(Share(whole.rank, whole, index))
+        yield Share(whole.rank, whole, index)
         return
     start = 0 if whole.dim is None else index[whole.dim].start or 0
     for part in whole.parts:
         inner = index
         if whole.dim is not None:
             length = shape_of(part)[whole.dim]
-            inner = (
-                *index[: whole.dim],
-                slice(start, start + length),
-                *index[whole.dim + 1 :],
-            )
+            cut = slice(start, start + length)
+            inner = (*index[: whole.dim], cut, *index[whole.dim + 1 :])
             start += length
-        _cut(part, inner, found)
+        yield from _cut(part, inner)
 
 
 def combined(terms: Iterable[torch.Tensor], how: str) -> torch.Tensor:

@@ -90,14 +90,14 @@ def digests_of(run: Run, record: Record) -> Digests:
     records = [part.record for part in parts] or [record]
     if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
         return Digests(cuts, None, None)
-    return Digests(cuts, _all_of(one.xxh3 for one in records), _all_of(one.fold for one in records))
+    return Digests(cuts, _all_of(r.xxh3 for r in records), _all_of(r.fold for r in records))
 
 
 def _all_of(digests: Iterable[str | None]) -> tuple[str, ...] | None:
-    """None where one of them is."""
-    found = tuple(digests)
-    known = tuple(one for one in found if one is not None)
-    return known if len(known) == len(found) else None
+    """The digests; None where one is missing."""
+    every = tuple(digests)
+    known = tuple(digest for digest in every if digest is not None)
+    return known if len(known) == len(every) else None
 
 
 def unsharded(run: Run) -> Run:

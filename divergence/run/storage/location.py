@@ -65,8 +65,8 @@ def location_of(given: str | os.PathLike[str] | Url) -> Location:
     if isinstance(given, Url):
         return given
     text = os.fspath(given)
-    found = _SCHEME.match(text)
-    if found is None:
+    match = _SCHEME.match(text)
+    if match is None:
         collapsed = re.match(r"^([A-Za-z][A-Za-z0-9+.-]+):/[^/]", text)
         if isinstance(given, Path) and collapsed and not given.exists():
             raise UsageError(
@@ -79,7 +79,7 @@ def location_of(given: str | os.PathLike[str] | Url) -> Location:
             f"{text} is a chain of URLs",
             hint="name the object itself: archives (.tar, .zip) are opened without a chain",
         )
-    scheme, rest = found[1].lower(), text[found.end() :]
+    scheme, rest = match[1].lower(), text[match.end() :]
     if scheme in ("file", "local"):
         return expanded("/" + unquote(rest.removeprefix("localhost/")).lstrip("/"))
     if not rest.strip("/"):

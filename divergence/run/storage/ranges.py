@@ -2,7 +2,7 @@
 
 A request to an object store takes some 20 to 100 ms whatever its size, and one connection gives
 some 50 to 100 MB/s; so ranges that lie within ``GAP_BYTES`` of each other cost less as one
-request, and several requests run side by side. Whoever reads a run says beforehand which records
+request, and several requests run side by side. Whoever reads a run announces which records
 it will read and in which order (``expect``); what was not announced is fetched on its own.
 
 What was fetched is kept in memory up to a budget, least recently used first out. Tensors that are
@@ -94,13 +94,13 @@ class Ranges:
             return memoryview(bytearray())
         with self._lock:
             wanted = self._covering(name, begin, end)
-            found = self._submit(wanted)
+            fetched = self._submit(wanted)
             self._go_ahead(wanted)
         try:
-            data = found.wait()
+            data = fetched.wait()
         except BaseException:
-            with self._lock:  # asked for again next time
-                if self._kept.get(wanted) is found:
+            with self._lock:  # fetched again next time
+                if self._kept.get(wanted) is fetched:
                     self._forget(wanted)
             raise
         return memoryview(data)[begin - wanted[1] : end - wanted[1]]
@@ -125,27 +125,26 @@ class Ranges:
     # With the lock held, from here on.
 
     def _covering(self, name: str, begin: int, end: int) -> Range:
-        found = self._kept_index.covering(name, begin, end)
-        return found or self._expected_index.covering(name, begin, end) or (name, begin, end)
+        kept = self._kept_index.covering(name, begin, end)
+        return kept or self._expected_index.covering(name, begin, end) or (name, begin, end)
 
     def _submit(self, span: Range) -> _Fetched:
-        found = self._kept.get(span)
-        if found is not None:
+        if span in self._kept:
             self._kept.move_to_end(span)
-            return found
+            return self._kept[span]
         name, begin, end = span
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="divergence-fetch")
-        found = _Fetched(bytearray(end - begin))
+        fetched = self._kept[span] = _Fetched(bytearray(end - begin))
         for first in range(begin, end, SPAN_BYTES):
             last = min(first + SPAN_BYTES, end)
-            found.parts.append(self._pool.submit(self._fill, found.data, name, begin, first, last))
-        self._kept[span] = found
+            part = self._pool.submit(self._fill, fetched.data, name, begin, first, last)
+            fetched.parts.append(part)
         self._kept_index.add(span)
         self._kept_bytes += end - begin
         while self._kept_bytes > self._budget_bytes and len(self._kept) > 1:
             self._forget(next(iter(self._kept)))
-        return found
+        return fetched
 
     def _forget(self, span: Range) -> None:
         self._kept.pop(span)
@@ -175,13 +174,12 @@ def coalesced(wanted: Iterable[Range]) -> list[Range]:
     A range beyond SPAN_BYTES stays whole; several are put together only up to that.
     """
     first_use: dict[Range, int] = {}
-    for number, one in enumerate(wanted):
-        if one[1] < one[2]:
-            first_use.setdefault(one, number)
+    for number, span in enumerate(wanted):
+        if span[1] < span[2]:
+            first_use.setdefault(span, number)
     spans: list[tuple[int, Range]] = []
-    for one in sorted(first_use):
-        number = first_use[one]
-        name, begin, end = one
+    for span, number in sorted(first_use.items()):
+        name, begin, end = span
         if spans:
             before, (last_name, last_begin, last_end) = spans[-1]
             together = max(end, last_end) - last_begin
@@ -190,5 +188,5 @@ def coalesced(wanted: Iterable[Range]) -> list[Range]:
                 joined = (name, last_begin, max(end, last_end))
                 spans[-1] = (min(before, number), joined)
                 continue
-        spans.append((number, one))
+        spans.append((number, span))
     return [span for _, span in sorted(spans)]

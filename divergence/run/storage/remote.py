@@ -1,9 +1,8 @@
 """Object stores, through fsspec: whatever scheme it has a package for.
 
-One object at a time is listed, read by range, stored and removed; each request that breaks is
-tried again with growing pauses, and then ends in one error that names the URL; a web server has
-REQUEST_S for each, the stores' packages have limits of their own. Where a store
-refuses (no credentials, no permission, no bucket) trying again changes nothing, and is not done.
+A request that breaks is tried again with growing pauses, and then ends in one error that names the
+URL; a web server has REQUEST_S for each, the stores' packages have limits of their own. A refusal
+(no credentials, no permission, no bucket) is not tried again.
 
 Settings are those of the store's own package: environment variables (AWS_PROFILE,
 AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN) and fsspec's configuration files.
@@ -73,29 +72,27 @@ class Remote:
 
         def find() -> dict[str, Any]:
             self._fs.invalidate_cache()
-            found: dict[str, Any] = self._fs.find(self._root, detail=True)
-            return found
+            entries: dict[str, Any] = self._fs.find(self._root, detail=True)
+            return entries
 
         try:
-            found = self._try(find, "listing")
+            entries = self._try(find, "listing")
         except FileNotFoundError:
             return {}
         root = self._root.rstrip("/")
-        named: dict[str, Object] = {}
-        for path, entry in found.items():
+        objects: dict[str, Object | None] = {}
+        for path, entry in entries.items():
             if entry.get("type") != "directory" and (path == root or path.startswith(root + "/")):
                 name = path[len(root) + 1 :]
                 # a web server's page of links says no sizes
-                one = _object(entry) if entry.get("size") is not None else self.look(name)
-                named |= {} if one is None else {name: one}
-        if not named and self.url.scheme in _WEB:
-            # a server that does not answer has nothing to list: asked for the object, it is told
-            alone = self.look()
-            named |= {} if alone is None else {"": alone}
-        return named
+                sized = entry.get("size") is not None
+                objects[name] = _object(entry) if sized else self.look(name)
+        if not any(objects.values()) and self.url.scheme in _WEB:
+            objects[""] = self.look()  # raises where the server does not answer
+        return {name: there for name, there in objects.items() if there is not None}
 
     def check_bucket(self) -> None:
-        """Refuse where the bucket does not exist, for stores that have buckets."""
+        """Raises where the store has buckets and this one does not exist."""
         bucket = self._root.strip("/").partition("/")[0]
         if self.url.scheme in WITH_BUCKETS:
             try:
@@ -226,10 +223,11 @@ def _open(url: Url) -> tuple[Any, str]:
 
 
 def _object(entry: dict[str, Any]) -> Object:
-    found = next((entry[key] for key in _VERSIONS if entry.get(key)), None)
-    if isinstance(found, datetime):  # as one call of a package says it, where another gives seconds
-        found = found.timestamp()
-    return Object(size=int(entry.get("size") or 0), version=None if found is None else str(found))
+    version = next((entry[key] for key in _VERSIONS if entry.get(key)), None)
+    if isinstance(version, datetime):  # some calls of a package give seconds instead
+        version = version.timestamp()
+    size = int(entry.get("size") or 0)
+    return Object(size=size, version=None if version is None else str(version))
 
 
 def _known_refusal(error: Exception) -> tuple[str, str] | None:
@@ -259,8 +257,8 @@ def _known_refusal(error: Exception) -> tuple[str, str] | None:
 
 
 def _meant(error: Exception) -> Exception:
-    """What happened. fsspec's http:// says of most that there is no such file, and keeps the
-    reason as the cause: a response that is an error, or no response."""
+    """The error behind fsspec's http://, which reports most as a missing file and keeps the reason
+    as the cause: a response that is an error, or no response."""
     missing, cause = isinstance(error, FileNotFoundError), error.__cause__
     reason = cause if missing and isinstance(cause, Exception) else error
     status = getattr(reason, "status", None)

@@ -193,12 +193,12 @@ def _read_header(blob: Blob) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, value in header.items():
         try:
-            found = msgspec.convert(value, _HeaderEntry)
+            stated = msgspec.convert(value, _HeaderEntry)
         except msgspec.ValidationError as error:
             raise damaged(f"entry {key!r} is malformed: {error}") from error
-        begin, end = found.data_offsets
+        begin, end = stated.data_offsets
         entry = Entry(
-            begin=8 + length + begin, num_bytes=end - begin, dtype=found.dtype, shape=found.shape
+            begin=8 + length + begin, num_bytes=end - begin, dtype=stated.dtype, shape=stated.shape
         )
         if entry.num_bytes < 0 or begin < 0:
             raise damaged(f"entry {key!r} has negative offsets")

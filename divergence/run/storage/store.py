@@ -1,8 +1,7 @@
 """Where a run's files are read from: a directory, an archive, or either of them far away.
 
-Two questions, answered apart: where bytes come from (blob.py: a local file, a remote object), and
-how a run's names map to them (here: a directory's entries, an archive's members, a store's
-objects). The reader sees names and blobs only.
+A store maps a run's names to blobs: a directory's entries, an archive's members, an object store's
+objects. Where a blob's bytes come from is another question (blob.py).
 """
 
 from __future__ import annotations
@@ -174,13 +173,13 @@ class _Objects(Store):
         return str(self.place / name)
 
     def blob(self, name: str) -> Blob:
-        found = self._objects.get(name)
-        if found is None:
+        if name not in self._objects:
             raise RunFormatError(
                 f"{name} is missing", where=str(self.place),
                 hint="copy the whole run; a run is not complete without it",
             )  # fmt: skip
-        return _RemoteBlob(self._ranges, name, size=found.size, shown=self.where(name))
+        size = self._objects[name].size
+        return _RemoteBlob(self._ranges, name, size=size, shown=self.where(name))
 
     def has_changed(self, name: str) -> bool:
         return self._remote.look(name) != self._objects.get(name)
@@ -260,22 +259,22 @@ def _open_url(place: Url) -> Store:
             )
         if "" not in objects:
             folder = _Objects(place, remote, objects)
-            folder.expect(_needed_to_open({name: one.size for name, one in objects.items()}))
+            folder.expect(_needed_to_open({name: there.size for name, there in objects.items()}))
             return folder
-    found = objects[""] if objects else remote.look()
-    if found is None:
+    archived = objects[""] if objects else remote.look()
+    if archived is None:
         raise RunFormatError(f"there is nothing at {place}", hint="is the URL right?")
-    if not found.size:
+    if not archived.size:
         raise RunFormatError(f"{place} is empty", hint="copy it again")
     ranges = Ranges(remote.fetch)
     # where a tar begins and a zip has its directory
-    ranges.expect([("", 0, min(HEADER_BYTES, found.size)),
-                   ("", max(0, found.size - HEADER_BYTES), found.size)])  # fmt: skip
-    archive = _RemoteBlob(ranges, "", size=found.size, shown=str(place))
+    size = archived.size
+    ranges.expect([("", 0, min(HEADER_BYTES, size)), ("", max(0, size - HEADER_BYTES), size)])
+    archive = _RemoteBlob(ranges, "", size=size, shown=str(place))
     kind = archive_kind_of(archive)
     if kind is None:
         raise RunFormatError(f"{place} is neither a tar nor a zip archive")
-    store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=found)
+    store = _Archive(place, archive, kind, ranges=ranges, remote=remote, found=archived)
     store.expect(_needed_to_open({name: store.size(name) for name in store.names}))
     return store
 

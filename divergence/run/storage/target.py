@@ -276,11 +276,11 @@ class RemoteTarget:
     def _check_all_there(self) -> None:
         there = self._remote.objects()
         for name, size in self._sizes.items():
-            found = there.get(name)
-            if found is None or found.size != size:
-                what = "it is not there" if found is None else f"{found.size} bytes are there"
+            stored = there.get(name)
+            if stored is None or stored.size != size:
+                state = "it is not there" if stored is None else f"{stored.size} bytes are there"
                 raise RunWriteError(
-                    f"of {name} {size} bytes were stored, but {what}",
+                    f"of {name} {size} bytes were stored, but {state}",
                     where=str(self.place / name),
                     hint="does something else write to this place, or remove from it?",
                 )

@@ -153,20 +153,20 @@ def flat_parts(pieces: Iterable[ShardEntry]) -> Iterator[list[torch.Tensor]]:
 def _flat(pieces: list[ShardEntry]) -> list[torch.Tensor]:
     import torch
 
-    found: list[torch.Tensor | None] = [None] * len(pieces)
+    flat: list[torch.Tensor | None] = [None] * len(pieces)
     alike: dict[tuple[str, int], list[int]] = {}
     for index, piece in enumerate(pieces):
         num_bytes = piece.data.nbytes
         if 0 < num_bytes <= _FEW_BYTES:
             alike.setdefault((piece.dtype, num_bytes), []).append(index)
         else:
-            found[index] = piece.flat()
+            flat[index] = piece.flat()
     for (dtype, _), indices in alike.items():
         together = bytearray().join([pieces[index].data for index in indices])
         rows = torch.frombuffer(together, dtype=FORMATS[dtype].torch_dtype)
         for index, row in zip(indices, rows.view(len(indices), -1).unbind(), strict=True):
-            found[index] = row
-    return [one for one in found if one is not None]
+            flat[index] = row
+    return [tensor for tensor in flat if tensor is not None]
 
 
 def piece_of_item(item: CapturedTensor) -> ShardEntry:

@@ -1,14 +1,14 @@
 """What is kept of a tensor in place of its bytes: digest, statistics and projections.
 
-``Reducer`` stands before the writer's own completion of items, on the writer's thread, and takes
-over those of which no bytes are to be stored: by mode (``--store``), or because another run holds
-them (``--only-changed``). The rest it hands back. In the mode
+On the writer's thread a ``Reducer`` completes the items of which no bytes are to be stored, by mode
+(``--store``) or because another run holds them (``--only-changed``), and returns the rest to the
+writer. In the mode
 
 ``full``    nothing is taken over but what ``held`` holds;
 ``sketch``  floats are sketched (numerics.sketch says which), other tensors stay whole;
 ``stats``   summary and digest; ``hash``: the digest alone.
 
-An item that a device has reduced already (``Item.reduced``, divergence.recording.keeper) has
+An item that a device has reduced already (``CapturedTensor.reduced``, recording.keeper) has
 its numbers on the device: they are fetched here, those of a batch in one transfer a kind.
 """
 
@@ -129,7 +129,7 @@ class Reducer:
         contents = iter(fresh)
         for part in [] if self._store_mode == "hash" else flat_parts(fresh.values()):
             summaries = summarize_many(part, kernel=self._kernel)
-            flat = {content: one for one, content in zip(part, contents, strict=False)}
+            flat = {content: tensor for tensor, content in zip(part, contents, strict=False)}
             sketches = self._sketches(flat, store)
             for content, summary in zip(flat, summaries, strict=True):
                 self._known[content] = (summary, sketches.get(content))
@@ -152,10 +152,10 @@ class Reducer:
             if (k := num_projections(content[2], format_named(content[1]))) is not None
         }
         tensors = [flat[content].view(rows_of(content[2])) for content in wanted]
-        found = sketch_many(tensors, list(wanted.values()), kernel=self._kernel)
+        sketches = sketch_many(tensors, list(wanted.values()), kernel=self._kernel)
         return {
-            content: stored_sketch(one, k, store, sums="float64")
-            for (content, k), one in zip(wanted.items(), found, strict=True)
+            content: stored_sketch(sketch, k, store, sums="float64")
+            for (content, k), sketch in zip(wanted.items(), sketches, strict=True)
         }
 
 

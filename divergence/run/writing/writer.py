@@ -107,7 +107,6 @@ class RunWriter:
         self._wake, self._progress = threading.Event(), threading.Event()
         self._closing = self._flush_asked = False
         self._failure: BaseException | None = None
-        self._closed = False
         try:
             self._target = open_target(self.path, force=force, rank=rank)
         except OSError as error:
@@ -168,14 +167,13 @@ class RunWriter:
             self._wait_until(lambda: not self._too_much())
 
     def _too_much(self) -> bool:
-        """Does more wait than may, beside what is in the ring? (A place there is waited for
-        before.)"""
+        """Do more tensors or bytes wait than may? Bytes in the ring are bounded by ``make_room``."""
         waiting = self._put_bytes - self._done_bytes
         count = self._put_count - self._done_count
         return count > self._limits.num_queued or waiting > self._limits.ring_bytes
 
     def make_room(self, num_bytes: int) -> Slot | None:
-        """A place in the buffer, waited for; None where all that is there is held elsewhere."""
+        """Waits for a place in the buffer; None where all of it is held elsewhere."""
         assert self._buffer is not None
         while True:
             idle = self._done_count >= self._put_count and not self._pending.num_bytes
@@ -223,9 +221,8 @@ class RunWriter:
 
     def close(self, *, complete: bool, stopped_by: str | None = None) -> None:
         """Finish the background work and the manifest. Raises the writer's own failure."""
-        if self._closed:
+        if self._closing:
             return
-        self._closed = True
         self._closing = True
         self._wake.set()
         self._thread.join()
@@ -241,7 +238,7 @@ class RunWriter:
         self._raise_failure()
 
     def _try(self, step: Callable[[], object]) -> None:
-        """A step of closing, which goes on after it failed; the first failure is kept."""
+        """Runs a step of closing and keeps the first failure."""
         try:
             step()
         except Exception as error:
@@ -316,28 +313,15 @@ class RunWriter:
         if self._reducer is not None:
             items = self._reducer.take(items, self._store)
         self._complete(items)
-        rank = self._rank
         records = [
             Record(
-                pass_=pass_,
-                sample=sample,
-                step=step,
-                site=site,
-                order=order,
-                shape=item.shape,
-                dtype=item.dtype,
-                summary=item.summary,
-                place=item.place,
-                xxh3=item.digest,
-                fold=item.fold,
-                sketch=item.sketch,
-                rank=rank,
-                positions=positions,
-                call=call,
-                placement=placement,
+                pass_=pass_, sample=sample, step=step, site=site, order=order, shape=item.shape,
+                dtype=item.dtype, summary=item.summary, place=item.place, xxh3=item.digest,
+                fold=item.fold, sketch=item.sketch, rank=self._rank, positions=positions,
+                call=call, placement=placement,
             )
             for item, _, pass_, sample, step, site, order, positions, call, placement in batch
-        ]
+        ]  # fmt: skip
         self._pending.add_records(records, seen_bytes=sum(entry[0].num_bytes for entry in batch))
         del slots
 
@@ -365,9 +349,8 @@ class RunWriter:
             item.tensor = None
         parts = flat_parts(piece for _, piece in fresh.values())
         kernel = self._limits.kernel
-        summaries = [one for part in parts for one in summarize_many(part, kernel=kernel)]
-        found = zip(fresh.items(), summaries, strict=True)
-        for ((digest, kind), (item, piece)), summary in found:
+        summaries = [summary for part in parts for summary in summarize_many(part, kernel=kernel)]
+        for ((digest, kind), (item, piece)), summary in zip(fresh.items(), summaries, strict=True):
             shard = self._pending.shard
             item.place, clash = self._pending.add(digest, piece)
             item.summary = summary
@@ -376,7 +359,7 @@ class RunWriter:
             item.place, item.summary = other.place, other.summary
 
     def _store(self, digest: bytes, piece: ShardEntry) -> Place:
-        """Queue bytes that are made beside (a sketch's), and say where they will be."""
+        """Queues bytes of the reducer's own (a sketch) and returns where they will be."""
         return self._pending.add(digest, piece)[0]
 
     def _flush(self) -> None:

@@ -135,9 +135,7 @@ def explain_token(
     Raises UsageError without an anchored pass, ModelError where the model is not here, and
     IncomparableError where it has other weights than the run.
     """
-    a, b = (
-        unsharded(run if isinstance(run, Run) else Run.open(run)) for run in (reference, candidate)
-    )
+    a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
     reason = _nothing(report)
     if reason is not None:
         return _noted(report, reason)

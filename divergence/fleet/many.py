@@ -286,7 +286,7 @@ def _make_truth(first: Run) -> str:
 
 
 def _opened(run: str | Path | Run) -> Run:
-    return unsharded(run if isinstance(run, Run) else Run.open(run))
+    return unsharded(Run.open(run))
 
 
 @contextlib.contextmanager

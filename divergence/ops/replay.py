@@ -80,7 +80,7 @@ def replay(
         command=command,
     )  # fmt: skip
     sites, device = given["sites"], given["device"]
-    source = run if isinstance(run, Run) else Run.open(run)
+    source = Run.open(run)
     if source.manifest.settings.compute_dtype is not None:
         raise UsageError(
             f"{source.path} was computed in {source.manifest.settings.compute_dtype} itself",

@@ -84,7 +84,7 @@ def localize(
     Raises UsageError for runs that cannot be gone into and for a block that does not exist, and
     what capture, reference and compare raise.
     """
-    a, b = (unsharded(_open(run)) for run in (reference, candidate))
+    a, b = (unsharded(Run.open(run)) for run in (reference, candidate))
     on_progress: Progress = progress or (lambda event, done, total, detail: None)
     folder = folder_of(out)
     if a.manifest.plan.store != "full":
@@ -137,7 +137,7 @@ def _descend(
     if truth is None and block is None:  # a truth is dear: not where there is nothing to judge
         report = compare(a, b, progress=on_progress)
     if report is None or not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)):
-        right = maker.truth("truth") if truth is None else _open(truth)
+        right = maker.truth("truth") if truth is None else Run.open(truth)
         right = None if right is None else unsharded(right)
         report = compare(a, b, truth=right, progress=on_progress)
     done.levels = [Level.of_report("block", report)]
@@ -314,10 +314,6 @@ def _inner_modules(run: Run, block: str) -> list[str]:
     names = [n.removeprefix(block + ".") for n in run.manifest.model.digests
              if n.startswith(block + ".")]  # fmt: skip
     return [f"{block}.*"] if any("." in name for name in names) else []
-
-
-def _open(run: str | Path | Run) -> Run:
-    return run if isinstance(run, Run) else Run.open(run)
 
 
 def _path(run: str | Path | Run) -> str:

@@ -74,7 +74,7 @@ def sensitivity(
     or is not healthy before anything is planted, IncomparableError for other weights or
     tokens, and what ``capture`` and ``compare`` raise.
     """
-    a = unsharded(run if isinstance(run, Run) else Run.open(run))
+    a = unsharded(Run.open(run))
     chosen = faults_named(faults)
     _chosen_blocks(_blocks_with_outputs(a), blocks)  # before anything is captured
     with contextlib.ExitStack() as stack:
@@ -88,7 +88,7 @@ def sensitivity(
             stack.callback(b.close)
             notes.append(kernels)
         else:
-            b = unsharded(candidate if isinstance(candidate, Run) else Run.open(candidate))
+            b = unsharded(Run.open(candidate))
         trials, verdict = _healthy(
             a, b, truth=truth, floor=floor, thresholds=thresholds, progress=progress
         )

@@ -89,7 +89,7 @@ def repro(
     scalars, RunFormatError, ModelError, RunExistsError and
     RunWriteError.
     """
-    source, other, right = (None if one is None else _opened(one) for one in (run, against, truth))
+    source, other, right = (None if one is None else Run.open(one) for one in (run, against, truth))
     assert source is not None
     pass_ = replayable_pass(source)
     calls = _calls_at(source, pass_, site, sample=sample, step=step)
@@ -141,10 +141,6 @@ def repro(
         against=dict(sides[1].from_first) if other is not None else {},
         notes=tuple(notes),
     )  # fmt: skip
-
-
-def _opened(run: str | Path | Run) -> Run:
-    return run if isinstance(run, Run) else Run.open(run)
 
 
 def _calls_at(

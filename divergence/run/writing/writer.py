@@ -167,7 +167,7 @@ class RunWriter:
             self._wait_until(lambda: not self._too_much())
 
     def _too_much(self) -> bool:
-        """Do more tensors or bytes wait than may? Bytes in the ring are bounded by ``make_room``."""
+        """Do more tensors or bytes wait than may? ``make_room`` bounds those in the ring."""
         waiting = self._put_bytes - self._done_bytes
         count = self._put_count - self._done_count
         return count > self._limits.num_queued or waiting > self._limits.ring_bytes

@@ -29,7 +29,7 @@ from divergence.recording.new_run import check_output
 from divergence.recording.prompts import Prompt
 from divergence.recording.ranks.processes import joined
 from divergence.recording.request import Request, resolve_request, taken
-from divergence.recording.suites import capture_suite, opened, truth_of_suite, wants_suite
+from divergence.recording.suites import capture_suite, truth_of_suite, wants_suite
 from divergence.recording.widening import check_device
 from divergence.recording.wishes import options_of, plain_wishes
 from divergence.run.reader import Run
@@ -115,7 +115,7 @@ def capture(
     """
     options = options_of(CaptureOptions, locals())
     plain_wishes(force=force, command=command)
-    like = opened(like)
+    like = None if like is None else Run.open(like)
     if wants_suite(model, like, impl):
         return capture_suite(
             model, like=like, options=options, out=out, force=force, command=command,
@@ -156,7 +156,7 @@ def truth(
 
     options = options_of(TruthOptions, locals())
     plain_wishes(force=force, command=command)
-    recorded = unsharded(opened(run))
+    recorded = unsharded(Run.open(run))
     if recorded.manifest.settings.compute_dtype is not None:
         raise UsageError(
             f"{recorded.path} is a truth itself (computed in "

@@ -31,7 +31,7 @@ from divergence.recording.passes import why_not_whole
 from divergence.recording.prompts import group_samples, tokenize
 from divergence.recording.request import Request, resolve_request
 from divergence.recording.selection import SiteSelection, check_operators, step_selected
-from divergence.recording.suites import opened, refuse_options, suite_of, wants_suite
+from divergence.recording.suites import refuse_options, suite_of, wants_suite
 from divergence.recording.wishes import plain_wishes
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModuleNote, StoreMode
@@ -116,7 +116,7 @@ def plan_capture(
     for name in ("out", "force", "command", "progress", "probe"):
         options.pop(name, None)
     chosen = CaptureOptions(**plain_wishes(**options))
-    like = opened(like)
+    like = None if like is None else Run.open(like)
     if wants_suite(model, like, chosen.impl):
         return _plan_suite(model, like=like, options=chosen)
     request = resolve_request(model, like=like, options=chosen)

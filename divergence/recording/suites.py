@@ -7,7 +7,7 @@ no tokens, no weights and no modules, so the options about those are refused.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
@@ -18,16 +18,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import SUITE
 from divergence.run.storage.location import location_of
 
-__all__ = ["capture_suite", "opened", "refuse_options", "suite_of", "truth_of_suite", "wants_suite"]
-
-
-@overload
-def opened(run: str | Path | Run) -> Run: ...
-@overload
-def opened(run: str | Path | Run | None) -> Run | None: ...
-def opened(run: str | Path | Run | None) -> Run | None:
-    """The run to be repeated, opened once."""
-    return run if run is None or isinstance(run, Run) else Run.open(run)
+__all__ = ["capture_suite", "refuse_options", "suite_of", "truth_of_suite", "wants_suite"]
 
 
 def wants_suite(model: str | Path | None, like: Run | None, impl: Any = ()) -> bool:

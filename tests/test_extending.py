@@ -11,7 +11,7 @@ import pytest
 import divergence.analyses
 from divergence.comparison import answer
 from divergence.comparison.api import compare
-from divergence.layout.lines import Line
+from divergence.layout import Line
 from divergence.recording.api import capture
 from divergence.report.summary import report_lines
 

@@ -29,7 +29,7 @@ VERBOSE = "divergence.verbose"
 
 def show(text: str) -> None:
     """One answer in text form, to stdout."""
-    from divergence.layout.terminal import write_text
+    from divergence.layout import write_text
 
     write_text(printable_lines(text.removesuffix("\n")) + "\n")
 
@@ -37,7 +37,7 @@ def show(text: str) -> None:
 def show_plan(plan: Any, *, json: bool) -> None:
     import msgspec
 
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.capturing import plan_lines
     from divergence.report.machine import strict_json
 
@@ -51,7 +51,7 @@ def show_plan(plan: Any, *, json: bool) -> None:
 def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
     if run.manifest.mesh is not None and os.environ.get("RANK", "0") != "0":
         return  # the first rank speaks for all
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.capturing import captured_lines
 
     if json or quiet:
@@ -61,7 +61,7 @@ def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
 
 
 def show_copy(what: str, run: Any, *, json: bool, quiet: bool) -> None:
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.capturing import copied_lines
 
     if json or quiet:

@@ -184,8 +184,7 @@ def compare(
 
 
 def _show_matrix(matrix: Matrix, *, every: bool, json: bool, quiet: bool, verbose: bool) -> None:
-    from divergence.layout.lines import BLANK, heading
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import BLANK, heading, print_lines
     from divergence.report.matrix import matrix_headline, matrix_lines
     from divergence.report.summary import report_lines
 
@@ -212,7 +211,7 @@ def show_report(
     report: Report, *, every: bool = False, json: bool = False, quiet: bool = False, verbose: bool
 ) -> None:
     """The report in the form that was asked for."""
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.summary import report_lines, verdict_lines
 
     if json:
@@ -278,9 +277,9 @@ def check(
     options = {**settings("check"), **options}
     if bless:
         from divergence.gate import golden as goldens
-        from divergence.layout.terminal import print_lines
+        from divergence.layout import print_lines
         from divergence.report.machine import blessing_json
-        from divergence.report.outcome import blessing_lines
+        from divergence.report.summary import blessing_lines
 
         with progress_bars(quiet=quiet or json) as progress:
             blessing = goldens.bless(
@@ -294,9 +293,9 @@ def check(
         return
 
     from divergence.gate.check import check
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.machine import check_json
-    from divergence.report.outcome import check_lines
+    from divergence.report.summary import check_lines
 
     try:
         with progress_bars(quiet=quiet or json) as progress:

@@ -174,7 +174,7 @@ def _folder(workdir: Path | None, name: str = "demo") -> Path:
 
 
 def _say(text: str) -> None:
-    from divergence.layout.terminal import write_text
+    from divergence.layout import write_text
 
     write_text(text + "\n")
 
@@ -221,7 +221,7 @@ def _localize(
     plan: _Plan, a: Path, b: Path, truth: Path, out: Path, title: str, *, quiet: bool
 ) -> Any:
     from divergence.experiments.localization.localize import localize
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.localization import localization_lines
 
     words = ["divergence", "localize", str(a), str(b), "--truth", str(truth), "-o", str(out),

@@ -81,7 +81,7 @@ def localize(
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")
     from divergence.experiments.localization.localize import localize
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.localization import localization_lines
 
     with progress_bars(quiet=quiet or json) as progress:
@@ -155,7 +155,7 @@ def sensitivity(
     """
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.sensitivity import answer_lines, sensitivity_lines
 
     with progress_bars(quiet=quiet or json) as progress:
@@ -197,9 +197,9 @@ def selftest(
     Exit code 0 once all steps were tried, whatever they found; with --exit-code 1 where one failed.
     """
     from divergence.experiments.selftest import selftest
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.recording.machine.environment import resolve_device
-    from divergence.report.selftest import answer_lines, selftest_lines
+    from divergence.report.environment import selftest_answer, selftest_lines
 
     name = resolve_device(device)
     file = out or Path(f"selftest-{name.replace(':', '-')}.json")
@@ -216,7 +216,7 @@ def selftest(
     if json:
         show(result.to_json(indent=2))
     else:
-        print_lines(answer_lines(result) if quiet else selftest_lines(result, verbose=verbose))
+        print_lines(selftest_answer(result) if quiet else selftest_lines(result, verbose=verbose))
         if not quiet:
             show(f"written to {file}")
     if exit_code and result.failed:

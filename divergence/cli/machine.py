@@ -38,8 +38,8 @@ def probe(
         raise UsageError("there is no directory to write to", hint="-o RUN")
 
     from divergence.arithmetic.api import probe as call
-    from divergence.layout.terminal import print_lines
-    from divergence.report.arithmetic import probed_lines
+    from divergence.layout import print_lines
+    from divergence.report.environment import probed_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         run = call(out=out, force=force, command=command, progress=progress, **options)
@@ -65,7 +65,7 @@ def env(
     """
     import msgspec
 
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.recording.machine.environment import collect_environment
     from divergence.report.environment import environment_lines
     from divergence.report.machine import strict_json

@@ -186,7 +186,7 @@ def _reader_gone() -> typer.Exit:
 
 def _say(text: str, *, fault: bool = False) -> None:
     """To stderr; of several ranks the others are silent but for faults, which are theirs alone."""
-    from divergence.layout.terminal import write_text
+    from divergence.layout import write_text
 
     rank = other_rank() if fault else None
     if rank is not None and sys.__stderr__ is not None:

@@ -113,10 +113,10 @@ def repro(
 
     import msgspec
 
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.ops.reproducer.repro import repro as call
+    from divergence.report.localization import reproducer_lines
     from divergence.report.machine import strict_json
-    from divergence.report.reproducing import reproducer_lines
 
     with progress_bars(quiet=quiet or json) as progress:
         made = call(

@@ -37,7 +37,7 @@ def inspect(
     import msgspec
 
     from divergence.analyses.precision.audit import audit_runs
-    from divergence.layout.terminal import print_lines
+    from divergence.layout import print_lines
     from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
     from divergence.report.machine import strict_json
     from divergence.run.reader import Run

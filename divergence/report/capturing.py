@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
-from divergence.layout.numbers import count, shape_text, size
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
 from divergence.report.environment import fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.run.command import command_line

@@ -1,15 +1,36 @@
-"""The machine of a run: what it is, and what it did with the determinism switches."""
+"""The machine of a run: what it is, and what it did with the determinism switches.
+
+What probes found of a machine, for people: a line a subject, grouped by probe.
+
+Without ``verbose`` what nearly every machine does is counted and not listed: exact inputs, nearest
+rounding, functions within one ulp.
+
+What `selftest` says: step by step, what worked on this device.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 
-from divergence.layout.lines import Line, columns, heading, prose
-from divergence.layout.numbers import count
-from divergence.run.schema.manifest import Environment, Repeatability, Settings, Switch
+from divergence.experiments.result import Selftest, StepStatus
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose
+from divergence.run.command import command_line
+from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.manifest import Environment, Manifest, Repeatability, Settings, Switch
 
-__all__ = ["environment_lines", "fallback_lines", "repeat_lines", "switch_lines"]
+__all__ = [
+    "TITLES",
+    "arithmetic_lines",
+    "environment_lines",
+    "fallback_lines",
+    "probed_lines",
+    "repeat_lines",
+    "selftest_answer",
+    "selftest_lines",
+    "switch_lines",
+]
 
 _NAMED = 8  # operators in a line
 
@@ -81,3 +102,104 @@ def repeat_lines(repeat: Repeatability) -> list[Line]:
     differ = f"{repeat.num_different:,} of {repeat.num_compared:,} repeated tensors differ"
     text = f"{repeat.num_runs} runs: " + (differ if repeat.num_different else "all bits equal")
     return [prose("  repeated", text + first, width=14)]
+
+
+TITLES = {
+    "order": "order of additions",
+    "accumulator": "partial sums",
+    "input bits": "bits kept of float32 inputs",
+    "fma": "multiply-adds",
+    "rows": "one row against sixteen",
+    "batch": "row 0 in batches of 1 to 17",
+    "subnormals": "subnormal numbers",
+    "rounding": "rounding",
+    "ulp": "elementary functions, worst error",
+    "lanes": "vector code against scalar code",
+    "probe": "not probed",
+}
+"""Probe → heading, in the order shown."""
+
+_USUAL = (
+    "to nearest, ties to even", "kept in, kept out", "23 bits (float32)", "invariant",
+    "24 bits (float32), rounded to nearest", "the same bits at M=1 and M=16",
+    "same bits alone and in a vector",
+)  # fmt: skip
+_USUAL_ULP = 1.0
+
+
+def arithmetic_lines(facts: Sequence[ArithmeticFact], *, verbose: bool = False) -> list[Line]:
+    """A section, or nothing where nothing was probed."""
+    if not facts:
+        return []
+    unverified = sum(not fact.verified for fact in facts)
+    told = count(len(facts), "fact") + (f", {unverified} unverified" if unverified else "")
+    lines = [heading("arithmetic", told + ("" if verbose else " (inspect -v lists all)"))]
+    for probe in dict.fromkeys([*TITLES, *(fact.probe for fact in facts)]):
+        mine = [fact for fact in facts if fact.probe == probe]
+        shown = [fact for fact in mine if verbose or not _usual(fact)]
+        if not mine:
+            continue
+        rest = len(mine) - len(shown)
+        more = f"{rest} as usual" if rest else ""
+        lines.append(prose(f"  {TITLES.get(probe, probe)}:", more, width=38))
+        lines += columns(
+            [(fact.subject, _answer(fact, verbose=verbose)) for fact in shown], indent=4
+        )
+    return [*lines, BLANK]
+
+
+def _usual(fact: ArithmeticFact) -> bool:
+    if fact.probe == "ulp" and fact.verified:
+        return fact.numbers.get("worst", 2.0) <= _USUAL_ULP
+    return fact.verified and fact.value in _USUAL
+
+
+def _answer(fact: ArithmeticFact, *, verbose: bool) -> str:
+    text = fact.value
+    if not fact.verified:
+        text += f" [unverified: {fact.evidence}]" if fact.evidence else " [unverified]"
+    return f"{text} [{fact.evidence}]" if verbose and fact.verified and fact.evidence else text
+
+
+def probed_lines(path: str | os.PathLike[str], manifest: Manifest, *, verbose: bool) -> list[Line]:
+    """What `divergence probe` says when it is done."""
+    trees = [fact for fact in manifest.arithmetic if fact.probe == "order"]
+    proven = sum(fact.verified for fact in trees)
+    return [
+        line(
+            ("probed", "bold green"),
+            f" {os.fspath(path)}: {count(len(manifest.arithmetic), 'fact')}; {proven} of "
+            f"{count(len(trees), 'order')} of additions replayed bit by bit",
+        ),
+        prose("machine", f"{manifest.environment.label}, on {manifest.settings.device}"),
+        BLANK,
+        *arithmetic_lines(manifest.arithmetic, verbose=verbose),
+        heading("next"),
+        line("  divergence probe -o OTHER    # on the other machine"),
+        line("  " + command_line("compare", os.fspath(path), "OTHER")),
+    ]
+
+
+_STYLES: dict[StepStatus, str] = {"ok": "green", "failed": "red", "skipped": "yellow"}
+
+
+def selftest_answer(result: Selftest) -> list[Line]:
+    """One line: how many steps did what."""
+    tally = Counter(step.status for step in result.steps)
+    told = ", ".join(f"{tally[name]} {name}" for name in _STYLES if tally[name])
+    told = told or "nothing was run"
+    text = f"{told}{'' if result.complete else '; interrupted'}"
+    return [prose(result.device, text, width=12, style="red" if result.failed else "green")]
+
+
+def selftest_lines(result: Selftest, *, verbose: bool = False) -> list[Line]:
+    """The answer, the steps, the machine and its switches."""
+    lines = [*selftest_answer(result), BLANK, heading("steps")]
+    for step in result.steps:
+        lines.append(prose(f"  {step.status}", f"{step.name}  ({step.seconds:.1f} s)", width=11,
+                           style=_STYLES[step.status]))  # fmt: skip
+        lines.append(prose("", step.detail, width=11))
+    if result.fallbacks:
+        lines += [BLANK, prose("on the CPU", ", ".join(result.fallbacks), width=12, style="yellow")]
+    lines += [BLANK, *environment_lines(result.environment)]
+    return lines + switch_lines(result.switches, verbose=verbose)

@@ -10,8 +10,19 @@ import os
 from collections import Counter
 
 from divergence.fleet.result import Matrix, MatrixRow
-from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
-from divergence.layout.numbers import count, decimal, share, times
+from divergence.layout import (
+    BLANK,
+    MAX_WIDTH,
+    Line,
+    count,
+    cut,
+    decimal,
+    heading,
+    line,
+    prose,
+    share,
+    times,
+)
 from divergence.report.summary import VERDICT_STYLES
 
 __all__ = ["matrix_headline", "matrix_lines"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from divergence.experiments.result import FaultSize, Sensitivity
-from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
-from divergence.layout.numbers import count, share
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
 
 __all__ = ["answer_lines", "sensitivity_lines"]
 

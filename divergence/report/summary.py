@@ -2,20 +2,36 @@
 
 Nothing here opens a run or prints. Data (paths, module names, decoded tokens) goes
 in as it is; a decoded token is quoted, since it may hold a newline.
+
+What each analysis shows of itself in a report, in one order.
+
+What `check` says before it shows the report: passed or failed, or blessed.
+
+CheckResult and Blessing come from divergence.gate.check and .golden, which open
+runs and are therefore not imported here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
+from divergence.comparison import answer
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results.findings import PreflightLine, Verdict
 from divergence.comparison.results.sites import PassCoverage
-from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
-from divergence.layout.numbers import count
-from divergence.report.analyses import shown_by_analyses
+from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 
-__all__ = ["VERDICT_STYLES", "report_lines", "verdict_lines"]
+__all__ = [
+    "VERDICT_STYLES",
+    "blessing_lines",
+    "check_lines",
+    "report_lines",
+    "shown_by_analyses",
+    "verdict_lines",
+]
 
 VERDICT_STYLES = {
     "identical": "bold green",
@@ -204,3 +220,93 @@ def _next_lines(commands: list[str]) -> list[Line]:
     if not commands:
         return []
     return [heading("next"), *(line(f"  {command}") for command in commands)]
+
+
+_ORDER = ("tokens", "blocks", "suite", "operators", "precision", "ends", "ranks")
+
+
+def shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
+    """The sections of all analyses that have a ``show`` module, others behind those of _ORDER."""
+    lines = []
+    for name in dict.fromkeys((*_ORDER, *answer.ANALYSES)):
+        path = f"divergence.analyses.{name}.show"
+        if name in _ORDER or find_spec(path) is not None:
+            lines += import_module(path).show(report, all_sites=all_sites)
+    return lines
+
+
+MAX_LISTED = 12
+
+
+def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> list[Line]:
+    """PASSED or FAILED with each rule that is not met and each known difference, then the report
+    it rests on; ``brief``: without that.
+
+    ``result``: a CheckResult of divergence.gate.check, which may open runs and is
+    therefore not imported here.
+    """
+    policy = result.policy
+    if result.passed:
+        head = line(("PASSED", "bold green"), f": policy {policy.name or 'given'} is met")
+    else:
+        head = line(
+            ("FAILED", "bold red"),
+            f": {count(len(result.failures), 'failure')} of policy {policy.name or 'given'}",
+        )
+    shown = result.failures if verbose else result.failures[:MAX_LISTED]
+    lines = [head]
+    lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
+    if len(shown) < len(result.failures):
+        more = len(result.failures) - len(shown)
+        lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
+    lines += _known_lines(result)
+    if brief:
+        return lines
+    if result.num_ties:
+        what = (
+            f"{count(result.num_ties, 'flipped token')} counted as equal: within the policy's tie"
+        )
+        lines.append(prose("  ties: ", what, width=4))
+    lines += [prose("  note: ", note, style="yellow", width=4) for note in result.notes]
+    return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
+
+
+def _known_lines(result: Any) -> list[Line]:
+    """One line for each known difference of the policy: what it excused, or why it did not."""
+    lines = []
+    if result.excused:
+        what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
+        lines.append(prose("  excused: ", what, style="yellow", width=4))
+    for use in result.known:
+        sites = use.sites if isinstance(use.sites, str) else ", ".join(use.sites)
+        text = f"{sites}: {use.status}: {use.text} ({use.reason})"
+        lines.append(prose("  known: ", text, style="yellow", width=4))
+    return lines
+
+
+def blessing_lines(blessing: Any) -> list[Line]:
+    """What became the golden, what it replaces and how the two differ.
+
+    ``blessing``: a Blessing of divergence.gate.check.
+    """
+    lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
+    if blessing.previous is None:
+        return [*lines, line("  there was no golden before")]
+    lines.append(prose("previous", f"kept as {blessing.previous}"))
+    if blessing.verdict is not None:
+        lines.append(
+            prose(
+                "old to new",
+                f"{blessing.verdict}: {blessing.summary}",
+                style=VERDICT_STYLES[blessing.verdict],
+            )
+        )
+    else:
+        lines.append(prose("old to new", f"not compared: {blessing.reason}", style="yellow"))
+    for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
+        shown = ", ".join(sites[:MAX_LISTED])
+        more = f", … {len(sites) - MAX_LISTED} more" if len(sites) > MAX_LISTED else ""
+        lines.append(
+            prose(name, f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}")
+        )
+    return lines

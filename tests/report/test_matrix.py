@@ -11,8 +11,7 @@ import pytest
 
 from divergence.comparison.results.findings import Onset
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
-from divergence.layout.lines import MAX_WIDTH
-from divergence.layout.terminal import print_lines
+from divergence.layout import MAX_WIDTH, print_lines
 from divergence.report.matrix import MAX_ROWS, matrix_headline, matrix_lines
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "matrix.txt"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from divergence.experiments.result import Confirmation, FaultSize, Sensitivity
-from divergence.layout.numbers import share
+from divergence.layout import share
 from divergence.report.sensitivity import answer_lines, sensitivity_lines
 
 _spec = importlib.util.spec_from_file_location(

@@ -15,10 +15,8 @@ from divergence.comparison.results.findings import Evidence
 from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
-from divergence.layout.lines import MAX_WIDTH, fold, line, prose
-from divergence.layout.terminal import print_lines, write_text
-from divergence.report.outcome import check_lines
-from divergence.report.summary import report_lines, verdict_lines
+from divergence.layout import MAX_WIDTH, fold, line, print_lines, prose, write_text
+from divergence.report.summary import check_lines, report_lines, verdict_lines
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -207,7 +205,7 @@ def test_an_ascii_stream_gets_ascii():
 def test_a_closed_pipe_is_no_failure(tmp_path):
     """`divergence compare | head` ends with the command's own exit code."""
     code = (
-        "from divergence.layout.terminal import write_text\n"
+        "from divergence.layout import write_text\n"
         "for _ in range(9999): write_text('x' * 99)\n"
         "raise SystemExit(7)"
     )

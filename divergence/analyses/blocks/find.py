@@ -15,17 +15,18 @@ from typing import Any
 
 import msgspec
 
-from divergence.analyses.blocks.confidence import checks_of
 from divergence.analyses.blocks.drift import find_drift
-from divergence.analyses.blocks.escalated import Escalation, judge_escalated
-from divergence.analyses.blocks.evidence import only_in, unanchored_evidence, unit_evidence
-from divergence.analyses.blocks.families import Family, find_family
-from divergence.analyses.blocks.next import next_commands
+from divergence.analyses.blocks.evidence import (
+    checks_of,
+    next_commands,
+    only_in,
+    unanchored_evidence,
+    unit_evidence,
+)
 from divergence.analyses.blocks.nonfinite import find_nonfinite
-from divergence.analyses.blocks.rounding import within_rounding
-from divergence.analyses.blocks.standouts import evidence_of, find_standouts
-from divergence.analyses.blocks.suspects import find_suspects
-from divergence.analyses.blocks.units import Unit, build_units
+from divergence.analyses.blocks.rounding import evidence_of, find_standouts, within_rounding
+from divergence.analyses.blocks.suspects import Escalation, find_suspects, judge_escalated
+from divergence.analyses.blocks.units import Family, Unit, build_units, find_family
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
 from divergence.comparison.measure.unmeasured import estimated_evidence, unmeasured_evidence

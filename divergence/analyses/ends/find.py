@@ -4,23 +4,42 @@ An integer that differs before the first block that is beyond its limit is its c
 verdict. What is made between modules is seen in free runs: it comes after what equal inputs show in
 a block, and before what free runs seem to say of later blocks. Whatever is not the verdict stands
 in its evidence.
+
+The ends: what an anchored pass cannot see, since it puts the reference's tensors in place.
+
+What lies between blocks, before the final norm, before and behind the head (ends.seams), in
+sampling (ends.sampling), and what is no number that rounds: masks and positions
+(ends.integers). Each is exact or nearly so, and judged on each side by itself.
+
+Sampling: is each token the largest of the logits that decided it, on each side by itself?
+
+Decoding is greedy, so a choice follows from its own row of logits exactly; no rounding lies between
+them. Only where several logits are equal is any of them right. A row with a nan decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from divergence.analyses.ends.ends import find_ends
-from divergence.analyses.ends.integers import Integers
-from divergence.analyses.ends.sampling import Misfit
-from divergence.analyses.ends.seams import Seam
+from divergence.analyses.ends.integers import Integers, find_integers
+from divergence.analyses.ends.seams import Seam, find_seams
+from divergence.comparison.align.pairs import Alignment
+from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
-from divergence.comparison.results.sites import onset_at, order_of
+from divergence.comparison.results.sites import SiteResult, onset_at, order_of
+from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.reader import Run
+from divergence.words import Side
 
-__all__ = ["find"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Ends", "Misfit", "find", "find_ends", "find_misfits", "misfit_in"]
 
 _SHOWN = 3
 
@@ -162,3 +181,124 @@ def _misfit_evidence(misfits: Sequence[Misfit]) -> Evidence:
         f"{first.largest} is larger by {first.behind:.3g}",
         values={"num_misfits": len(misfits), "behind": first.behind},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What was found; ``logits_site`` of the reference, where its tokens come from."""
+
+    seams: Sequence[Seam] = ()
+    integers: Sequence[Integers] = ()
+    misfits: Sequence[Misfit] = ()
+    logits_site: str | None = None
+
+    @property
+    def broken(self) -> list[Seam]:
+        """Seams beyond their limit, in execution order."""
+        return sorted((s for s in self.seams if s.beyond), key=lambda seam: order_of(seam.result))
+
+    @property
+    def unequal(self) -> list[Integers]:
+        """Integers that are wrong on a side, in execution order."""
+        found = (one for one in self.integers if one.judged)
+        return sorted(found, key=lambda one: (order_of(one.result), one.result.pass_ != "anchored"))
+
+    def notes(self) -> list[str]:
+        """What is no fault by itself and worth knowing."""
+        found: list[str] = []
+        small = {(s.before, s.site, s.by): s for s in self.seams if not s.beyond}
+        for (before, site, by), seam in list(small.items())[:_SHOWN]:
+            how = f"by no more than rounding ({seam.size:.1e})"
+            if seam.limit == float("inf"):
+                how = "and the two sides meet there: other code, the same tensor"
+            found.append(
+                f"between {before} and {site} the {by} changes what the other side hands on, {how}"
+            )
+        choices = [one for one in self.integers if one.choice and not one.judged]
+        if choices:
+            most = max(choices, key=lambda one: one.num_different / max(1, one.num_compared))
+            found.append(
+                f"choices made of numbers differ at {len({c.result.site for c in choices})} sites, "
+                f"most at {most.result.site}: {most.num_different} of {most.num_compared} tokens; "
+                "rounding may decide them, so they are judged by their scores"
+            )
+        return found
+
+
+def find_ends(
+    a: Run,
+    b: Run,
+    alignment: Alignment,
+    sites: Sequence[SiteResult],
+    *,
+    truth: Run | None,
+    thresholds: Thresholds,
+) -> Ends:
+    """Look at everything that no pass of blocks shows."""
+    return Ends(
+        seams=find_seams(a, b, alignment, sites, truth=truth, thresholds=thresholds),
+        integers=find_integers(a, b, alignment, sites, truth=truth),
+        misfits=find_misfits(a, b),
+        logits_site=a.manifest.plan.logits_site,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """A token that is not the largest of its own logits: ``behind`` the largest by so much."""
+
+    side: Side
+    place: PromptStep
+    chosen: int
+    largest: int
+    behind: float
+
+
+def find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
+    """In the order of samples and steps; nothing of runs that recorded no logits."""
+    found: list[Misfit] = []
+    sides: tuple[tuple[Side, Run], ...]
+    sides = (("reference", reference), ("candidate", candidate))
+    for side, run in sides:
+        other = candidate if run is reference else reference
+        if run.manifest.plan.replayed_pass is not None or run.manifest.plan.logits_site is None:
+            continue
+        for sample, tokens in enumerate(run.manifest.tokens.samples):
+            for step, chosen in enumerate(tokens.chosen_ids):
+                if run.far and _said_by_both(run, other, sample, step):
+                    continue
+                row = logits_row(run, sample, step)
+                found_there = None if row is None else misfit_in(row, chosen)
+                if found_there is not None:
+                    largest, behind = found_there
+                    found.append(
+                        Misfit(side=side, place=(sample, step), chosen=chosen, largest=largest,
+                               behind=behind)
+                    )  # fmt: skip
+    return sorted(found, key=lambda misfit: misfit.place)
+
+
+def _said_by_both(run: Run, other: Run, sample: int, step: int) -> bool:
+    """Do both choose the same token of equal logits? Then those are not fetched for it."""
+    samples = other.manifest.tokens.samples
+    chosen = run.manifest.tokens.samples[sample].chosen_ids[step]
+    if sample >= len(samples) or samples[sample].chosen_ids[step : step + 1] != [chosen]:
+        return False
+    records = []
+    for one in (run, other):
+        group = next((g for g in one.manifest.tokens.groups if sample in g), [sample])
+        site = one.manifest.plan.logits_site
+        records.append(one.find(("free", group[0], step, site)) if site else None)
+    first, second = records
+    return first is not None and second is not None and first.xxh3 == second.xxh3 is not None
+
+
+def misfit_in(row: torch.Tensor, chosen: int) -> tuple[int, float] | None:
+    """(the largest, by how much) where ``chosen`` is not the largest of a row of logits (V,)."""
+    if not row.is_floating_point() or bool(row.isnan().any()):
+        return None
+    largest = int(row.argmax())
+    if chosen >= len(row):
+        return largest, float("inf")
+    behind = float(row[largest].double() - row[chosen].double())
+    return (largest, behind) if behind > 0 else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from divergence.comparison.result import Report
-from divergence.layout.lines import BLANK, Line, columns, heading
-from divergence.layout.numbers import decimal, fixed
+from divergence.layout import BLANK, Line, columns, decimal, fixed, heading
 
 __all__ = ["show"]
 

@@ -1,21 +1,29 @@
-"""Operators: which one makes the error, told to the decision with its evidence."""
+"""Operators: which one makes the error, told to the decision with its evidence.
+
+From the operator that is to blame to the arithmetic that it stands on.
+
+The probes looked at operators of their own, at shapes of their own. A fact is shown beside an
+operator where it is about the same operation in the same dtype: as an explanation where the sides
+differ, and where all that was verified is equal, as a reason to look elsewhere than at the
+hardware.
+"""
 
 from __future__ import annotations
 
 import math
 
-from divergence.analyses.operators.arithmetic import behind_operator
 from divergence.analyses.operators.measure import operator_notes
 from divergence.analyses.operators.operands import operands_text
 from divergence.comparison.advice import Advice
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
-from divergence.comparison.facts import explain_arithmetic
+from divergence.comparison.facts import Explained, explain_arithmetic, sentences
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+from divergence.run.schema.arithmetic import ArithmeticFact, is_about
 
-__all__ = ["explain", "find", "finding_of", "onset_result", "operator_evidence"]
+__all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]
 
 _WHERE = {"row": " in one row", "column": " in one column", "slice": " in one slice"}
 
@@ -324,3 +332,32 @@ def _farther(first: OperatorResult) -> str:
         f"the {mine} is {shown} × as far from the truth as the {other}{where}; typically off by "
         f"{errors[mine]:.2e} and {errors[other]:.2e}, ideal {first.floor:.2e}"
     )
+
+
+_MOST = 3
+
+
+def behind_operator(first: OperatorResult, found: Explained) -> list[Evidence]:
+    """What the arithmetic says of the operator at the onset; nothing where nothing was probed."""
+    dtypes = {first.reference_dtype, first.candidate_dtype}
+
+    def about(fact: ArithmeticFact) -> bool:
+        return is_about(fact, first.operator, dtypes)
+
+    differ = [pair for pair in found.differing if about(pair[0])]
+    same = [fact for fact in found.equal if about(fact)]
+    name = f"{first.operator} in {' and '.join(sorted(dtypes))}"
+    if differ:
+        return [
+            Evidence(text=f"arithmetic behind {name}: {item.text}", values=item.values)
+            for item in sentences(differ, found)[:_MOST]
+        ]
+    if not same:
+        return []
+    probes = ", ".join(dict.fromkeys(fact.probe for fact in same))
+    return [
+        Evidence(
+            text=f"what was probed behind {name} is the same on both sides ({probes}): look at "
+            "software and data first"
+        )
+    ]

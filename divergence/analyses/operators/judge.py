@@ -14,60 +14,37 @@ that: what doubles an error (a square, a mean) does not make it.
 
 Integers are codes: chosen indices may differ only where rounding explains it, that is where the
 values chosen between are nearer to each other than the two sides' inputs are.
+
+The first operator to blame: a source, whose error nothing that feeds it explains.
+
+An operator is a source only if nothing that feeds it is beyond its own limit (coremltools calls it
+the failure source). What only enlarges an error does not make it, so the onset moves back to what
+feeds it where that is near its limit on the same side.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Callable
 
 from divergence.analyses.operators.errors import MeasuredOperators, OperatorUnit
-from divergence.analyses.operators.facts import judge_operands, judge_roundings, region_result
-from divergence.analyses.operators.onset import first_source
+from divergence.analyses.operators.limits import judge_unit, region_result
 from divergence.analyses.operators.regions import in_words
 from divergence.comparison.calls.graph import Node
 from divergence.comparison.results.operators import (
     OperatorResult,
     OperatorsResult,
     OtherInput,
-    Question,
     UnmatchedOperator,
 )
-from divergence.numerics.pairs.operator import slices_of
-from divergence.numerics.rounding.chance import rare_ratio
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of
 from divergence.words import Side
 
-__all__ = ["judge_operators"]
+__all__ = ["first_source", "judge_operators"]
 
 _SIDES: tuple[Side, Side] = ("reference", "candidate")
-_ENOUGH_ROWS = 16
-_ENOUGH_COLUMNS = 16
-_EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
-"""d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
-
-
-@dataclass(slots=True)
-class _Pooled:
-    """All forwards of a unit: per row (T,), each side's error with the floor in quadrature.
-    ``wide``: rows of enough numbers to be looked at alone (masked scores are short at first)."""
-
-    reference: torch.Tensor
-    candidate: torch.Tensor
-    between: torch.Tensor
-    floor: torch.Tensor
-    raw: tuple[float, float]
-    columns: tuple[torch.Tensor, torch.Tensor] | None
-    slices: list[torch.Tensor]
-    wide: torch.Tensor
-    num_values: int
-    num_columns: int
-    nonfinite: tuple[int, int]
-    over_1_ulp: tuple[float, float]
 
 
 def judge_operators(
@@ -94,19 +71,10 @@ def judge_operators(
     for unit in measured.units:
         result = _result(unit, notes, blocks)
         feeds = [by_path[path, unit.phase] for path in unit.feeds if (path, unit.phase) in by_path]
-        pooled = _pool(unit)
-        if pooled is not None:
-            _fill(result, pooled)
-            if measured.with_truth:
-                _against_truth(result, pooled, thresholds, alone=measured.frame == "operator")
-            else:
-                norm = max((norms.get(feed.site, 1.0) for feed in feeds), default=1.0)
-                grows = max(1.0, norm) if unit.match.reference.name in _EXPONENTIAL else 1.0
-                _against_each_other(result, pooled, feeds, thresholds, grows)
-            norms[result.site] = max(e.largest_norm for _, _, e in unit.forwards if e is not None)
-        _codes(result, unit, measured.with_truth)
-        judge_roundings(result, unit, thresholds)
-        judge_operands(result, unit)
+        judge_unit(
+            result, unit, feeds, norms, thresholds,
+            with_truth=measured.with_truth, alone=measured.frame == "operator",
+        )  # fmt: skip
         if two_dtypes:  # casts are to other dtypes by right
             result.other_operands = [one for one in result.other_operands if one.is_value]
         if two_dtypes and result.why != "nonfinite":
@@ -241,149 +209,59 @@ def _not_compared(measured: MeasuredOperators) -> list[str]:
     ]
 
 
-def _pool(unit: OperatorUnit) -> _Pooled | None:
-    found = [errors for _, _, errors in unit.forwards if errors is not None]
-    if not found:
-        return None
-    reference, candidate, between, floor = (
-        torch.cat([getattr(errors, name) for errors in found])
-        for name in ("reference", "candidate", "between", "floor")
-    )
-    widths = {len(errors.column_floor) for errors in found if len(errors.reference)}
-    columns = None
-    if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
-        base = sum(errors.column_floor for errors in found)
-        columns = tuple(
-            (sum(getattr(errors, f"column_{side}") for errors in found) + base).sqrt()
-            for side in ("reference", "candidate")
-        )
-    weight = max(1, sum(len(errors.reference) for errors in found))
-
-    def median(rows: torch.Tensor) -> float:
-        return float(rows.median()) if len(rows) else 0.0
-
-    def num_nonfinite(side: int) -> int:
-        return sum(errors.num_nonfinite[side] for errors in found)
-
-    def over_1_ulp(side: int) -> float:
-        return sum(errors.over_1_ulp[side] * len(errors.reference) for errors in found) / weight
-
-    return _Pooled(
-        reference=torch.hypot(reference, floor),
-        candidate=torch.hypot(candidate, floor),
-        between=between,
-        floor=floor,
-        raw=(median(reference), median(candidate)),
-        columns=columns,
-        wide=torch.cat([errors.counts for errors in found]) >= _ENOUGH_COLUMNS,
-        slices=slices_of([e for e in found if len(e.reference)], least=_ENOUGH_ROWS),
-        num_values=sum(len(e.reference) * len(e.column_floor) for e in found),
-        num_columns=min(widths, default=0),
-        nonfinite=(num_nonfinite(0), num_nonfinite(1)),
-        over_1_ulp=(over_1_ulp(0), over_1_ulp(1)),
-    )
+_NEAR = 0.55  # of the limit: as far as healthy operators go
 
 
-def _fill(result: OperatorResult, pooled: _Pooled) -> None:
-    if len(pooled.floor):
-        result.difference = float(pooled.between.square().mean().sqrt())
-        result.floor = float(pooled.floor.median())
-
-
-def _against_truth(
-    result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, *, alone: bool
-) -> None:
-    result.reference_error, result.candidate_error = pooled.raw
-    result.ulp_share_reference, result.ulp_share_candidate = pooled.over_1_ulp
-    if any(pooled.nonfinite):
-        result.limit_usage, result.why = math.inf, "nonfinite"
-        result.verdict = _side(pooled.nonfinite[1] > pooled.nonfinite[0])
-        return
-    if not len(pooled.floor):
-        return
-    wider = rare_ratio(pooled.num_values)
-    a, b = (_typical(rows) for rows in (pooled.reference, pooled.candidate))
-    result.w = b / a
-    asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
-    limit = thresholds.operator * wider
-    asked.append((max(result.w, 1 / result.w) / limit, "typical", _side(b > a)))
-    result.peak = 1.0
-    if bool(pooled.wide.any()):  # the error of few numbers says little of a row
-        rows = _excess(pooled.reference[pooled.wide], pooled.candidate[pooled.wide])
-        asked += [(rows[s] / (thresholds.operator_row * wider), "row", s) for s in rows]
-        result.peak = max(rows.values())
-    if pooled.columns is not None:
-        columns = _excess(*pooled.columns)
-        peak = thresholds.operator_column * rare_ratio(len(pooled.floor))
-        asked += [(columns[s] / peak, "column", s) for s in columns]
-        result.peak = max(result.peak, *columns.values())
-    for members in pooled.slices:
-        one, two = (_typical(side[members]) for side in (pooled.reference, pooled.candidate))
-        times = max(one / two, two / one)
-        wide = thresholds.operator_column * rare_ratio(len(members) * pooled.num_columns)
-        asked.append((times / wide, "slice", _side(two > one)))
-        result.peak = max(result.peak, times)
-    result.limit_usage, result.why, side = max(asked)
-    result.leans = side
-    result.verdict = side if result.limit_usage > 1 else "fine"
-    if result.limit_usage <= 1:
-        far = thresholds.typical * wider * float(pooled.floor.median())
-        if alone and min(a, b) > far:
-            result.verdict, result.why = "both", "typical"
-            result.limit_usage = min(a, b) / far
-
-
-def _typical(rows: torch.Tensor) -> float:
-    """The median row; of a few rows their rms, as their median is one of a few."""
-    few = len(rows) < _ENOUGH_ROWS
-    return float(rows.square().mean().sqrt() if few else rows.median())
-
-
-def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[Side, float]:
-    """Each side's largest error over the other side's there (or its median, if larger)."""
-    return {
-        "candidate": float((candidate / reference.clamp_min(reference.median())).max()),
-        "reference": float((reference / candidate.clamp_min(candidate.median())).max()),
-    }
-
-
-def _side(candidate: bool) -> Side:
-    return "candidate" if candidate else "reference"
-
-
-def _against_each_other(
-    result: OperatorResult,
-    pooled: _Pooled,
-    feeds: list[OperatorResult],
+def first_source(
+    measured: MeasuredOperators,
+    by_path: dict[tuple[str, str], OperatorResult],
     thresholds: Thresholds,
-    grows: float,
-) -> None:
-    """Without a truth: by how much the difference grows over what came in, which correct code makes
-    ``grows`` times as large. No side is named."""
-    if any(pooled.nonfinite):
-        result.limit_usage, result.why, result.verdict = math.inf, "nonfinite", "differs"
-        return
-    if result.floor is None or result.difference is None:  # no row is left
-        return
-    entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
-    base = math.hypot(math.sqrt(2) * result.floor, grows * entering)
-    limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
-    result.limit_usage = result.difference / base / limit if base > 0 else 0.0
-    result.verdict = "differs" if result.limit_usage > 1 else "fine"
-    result.why = "typical" if result.limit_usage > 1 else None
+) -> OperatorResult | None:
+    """The first source in execution order; the prefill comes before the decode steps."""
+    entering = {(unit.match.reference.path, unit.phase): unit.feeds for unit in measured.units}
+
+    def feeds(result: OperatorResult) -> list[OperatorResult]:
+        """Those that are judged: what feeds an unjudged one (a copy that the truth's layout does
+        not need) feeds what that feeds."""
+        found: list[OperatorResult] = []
+        waiting, seen = [result], {id(result)}
+        while waiting:
+            paths = entering[waiting.pop().site, result.phase]
+            known = [by_path[p, result.phase] for p in paths if (p, result.phase) in by_path]
+            known = [feed for feed in known if id(feed) not in seen]
+            seen.update(id(feed) for feed in known)
+            found += [feed for feed in known if feed.verdict != "unjudged"]
+            waiting += [feed for feed in known if feed.verdict == "unjudged"]
+        return found
+
+    flagged = [r for r in by_path.values() if r.limit_usage > 1 and r.verdict != "unjudged"]
+    if measured.frame == "operator":
+        return flagged[0] if flagged else None
+    sources = [r for r in flagged if not any(feed.limit_usage > 1 for feed in feeds(r))]
+    if not sources:
+        return flagged[0] if flagged else None
+    onset = min(sources, key=lambda r: (r.phase == "decode", r.order))
+    return _moved_back(onset, feeds, thresholds) if measured.with_truth else onset
 
 
-def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None:
-    if not unit.num_codes:
-        return
-    other = unit.codes
-    result.codes = other.differing / unit.num_codes
-    if result.verdict == "unjudged":
-        result.verdict = "fine"
-    if other.unexplained == 0 or result.limit_usage > 1:
-        return
-    result.limit_usage, result.why = math.inf, "codes"
-    if not with_truth or other.wrong[0] == other.wrong[1]:
-        result.verdict = "differs"
-    else:
-        result.verdict = _side(other.wrong[1] > other.wrong[0])
+def _moved_back(
+    onset: OperatorResult,
+    feeds: Callable[[OperatorResult], list[OperatorResult]],
+    thresholds: Thresholds,
+) -> OperatorResult:
+    """To what feeds it, while that is on the same side's way to the limit and the step from it
+    is less than the limit itself: an error that is mostly inherited was made before."""
+    side = onset.verdict
+    while onset.why in ("typical", "row", "column", "slice", None):
+        before = [
+            feed
+            for feed in feeds(onset)
+            if feed.leans == side
+            and feed.limit_usage > _NEAR
+            and onset.limit_usage / feed.limit_usage < thresholds.operator
+        ]
+        if not before:
+            break
+        onset = max(before, key=lambda feed: feed.limit_usage)
+        onset.verdict = side
+    return onset

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from divergence.comparison.result import Report
 from divergence.comparison.results.operators import OperatorResult, OperatorsResult
-from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line
-from divergence.layout.numbers import count, decimal, share, times
+from divergence.layout import (
+    BLANK,
+    MAX_WIDTH,
+    Line,
+    count,
+    cut,
+    decimal,
+    heading,
+    line,
+    share,
+    times,
+)
 
 __all__ = ["show"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from divergence.comparison.result import Report
 from divergence.comparison.results.operators import AuditedPlace, AuditResult, AuditRow
-from divergence.layout.lines import BLANK, MAX_WIDTH, Line, cut, heading, line, prose
-from divergence.layout.numbers import count
+from divergence.layout import BLANK, MAX_WIDTH, Line, count, cut, heading, line, prose
 
 __all__ = ["audit_lines", "show"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from divergence.comparison.result import ReplicaDiff, Report
-from divergence.layout.lines import BLANK, Line, heading, prose
+from divergence.layout import BLANK, Line, heading, prose
 
 __all__ = ["show"]
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from divergence.comparison.result import Report, SuiteCase, SuiteOperator, SuiteSide
-from divergence.layout.lines import BLANK, Line, columns, heading, line, prose
-from divergence.layout.numbers import count, decimal, share, times
+from divergence.layout import (
+    BLANK,
+    Line,
+    columns,
+    count,
+    decimal,
+    heading,
+    line,
+    prose,
+    share,
+    times,
+)
 
 __all__ = ["show"]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from divergence.analyses.tokens.flips import token_evidence, token_fault
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
-from divergence.comparison.results.findings import Finding
-from divergence.comparison.results.tokens import TokensResult
+from divergence.comparison.results.findings import Evidence, Finding, figure
+from divergence.comparison.results.tokens import TokenDifference, TokensResult
 from divergence.words import Side
 
 __all__ = ["find", "findings_of"]
@@ -21,8 +20,8 @@ def find(measured: Measured) -> Answer:
 
 def findings_of(tokens: TokensResult | None) -> list[Finding]:
     """What is to be said of the tokens, and whether that is a fault."""
-    findings = [Finding(claim="context", role="context", evidence=token_evidence(tokens))]
-    fault = token_fault(tokens)
+    findings = [Finding(claim="context", role="context", evidence=_token_evidence(tokens))]
+    fault = _token_fault(tokens)
     if fault is not None and tokens is not None:
         what, evidence = fault
         farther: dict[Side | None, Side | None] = {
@@ -41,3 +40,84 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
             )
         )
     return findings
+
+
+def _beyond_kl(tokens: TokensResult) -> bool:
+    """Whether the distributions are farther apart than the floor explains."""
+    if tokens.kl_ratio is None or tokens.kl_limit is None:
+        return False
+    return tokens.kl_ratio > tokens.kl_limit
+
+
+def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence] | None:
+    """(what no rounding explains, its evidence), where tokens or distributions show it."""
+    if tokens is None:
+        return None
+    fault = next((flip for flip in tokens.differences if flip.judgement == "fault"), None)
+    if fault is not None:
+        return (
+            f"the token at sample {fault.sample}, step {fault.step} flips over a gap of "
+            f"{fault.z:.1f} σ of the floor's logit error",
+            _flip_evidence(fault),
+        )
+    if tokens.kl_ratio is not None and _beyond_kl(tokens):
+        return (
+            f"the distributions of the decided tokens are {figure(tokens.kl_ratio)} × as far "
+            "apart as the floor's from the truth",
+            _kl_evidence(tokens)[0],
+        )
+    return None
+
+
+def _token_evidence(tokens: TokensResult | None) -> list[Evidence]:
+    """The first flip, and the distributions where they are beyond their limit."""
+    if tokens is None:
+        return []
+    first = tokens.first_difference
+    found = [] if first is None else [_flip_evidence(first)]
+    faults = [flip for flip in tokens.differences if flip.judgement == "fault"]
+    if faults and faults[0] is not first:
+        found.append(_flip_evidence(faults[0], name="first that is no tie"))
+    return found + (_kl_evidence(tokens) if _beyond_kl(tokens) else [])
+
+
+_SCALES = {
+    "floor": "floor's logit error",
+    "model": "rounding model's logit error",
+    "difference": "logits' diff",
+}
+
+
+def _flip_evidence(flip: TokenDifference, *, name: str = "first different token") -> Evidence:
+    """One flip in words."""
+    what: list[str] = []
+    if flip.margin is not None:
+        what.append(f"margin {flip.margin:.3g}")
+    if flip.z is not None:
+        what.append(f"{flip.z:.1f} σ of the {_SCALES[flip.z_of or 'difference']}")
+    if flip.judgement is not None:
+        what.append(f"a {flip.judgement}")
+    elif flip.z_of in ("difference", "model"):
+        what.append("not judged")
+    values = {key: value for key in ("margin", "truth_margin", "z")
+              if (value := getattr(flip, key)) is not None}  # fmt: skip
+    return Evidence(
+        text=f"{name}: sample {flip.sample}, step {flip.step}"
+        + (f" ({', '.join(what)})" if what else ""),
+        values=values,
+    )
+
+
+def _kl_evidence(tokens: TokensResult) -> list[Evidence]:
+    """The distributions in words; nothing where there is no floor."""
+    if tokens.kl_ratio is None or tokens.kl_limit is None or tokens.kl_mean is None:
+        return []
+    return [
+        Evidence(
+            text=f"KL of the decided tokens: mean {tokens.kl_mean:.2e}, p99 {tokens.kl_p99:.2e} "
+            f"nats between the sides; the {tokens.floor_side}'s from the truth: mean "
+            f"{tokens.floor_kl_mean:.2e}, p99 {tokens.floor_kl_p99:.2e}; "
+            f"{figure(tokens.kl_ratio)} × (limit {tokens.kl_limit:.1f})",
+            values={"ratio": tokens.kl_ratio, "limit": tokens.kl_limit},
+        )
+    ]

@@ -22,35 +22,132 @@ Without either nothing is: in units of the two sides' own difference every flip 
 
 Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more.
 It goes with the square of the error: see numerics.floor, ``kl``, for its limit.
+
+The rows of logits that decided the tokens: found in a run, and what two runs' differ by.
+
+A row is the last position's logits of one sample in one free forward: its argmax is the
+greedy choice. Two runs have comparable rows while both were fed the same tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
-from divergence.analyses.tokens.deciding import Distances
-from divergence.comparison.results.findings import Evidence, figure
-from divergence.comparison.results.tokens import TokenDifference, TokensResult
-from divergence.numerics.pairs.logits import logit_error
+from divergence.comparison.align.pieces import PromptStep, logits_row
+from divergence.comparison.results.tokens import TokenDifference
+from divergence.numerics.formats import format_named
+from divergence.numerics.pairs.logits import kl_divergence, logit_error
 from divergence.numerics.rounding.chance import spread
 from divergence.numerics.rounding.floor import Thresholds
+from divergence.run.reader import Run
+from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "TIE",
+    "Distances",
     "deviations",
-    "flip_evidence",
+    "distances_of",
     "judge_by_model",
     "judge_flip",
     "kl_fields",
-    "token_evidence",
-    "token_fault",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """KL over the decided positions, in nats: mean, and 99th percentile (inverted cdf, so the
+    largest of fewer than 100)."""
+
+    mean: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distances:
+    """How far apart the sides' distributions are, and how far each is from the truth's.
+
+    ``between``: KL(reference‖candidate); ``floor``: KL(truth‖``side``), ``side`` being the one
+    that is nearer to the truth, by the mean: what a correct implementation of this dtype
+    errs by, as this comparison itself shows it. ``num_effective``: positions that make up the
+    floor's mean, (Σ k)² / Σ k² of their KL k (Kish, Survey Sampling, 1965): few where a few
+    uncertain positions outweigh all others.
+    """
+
+    num_positions: int
+    between: Spread
+    floor: Spread | None = None
+    side: Side | None = None
+    num_effective: float = 0.0
+
+
+def distances_of(
+    reference: Run,
+    candidate: Run,
+    truth: Run | None,
+    places: Sequence[PromptStep],
+) -> Distances | None:
+    """Over ``places``; None where no row can be compared. One row of each run at a time."""
+    between: list[float] = []
+    errors: dict[Side, list[float]] = {
+        "reference": [], "candidate": []
+    }  # fmt: skip
+    for place in places:
+        a, b = logits_row(reference, *place), logits_row(candidate, *place)
+        if a is None or b is None:
+            continue
+        apart = kl_divergence(a, b)
+        if apart is None:
+            continue
+        between.append(apart)
+        right = None if truth is None else logits_row(truth, *place)
+        if right is None:
+            continue
+        one, two = kl_divergence(right, a), kl_divergence(right, b)
+        if one is not None and two is not None:
+            errors["reference"].append(one)
+            errors["candidate"].append(two)
+    if not between:
+        return None
+    if len(errors["reference"]) < len(between):
+        return Distances(num_positions=len(between), between=_spread(between))
+    side = _coarser(reference, candidate)
+    if side is None:
+        means = [float(np.mean(errors[one])) for one in ("reference", "candidate")]
+        side = "candidate" if means[1] < means[0] else "reference"
+    floor = np.array(errors[side])
+    squares = float(np.square(floor).sum())
+    return Distances(
+        num_positions=len(between),
+        between=_spread(between),
+        floor=_spread(errors[side]),
+        side=side,
+        num_effective=float(np.sum(floor)) ** 2 / squares if squares > 0 else 1.0,
+    )
+
+
+def _coarser(reference: Run, candidate: Run) -> Side | None:
+    """The side whose dtype rounds more: its rounding is what may move a token, not the other's."""
+    one, two = (
+        format_named(run.manifest.model.dtype).unit_roundoff for run in (reference, candidate)
+    )
+    if one == two:
+        return None
+    return "reference" if one > two else "candidate"
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    found = np.asarray(values)
+    return Spread(float(found.mean()), float(np.quantile(found, 0.99, method="inverted_cdf")))
+
 
 TIE = 3.0
 """Standard deviations up to which rounding of the floor's own size flips a token."""
@@ -150,84 +247,3 @@ def _over(top: float, bottom: float) -> float:
 def _kl_limit(num_positions: float, thresholds: Thresholds) -> float:
     """Wider where few positions count. KL goes with the square of the error."""
     return thresholds.kl * spread(round(num_positions * _TOKENS)) ** 2
-
-
-def beyond_kl(tokens: TokensResult) -> bool:
-    """Whether the distributions are farther apart than the floor explains."""
-    if tokens.kl_ratio is None or tokens.kl_limit is None:
-        return False
-    return tokens.kl_ratio > tokens.kl_limit
-
-
-def token_fault(tokens: TokensResult | None) -> tuple[str, Evidence] | None:
-    """(what no rounding explains, its evidence), where tokens or distributions show it."""
-    if tokens is None:
-        return None
-    fault = next((flip for flip in tokens.differences if flip.judgement == "fault"), None)
-    if fault is not None:
-        return (
-            f"the token at sample {fault.sample}, step {fault.step} flips over a gap of "
-            f"{fault.z:.1f} σ of the floor's logit error",
-            flip_evidence(fault),
-        )
-    if tokens.kl_ratio is not None and beyond_kl(tokens):
-        return (
-            f"the distributions of the decided tokens are {figure(tokens.kl_ratio)} × as far "
-            "apart as the floor's from the truth",
-            kl_evidence(tokens)[0],
-        )
-    return None
-
-
-def token_evidence(tokens: TokensResult | None) -> list[Evidence]:
-    """The first flip, and the distributions where they are beyond their limit."""
-    if tokens is None:
-        return []
-    first = tokens.first_difference
-    found = [] if first is None else [flip_evidence(first)]
-    faults = [flip for flip in tokens.differences if flip.judgement == "fault"]
-    if faults and faults[0] is not first:
-        found.append(flip_evidence(faults[0], name="first that is no tie"))
-    return found + (kl_evidence(tokens) if beyond_kl(tokens) else [])
-
-
-_SCALES = {
-    "floor": "floor's logit error",
-    "model": "rounding model's logit error",
-    "difference": "logits' diff",
-}
-
-
-def flip_evidence(flip: TokenDifference, *, name: str = "first different token") -> Evidence:
-    """One flip in words."""
-    what: list[str] = []
-    if flip.margin is not None:
-        what.append(f"margin {flip.margin:.3g}")
-    if flip.z is not None:
-        what.append(f"{flip.z:.1f} σ of the {_SCALES[flip.z_of or 'difference']}")
-    if flip.judgement is not None:
-        what.append(f"a {flip.judgement}")
-    elif flip.z_of in ("difference", "model"):
-        what.append("not judged")
-    values = {key: value for key in ("margin", "truth_margin", "z")
-              if (value := getattr(flip, key)) is not None}  # fmt: skip
-    return Evidence(
-        text=f"{name}: sample {flip.sample}, step {flip.step}"
-        + (f" ({', '.join(what)})" if what else ""),
-        values=values,
-    )
-
-
-def kl_evidence(tokens: TokensResult) -> list[Evidence]:
-    """The distributions in words; nothing where there is no floor."""
-    if tokens.kl_ratio is None or tokens.kl_limit is None or tokens.kl_mean is None:
-        return []
-    return [
-        Evidence(
-            text=f"KL of the decided tokens: mean {tokens.kl_mean:.2e}, p99 {tokens.kl_p99:.2e} "
-            f"nats between the sides; the {tokens.floor_side}'s from the truth: mean "
-            f"{tokens.floor_kl_mean:.2e}, p99 {tokens.floor_kl_p99:.2e}; "
-            f"{figure(tokens.kl_ratio)} × (limit {tokens.kl_limit:.1f})",
-            values={"ratio": tokens.kl_ratio, "limit": tokens.kl_limit},
-        )
-    ]

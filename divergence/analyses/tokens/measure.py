@@ -14,8 +14,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.analyses.tokens.deciding import Distances, distances_of
-from divergence.analyses.tokens.flips import deviations, judge_by_model, judge_flip, kl_fields
+from divergence.analyses.tokens.flips import (
+    Distances,
+    deviations,
+    distances_of,
+    judge_by_model,
+    judge_flip,
+    kl_fields,
+)
 from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.measure.allowed import Allowed, allowed_errors
 from divergence.comparison.measured import Measured

@@ -12,8 +12,7 @@ from divergence.comparison.results.tokens import (
     TokenDifference,
     TokensResult,
 )
-from divergence.layout.lines import BLANK, Line, columns, heading, prose
-from divergence.layout.numbers import count, decimal, fixed, times
+from divergence.layout import BLANK, Line, columns, count, decimal, fixed, heading, prose, times
 
 __all__ = ["show"]
 

@@ -8,7 +8,8 @@ import torch
 
 import divergence.recording.api as capture_api
 from divergence.analyses.blocks.drift import find_drift
-from divergence.analyses.ends import sampling
+from divergence.analyses.ends.find import misfit_in
+from divergence.comparison.align.pieces import logits_row
 from divergence.comparison.api import compare
 from divergence.gate.check import check
 from divergence.numerics.rounding.floor import THRESHOLDS
@@ -303,12 +304,12 @@ def test_equal_logits_may_be_chosen_either_way(run):
     """Ties are ties at exact equality."""
     good = Run.open(run().path)
     sample = good.manifest.tokens.samples[0]
-    row = sampling.logits_row(good, 0, 0).clone()
+    row = logits_row(good, 0, 0).clone()
     second = (sample.chosen_ids[0] + 1) % len(row)
     row[second] = row.max()
-    assert sampling.misfit_in(row, second) is None
+    assert misfit_in(row, second) is None
     row[second] -= row[second].abs() * 2**-7
-    assert sampling.misfit_in(row, second) is not None
+    assert misfit_in(row, second) is not None
 
 
 # --- integers ----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from divergence.analyses.operators.arithmetic import behind_operator
+from divergence.analyses.operators.find import behind_operator
 from divergence.comparison.facts import Explained
 from divergence.comparison.results.operators import OperatorResult
 from divergence.run.schema.arithmetic import ArithmeticFact, subjects_of

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from divergence.analyses.tokens import deciding
+from divergence.analyses.tokens import flips
 from divergence.analyses.tokens.find import findings_of
 from divergence.analyses.tokens.flips import TIE
 from divergence.analyses.tokens.measure import compare_tokens
@@ -302,7 +302,7 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
     first = other.manifest.tokens.samples[0].chosen_ids[0]
     wrong = (first + 1) % 512
     other.manifest.tokens.samples[0].chosen_ids[0] = wrong
-    read = deciding.logits_row
+    read = flips.logits_row
 
     def pushed(run, sample, step):
         row = read(run, sample, step)
@@ -311,7 +311,7 @@ def test_a_fault_that_no_site_shows_is_no_pass(runs, monkeypatch):
             row[wrong] = row.max() + 1
         return row
 
-    for module in ("tokens.deciding", "tokens.measure", "ends.sampling"):
+    for module in ("tokens.flips", "tokens.measure", "ends.find"):
         monkeypatch.setattr(f"divergence.analyses.{module}.logits_row", pushed)
     verdict = compare(a, other, truth=truth).verdict
     assert (verdict.kind, verdict.side) == ("drift", "candidate")

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from divergence.layout.lines import cut
-from divergence.layout.numbers import bar, count, decimal, fixed, size, times
+from divergence.layout import bar, count, cut, decimal, fixed, size, times
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from divergence.analyses.blocks.confidence import checks_of
+from divergence.analyses.blocks.evidence import checks_of
 from divergence.comparison.decide import RANK, check, confidence_of
 from divergence.comparison.results.findings import Check
 

@@ -1,0 +1,278 @@
+"""What is known of an operator beside its errors: other scalars, and how often a region rounds.
+
+Another number in the call is a fact: the operator is flagged for it however little it changes,
+and it is the onset if nothing before it is wrong. Other dims, flags or dtypes are told, and flag
+nothing by themselves: the same job can be asked for in several ways.
+
+A region of products and additions is held against an ideal product (operators.products): beyond
+``Thresholds.operator_roundings`` the side that rounds so often is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from divergence.analyses.operators.errors import OperatorUnit
+from divergence.analyses.operators.operands import argument_names
+from divergence.comparison.results.operators import (
+    OperatorResult,
+    Question,
+    RegionResult,
+)
+from divergence.numerics.pairs.operator import slices_of
+from divergence.numerics.rounding.chance import rare_ratio
+from divergence.numerics.rounding.floor import Thresholds
+from divergence.words import Side
+
+__all__ = [
+    "judge_unit",
+    "region_result",
+]
+
+_ENOUGH_ROWS = 16
+_ENOUGH_COLUMNS = 16
+_EXPONENTIAL = ("aten._softmax", "aten._log_softmax", "aten.exp")
+"""d exp(s) = exp(s) ds: what was an absolute difference is a relative one, ‖s‖ times larger."""
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """All forwards of a unit: per row (T,), each side's error with the floor in quadrature.
+    ``wide``: rows of enough numbers to be looked at alone (masked scores are short at first)."""
+
+    reference: torch.Tensor
+    candidate: torch.Tensor
+    between: torch.Tensor
+    floor: torch.Tensor
+    raw: tuple[float, float]
+    columns: tuple[torch.Tensor, torch.Tensor] | None
+    slices: list[torch.Tensor]
+    wide: torch.Tensor
+    num_values: int
+    num_columns: int
+    nonfinite: tuple[int, int]
+    over_1_ulp: tuple[float, float]
+
+
+def judge_unit(
+    result: OperatorResult,
+    unit: OperatorUnit,
+    feeds: Sequence[OperatorResult],
+    norms: dict[str, float],
+    thresholds: Thresholds,
+    *,
+    with_truth: bool,
+    alone: bool,
+) -> None:
+    """Hold one unit against every limit. ``norms``: by site, the largest norm of each result so
+    far; ``alone``: each operator on its own inputs."""
+    pooled = _pool(unit)
+    if pooled is not None:
+        if len(pooled.floor):
+            result.difference = float(pooled.between.square().mean().sqrt())
+            result.floor = float(pooled.floor.median())
+        if with_truth:
+            _against_truth(result, pooled, thresholds, alone=alone)
+        else:
+            norm = max((norms.get(feed.site, 1.0) for feed in feeds), default=1.0)
+            grows = max(1.0, norm) if unit.match.reference.name in _EXPONENTIAL else 1.0
+            _against_each_other(result, pooled, feeds, thresholds, grows)
+        norms[result.site] = max(e.largest_norm for _, _, e in unit.forwards if e is not None)
+    _codes(result, unit, with_truth)
+    _judge_roundings(result, unit, thresholds)
+    _judge_operands(result, unit)
+
+
+def _pool(unit: OperatorUnit) -> _Pooled | None:
+    found = [errors for _, _, errors in unit.forwards if errors is not None]
+    if not found:
+        return None
+    reference, candidate, between, floor = (
+        torch.cat([getattr(errors, name) for errors in found])
+        for name in ("reference", "candidate", "between", "floor")
+    )
+    widths = {len(errors.column_floor) for errors in found if len(errors.reference)}
+    columns = None
+    if len(widths) == 1 and len(reference) >= _ENOUGH_ROWS:
+        base = sum(errors.column_floor for errors in found)
+        columns = tuple(
+            (sum(getattr(errors, f"column_{side}") for errors in found) + base).sqrt()
+            for side in ("reference", "candidate")
+        )
+    weight = max(1, sum(len(errors.reference) for errors in found))
+
+    def median(rows: torch.Tensor) -> float:
+        return float(rows.median()) if len(rows) else 0.0
+
+    def num_nonfinite(side: int) -> int:
+        return sum(errors.num_nonfinite[side] for errors in found)
+
+    def over_1_ulp(side: int) -> float:
+        return sum(errors.over_1_ulp[side] * len(errors.reference) for errors in found) / weight
+
+    return _Pooled(
+        reference=torch.hypot(reference, floor),
+        candidate=torch.hypot(candidate, floor),
+        between=between,
+        floor=floor,
+        raw=(median(reference), median(candidate)),
+        columns=columns,
+        wide=torch.cat([errors.counts for errors in found]) >= _ENOUGH_COLUMNS,
+        slices=slices_of([e for e in found if len(e.reference)], least=_ENOUGH_ROWS),
+        num_values=sum(len(e.reference) * len(e.column_floor) for e in found),
+        num_columns=min(widths, default=0),
+        nonfinite=(num_nonfinite(0), num_nonfinite(1)),
+        over_1_ulp=(over_1_ulp(0), over_1_ulp(1)),
+    )
+
+
+def _against_truth(
+    result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, *, alone: bool
+) -> None:
+    result.reference_error, result.candidate_error = pooled.raw
+    result.ulp_share_reference, result.ulp_share_candidate = pooled.over_1_ulp
+    if any(pooled.nonfinite):
+        result.limit_usage, result.why = math.inf, "nonfinite"
+        result.verdict = _side(pooled.nonfinite[1] > pooled.nonfinite[0])
+        return
+    if not len(pooled.floor):
+        return
+    wider = rare_ratio(pooled.num_values)
+    a, b = (_typical(rows) for rows in (pooled.reference, pooled.candidate))
+    result.w = b / a
+    asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
+    limit = thresholds.operator * wider
+    asked.append((max(result.w, 1 / result.w) / limit, "typical", _side(b > a)))
+    result.peak = 1.0
+    if bool(pooled.wide.any()):  # the error of few numbers says little of a row
+        rows = _excess(pooled.reference[pooled.wide], pooled.candidate[pooled.wide])
+        asked += [(rows[s] / (thresholds.operator_row * wider), "row", s) for s in rows]
+        result.peak = max(rows.values())
+    if pooled.columns is not None:
+        columns = _excess(*pooled.columns)
+        peak = thresholds.operator_column * rare_ratio(len(pooled.floor))
+        asked += [(columns[s] / peak, "column", s) for s in columns]
+        result.peak = max(result.peak, *columns.values())
+    for members in pooled.slices:
+        one, two = (_typical(side[members]) for side in (pooled.reference, pooled.candidate))
+        times = max(one / two, two / one)
+        wide = thresholds.operator_column * rare_ratio(len(members) * pooled.num_columns)
+        asked.append((times / wide, "slice", _side(two > one)))
+        result.peak = max(result.peak, times)
+    result.limit_usage, result.why, side = max(asked)
+    result.leans = side
+    result.verdict = side if result.limit_usage > 1 else "fine"
+    if result.limit_usage <= 1:
+        far = thresholds.typical * wider * float(pooled.floor.median())
+        if alone and min(a, b) > far:
+            result.verdict, result.why = "both", "typical"
+            result.limit_usage = min(a, b) / far
+
+
+def _typical(rows: torch.Tensor) -> float:
+    """The median row; of a few rows their rms, as their median is one of a few."""
+    few = len(rows) < _ENOUGH_ROWS
+    return float(rows.square().mean().sqrt() if few else rows.median())
+
+
+def _excess(reference: torch.Tensor, candidate: torch.Tensor) -> dict[Side, float]:
+    """Each side's largest error over the other side's there (or its median, if larger)."""
+    return {
+        "candidate": float((candidate / reference.clamp_min(reference.median())).max()),
+        "reference": float((reference / candidate.clamp_min(candidate.median())).max()),
+    }
+
+
+def _side(candidate: bool) -> Side:
+    return "candidate" if candidate else "reference"
+
+
+def _against_each_other(
+    result: OperatorResult,
+    pooled: _Pooled,
+    feeds: Sequence[OperatorResult],
+    thresholds: Thresholds,
+    grows: float,
+) -> None:
+    """Without a truth: by how much the difference grows over what came in, which correct code makes
+    ``grows`` times as large. No side is named."""
+    if any(pooled.nonfinite):
+        result.limit_usage, result.why, result.verdict = math.inf, "nonfinite", "differs"
+        return
+    if result.floor is None or result.difference is None:  # no row is left
+        return
+    entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
+    base = math.hypot(math.sqrt(2) * result.floor, grows * entering)
+    limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
+    result.limit_usage = result.difference / base / limit if base > 0 else 0.0
+    result.verdict = "differs" if result.limit_usage > 1 else "fine"
+    result.why = "typical" if result.limit_usage > 1 else None
+
+
+def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None:
+    if not unit.num_codes:
+        return
+    other = unit.codes
+    result.codes = other.differing / unit.num_codes
+    if result.verdict == "unjudged":
+        result.verdict = "fine"
+    if other.unexplained == 0 or result.limit_usage > 1:
+        return
+    result.limit_usage, result.why = math.inf, "codes"
+    if not with_truth or other.wrong[0] == other.wrong[1]:
+        result.verdict = "differs"
+    else:
+        result.verdict = _side(other.wrong[1] > other.wrong[0])
+
+
+def _judge_operands(result: OperatorResult, unit: OperatorUnit) -> None:
+    """Set ``other_operands``, and flag the result for those that are numbers."""
+    result.other_operands = unit.other_operands
+    if result.why == "nonfinite" or not any(one.is_value for one in unit.other_operands):
+        return
+    result.measurable = result.limit_usage > 1
+    if result.verdict not in ("candidate", "reference", "both"):
+        result.verdict = "differs"
+    result.limit_usage, result.why = math.inf, "operands"
+
+
+def _judge_roundings(result: OperatorResult, unit: OperatorUnit, thresholds: Thresholds) -> None:
+    """Flag a region for its own roundings, where nothing else flags it more."""
+    if unit.own is None:
+        return
+    limits = [thresholds.operator_roundings * rare_ratio(own.num_values) for own in unit.own]
+    shares = [own.times / limit for own, limit in zip(unit.own, limits, strict=True)]
+    if result.verdict == "unjudged":
+        result.verdict = "fine"
+    if max(shares) <= result.limit_usage:
+        return
+    side: Side = "candidate" if shares[1] > shares[0] else "reference"
+    result.limit_usage, result.leans = max(shares), side
+    if max(shares) > 1:
+        result.why = "roundings"
+        result.verdict = "both" if min(shares) > 1 else side
+
+
+def region_result(unit: OperatorUnit) -> RegionResult:
+    """The region as it is reported."""
+    region = unit.region
+    assert region is not None
+    consumer, argument = region.consumer, None
+    if consumer is not None:
+        names = argument_names(consumer.reference.call)
+        argument = names.get(region.number, str(region.number))
+    times = (None, None) if unit.own is None else tuple(own.times for own in unit.own)
+    return RegionResult(
+        text=region.text,
+        reference=[node.path for node in region.reference],
+        candidate=[node.path for node in region.candidate],
+        inputs=list(dict.fromkeys(name or "outside the block" for _, name in region.inputs)),
+        consumer=None if consumer is None else consumer.reference.path,
+        argument=argument,
+        reference_times=times[0],
+        candidate_times=times[1],
+    )

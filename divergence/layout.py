@@ -1,0 +1,260 @@
+"""Lines of text with styles, before anything decides how to print them.
+
+A report is composed as plain data and printed by layout.terminal, so that the
+text is the same coloured or not, in a terminal or in a file. Styles are Rich
+style names; text is never read as markup.
+
+Numbers as people read them: fixed digits, no surprises with nan, inf and zero.
+
+Printing lines: coloured in a terminal, plain everywhere else.
+
+Rich only colours. Nothing is read as markup, highlighted or guessed at; what is
+piped is neither folded nor cut, and the same report gives the same bytes.
+``NO_COLOR`` and ``FORCE_COLOR`` are Rich's own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TextIO
+
+from divergence.words import printable
+
+__all__ = [
+    "BLANK",
+    "MAX_WIDTH",
+    "Line",
+    "Span",
+    "bar",
+    "columns",
+    "count",
+    "cut",
+    "decimal",
+    "fixed",
+    "fold",
+    "heading",
+    "line",
+    "print_lines",
+    "prose",
+    "shape_text",
+    "share",
+    "size",
+    "times",
+    "write_text",
+]
+
+MAX_WIDTH = 100
+
+
+class Span(NamedTuple):
+    """A piece of text in one style."""
+
+    text: str
+    style: str = ""
+
+
+class Line(NamedTuple):
+    """Spans side by side. ``hang``: prose that a terminal may fold, indented by so many columns
+    from the second line on; None for a table row, which is never folded."""
+
+    spans: tuple[Span, ...] = ()
+    hang: int | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(span.text for span in self.spans).rstrip()
+
+
+BLANK = Line()
+
+
+def line(*parts: str | tuple[str, str]) -> Line:
+    """A table row or a heading, of texts and (text, style) pairs."""
+    return Line(tuple(Span(part) if isinstance(part, str) else Span(*part) for part in parts))
+
+
+def prose(label: str, text: str, *, style: str = "", width: int = 12) -> Line:
+    """``label`` in a column of its own, then a sentence that may be folded."""
+    # here, not only when it is printed: the columns must know how wide a text is
+    label, text = printable(label), printable(text)
+    return Line((Span(label.ljust(width), "dim"), Span(text, style)), hang=width)
+
+
+def heading(text: str, detail: str = "") -> Line:
+    """The first line of a section."""
+    return line((text, "bold"), (f"  {detail}" if detail else "", "dim"))
+
+
+def cut(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns; the end of a path says more than its beginning."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def columns(rows: Iterable[tuple[str, ...]], *, indent: int = 2, widest: int = 60) -> list[Line]:
+    """Left-aligned columns, each as wide as its widest cell; only the last may be longer."""
+    rows = [tuple(map(printable, row)) for row in rows]
+    if not rows:
+        return []
+    widths = [min(max(len(row[i]) for row in rows), widest) for i in range(len(rows[0]) - 1)]
+    return [
+        line(
+            " " * indent
+            + "".join(
+                cut(cell, size).ljust(size + 2) for cell, size in zip(row[:-1], widths, strict=True)
+            )
+            + row[-1]
+        )
+        for row in rows
+    ]
+
+
+def fold(item: Line, width: int) -> list[Line]:
+    """Prose folded at words for a terminal of ``width`` columns; anything else as it is."""
+    if item.hang is None or len(item.text) <= width or width <= item.hang + 20:
+        return [item]
+    *lead, last = item.spans
+    used = sum(len(span.text) for span in lead)
+    pieces = textwrap.wrap(
+        last.text, width - used, break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    first = Line((*lead, Span(pieces[0], last.style)))
+    return [first, *(Line((Span(" " * item.hang), Span(p, last.style))) for p in pieces[1:])]
+
+
+BAR_WIDTH = 10
+RATIO_DECADES = (-1, 3)
+"""A ratio's bar spans 0.1 to 1000 floors."""
+REL_L2_DECADES = (-8, 0)
+"""Without a floor the bar spans a relative difference of 1e-8 to 1."""
+
+
+def decimal(value: float | None) -> str:
+    """Two significant digits: ``3.1e-04``, ``0``, ``nan``, ``-inf``; a dash for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return f"{value:g}"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def fixed(value: float | None, digits: int = 3) -> str:
+    """A plain number of moderate size: a margin in logits, a log-probability."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if math.isfinite(value) else f"{value:g}"
+
+
+def times(value: float | None) -> str:
+    """A ratio: ``<0.1x``, ``1.3x``, ``650x``, ``2.0e+05x``."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return f"{value:g}"
+    if value == 0:
+        return "0x"
+    if value < 0.05:
+        return "<0.1x"
+    if value >= 99950:
+        return f"{value:.1e}x"
+    return f"{value:.1f}x" if value < 99.95 else f"{value:.0f}x"
+
+
+def share(value: float | None) -> str:
+    """A share in two significant digits: ``100%``, ``0.41%``, ``1.3e-06``; a dash for None."""
+    if value is None or not math.isfinite(value) or value < 9.95e-5:
+        return decimal(value)
+    percent = float(f"{100 * value:.1e}")
+    return f"{percent:.{max(0, 1 - math.floor(math.log10(percent)))}f}%"
+
+
+def bar(value: float | None, decades: tuple[int, int]) -> str:
+    """Filled cells on a logarithmic scale; full for nan and inf, empty for 0 and None."""
+    if value is None or value == 0:
+        return ""
+    low, high = decades
+    if not math.isfinite(value):
+        share = 1.0
+    else:
+        share = (math.log10(abs(value)) - low) / (high - low)
+    return "█" * round(BAR_WIDTH * min(max(share, 0.0), 1.0))
+
+
+def count(number: int, noun: str) -> str:
+    """``1 site``, ``2 sites``, with thousands apart."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in binary units: ``13 B``, ``4.2 MiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} TiB"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``4x64``."""
+    return "x".join(str(length) for length in shape) or "scalar"
+
+
+_ASCII = str.maketrans(
+    {"…": "~", "█": "#", "×": "x", "Δ": "d", "→": "->", "‖": "|", "–": "-", "—": "-"}
+)
+
+
+def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
+    """Print composed lines to ``file`` (stdout)."""
+    file = sys.stdout if file is None else file
+    lines = [item._replace(spans=tuple(map(_printable, item.spans))) for item in lines]
+    terminal = file.isatty()
+    if not terminal and not _forced():
+        write_text("".join(f"{item.text}\n" for item in lines), file=file)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    width = min(console.width, MAX_WIDTH) if terminal else None
+    with console.capture() as capture:
+        for item in lines:
+            for piece in fold(item, width) if width else [item]:
+                text = Text()
+                for span in piece.spans:
+                    text.append(span.text, style=span.style)
+                text.rstrip()
+                console.print(text, soft_wrap=True)
+    write_text(capture.get(), file=file)
+
+
+def _printable(span: Span) -> Span:
+    return span._replace(text=printable(span.text))
+
+
+def _forced() -> bool:
+    return bool(os.environ.get("FORCE_COLOR"))
+
+
+def write_text(text: str, *, file: TextIO | None = None) -> None:
+    """Write ``text``; a reader that has gone (``| head``) is no reason to fail.
+
+    Where the encoding lacks a character, an ASCII one stands in.
+    """
+    file = sys.stdout if file is None else file
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        file.write(text)
+        file.flush()
+    except BrokenPipeError:
+        # so that the interpreter's own flush at exit has somewhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

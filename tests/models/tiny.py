@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from divergence.errors import UsageError
-from divergence.recording.engines import _tiny_tokenizer as text
 from divergence.recording.engines import tiny
 from divergence.recording.engines.tiny import (
     LLAMA,
     MAX_POSITIONS,
+    PAD,
     Architecture,
     Shape,
     grouped_dimensions,
@@ -50,7 +50,7 @@ def build(architecture: str, directory: str | Path, **options: Any) -> Path:
     if architecture == "bert":
         generation.unlink()
     elif architecture == "t5":
-        content = json.loads(generation.read_text()) | {"decoder_start_token_id": text.PAD}
+        content = json.loads(generation.read_text()) | {"decoder_start_token_id": PAD}
         generation.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     elif architecture == "remote-code":
         source = Path(__file__).with_name("remote_code.py").read_text(encoding="utf-8")
@@ -128,7 +128,7 @@ def _t5(shape: Shape) -> dict[str, Any]:
         "num_decoder_layers": shape.num_blocks,
         "num_heads": shape.num_heads,
         "feed_forward_proj": "gated-gelu",
-        "decoder_start_token_id": text.PAD,
+        "decoder_start_token_id": PAD,
     }
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from divergence.recording.engines import _tiny_tokenizer as text
 from divergence.recording.engines.tiny import (
     ATTENDED_RMS,
     LOGIT_STD,
     MAX_POSITIONS,
     NORM_STD,
+    NUM_SPECIAL,
     SCORE_STD,
     Checkpoint,
     Shape,
@@ -165,7 +165,7 @@ def t5(at: Checkpoint, shape: Shape) -> None:
     """T5 divides the decoder's output by sqrt(hidden) and does not scale attention scores."""
     hidden = shape.hidden
     rows = at.draw("shared.weight", shape.vocab, hidden, std=LOGIT_STD)
-    rows[: text.NUM_SPECIAL] *= 0.25
+    rows[:NUM_SPECIAL] *= 0.25
     score_gain = math.sqrt(SCORE_STD / math.sqrt(shape.head_dim))
     for stack, update in (("encoder", 1.0 * LOGIT_STD), ("decoder", 2.0 * LOGIT_STD)):
         attentions = (

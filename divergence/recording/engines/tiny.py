@@ -40,9 +40,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from divergence.errors import RunExistsError, UsageError
-from divergence.recording.engines import _tiny_tokenizer as text
 
 __all__ = [
     "ATTENDED_RMS",
@@ -50,6 +50,8 @@ __all__ = [
     "LOGIT_STD",
     "MAX_POSITIONS",
     "NORM_STD",
+    "NUM_SPECIAL",
+    "PAD",
     "SCORE_STD",
     "SIZES",
     "Architecture",
@@ -65,6 +67,20 @@ __all__ = [
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Size = Literal["test", "demo"]
+Wrap = Literal["none", "bos", "eos", "both"]
+
+_SPECIAL = ("<|pad|>", "<|eos|>", "<|bos|>", "<|mask|>", "<|im_start|>", "<|im_end|>")
+PAD, _EOS, _BOS, _MASK = range(4)
+"""Token ids. T5 wants pad 0 and eos 1; the others do not care."""
+
+NUM_SPECIAL = len(_SPECIAL)
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 LOGIT_STD = 3.0
 SCORE_STD = 2.0
@@ -139,7 +155,7 @@ class Checkpoint:
     def head(self, name: str, shape: Shape) -> None:
         """Output rows. Special tokens are kept small, so that greedy text does not stop at once."""
         rows = self.draw(name + ".weight", shape.vocab, shape.hidden, std=shape.head_std)
-        rows[: text.NUM_SPECIAL] *= 0.25
+        rows[:NUM_SPECIAL] *= 0.25
 
     def save(self, path: Path, dtype: Dtype) -> None:
         tensors = {
@@ -159,7 +175,7 @@ def embedding(at: Checkpoint, name: str, shape: Shape, *, head: str, updates: in
     rows = at.draw(name + ".weight", shape.vocab, shape.hidden, std=1.0)
     final_norm = math.sqrt(shape.hidden * (1 + updates * update**2))
     channels = (shape.hidden // 5, shape.hidden // 2)
-    rows[text.BOS, channels] = np.array([1.0, -1.0]) * _SINK * final_norm / math.sqrt(2)
+    rows[_BOS, channels] = np.array([1.0, -1.0]) * _SINK * final_norm / math.sqrt(2)
     at.head(head, shape)
     return update
 
@@ -216,7 +232,7 @@ class Architecture:
     """Fills a checkpoint."""
     dimensions: Callable[[Shape], dict[str, Any]]
     """The part of config.json that states sizes, in the architecture's own words."""
-    wrap: text.Wrap = "none"
+    wrap: Wrap = "none"
     """Which special tokens the tokenizer puts around a text."""
     tied: bool = False
     """Is the output matrix of its own checkpoints the input embedding?"""
@@ -265,10 +281,10 @@ def build(
     checkpoint = Checkpoint(seed)
     architecture.weights(checkpoint, shape)
     checkpoint.save(directory / "model.safetensors", dtype)
-    text.write_tokenizer(
+    _write_tokenizer(
         directory, vocab_size=shape.vocab, wrap=architecture.wrap, chat_template=chat_template
     )
-    tokens = {"pad_token_id": text.PAD, "bos_token_id": text.BOS, "eos_token_id": text.EOS}
+    tokens = {"pad_token_id": PAD, "bos_token_id": _BOS, "eos_token_id": _EOS}
     config = {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
@@ -281,6 +297,53 @@ def build(
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", {"do_sample": False, **tokens})
     return directory
+
+
+def _write_tokenizer(directory: Path, *, vocab_size: int, wrap: Wrap, chat_template: bool) -> None:
+    """Train byte-level BPE on tiny.txt, to exactly ``vocab_size`` tokens, and write it.
+
+    Byte-level, so any text survives the round trip, and trained, so that words fall into pieces of
+    uneven length as in a real model. The trainer breaks ties by token id, which makes the result
+    the same on every machine for one version of the ``tokenizers`` library.
+    """
+    text = Path(__file__).with_name("tiny.txt").read_text(encoding="utf-8")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=1,
+        show_progress=False,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"a vocabulary of {vocab_size} does not fit the text: "
+            f"it gives {tokenizer.get_vocab_size()} tokens"
+        )
+    if wrap != "none":
+        before = f"{_SPECIAL[_BOS]} " if wrap in ("bos", "both") else ""
+        after = f" {_SPECIAL[_EOS]}" if wrap in ("eos", "both") else ""
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{before}$A{after}",
+            special_tokens=[(_SPECIAL[token], token) for token in (_BOS, _EOS)],
+        )
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": _SPECIAL[PAD],
+        "bos_token": _SPECIAL[_BOS],
+        "eos_token": _SPECIAL[_EOS],
+        "mask_token": _SPECIAL[_MASK],
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": 512,
+    }
+    if chat_template:
+        settings["chat_template"] = _CHAT_TEMPLATE
+    _write_json(directory / "tokenizer_config.json", settings)
 
 
 def _shape_of(size: str, num_blocks: int | None, hidden: int | None, tied: bool) -> Shape:

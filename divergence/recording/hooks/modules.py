@@ -1,11 +1,10 @@
 """Hooks: seeing every wanted tensor without changing a bit of the result.
 
-One pre-hook and one hook a module. The pre-hook puts a recorded input in place
-(anchored pass), then a planted fault, then records; the hook plants, then
-records. What is kept of a tensor is the keeper's to say, and taken at once, because later
-operators may write to it in place. A tensor that passes through unchanged from one module to
-the next is kept once. A kernel that bypasses torch's counter of writes is noticed where its
-module returns the tensor it was given.
+One pre-hook and one hook a module. The pre-hook puts a recorded input in place (anchored pass),
+plants faults, then records; the hook plants, then records. The keeper takes what it keeps at once,
+because later operators may write to the tensor in place. A tensor that passes unchanged from one
+module to the next is kept once. A kernel that bypasses torch's counter of writes is noticed where
+its module returns the tensor it was given.
 """
 
 from __future__ import annotations

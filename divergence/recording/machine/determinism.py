@@ -1,15 +1,12 @@
 """Deterministic settings: every switch asked for, and what the machine made of it.
 
-Floating-point results change with the order of additions and with the precision
-that a backend silently substitutes (TF32, reduced-precision reductions, HF32).
-Each switch is set if this torch has it, read back, recorded as accepted, refused
-or absent (what cannot be read back: as set), and restored when the ``with`` block
-ends. Environment variables that a
-runtime reads once are set before the device starts; where it has already started
-they are recorded as refused.
+Floating-point results change with the order of additions and with the precision that a backend
+silently substitutes (TF32, reduced-precision reductions, HF32). Each switch that this torch has is
+set, read back, recorded as accepted, refused or absent (what cannot be read back: as set), and
+restored when the ``with`` block ends. Environment variables that a runtime reads once are set
+before the device starts; where it has already started they are recorded as refused.
 
-What it does not do: it makes one machine repeat itself; it cannot make two
-machines agree.
+This makes one machine repeat itself; it cannot make two machines agree.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from divergence.errors import first_line
@@ -185,9 +183,8 @@ def _settings(device_type: str, *, seed: int, enabled: bool) -> Iterator[Determi
                 _write(name, value)
         torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
         for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value
         random.setstate(rng[0])
         numpy.random.set_state(rng[1])
@@ -209,17 +206,7 @@ def _wanted(device_type: str) -> list[tuple[str, object]]:
 
 
 def _is_legacy(name: str) -> bool:
-    return any(name == one for pairs in _LEGACY.values() for one, _ in pairs)
-
-
-def _owner(name: str) -> tuple[object, str]:
-    import torch
-
-    owner: object = torch
-    *parents, last = name.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    return owner, last
+    return any(name == legacy for pairs in _LEGACY.values() for legacy, _ in pairs)
 
 
 def _note(
@@ -240,8 +227,7 @@ def _now(name: str) -> object:
     try:
         if name == _FUNCTION:
             return torch.get_float32_matmul_precision()
-        owner, last = _owner(name.removesuffix("()"))
-        value = getattr(owner, last)
+        value = attrgetter(name.removesuffix("()"))(torch)
         return value() if name.endswith("()") else value
     except RuntimeError:
         if not _is_legacy(name):
@@ -255,8 +241,8 @@ def _write(name: str, value: object) -> None:
     if name == _FUNCTION:
         torch.set_float32_matmul_precision(str(value))
         return
-    owner, last = _owner(name)
-    setattr(owner, last, value)
+    owner, _, last = name.rpartition(".")
+    setattr(attrgetter(owner)(torch), last, value)
 
 
 def _read(name: str) -> object:

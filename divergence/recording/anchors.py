@@ -36,17 +36,9 @@ from divergence.run.schema.site import module_of
 if TYPE_CHECKING:
     import torch
 
-    from divergence.recording.engines.load import LoadedModel
     from divergence.recording.request import Request
-    from divergence.run.reader import Run
 
-__all__ = [
-    "RecordedRows",
-    "can_anchor",
-    "recorded_inputs",
-    "repeated_tokens",
-    "unpadded",
-]
+__all__ = ["can_anchor", "recorded_inputs", "repeated_tokens", "unpadded"]
 
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
@@ -76,7 +68,7 @@ def repeated_tokens(
     return samples, recorded.groups, forced
 
 
-class RecordedRows:
+class _RecordedRows:
     """An Anchor over a run's free pass, for ``samples`` that run in other ``groups`` than there."""
 
     def __init__(
@@ -100,7 +92,9 @@ class RecordedRows:
         known = [rows for rows in found if rows is not None]
         if not known or own.ndim < 2:
             return None
-        if self._narrowed(group, step, site):
+        records = (self._run.find(("free", self._theirs[n][0][0], step, site)) for n in group)
+        if any(record is not None and record.positions is not None for record in records):
+            # the last tokens alone were kept, as of what enters the head
             return torch.cat(known) if len(known) == len(group) else None
         if own.shape[0] == 1 < len(group):  # one table for all
             same = all(rows.shape == own.shape and torch.equal(rows, known[0]) for rows in known)
@@ -116,11 +110,6 @@ class RecordedRows:
                 return None
             laid[row, place] = rows[0].to(device=own.device, dtype=own.dtype)
         return laid
-
-    def _narrowed(self, group: Sequence[int], step: int, site: str) -> bool:
-        """Were the last tokens alone kept, as of what enters the head?"""
-        records = (self._run.find(("free", self._theirs[n][0][0], step, site)) for n in group)
-        return any(record is not None and record.positions is not None for record in records)
 
     def _recorded(self, number: int, step: int, site: str) -> torch.Tensor | None:
         """A prompt's own rows (1, T, ...) in the recorded run, without the pads it had there."""
@@ -196,7 +185,7 @@ def recorded_inputs(
         if record.pass_ == free and ":in" in record.site and module_of(record.site) in blocks
     )  # fmt: skip
     if groups != run.manifest.tokens.groups:
-        return RecordedRows(run, samples, groups)
+        return _RecordedRows(run, samples, groups)
 
     def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:
         record = run.find((free, sample, step, site))

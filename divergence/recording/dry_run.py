@@ -38,13 +38,7 @@ from divergence.run.schema.manifest import ModuleNote, StoreMode
 from divergence.run.schema.site import escape_path, module_of
 from divergence.run.writing.captured_tensor import CapturedTensor
 
-__all__ = [
-    "DryRun",
-    "PlannedSite",
-    "forward_shapes",
-    "plan_capture",
-    "plantable_module",
-]
+__all__ = ["DryRun", "PlannedSite", "forward_shapes", "plan_capture", "plantable_module"]
 
 
 class PlannedSite(msgspec.Struct, frozen=True, kw_only=True):

@@ -286,6 +286,9 @@ class Execution:
         # (of an encoder-decoder not each forward passes every block)
         wide = one.compute_dtype is not None
         by_block = wide and num_blocks > 0 and task != "encoder-decoder"
+        # in the anchored passes, where there are any: there an error is where it is made
+        anchored = any(made.anchored for made in self._made)
+        with_operators = not one.whole and one.anchored == anchored
         total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
         def advance(what: str) -> None:
@@ -305,18 +308,12 @@ class Execution:
             plants=own_plants(self.plants, self.notes) if one.whole else self.plants,
             anchor=anchor,
             keeper=self.keeper,
-            operators=self.selection.operators if self._with_operators(one) else None,
+            operators=self.selection.operators if with_operators else None,
             weights=request.weights,
             substitute=substitute_from(request.substitutes) if request.substitutes else None,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )
-
-    def _with_operators(self, one: Pass) -> bool:
-        """In the anchored passes, where there are any: there an error is where it is made."""
-        if one.whole or not self.selection.operators:
-            return False
-        return one.anchored or not any(other.anchored for other in self._made)
 
     def _widened(self, one: Pass) -> contextlib.AbstractContextManager[Any]:
         """The dtype that a pass computes in. Widened weights are kept if there is ample room."""

@@ -38,13 +38,9 @@ from divergence.run.writing.writer import RunWriter
 if TYPE_CHECKING:
     import torch
 
-    from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.hooks.modules import Anchor, Recorder
     from divergence.recording.hooks.plant import Plant
     from divergence.recording.request import Request
     from divergence.recording.selection import SiteSelection
-    from divergence.run.reader import Run
-    from divergence.run.schema.manifest import ModuleNote, SampleTokens
 
 __all__ = [
     "Pass",
@@ -57,7 +53,6 @@ __all__ = [
     "run_whole",
     "why_not_whole",
 ]
-
 
 TensorKey = tuple[int, int, str]
 

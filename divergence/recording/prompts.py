@@ -17,19 +17,9 @@ from divergence.errors import PromptError
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
 
-__all__ = [
-    "DEFAULT_PROMPTS",
-    "Message",
-    "Prompt",
-    "collect_prompts",
-    "group_samples",
-    "read_prompts",
-    "token_texts",
-    "tokenize",
-]
+__all__ = ["Message", "Prompt", "collect_prompts", "group_samples", "token_texts", "tokenize"]
 
-
-DEFAULT_PROMPTS = (
+_DEFAULT_PROMPTS = (
     "The quick brown fox jumps over the lazy dog. In numerical analysis, rounding error is",
 )
 """Used when none is given: enough tokens that every position of a block is exercised."""
@@ -79,11 +69,11 @@ def collect_prompts(
             ) from error
         found.append(Prompt(text=text))
     if prompts_file is not None:
-        found += read_prompts(prompts_file)
-    return found or [Prompt(text=text) for text in DEFAULT_PROMPTS]
+        found += _read_prompts(prompts_file)
+    return found or [Prompt(text=text) for text in _DEFAULT_PROMPTS]
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
+def _read_prompts(path: str | Path) -> list[Prompt]:
     """Read a prompts file. Raises PromptError naming file and line."""
     path = expanded(path)
     hint = "a prompts file is .txt (a prompt a line) or .jsonl with text, messages or input_ids"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -37,21 +37,9 @@ from divergence.run.trust import (
 from divergence.run.unshard import unsharded
 from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, buffer_bytes
 
-if TYPE_CHECKING:
-    from divergence.run.reader import Run
+__all__ = ["Request", "also_taken", "resolve_request", "taken", "taken_from"]
 
-__all__ = [
-    "DEFAULT_MAX_NEW_TOKENS",
-    "Request",
-    "also_taken",
-    "chosen_store",
-    "resolve_request",
-    "taken",
-    "taken_from",
-]
-
-
-DEFAULT_MAX_NEW_TOKENS = 16
+_DEFAULT_MAX_NEW_TOKENS = 16
 
 
 class Request(CaptureOptions, frozen=True, kw_only=True):
@@ -127,7 +115,7 @@ def resolve_request(
             hint="divergence capture MODEL -o RUN, or divergence capture --like RUN -o RUN2",
         )
     if max_new_tokens is None:
-        max_new_tokens = DEFAULT_MAX_NEW_TOKENS
+        max_new_tokens = _DEFAULT_MAX_NEW_TOKENS
     _check_steps(options.steps, max_new_tokens)
     decided |= {
         "model": str(model),
@@ -138,7 +126,7 @@ def resolve_request(
         "sites": list(options.sites) or ["blocks"],
         "deterministic": options.deterministic is not False,
         "seed": options.seed or 0,
-        "store": chosen_store(options.store, only_changed=options.only_changed, like=None),
+        "store": _chosen_store(options.store, only_changed=options.only_changed, like=None),
     }
     return Request(**{**asdict(options), **decided})
 
@@ -165,7 +153,7 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
     manifest holds it is taken from there."""
     recorded = run.manifest
     overrides: list[Override] = []
-    store = chosen_store(options.store, only_changed=options.only_changed, like=run)
+    store = _chosen_store(options.store, only_changed=options.only_changed, like=run)
     options = replace(options, store=store)
 
     def choose(
@@ -255,19 +243,19 @@ def _check_steps(steps: str | None, max_new_tokens: int) -> None:
         )
 
 
-STORES: tuple[StoreMode, ...] = get_args(StoreMode)
+_STORES: tuple[StoreMode, ...] = get_args(StoreMode)
 
 
-def chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> StoreMode:
+def _chosen_store(store: str | None, *, only_changed: bool, like: Run | None) -> StoreMode:
     """The mode: as asked for, else that of the run to be repeated, else ``full``.
 
     Raises UsageError for a mode that there is none of, and for ``only_changed`` without a run that
     has digests, or with a mode that keeps no bytes anyhow.
     """
-    if store is not None and store not in STORES:
-        near = near_names(store, STORES)
+    if store is not None and store not in _STORES:
+        near = near_names(store, _STORES)
         raise UsageError(
-            f"--store {store}: there are {', '.join(STORES)}",
+            f"--store {store}: there are {', '.join(_STORES)}",
             hint=f"did you mean {near[0]}?" if near else "full keeps every byte",
         )
     if not only_changed:

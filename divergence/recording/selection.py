@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATORS", "SiteSelection", "check_operators", "select_positions", "step_selected"]
 
-
 OPERATORS = "ops@"
 """Before a module's path: every operator inside it."""
 
@@ -43,17 +42,14 @@ class SiteSelection:
     Raises UsageError for a pattern that no module of this model can satisfy.
     """
 
-    def __init__(
-        self, sites: Sequence[str], notes: Mapping[str, ModuleNote], *, anchors: bool = True
-    ) -> None:
+    def __init__(self, sites: Sequence[str], notes: Mapping[str, ModuleNote]) -> None:
         self.sites = expand_sites(sites or ["blocks"])
         self._notes = notes
         self._modules = "modules" in self.sites
         self._blocks = "blocks" in self.sites
-        patterns = [site for site in self.sites if site not in BUILTIN_SITES]
-        inside = [site.removeprefix(OPERATORS) for site in patterns if site.startswith(OPERATORS)]
-        self.operators = _roots(inside, notes)
-        patterns = [site for site in patterns if not site.startswith(OPERATORS)]
+        operators = [site for site in self.sites if site.startswith(OPERATORS)]
+        self.operators = _roots([site.removeprefix(OPERATORS) for site in operators], notes)
+        patterns = [site for site in self.sites if site not in (*BUILTIN_SITES, *operators)]
         for pattern in patterns:
             _check(pattern, notes)
         self._match = compile_patterns(patterns)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["about_bytes", "storage"]
 
-
 _SHARE = 4
 """Compiled loops may take this part of the buffer."""
 

@@ -36,7 +36,6 @@ from divergence.errors import UsageError, first_line
 
 __all__ = ["Widening", "check_device"]
 
-
 _ORDER = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = {
     torch.float16: torch.complex32,

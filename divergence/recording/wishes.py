@@ -21,7 +21,6 @@ from divergence.run.schema.site import one_or_more
 
 __all__ = ["options_of", "plain_wishes"]
 
-
 _T = TypeVar("_T", bound=Options)
 
 _OTHERS = {"force": bool, "command": str | None}

@@ -29,11 +29,10 @@ from divergence.run.trust import recorded_attention, recorded_revision
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ADAPTER", "INDEX", "SINGLE", "Weights", "check_data_alone"]
+__all__ = ["Weights", "check_data_alone"]
 
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 
 
 def check_data_alone(source: str, *, revision: str | None) -> None:
@@ -46,8 +45,8 @@ def check_data_alone(source: str, *, revision: str | None) -> None:
         return
     from transformers.utils import is_peft_available  # without PEFT adapters are passed over
 
-    if is_peft_available() and _file(source, revision, ADAPTER) is not None:
-        raise _refused(source, f"comes with an adapter ({ADAPTER})")
+    if is_peft_available() and _file(source, revision, _ADAPTER) is not None:
+        raise _refused(source, f"comes with an adapter ({_ADAPTER})")
     weights = _weights(source, revision, config)
     others = [name for name in weights if not name.endswith(".safetensors")]
     if others:
@@ -61,9 +60,9 @@ def _weights(source: str, revision: str | None, config: Path) -> list[str]:
         if not named.endswith(".index.json"):
             return [named]
         return _indexed(_file(source, revision, named))
-    if _file(source, revision, SINGLE) is not None:
-        return [SINGLE]
-    index = _file(source, revision, INDEX)
+    if _file(source, revision, _SINGLE) is not None:
+        return [_SINGLE]
+    index = _file(source, revision, _INDEX)
     if index is not None:
         return _indexed(index)
     for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
@@ -164,9 +163,9 @@ class Weights:
 def _files(root: Path) -> dict[str, Path]:
     """Tensor name → file; ``""`` → the only file."""
     try:
-        if (root / SINGLE).is_file():
-            return {"": root / SINGLE}
-        named = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        if (root / _SINGLE).is_file():
+            return {"": root / _SINGLE}
+        named = json.loads((root / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name: root / file for name, file in named.items() if Path(file).name == file}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return {}

@@ -138,6 +138,7 @@ def _decode(
         bos_token_id=own.bos_token_id,
         decoder_start_token_id=own.decoder_start_token_id,
     )
+    known = inspect.signature(model.forward).parameters
     model.generation_config = plain  # generate() fills gaps from here; keep it equally plain
     try:
         output = model.generate(
@@ -145,7 +146,7 @@ def _decode(
             attention_mask=mask,
             generation_config=plain,
             logits_processor=LogitsProcessorList([control]),
-            **_logits_wanted(model, num_logits),
+            **({} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}),
         )
     finally:
         model.generation_config = own
@@ -159,12 +160,6 @@ def _decode(
         last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
         del row[last + 1 :]
     return GroupResult(generated, chosen, decoder, control.seen)
-
-
-def _logits_wanted(model: Any, num_logits: int | None) -> dict[str, int]:
-    """The option of ``generate`` for that many logits, of a model that has it."""
-    known = inspect.signature(model.forward).parameters
-    return {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
 
 
 def _control(
@@ -221,12 +216,10 @@ def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Ten
 def pad_id(loaded: LoadedModel) -> int:
     """Padding, or any stand-in: padded positions are masked."""
     own = getattr(loaded.module, "generation_config", None)
-    candidates = [
-        getattr(own, "pad_token_id", None),
-        getattr(loaded.tokenizer, "pad_token_id", None),
-        getattr(own, "eos_token_id", None),
-    ]
-    for value in candidates:
+    for owner, name in (
+        (own, "pad_token_id"), (loaded.tokenizer, "pad_token_id"), (own, "eos_token_id")
+    ):  # fmt: skip
+        value = getattr(owner, name, None)
         if isinstance(value, list):
             value = value[0] if value else None
         if value is not None:

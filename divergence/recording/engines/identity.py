@@ -31,16 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "MAX_CONFIG_BYTES",
-    "chat_example",
-    "config_values",
-    "identify",
-    "portable_source",
-    "size_facts",
-    "without_home",
-]
-
+__all__ = ["MAX_CONFIG_BYTES", "chat_example", "config_values", "identify", "without_home"]
 
 _VOLATILE = {
     # What does not change the numbers that the weights stand for, or is recorded elsewhere.
@@ -105,7 +96,7 @@ def identify(
     chosen = getattr(config, "_experts_implementation", None)
     experts = {"experts_implementation": chosen} if isinstance(chosen, str) else {}
     return ModelIdentity(
-        source=portable_source(loaded.source),
+        source=_portable_source(loaded.source),
         revision=loaded.revision,
         model_class=type(loaded.structure).__name__,
         task=loaded.task,
@@ -124,11 +115,11 @@ def identify(
         config=config_values(steady | experts),
         code=_code(module),
         chat_example=chat_example(tokenizer),
-        **size_facts(loaded.structure, tokenizer),
+        **_size_facts(loaded.structure, tokenizer),
     )
 
 
-def portable_source(source: str) -> str:
+def _portable_source(source: str) -> str:
     """The model's id or path; a path below the home directory is written with ``~``."""
     path = Path(source).expanduser()
     if not path.exists():
@@ -261,7 +252,7 @@ def _digest(value: Any) -> str:
     return f"digest {digest_json(value)[:16]}"
 
 
-def size_facts(module: Any, tokenizer: Any) -> dict[str, Any]:
+def _size_facts(module: Any, tokenizer: Any) -> dict[str, Any]:
     """``tied``, ``embedding_rows``, ``head_rows`` and ``tokenizer_size`` of ModelIdentity."""
     groups: dict[int, list[str]] = {}
     for name, weight in module.named_parameters(remove_duplicate=False):

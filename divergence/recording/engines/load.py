@@ -37,16 +37,7 @@ if TYPE_CHECKING:
 
     from divergence.recording.ranks.processes import Ranks
 
-__all__ = [
-    "LoadedModel",
-    "empty_model",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "register_operators",
-    "resolve_task",
-]
-
+__all__ = ["LoadedModel", "empty_model", "load_model", "load_tokenizer", "register_operators"]
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 
@@ -76,7 +67,7 @@ class LoadedModel:
         return self.module if self.twin is None else self.twin
 
 
-def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
+def _load_config(source: str, *, revision: str | None, trust_remote_code: bool) -> PretrainedConfig:
     """The model's config alone. Raises ModelError for no such model and for damaged configs."""
     from transformers import AutoConfig
 
@@ -90,7 +81,7 @@ def load_config(source: str, *, revision: str | None, trust_remote_code: bool) -
         raise _model_error(source, error, revision) from error
 
 
-def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
+def _resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
     """``auto`` → from ``is_encoder_decoder`` and the architectures' names."""
     if task not in TASKS:
         raise UsageError(f"unknown task {task!r}", hint=f"one of {', '.join(TASKS)}")
@@ -143,10 +134,10 @@ def load_model(
     Raises ModelError (no such model, no weights, not loadable, does not fit) and
     UsageError (unknown dtype or attention implementation).
     """
-    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     # a config.json may name attention too, also a kernel of the hub, and would come before options
     config._attn_implementation = attn_implementation
-    kind = resolve_task(config, task)
+    kind = _resolve_task(config, task)
     options: dict[str, Any] = {
         "config": config,
         "revision": revision,
@@ -216,19 +207,22 @@ def empty_model(
     """The model's structure on torch's meta device: shapes without weights."""
     import torch
 
-    config = load_config(source, revision=revision, trust_remote_code=trust_remote_code)
+    config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     config._attn_implementation = attn_implementation  # as in load_model
-    kind = resolve_task(config, task)
+    kind = _resolve_task(config, task)
     factory = _factory(config, kind)
-    wanted = _model_dtype(dtype) if dtype is not None else _config_dtype(config)
+    options: dict[str, Any] = {}
+    own_dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if dtype is not None:
+        options["dtype"] = _model_dtype(dtype)
+    elif own_dtype is not None:
+        options["dtype"] = format_named(str(own_dtype)).torch_dtype
     try:
         with torch.device("meta"):
             module = factory.from_config(
-                config,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-                **({} if wanted is None else {"dtype": wanted}),
-            )
+                config, attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code, **options,
+            )  # fmt: skip
     except (Exception, SystemExit) as error:  # as in load_model
         raise (
             _attention_error(error, attn_implementation) or _model_error(source, error, revision)
@@ -288,11 +282,6 @@ def _model_dtype(name: str) -> torch.dtype:
             hint="one of float32, bfloat16, float16, float64",
         )
     return form.torch_dtype
-
-
-def _config_dtype(config: PretrainedConfig) -> torch.dtype | None:
-    value = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    return format_named(str(value)).torch_dtype if value is not None else None
 
 
 def _check_source(source: str) -> None:

@@ -40,10 +40,8 @@ __all__ = [
     "map_text",
     "tensor_plan",
     "weights_of",
-    "whole_tensor",
     "why_not",
 ]
-
 
 _WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -89,15 +87,16 @@ def input_device(module: torch.nn.Module) -> torch.device:
 
 
 def weights_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name → weight for all of ``state_dict``, in its order as far as weights are at hand. One that
-    is offloaded is there while the loop is at it, and no longer."""
-
+    """Name → weight for all of ``state_dict``, whole, in its order as far as weights are at hand.
+    One that is offloaded is there while the loop is at it, and no longer. All ranks of a mesh must
+    ask, in the same order."""
     away: dict[str, list[str]] = {}
     for name, tensor in module.state_dict().items():
         if tensor.device.type == "meta":
             away.setdefault(name.rpartition(".")[0], []).append(name)
             continue
-        yield name, whole_tensor(tensor)
+        gather = getattr(tensor, "full_tensor", None)  # of a weight in pieces on several ranks
+        yield name, tensor if gather is None else gather()
     for path, names in away.items():
         with _brought_in(module.get_submodule(path), path):
             for name in names:
@@ -204,9 +203,3 @@ def tensor_plan(module: Any) -> dict[str, str]:
         if style is not None:
             found[escape_path(path)] = style
     return found
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A weight as one process would hold it. All ranks of its mesh must ask, in the same order."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()

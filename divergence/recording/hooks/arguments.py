@@ -38,7 +38,6 @@ __all__ = [
     "written_arguments",
 ]
 
-
 Leaf = tuple[str, torch.Tensor]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Dataflow", "lies_inside", "misalignment_bytes", "storage_of", "tensors_in", "view_of"]
+__all__ = ["Dataflow", "lies_inside", "misalignment_bytes", "storage_of", "tensors_in"]
 
 View = tuple[int, int | torch.SymInt, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage, offset, shape, stride, dtype: one way of looking at one piece of memory."""
@@ -33,7 +33,7 @@ class Dataflow:
 
     def site_of(self, tensor: torch.Tensor) -> str | None:
         """The record that holds this value, if one does."""
-        return self._known.get(view_of(tensor))
+        return self._known.get(_view_of(tensor))
 
     def origin_of(self, tensor: torch.Tensor) -> str | None:
         """The site whose memory this is; None where it is unknown, or written by several."""
@@ -41,24 +41,24 @@ class Dataflow:
 
     def via(self, tensor: torch.Tensor) -> tuple[str, ...]:
         """The views that were taken of its origin."""
-        return self._via.get(view_of(tensor), ())
+        return self._via.get(_view_of(tensor), ())
 
     def holds(self, tensor: torch.Tensor, site: str) -> None:
         """From now on the record ``site`` holds this value."""
-        self._known[view_of(tensor)] = site
+        self._known[_view_of(tensor)] = site
         self._held.append(tensor)
 
     def made(self, tensor: torch.Tensor, site: str) -> None:
         """An operator's result, recorded as ``site``."""
         storage = storage_of(tensor)
         self._origins[storage] = self._origins.get(storage, site) and site
-        self._via.setdefault(view_of(tensor), ())
+        self._via.setdefault(_view_of(tensor), ())
         self.holds(tensor, site)
 
     def looked_at(self, tensor: torch.Tensor, step: str, source: torch.Tensor | None) -> None:
         """A view ``tensor`` of ``source``, by ``step``."""
-        view = view_of(tensor)
-        if source is not None and view == view_of(source):
+        view = _view_of(tensor)
+        if source is not None and view == _view_of(source):
             return  # another shape at most: the same bytes
         before = () if source is None else self.via(source)
         self._via[view] = (*before, step)
@@ -83,7 +83,7 @@ def storage_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def view_of(tensor: torch.Tensor) -> View:
+def _view_of(tensor: torch.Tensor) -> View:
     """What tells one view from another. Contiguous ones are the same whatever their shape: they
     have the same bytes."""
     storage, shape = storage_of(tensor), tuple(tensor.shape)

@@ -301,19 +301,19 @@ class Recorder:
         if self._flat is not None and self._flat(path, port, tensor):
             tensor = by_token(tensor, self._batch)
         if self.operators is None:
-            item, positions = self._kept(path, port, tensor)
+            item, positions = self._kept(path, tensor)
         else:
             with self.operators.paused():
-                item, positions = self._kept(path, port, tensor)
+                item, positions = self._kept(path, tensor)
         self._put(site, item, positions=positions)
 
     def _kept(
-        self, path: str, port: str, tensor: torch.Tensor
+        self, path: str, tensor: torch.Tensor
     ) -> tuple[CapturedTensor, tuple[int, ...] | None]:
         """What is kept of the tensor, or was when this very tensor last came by; and of which
         token positions, where not of all."""
         if self._step == 0:
-            tensor, positions = self._narrowed(path, port, tensor)
+            tensor, positions = self._narrowed(path, tensor)
             if positions is not None:
                 return self._keep(tensor), positions
         item = self._recent.find(tensor)
@@ -347,7 +347,7 @@ class Recorder:
         return contextlib.nullcontext() if self.operators is None else self.operators.paused()
 
     def _narrowed(
-        self, path: str, port: str, tensor: torch.Tensor
+        self, path: str, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
         """The part of a tensor that is kept, and the token indices of its rows."""
         tokens = self._num_tokens

@@ -40,7 +40,6 @@ __all__ = [
     "substitute_from",
 ]
 
-
 FORWARDS = 100_003
 """A forward's number is sample · FORWARDS + step: more than any run has steps, and a prime, so
 that seeds made of it differ."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["cpu_model", "cpu_name", "free_bytes", "torch_build"]
 
-
 _CPUINFO = Path("/proc/cpuinfo")
 _MAKERS = {
     0x41: "Arm", 0x42: "Broadcom", 0x43: "Cavium", 0x46: "Fujitsu", 0x48: "HiSilicon",

@@ -128,18 +128,15 @@ def _of_all(text: str, count: int, total: int) -> str:
 
 def _instance_key(module: Any) -> tuple[object, ...]:
     """What of an instance changes which functions run."""
+    kinds = types.FunctionType | types.MethodType | types.BuiltinFunctionType
     own = tuple(
-        (name, id(value)) for name, value in module.__dict__.items() if _is_code(value, name)
+        (name, id(value))
+        for name, value in module.__dict__.items()
+        if name == "forward" or isinstance(value, kinds)
     )
     config = getattr(module, "config", None)
     chosen = [getattr(config, f"_{one}_implementation", None) for one in ("attn", "experts")]
     return type(module), own, *chosen, tuple(map(id, hooks_of(module).values()))
-
-
-def _is_code(value: Any, name: str) -> bool:
-    return name == "forward" or isinstance(
-        value, types.FunctionType | types.MethodType | types.BuiltinFunctionType
-    )
 
 
 class _Reader:

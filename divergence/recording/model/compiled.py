@@ -30,7 +30,6 @@ from divergence.run.schema.site import ROOT
 
 __all__ = ["CompiledWatch", "compiled_regions", "compiler_of", "hooked", "listed", "settled"]
 
-
 _LIMIT = "torch._dynamo hit config."
 _MOST_EVENTS = 1 << 14
 

@@ -45,7 +45,6 @@ __all__ = [
     "wrappers_of",
 ]
 
-
 _TORCH_FUNCTIONS = {
     "torch.nn.functional": (
         "linear", "embedding", "silu", "gelu", "relu", "softmax", "log_softmax", "rms_norm",

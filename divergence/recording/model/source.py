@@ -32,7 +32,6 @@ __all__ = [
     "is_library",
     "layers",
     "place_of",
-    "plain_values",
     "syntax_of",
 ]
 
@@ -120,7 +119,7 @@ def digest_of(function: types.FunctionType, node: ast.AST | None) -> str:
     """Digest of the syntax and of the plain values held from outside. Without source of the byte
     code, which every version of Python writes otherwise."""
     text = _text(node) if node is not None else _byte_code(function.__code__)
-    return digest_text(text + repr(sorted(plain_values(function).items())))
+    return digest_text(text + repr(sorted(_plain_values(function).items())))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,7 +135,7 @@ def _byte_code(code: types.CodeType) -> str:
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def plain_values(function: types.FunctionType) -> dict[str, str]:
+def _plain_values(function: types.FunctionType) -> dict[str, str]:
     """Numbers that the function uses and does not compute: of its closure, its defaults and its
     module. Of a library's module numbers alone; switches there tell what is installed."""
     code = function.__code__

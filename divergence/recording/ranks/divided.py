@@ -39,15 +39,7 @@ if TYPE_CHECKING:
     from divergence.recording.selection import SiteSelection
     from divergence.run.writing.writer import RunWriter
 
-__all__ = [
-    "Division",
-    "LocalKeeper",
-    "check_request",
-    "closed",
-    "on_all",
-    "own_part",
-    "started",
-]
+__all__ = ["Division", "LocalKeeper", "check_request", "closed", "on_all", "own_part", "started"]
 
 _STAGE = 10**6
 """Added to the order of each pipeline stage: what it runs comes after the stage before it."""

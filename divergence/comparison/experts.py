@@ -233,7 +233,7 @@ def _of_piece(
     """The rows that a piece has, (T, n), of what ``told`` records of its forward's tokens."""
     record = piece.record
     if tensor.ndim == 2:
-        group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [0])
+        group = manifest.tokens.group_of(record.sample) or [0]
         if len(tensor) % max(len(group), 1):
             return None
         tensor = tensor.reshape(max(len(group), 1), -1, tensor.shape[-1])

@@ -149,7 +149,7 @@ def _no_row(run: Run, whole: Record, record: Record) -> str | None:
     """Why a decode step's tensor is no row of the whole pass's, or None."""
     sample = run.manifest.tokens.samples[record.sample]
     length = sample.num_left_pad + len(sample.prompt_ids) + len(sample.generated_ids) - 1
-    group = next(g for g in run.manifest.tokens.groups if g[0] == record.sample)
+    group = run.manifest.tokens.group_of(record.sample)
     one, two = whole.shape, record.shape
     if (
         min(len(one), len(two)) < 2

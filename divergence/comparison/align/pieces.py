@@ -74,7 +74,7 @@ def pieces_in(run: Run, pass_: str, *, split: bool) -> dict[tuple[int, int, str]
 
 def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
     """One piece for each sample in the record's batch, pads cut off."""
-    group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
+    group = manifest.tokens.group_of(record.sample)
     members = [manifest.tokens.samples[number] for number in group]
     padded = any(sample.num_left_pad or sample.num_right_pad for sample in members)
     if len(group) > 1 and record.shape[:1] == (1,) and not padded:  # one table for all prompts
@@ -87,9 +87,8 @@ def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
         length = sample.num_left_pad + len(sample.prompt_ids) + sample.num_right_pad
         left, right = 0, record.shape[1] if len(record.shape) > 1 else 0
         encoded = manifest.model.task == "encoder-decoder"  # goes into every step
-        if (
-            (record.step == 0 or encoded) and len(record.shape) > 2 and record.shape[1] == length
-        ):  # fmt: skip
+        whole = record.step == 0 or encoded
+        if whole and len(record.shape) > 2 and record.shape[1] == length:
             left, right = sample.num_left_pad, length - sample.num_right_pad
         pieces.append(Piece(record, number, row, left, right, sample.num_left_pad))
     return pieces
@@ -107,29 +106,26 @@ def why_no_pair(piece: Piece, other: Piece, *, exactly: bool = False) -> str | N
     token positions picked out of one of them."""
     one, two = piece.record, other.record
     if _shape(piece) != _shape(other):
-        narrowed = one.positions is None or two.positions is None
-        if not exactly and narrowed and _selectable(piece, other):
+        if not exactly and _selectable(piece, other):
             return None
         return f"shapes differ: {list(_shape(piece))} and {list(_shape(other))}"
     if one.positions is not None and two.positions is not None:
-        mine, theirs = _positions(piece), _positions(other)
+        mine, theirs = (
+            [position - half.pads for position in half.record.positions or ()]
+            for half in (piece, other)
+        )
         if mine != theirs:
             return f"token positions differ: {mine} and {theirs}"
     return None
-
-
-def _positions(piece: Piece) -> list[int]:
-    """The record's token positions, pads not counted."""
-    return [position - piece.pads for position in piece.record.positions or ()]
 
 
 def _selectable(piece: Piece, other: Piece) -> bool:
     """One side holds only some token positions, the other all: those can be picked out."""
     if piece.row is not None or other.row is not None:
         return False
-    few, many = (
-        (piece.record, other.record) if piece.record.positions else (other.record, piece.record)
-    )
+    few, many = piece.record, other.record
+    if not few.positions:
+        few, many = many, few
     return (
         few.positions is not None
         and many.positions is None
@@ -199,7 +195,7 @@ class Pieces:
         if piece.row is not None or piece.record.step > 0 or len(shape) < 2:
             return None
         manifest = self.reference.manifest
-        group = next((g for g in manifest.tokens.groups if g and g[0] == piece.record.sample), [])
+        group = manifest.tokens.group_of(piece.record.sample)
         samples = [manifest.tokens.samples[number] for number in group]
         if not any(s.num_left_pad or s.num_right_pad for s in samples):
             return None
@@ -226,9 +222,8 @@ class Pieces:
         held one, or the first axis is none of prompts."""
         if piece.row is not None or len(shape) < 2:
             return []
-        groups = self.reference.manifest.tokens.groups
-        group = next((g for g in groups if g and g[0] == piece.record.sample), [])
-        return list(group) if len(group) > 1 and shape[0] == len(group) else []
+        group = self.reference.manifest.tokens.group_of(piece.record.sample)
+        return group if len(group) > 1 and shape[0] == len(group) else []
 
     def locate(
         self, piece: Piece, shape: Sequence[int], row: int | None
@@ -239,7 +234,7 @@ class Pieces:
         record, tokens = piece.record, self.reference.manifest.tokens
         inner = max(math.prod(shape[2:-1]), 1)
         member, token = row // (inner * shape[1]), row // inner % shape[1]
-        group = next((g for g in tokens.groups if g and g[0] == record.sample), [piece.sample])
+        group = tokens.group_of(record.sample) or [piece.sample]
         split = piece.row is not None or shape[0] != len(group)
         number = piece.sample if split else group[member]
         sample = tokens.samples[number]
@@ -300,6 +295,7 @@ def kinds_of(run: Run) -> Callable[[Record], Kind]:
 
 
 def _digest_of_weight(site: str, manifest: Manifest) -> str | None:
+    """Of the weight that a module's argument is named like, if there is one."""
     path, _, port = site.partition(":")
     if not port.startswith("in."):
         return None

@@ -68,7 +68,7 @@ def disagreement(one: Run, two: Run, *, inside: str | None = None) -> Agreement:
     this block alone."""
     if one.manifest.plan.anchored_to != two.manifest.plan.anchored_to:
         return Agreement(num_compared=0, first=None)
-    count, first = 0, None
+    num_compared, beyond = 0, []
     for record in one.records:
         if record.pass_ != "anchored" or is_operator_site(record.site):
             continue
@@ -77,17 +77,17 @@ def disagreement(one: Run, two: Run, *, inside: str | None = None) -> Agreement:
         other = two.find(record.coordinates)
         if other is None or other.positions != record.positions:
             continue
-        found = _distance(one, record, two, other)
-        count += 1
-        if found is not None and (first is None or _place(record) < _place(first[0])):
-            first = (record, *found)
-    if first is None:
-        return Agreement(num_compared=count, first=None)
-    record, distance, limit = first
-    first_off = Disagreement(
-        site=record.site, sample=record.sample, step=record.step, rel_l2=distance, limit=limit
+        num_compared += 1
+        distance = _distance(one, record, two, other)
+        if distance is not None:
+            beyond.append((record, *distance))
+    if not beyond:
+        return Agreement(num_compared=num_compared, first=None)
+    record, rel_l2, limit = min(beyond, key=lambda found: _place(found[0]))
+    first = Disagreement(
+        site=record.site, sample=record.sample, step=record.step, rel_l2=rel_l2, limit=limit
     )
-    return Agreement(num_compared=count, first=first_off)
+    return Agreement(num_compared=num_compared, first=first)
 
 
 def _place(record: Record) -> tuple[int, int, int]:
@@ -124,7 +124,7 @@ def without_pads(manifest: Manifest, record: Record, tensor: torch.Tensor) -> to
     """The tensor with the rows of pads set to 0: what stands there is no result (a row that sees
     no key has one value in one kernel and another in the next). None where a batch has pads and
     the tensor's axes are not (B, T, ...): which of its rows are pads is not known."""
-    group = next((g for g in manifest.tokens.groups if record.sample == g[0]), [record.sample])
+    group = manifest.tokens.group_of(record.sample) or [record.sample]
     samples = [manifest.tokens.samples[number] for number in group]
     if record.step or not any(s.num_left_pad or s.num_right_pad for s in samples):
         return tensor

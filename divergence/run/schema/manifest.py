@@ -167,6 +167,10 @@ class Tokens(_Strict, kw_only=True):
     texts: dict[str, str] = {}
     """Decoded text of the token ids that a report may want to show."""
 
+    def group_of(self, sample: int) -> list[int]:
+        """The group whose first sample this is; empty where there is none."""
+        return next((group for group in self.groups if group and group[0] == sample), [])
+
 
 class Switch(_Strict, kw_only=True):
     """One determinism or precision switch: what was asked for, and what the machine did."""

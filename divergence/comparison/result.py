@@ -57,7 +57,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The model chooses tokens."""
 
 
-class Report(msgspec.Struct, kw_only=True):
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of `compare`."""
 
     schema_version: int = REPORT_SCHEMA_VERSION

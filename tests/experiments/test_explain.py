@@ -67,7 +67,7 @@ def test_a_fault_is_explained_before_a_tie(run):
     report = compare(a, b)
     first, *_, last = report.tokens.differences
     flips = [structs.replace(first, judgement="tie"), structs.replace(last, judgement="fault")]
-    report.tokens = structs.replace(report.tokens, differences=flips)
+    report = structs.replace(report, tokens=structs.replace(report.tokens, differences=flips))
     found = explain_token(report, a, b).tokens.explanation
     assert (found.sample, found.step) == (last.sample, last.step) != (first.sample, first.step)
     assert found.share == pytest.approx(1.0, abs=0.2)
@@ -88,7 +88,9 @@ def test_the_second_sample_of_a_batch_is_explained(run, monkeypatch):
     a, b = run("float32", FAULT, batch=True)
     report = compare(a, b)
     flips = [flip for flip in report.tokens.differences if flip.sample == 1]
-    report.tokens = structs.replace(report.tokens, first_difference=flips[0], differences=flips)
+    report = structs.replace(
+        report, tokens=structs.replace(report.tokens, first_difference=flips[0], differences=flips)
+    )
     found = explain_token(report, a, b).tokens.explanation
     assert found.sample == 1
     assert found.share == pytest.approx(1.0, abs=0.1)

@@ -258,18 +258,22 @@ def ok(**tables):
 def test_tokens_and_ties(reports, tokens, expected):
     """2 of 3 tokens are equal; the flip's margins are 0.0625 and 0.03 logits."""
     report = reports.make_long_report()
-    report.preflight = []
+    report = msgspec.structs.replace(report, preflight=[])
     assert rules(report, **ok(tokens=tokens)) == expected
 
 
 def test_a_tie_ends_the_count_where_tokens_are_not_forced(reports):
     """After a tie each run continues its own text, and that is no fault of either."""
     report = reports.make_long_report()
-    report.preflight = []
-    report.tokens = msgspec.structs.replace(report.tokens, num_tokens=9, num_equal=2)
+    report = msgspec.structs.replace(report, preflight=[])
+    report = msgspec.structs.replace(
+        report, tokens=msgspec.structs.replace(report.tokens, num_tokens=9, num_equal=2)
+    )
     wanted = ok(tokens={"min_equal": 1.0, "tie_margin": 0.1})
     assert rules(report, **wanted) == ["tokens.min_equal"]
-    report.tokens = msgspec.structs.replace(report.tokens, forced=False)
+    report = msgspec.structs.replace(
+        report, tokens=msgspec.structs.replace(report.tokens, forced=False)
+    )
     assert rules(report, **wanted) == []
 
 
@@ -398,7 +402,9 @@ def test_nothing_compared_is_an_error(reports, comparing):
 def test_incomparable_is_an_error(reports, comparing):
     """The error names what blocks, and carries the report for whoever shows it."""
     report = reports.make_long_report()
-    report.verdict = reports.make_verdict("incomparable", summary="other weights")
+    report = msgspec.structs.replace(
+        report, verdict=reports.make_verdict("incomparable", summary="other weights")
+    )
     comparing(report)
     with pytest.raises(IncomparableError, match="weights: 1111 in the golden") as caught:
         check("golden", "new")

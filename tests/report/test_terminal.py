@@ -82,7 +82,9 @@ def test_a_flip_is_called_what_it_is(reports, changes, said):
     """Tie, fault, neither, or not judged for want of a truth."""
     report = reports.make_long_report()
     flip = msgspec.structs.replace(report.tokens.first_difference, **changes)
-    report.tokens = msgspec.structs.replace(report.tokens, first_difference=flip)
+    report = msgspec.structs.replace(
+        report, tokens=msgspec.structs.replace(report.tokens, first_difference=flip)
+    )
     text = " ".join(text_of(report_lines(report)).split())
     assert said in text
     assert ("it agrees with the reference" in text) is (flip.truth_choice is not None)
@@ -113,7 +115,7 @@ def test_inputs_are_left_to_all(reports):
     assert "lm_head:in" in text_of(report_lines(report, all_sites=True))
     report.sites[-1] = msgspec.structs.replace(report.sites[-1], flagged=True)
     assert "lm_head:in" in text_of(report_lines(report))
-    report.sites = [reports.make_site("lm_head:in")]
+    report = msgspec.structs.replace(report, sites=[reports.make_site("lm_head:in")])
     assert "lm_head:in" in text_of(report_lines(report))
 
 
@@ -132,10 +134,11 @@ def test_long_models_elide_healthy_rows(reports):
 def test_forty_blocks_are_not_elided(reports):
     """A model that fits is shown whole."""
     report = reports.make_report()
-    report.sites = [
+    sites = [
         reports.make_site(f"model.layers.{n}:out", order=n, block=f"model.layers.{n}")
         for n in range(40)
     ]
+    report = msgspec.structs.replace(report, sites=sites)
     assert "healthy row" not in text_of(report_lines(report))
 
 
@@ -149,8 +152,8 @@ def test_flagged_rows_are_never_elided(reports):
 def test_brackets_print_as_they_are(reports):
     """Paths and tokens are data and never markup."""
     report = reports.make_report()
-    report.reference = reports.make_run("runs/[red]a[/red]")
-    report.notes = ["[bold]x[/bold] :smile:"]
+    report = msgspec.structs.replace(report, reference=reports.make_run("runs/[red]a[/red]"))
+    report = msgspec.structs.replace(report, notes=["[bold]x[/bold] :smile:"])
     for file in (io.StringIO(), Terminal()):
         text = text_of(report_lines(report), file)
         assert "runs/[red]a[/red]" in text

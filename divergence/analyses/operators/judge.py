@@ -27,6 +27,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from divergence.analyses.operators.errors import MeasuredOperators, OperatorUnit
 from divergence.analyses.operators.limits import judge_unit, region_result
 from divergence.analyses.operators.regions import in_words
@@ -71,41 +73,43 @@ def judge_operators(
     for unit in measured.units:
         result = _result(unit, notes, blocks)
         feeds = [by_path[path, unit.phase] for path in unit.feeds if (path, unit.phase) in by_path]
-        judge_unit(
+        result = judge_unit(
             result, unit, feeds, norms, thresholds,
             with_truth=measured.with_truth, alone=measured.frame == "operator",
         )  # fmt: skip
         if two_dtypes:  # casts are to other dtypes by right
-            result.other_operands = [one for one in result.other_operands if one.is_value]
+            told = [one for one in result.other_operands if one.is_value]
+            result = replace(result, other_operands=told)
         if two_dtypes and result.why != "nonfinite":
-            result.limit_usage, result.why, result.verdict = 0.0, None, "unjudged"
+            result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
         if unit.untold or _inherits(unit, result, untold):
-            result.limit_usage, result.why, result.verdict = 0.0, None, "unjudged"
+            result = replace(result, limit_usage=0.0, why=None, verdict="unjudged")
             untold[result.site, unit.phase] = None
         if feeds and measured.frame == "block":
             entering = [abs(math.log(feed.w)) for feed in feeds if feed.w]
-            result.w_entering = math.exp(max(entering)) if entering else None
+            result = replace(result, w_entering=math.exp(max(entering)) if entering else None)
         ends: tuple[tuple[Side, Node], ...] = (
             ("candidate", unit.match.candidate),
             ("reference", unit.match.reference),
         )
         for side, node in ends:
             if not result.fed_by and unit.region is None:
-                result.fed_by = _only_there(node, extra[side])
-                result.fed_by_side = side if result.fed_by else None
-        result.other_inputs = _telling(unit, result, feeds, thresholds)
+                fed_by = _only_there(node, extra[side])
+                result = replace(result, fed_by=fed_by, fed_by_side=side if fed_by else None)
+        result = replace(result, other_inputs=_telling(unit, result, feeds, thresholds))
         results.append(result)
         by_path[result.site, unit.phase] = result
-    onset = first_source(measured, by_path, thresholds)
+    way = first_source(measured, by_path, thresholds)
+    verdict = way[0].verdict if way else None
+    moved = {id(result) for result in way[1:]}
+    results = [replace(one, verdict=verdict) if id(one) in moved else one for one in results]
     return OperatorsResult(
         frame="operator" if measured.frame == "operator" else "block",
         judged="truth" if measured.with_truth else "difference",
         num_matched=len(results),
         num_value_matches=sum(result.match == "value" for result in results),
-        onset=None if onset is None else onset.site,
-        side=None
-        if onset is None or onset.verdict not in ("reference", "candidate", "both")
-        else onset.verdict,
+        onset=way[-1].site if way else None,
+        side=verdict if verdict in ("reference", "candidate", "both") else None,
         results=results,
         unmatched=[
             UnmatchedOperator(
@@ -216,8 +220,9 @@ def first_source(
     measured: MeasuredOperators,
     by_path: dict[tuple[str, str], OperatorResult],
     thresholds: Thresholds,
-) -> OperatorResult | None:
-    """The first source in execution order; the prefill comes before the decode steps."""
+) -> list[OperatorResult]:
+    """From the first source in execution order back to where its error was made, which is last;
+    the prefill comes before the decode steps. Empty where nothing is beyond its limit."""
     entering = {(unit.match.reference.path, unit.phase): unit.feeds for unit in measured.units}
 
     def feeds(result: OperatorResult) -> list[OperatorResult]:
@@ -236,22 +241,22 @@ def first_source(
 
     flagged = [r for r in by_path.values() if r.limit_usage > 1 and r.verdict != "unjudged"]
     if measured.frame == "operator":
-        return flagged[0] if flagged else None
+        return flagged[:1]
     sources = [r for r in flagged if not any(feed.limit_usage > 1 for feed in feeds(r))]
     if not sources:
-        return flagged[0] if flagged else None
+        return flagged[:1]
     onset = min(sources, key=lambda r: (r.phase == "decode", r.order))
-    return _moved_back(onset, feeds, thresholds) if measured.with_truth else onset
+    return _moved_back(onset, feeds, thresholds) if measured.with_truth else [onset]
 
 
 def _moved_back(
     onset: OperatorResult,
     feeds: Callable[[OperatorResult], list[OperatorResult]],
     thresholds: Thresholds,
-) -> OperatorResult:
-    """To what feeds it, while that is on the same side's way to the limit and the step from it
+) -> list[OperatorResult]:
+    """On to what feeds it, while that is on the same side's way to the limit and the step from it
     is less than the limit itself: an error that is mostly inherited was made before."""
-    side = onset.verdict
+    side, way = onset.verdict, [onset]
     while onset.why in ("typical", "row", "column", "slice", None):
         before = [
             feed
@@ -263,5 +268,5 @@ def _moved_back(
         if not before:
             break
         onset = max(before, key=lambda feed: feed.limit_usage)
-        onset.verdict = side
-    return onset
+        way.append(onset)
+    return way

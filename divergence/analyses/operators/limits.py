@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
@@ -67,24 +68,27 @@ def judge_unit(
     *,
     with_truth: bool,
     alone: bool,
-) -> None:
-    """Hold one unit against every limit. ``norms``: by site, the largest norm of each result so
+) -> OperatorResult:
+    """One unit held against every limit. ``norms``: by site, the largest norm of each result so
     far; ``alone``: each operator on its own inputs."""
     pooled = _pool(unit)
     if pooled is not None:
         if len(pooled.floor):
-            result.difference = float(pooled.between.square().mean().sqrt())
-            result.floor = float(pooled.floor.median())
+            result = replace(
+                result,
+                difference=float(pooled.between.square().mean().sqrt()),
+                floor=float(pooled.floor.median()),
+            )
         if with_truth:
-            _against_truth(result, pooled, thresholds, alone=alone)
+            result = _against_truth(result, pooled, thresholds, alone=alone)
         else:
             norm = max((norms.get(feed.site, 1.0) for feed in feeds), default=1.0)
             grows = max(1.0, norm) if unit.match.reference.name in _EXPONENTIAL else 1.0
-            _against_each_other(result, pooled, feeds, thresholds, grows)
+            result = _against_each_other(result, pooled, feeds, thresholds, grows)
         norms[result.site] = max(e.largest_norm for _, _, e in unit.forwards if e is not None)
-    _codes(result, unit, with_truth)
-    _judge_roundings(result, unit, thresholds)
-    _judge_operands(result, unit)
+    result = _with_codes(result, unit, with_truth)
+    result = _judge_roundings(result, unit, thresholds)
+    return _judge_operands(result, unit)
 
 
 def _pool(unit: OperatorUnit) -> _Pooled | None:
@@ -132,45 +136,48 @@ def _pool(unit: OperatorUnit) -> _Pooled | None:
 
 def _against_truth(
     result: OperatorResult, pooled: _Pooled, thresholds: Thresholds, *, alone: bool
-) -> None:
-    result.reference_error, result.candidate_error = pooled.raw
-    result.ulp_share_reference, result.ulp_share_candidate = pooled.over_1_ulp
+) -> OperatorResult:
+    result = replace(
+        result,
+        reference_error=pooled.raw[0],
+        candidate_error=pooled.raw[1],
+        ulp_share_reference=pooled.over_1_ulp[0],
+        ulp_share_candidate=pooled.over_1_ulp[1],
+    )
     if any(pooled.nonfinite):
-        result.limit_usage, result.why = math.inf, "nonfinite"
-        result.verdict = _side(pooled.nonfinite[1] > pooled.nonfinite[0])
-        return
+        verdict = _side(pooled.nonfinite[1] > pooled.nonfinite[0])
+        return replace(result, limit_usage=math.inf, why="nonfinite", verdict=verdict)
     if not len(pooled.floor):
-        return
+        return result
     wider = rare_ratio(pooled.num_values)
     a, b = (_typical(rows) for rows in (pooled.reference, pooled.candidate))
-    result.w = b / a
+    w, peak = b / a, 1.0
     asked: list[tuple[float, Question, Side]] = []  # (share of the limit, why, side)
-    limit = thresholds.operator * wider
-    asked.append((max(result.w, 1 / result.w) / limit, "typical", _side(b > a)))
-    result.peak = 1.0
+    asked.append((max(w, 1 / w) / (thresholds.operator * wider), "typical", _side(b > a)))
     if bool(pooled.wide.any()):  # the error of few numbers says little of a row
         rows = _excess(pooled.reference[pooled.wide], pooled.candidate[pooled.wide])
         asked += [(rows[s] / (thresholds.operator_row * wider), "row", s) for s in rows]
-        result.peak = max(rows.values())
+        peak = max(rows.values())
     if pooled.columns is not None:
         columns = _excess(*pooled.columns)
-        peak = thresholds.operator_column * rare_ratio(len(pooled.floor))
-        asked += [(columns[s] / peak, "column", s) for s in columns]
-        result.peak = max(result.peak, *columns.values())
+        limit = thresholds.operator_column * rare_ratio(len(pooled.floor))
+        asked += [(columns[s] / limit, "column", s) for s in columns]
+        peak = max(peak, *columns.values())
     for members in pooled.slices:
         one, two = (_typical(side[members]) for side in (pooled.reference, pooled.candidate))
         times = max(one / two, two / one)
-        wide = thresholds.operator_column * rare_ratio(len(members) * pooled.num_columns)
-        asked.append((times / wide, "slice", _side(two > one)))
-        result.peak = max(result.peak, times)
-    result.limit_usage, result.why, side = max(asked)
-    result.leans = side
-    result.verdict = side if result.limit_usage > 1 else "fine"
-    if result.limit_usage <= 1:
-        far = thresholds.typical * wider * float(pooled.floor.median())
-        if alone and min(a, b) > far:
-            result.verdict, result.why = "both", "typical"
-            result.limit_usage = min(a, b) / far
+        limit = thresholds.operator_column * rare_ratio(len(members) * pooled.num_columns)
+        asked.append((times / limit, "slice", _side(two > one)))
+        peak = max(peak, times)
+    usage, why, side = max(asked)
+    result = replace(
+        result, w=w, peak=peak, limit_usage=usage, why=why, leans=side,
+        verdict=side if usage > 1 else "fine",
+    )  # fmt: skip
+    far = thresholds.typical * wider * float(pooled.floor.median())
+    if usage <= 1 and alone and min(a, b) > far:
+        result = replace(result, verdict="both", why="typical", limit_usage=min(a, b) / far)
+    return result
 
 
 def _typical(rows: torch.Tensor) -> float:
@@ -197,64 +204,66 @@ def _against_each_other(
     feeds: Sequence[OperatorResult],
     thresholds: Thresholds,
     grows: float,
-) -> None:
+) -> OperatorResult:
     """Without a truth: by how much the difference grows over what came in, which correct code makes
     ``grows`` times as large. No side is named."""
     if any(pooled.nonfinite):
-        result.limit_usage, result.why, result.verdict = math.inf, "nonfinite", "differs"
-        return
+        return replace(result, limit_usage=math.inf, why="nonfinite", verdict="differs")
     if result.floor is None or result.difference is None:  # no row is left
-        return
+        return result
     entering = max((feed.difference or 0.0 for feed in feeds), default=0.0)
     base = math.hypot(math.sqrt(2) * result.floor, grows * entering)
     limit = thresholds.operator_growth * rare_ratio(pooled.num_values)
-    result.limit_usage = result.difference / base / limit if base > 0 else 0.0
-    result.verdict = "differs" if result.limit_usage > 1 else "fine"
-    result.why = "typical" if result.limit_usage > 1 else None
+    usage = result.difference / base / limit if base > 0 else 0.0
+    if usage > 1:
+        return replace(result, limit_usage=usage, verdict="differs", why="typical")
+    return replace(result, limit_usage=usage, verdict="fine", why=None)
 
 
-def _codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> None:
+def _with_codes(result: OperatorResult, unit: OperatorUnit, with_truth: bool) -> OperatorResult:
     if not unit.num_codes:
-        return
+        return result
     other = unit.codes
-    result.codes = other.differing / unit.num_codes
+    result = replace(result, codes=other.differing / unit.num_codes)
     if result.verdict == "unjudged":
-        result.verdict = "fine"
+        result = replace(result, verdict="fine")
     if other.unexplained == 0 or result.limit_usage > 1:
-        return
-    result.limit_usage, result.why = math.inf, "codes"
-    if not with_truth or other.wrong[0] == other.wrong[1]:
-        result.verdict = "differs"
-    else:
-        result.verdict = _side(other.wrong[1] > other.wrong[0])
+        return result
+    verdict = "differs"
+    if with_truth and other.wrong[0] != other.wrong[1]:
+        verdict = _side(other.wrong[1] > other.wrong[0])
+    return replace(result, limit_usage=math.inf, why="codes", verdict=verdict)
 
 
-def _judge_operands(result: OperatorResult, unit: OperatorUnit) -> None:
-    """Set ``other_operands``, and flag the result for those that are numbers."""
-    result.other_operands = unit.other_operands
+def _judge_operands(result: OperatorResult, unit: OperatorUnit) -> OperatorResult:
+    """With ``other_operands``, and flagged for those that are numbers."""
+    result = replace(result, other_operands=unit.other_operands)
     if result.why == "nonfinite" or not any(one.is_value for one in unit.other_operands):
-        return
-    result.measurable = result.limit_usage > 1
-    if result.verdict not in ("candidate", "reference", "both"):
-        result.verdict = "differs"
-    result.limit_usage, result.why = math.inf, "operands"
+        return result
+    verdict = result.verdict if result.verdict in ("candidate", "reference", "both") else "differs"
+    return replace(
+        result, measurable=result.limit_usage > 1, verdict=verdict, limit_usage=math.inf,
+        why="operands",
+    )  # fmt: skip
 
 
-def _judge_roundings(result: OperatorResult, unit: OperatorUnit, thresholds: Thresholds) -> None:
-    """Flag a region for its own roundings, where nothing else flags it more."""
+def _judge_roundings(
+    result: OperatorResult, unit: OperatorUnit, thresholds: Thresholds
+) -> OperatorResult:
+    """A region is flagged for its own roundings, where nothing else flags it more."""
     if unit.own is None:
-        return
+        return result
     limits = [thresholds.operator_roundings * rare_ratio(own.num_values) for own in unit.own]
     shares = [own.times / limit for own, limit in zip(unit.own, limits, strict=True)]
     if result.verdict == "unjudged":
-        result.verdict = "fine"
+        result = replace(result, verdict="fine")
     if max(shares) <= result.limit_usage:
-        return
+        return result
     side: Side = "candidate" if shares[1] > shares[0] else "reference"
-    result.limit_usage, result.leans = max(shares), side
-    if max(shares) > 1:
-        result.why = "roundings"
-        result.verdict = "both" if min(shares) > 1 else side
+    result = replace(result, limit_usage=max(shares), leans=side)
+    if max(shares) <= 1:
+        return result
+    return replace(result, why="roundings", verdict="both" if min(shares) > 1 else side)
 
 
 def region_result(unit: OperatorUnit) -> RegionResult:

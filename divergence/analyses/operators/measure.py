@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from divergence.analyses.operators.errors import measure_operators
 from divergence.analyses.operators.judge import judge_operators
 from divergence.comparison.align.pairs import anchored_passes
@@ -54,7 +56,7 @@ def compare_operators(
             two_dtypes=_two_dtypes(a.manifest, b.manifest),
         )  # fmt: skip
         if passes[1] == _ESCALATED:
-            found.pass_ = _ESCALATED
+            found = replace(found, pass_=_ESCALATED)
         if found.onset is not None:
             return found
         first = first or found

@@ -90,10 +90,12 @@ def audit_runs(
         if not mine and not other:
             continue
         pairs = differing(mine, other, rename) if alike else []
-        row = _row(mine, other)
-        row.reference = None if ours is None else _computed(mine)
-        row.candidate = None if theirs is None else _computed(other)
-        row.differs = bool(pairs)
+        row = msgspec.structs.replace(
+            _row(mine, other),
+            reference=None if ours is None else _computed(mine),
+            candidate=None if theirs is None else _computed(other),
+            differs=bool(pairs),
+        )
         rows.append(row)
         said = finding(row, mine, other, pairs, alone=candidate is None)
         if said is not None:

@@ -82,7 +82,7 @@ class RegionResult(msgspec.Struct, frozen=True, kw_only=True):
     """The same for the candidate."""
 
 
-class OperatorResult(msgspec.Struct, kw_only=True):
+class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
     """One operator of the reference and its partner, over all forwards of a phase.
 
     Errors are relative L2 norms, median over rows (the last axis); a = reference, b = candidate, R
@@ -185,7 +185,7 @@ class CausalCheck(msgspec.Struct, frozen=True, kw_only=True):
     """The sites that are still beyond their limit."""
 
 
-class OperatorsResult(msgspec.Struct, kw_only=True):
+class OperatorsResult(msgspec.Struct, frozen=True, kw_only=True):
     """All operators of the modules that were recorded."""
 
     frame: Literal["block", "operator"]
@@ -267,7 +267,7 @@ class AuditedPlace(msgspec.Struct, frozen=True, kw_only=True):
     num_calls: int = 1
 
 
-class AuditRow(msgspec.Struct, kw_only=True):
+class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
     """One part on both sides."""
 
     part: Part
@@ -297,7 +297,7 @@ class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Operators of either side where it would be seen first."""
 
 
-class AuditResult(msgspec.Struct, kw_only=True):
+class AuditResult(msgspec.Struct, frozen=True, kw_only=True):
     """The audit of one run or of two."""
 
     rows: list[AuditRow] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from divergence.analyses.precision.show import audit_lines
 from divergence.comparison.results.operators import (
     AuditedPlace,
@@ -67,12 +69,11 @@ def test_a_kernel_is_named_below_the_table():
     """The cell stays short, and nothing is claimed of its inside."""
     found = audit(candidate=["inside aten._scaled_dot_product_flash_attention_for_cpu"])
     kernel = "aten._scaled_dot_product_flash_attention_for_cpu"
-    found.candidate = [
-        AuditedPlace(
-            part="softmax", module="m", site="m/x", operators=["m/x"], operands=["bfloat16"],
-            result="bfloat16", computed=None, kernel=kernel,
-        )
-    ]  # fmt: skip
+    place = AuditedPlace(
+        part="softmax", module="m", site="m/x", operators=["m/x"], operands=["bfloat16"],
+        result="bfloat16", computed=None, kernel=kernel,
+    )  # fmt: skip
+    found = msgspec.structs.replace(found, candidate=[place])
     lines = texts(found)
     assert "in one kernel" in lines[2]
     assert lines[3].startswith(f"    one kernel: {kernel}; what it does inside is not")
@@ -90,8 +91,8 @@ def test_every_place_on_request():
 def test_one_run_alone_has_one_column_and_its_findings():
     """There is no verdict to hold them."""
     found = audit(reference=["bfloat16"], candidate=None)
-    found.candidate = None
-    found.findings = [AuditFinding(part="softmax", text="the run computes softmax in bfloat16")]
+    said = AuditFinding(part="softmax", text="the run computes softmax in bfloat16")
+    found = msgspec.structs.replace(found, candidate=None, findings=[said])
     lines = texts(found, alone=True)
     assert lines[1] == "    part              computed in        expected"
     assert "    !: the run computes softmax in bfloat16" in lines

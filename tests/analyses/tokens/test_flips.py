@@ -279,10 +279,14 @@ def test_check_takes_the_floors_z(runs):
         },
         Policy,
     )
-    report.verdict = msgspec.structs.replace(report.verdict, kind="drift")
+    report = msgspec.structs.replace(
+        report, verdict=msgspec.structs.replace(report.verdict, kind="drift")
+    )
     assert evaluate(report, policy).passed
     without = compare(a, b)
-    without.verdict = msgspec.structs.replace(without.verdict, kind="drift")
+    without = msgspec.structs.replace(
+        without, verdict=msgspec.structs.replace(without.verdict, kind="drift")
+    )
     assert {flip.z_of for flip in without.tokens.differences} == {"model"}
     assert {flip.judgement for flip in without.tokens.differences} == {"tie"}
     assert evaluate(without, policy).passed
@@ -290,8 +294,12 @@ def test_check_takes_the_floors_z(runs):
         msgspec.structs.replace(flip, z=0.1, z_of="difference", judgement=None)
         for flip in without.tokens.differences
     ]
-    without.verdict = msgspec.structs.replace(without.verdict, kind="within_floor")
-    without.tokens = msgspec.structs.replace(without.tokens, differences=unjudged)
+    without = msgspec.structs.replace(
+        without, verdict=msgspec.structs.replace(without.verdict, kind="within_floor")
+    )
+    without = msgspec.structs.replace(
+        without, tokens=msgspec.structs.replace(without.tokens, differences=unjudged)
+    )
     assert [failure.rule for failure in evaluate(without, policy).failures] == ["tokens.min_equal"]
 
 

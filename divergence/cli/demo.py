@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,9 +54,9 @@ class _Plan:
     model: str
     block: str
     module: str
-    prompt: list[str]
+    prompt: tuple[str, ...]
     own: bool = False
-    code: list[str] = field(default_factory=list)
+    code: tuple[str, ...] = ()
 
 
 def demo(
@@ -92,9 +92,13 @@ def demo(
         plan = _own(model, dtype=dtype, trust_remote_code=trust_remote_code)
         name = re.sub(r"[^\w.-]+", "-", Path(model).name) or "model"
         root = _folder(workdir, f"demo-{name}")
-        plan = _without_tokenizer(plan, root)
+        if not plan.prompt:  # no tokenizer: token ids
+            prompts = root / "prompts.jsonl"
+            line = json.dumps({"input_ids": list(range(1, 17))})
+            prompts.write_text(line + "\n", encoding="utf-8")
+            plan = replace(plan, prompt=("--prompts", str(prompts)))
     if dtype is not None:
-        plan.prompt.extend(["--dtype", dtype])
+        plan = replace(plan, prompt=(*plan.prompt, "--dtype", dtype))
     a, b, c, truth = (root / name for name in ("here", "other-kernels", "fault", "truth"))
     first = ["capture", plan.model, "-o", str(a), *plan.prompt, "--device", "cpu", *plan.code]
     _run(plan, [*first, "--label", "this CPU", "--force"], {},
@@ -133,7 +137,7 @@ def _built(folder: Path) -> _Plan:
     _say(f"model: 12 Llama blocks, bfloat16, random weights, in {folder}\n")
     block = "model.layers.6"
     return _Plan(model=str(folder), block=block, module=f"{block}.mlp.down_proj",
-                 prompt=["--prompt", PROMPT, "--chat"])  # fmt: skip
+                 prompt=("--prompt", PROMPT, "--chat"))  # fmt: skip
 
 
 def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
@@ -143,21 +147,12 @@ def _own(model: str, *, dtype: str | None, trust_remote_code: bool) -> _Plan:
 
     block, module = plantable_module(model, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(model, revision=None, trust_remote_code=trust_remote_code)
-    prompt = [] if tokenizer is None else ["--prompt", QUESTION]
+    prompt: tuple[str, ...] = () if tokenizer is None else ("--prompt", QUESTION)
     if getattr(tokenizer, "chat_template", None):
-        prompt.append("--chat")
+        prompt += ("--chat",)
     _say(f"model: {model}; the fault goes to {module}\n")
     return _Plan(model=model, block=block, module=module, prompt=prompt, own=True,
-                 code=["--trust-remote-code"] if trust_remote_code else [])  # fmt: skip
-
-
-def _without_tokenizer(plan: _Plan, root: Path) -> _Plan:
-    """Token ids where there is nothing to make them of a text."""
-    if not plan.prompt:
-        prompts = root / "prompts.jsonl"
-        prompts.write_text(json.dumps({"input_ids": list(range(1, 17))}) + "\n", encoding="utf-8")
-        plan.prompt.extend(["--prompts", str(prompts)])
-    return plan
+                 code=("--trust-remote-code",) if trust_remote_code else ())  # fmt: skip
 
 
 def _folder(workdir: Path | None, name: str = "demo") -> Path:

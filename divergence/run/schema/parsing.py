@@ -76,28 +76,21 @@ def read_manifest(store: Store) -> Manifest:
         raise RunFormatError(f"schema version {version} does not exist", where=where)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
+        problem = _broken_manifest(manifest)
+        if problem is not None:
+            raise msgspec.ValidationError(problem)
     except _BROKEN_JSON as error:
         raise RunFormatError(
             f"{MANIFEST} breaks the format: {error}",
             where=where,
             hint="docs/dump-format.md describes every key",
         ) from error
-    problem = _broken_groups(manifest)
-    if problem is None and manifest.num_ranks > MAX_RANKS:
-        problem = f"a mesh of more than {MAX_RANKS} ranks - at `$.mesh`"
-    if problem is None and manifest.model.dtype not in FORMATS:
-        problem = f"no dtype is called {manifest.model.dtype!r} - at `$.model.dtype`"
-    if problem is not None:
-        raise RunFormatError(
-            f"{MANIFEST} breaks the format: {problem}",
-            where=where,
-            hint="docs/dump-format.md describes every key",
-        )
     return _with_escaped_modules(manifest)
 
 
-def _broken_groups(manifest: Manifest) -> str | None:
-    """Why the groups are no division of the samples into batches, or None."""
+def _broken_manifest(manifest: Manifest) -> str | None:
+    """What a manifest breaks that its type cannot say, or None: above all, the groups must divide
+    the samples into batches."""
     samples, groups = manifest.tokens.samples, manifest.tokens.groups
     at = " - at `$.tokens.groups`"
     if [number for group in groups for number in group] != list(range(len(samples))):
@@ -113,6 +106,10 @@ def _broken_groups(manifest: Manifest) -> str | None:
             return f"samples {group} ran together but are not equally long with their padding{at}"
         if len({len(s.generated_ids) for s in members}) > 1:
             return f"samples {group} ran together but have not equally many generated ids{at}"
+    if manifest.num_ranks > MAX_RANKS:
+        return f"a mesh of more than {MAX_RANKS} ranks - at `$.mesh`"
+    if manifest.model.dtype not in FORMATS:
+        return f"no dtype is called {manifest.model.dtype!r} - at `$.model.dtype`"
     return None
 
 
@@ -140,10 +137,10 @@ def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
     number = manifest.num_ranks
     empty = []
     for rank in range(number):
-        found, cut = _read_rank(store, manifest, rank)
-        records += found
+        own, cut = _read_rank(store, manifest, rank)
+        records += own
         torn |= cut
-        if not found:
+        if not own:
             empty.append(records_name(rank))
     if manifest.complete and len(records) != manifest.sizes.num_records:
         # how many each rank wrote is noted nowhere; a file without any is the likely one
@@ -168,6 +165,7 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     records: list[Record] = []
     seen: dict[tuple[str, int, int, str, int], int] = {}
     for number, line in _lines(store, name):
+        where = f"{store.where(name)}, line {number}"
         try:
             record = decoder.decode(line)
         except _BROKEN_JSON as error:
@@ -175,21 +173,18 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
                 return records, True  # killed while appending: the line never counted
             raise RunFormatError(
                 f"broken record: {error}",
-                where=f"{store.where(name)}, line {number}",
+                where=where,
                 hint=f"copy {name} again; docs/dump-format.md describes every key",
             ) from error
         if renaming:
             record = renaming(record)
         problem = _broken_record(record, first_samples) or _misplaced(record, rank, manifest)
         if problem is not None:
-            raise RunFormatError(
-                f"broken record: {problem}", where=f"{store.where(name)}, line {number}"
-            )
+            raise RunFormatError(f"broken record: {problem}", where=where)
         identity = (*record.coordinates, record.rank)
         if identity in seen:
             raise RunFormatError(
-                f"line {number} repeats line {seen[identity]}: {name_of(record)}",
-                where=f"{store.where(name)}, line {number}",
+                f"line {number} repeats line {seen[identity]}: {name_of(record)}", where=where
             )
         seen[identity] = number
         records.append(record)
@@ -266,17 +261,17 @@ class _Renaming:
         return msgspec.structs.replace(record, site=self._site(record.site), call=call)
 
     def _operand(self, operand: Operand) -> Operand:
-        site, origin = (one and self._site(one) for one in (operand.site, operand.origin))
+        site, origin = (place and self._site(place) for place in (operand.site, operand.origin))
         return msgspec.structs.replace(operand, site=site, origin=origin)
 
     def _site(self, site: str) -> str:
         path, colon, port = site.rpartition(":")
-        found = self._module(path)
-        if found is None:  # an operator has no slash in its own name
+        renamed = self._module(path)
+        if renamed is None:  # an operator has no slash in its own name
             owner, slash, operator = path.rpartition("/")
             module = self._module(owner) if slash else None
-            found = None if module is None else f"{module}/{operator}"
-        return site if found is None else f"{found}{colon}{port}"
+            renamed = None if module is None else f"{module}/{operator}"
+        return site if renamed is None else f"{renamed}{colon}{port}"
 
     def _module(self, path: str) -> str | None:
         """The path with its call (``#2``, ``#word``, ``#word#2``), or None for another module."""

@@ -1,7 +1,7 @@
 """Ctrl-C ends a command with 130, whatever a library makes of it.
 
 An import that is interrupted may end as an error of the library's own ("could not import ...", or a
-half-imported module without its names). So it is remembered that Ctrl-C came first.
+half-imported module without its names). So Ctrl-C is noted when it comes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _came = threading.Event()
 
 
 def watch() -> None:
-    """From now on remember Ctrl-C; it raises KeyboardInterrupt as before."""
+    """Notes Ctrl-C from now on; it raises KeyboardInterrupt as before."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _note)
 

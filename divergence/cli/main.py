@@ -29,7 +29,7 @@ __all__ = ["COMMANDS", "app", "run"]
 USAGE_CODE = 2
 FAULT_CODE = 3
 _READER_GONE = (BrokenPipeError, SystemExit)
-"""A pipe that is read no more; rich turns it into SystemExit(1) where it prints a help text."""
+"""A closed pipe; rich turns it into SystemExit(1) where it prints a help text."""
 
 EPILOG = """
 Examples:
@@ -156,7 +156,7 @@ class _Group(TyperGroup):
             raise self._ending(ctx, error) from None
 
     def _ending(self, ctx: Any, error: Exception) -> Exception:
-        """What to raise for an error of a command: the message is said, the exit code is right."""
+        """Prints an error of a command; returns what to raise for its exit code."""
         if isinstance(error, DivergenceError):
             if ctx.meta.get(VERBOSE):
                 _say(traceback.format_exc())
@@ -178,14 +178,14 @@ class _Group(TyperGroup):
 
 
 def _reader_gone() -> typer.Exit:
-    """`| head` has read enough: nothing to say, and nothing more to write. Not 1, which is an
-    answer, and not 0, since the answer was not delivered."""
+    """The exit after `| head` has read enough: not 1, which is an answer, and not 0, since the
+    answer was not delivered."""
     nowhere()
     return typer.Exit(USAGE_CODE)
 
 
 def _say(text: str, *, fault: bool = False) -> None:
-    """To stderr; of several ranks the others are silent but for faults, which are theirs alone."""
+    """Prints to stderr. Ranks other than 0 print faults alone, which are their own."""
     from divergence.layout import write_text
 
     rank = other_rank() if fault else None

@@ -33,8 +33,9 @@ Result = TypeVar("Result")
 
 
 def open_streams() -> None:
-    """Put streams that end as stated in place of this process's own. The numbers of closed ones are
-    taken first: the next file to be opened would get them, and what a library prints."""
+    """Replaces this process's streams by ones that fail as described above. The descriptors of
+    closed streams are taken first: else the next file that is opened would get one of them, and
+    with it what libraries print."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -49,7 +50,7 @@ def open_streams() -> None:
 
 
 def nowhere() -> None:
-    """Nothing more can be written to stdout: what is left of it goes nowhere, in silence."""
+    """Discards what is still written to stdout."""
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     with contextlib.suppress(OSError):  # what is buffered is written once more at exit
         os.dup2(sys.stdout.fileno(), 1)
@@ -110,7 +111,7 @@ class _Closed(io.StringIO):
 
 
 def other_rank() -> int | None:
-    """This process's rank, where it is not the one that speaks."""
+    """This process's rank, unless it is rank 0 or the only process."""
     try:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
@@ -120,12 +121,11 @@ def other_rank() -> int | None:
 
 @contextlib.contextmanager
 def rank0_output() -> Iterator[None]:
-    """Within it, the other ranks' stdout leads nowhere, and their stderr is held back.
+    """Discards the other ranks' stdout and holds back their stderr.
 
-    torchrun ends all ranks as soon as one has failed. So another rank that fails first leaves rank
-    0 the time to say what both have to say, and to be the one that ends all. Where it is still
-    there afterwards, the trouble was its own, and it speaks. Ctrl-C is no trouble of anybody's:
-    rank 0 says it, and nobody waits.
+    torchrun ends all ranks as soon as one has failed. So another rank that fails waits, which lets
+    rank 0 report what is wrong with both and end the job. If the rank still runs after that, the
+    fault is its own, and it prints what was held back. After Ctrl-C nobody waits.
     """
     if other_rank() is None:
         yield

@@ -57,7 +57,7 @@ class NotWholeError(Exception):
 
 
 def along(column: dict[int, Joined | Record], word: str, axis: str, size: int) -> Joined | Record:
-    """What stands at the places of one axis, as one."""
+    """The parts at the places of one axis, joined. ``word``: their placement on it."""
     if word == "replicate":
         return column[min(column)]
     if word == "single":
@@ -113,7 +113,7 @@ def shape_of(whole: Joined | Record) -> tuple[int, ...]:
 
 
 def shares_of(whole: Joined | Record, num_dims: int) -> list[Share]:
-    """What each rank holds of it; empty where one holds all."""
+    """What each rank holds of a tensor; empty where one rank holds all."""
     if isinstance(whole, Record):
         return []
     return list(_cut(whole, (slice(None),) * num_dims))

@@ -1,9 +1,9 @@
-"""What a run says about how it is to be repeated, as far as it may say that.
+"""What a run may choose of how it is repeated.
 
 A run comes from elsewhere. It may choose data and settings: which checkpoint is read (as data), in
 which dtype, with which of transformers' own attention functions. It may not choose code: names that
-lead to code (an attention kernel of the hub), files and URLs are refused here, with the option by
-which the user of this machine can choose them. All that repeats a run asks here.
+lead to code (an attention kernel of the hub), files and URLs are refused, with the option by which
+the user of this machine can choose them. All that repeats a run reads these settings here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def recorded_source(manifest: Manifest) -> str:
 
 
 def recorded_seed(manifest: Manifest) -> int:
-    """The seed that the run names. RunFormatError for one that torch takes no seed of."""
+    """The seed that the run names. RunFormatError for one that torch does not take."""
     seed = manifest.settings.seed
     if -(2**63) <= seed < 2**64:
         return seed

@@ -1,20 +1,17 @@
 """A run of several ranks, seen as a run of one: shards joined, terms added, replicas held together.
 
-What a model computes does not depend on how it is divided, so two runs are compared by their
-whole tensors, whatever mesh made each of them. ``unsharded(run)`` is a view: its records are whole
-tensors, and reading one joins the parts of that one alone, so that no more than a tensor is ever
-held. Three things are found on the way, and never passed over:
+What a model computes does not depend on how it is divided, so two runs are compared by their whole
+tensors, whatever mesh made each of them. ``unsharded(run)`` is a view: its records are whole
+tensors, and reading one joins its parts, so that no more than a tensor is ever held.
 
-* a tensor whose parts are not all there, or whose placement no rank has stated, is no tensor:
-  ``unmade`` has it with the reason;
-* replicas must agree bit for bit, since each is the same operators on the same numbers:
-  ``disagreements`` has those that do not, with their ranks. The version of most ranks (of the
-  lowest, where none has most) then stands for the tensor.
-* what a single rank's part differs by can be asked for: ``shares``.
+* ``unmade``: tensors whose parts are not all there or state no placement, with the reason;
+* ``disagreements``: replicas that are not equal bit for bit, though each is the same operators on
+  the same numbers. The version of most ranks (of the lowest, where none has most) is then used;
+* ``shares``: the part of each rank, to find which one differs.
 
-A tensor that is joined has no digest: its bytes are nowhere in one piece. So it is compared by its
-values; where its parts' bytes were not kept, by the digests of parts (``digests_of``), with a run
-that is divided alike or that has the bytes.
+A joined tensor has no digest, since its bytes are nowhere in one piece. It is compared by its
+values; where its parts' bytes were not kept, by their digests (``digests_of``), with a run that is
+divided alike or that has the bytes.
 """
 
 from __future__ import annotations
@@ -74,8 +71,8 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """A tensor's digests: of the parts that ``cuts`` cut out of it, one after the other; of itself
-    where one cut takes all. None of a kind that not each part has."""
+    """A tensor's digests, one for each of the parts that ``cuts`` cut out of it; a single cut may
+    take all of it. None for a kind that not every part has."""
 
     cuts: tuple[tuple[slice, ...], ...]
     xxh3: tuple[str, ...] | None
@@ -83,8 +80,7 @@ class Digests:
 
 
 def digests_of(run: Run, record: Record) -> Digests:
-    """What was recorded to tell a tensor by. Of terms of a sum nothing: other ones may add up to
-    the same."""
+    """The recorded digests of a tensor. None for terms of a sum: others may add up to the same."""
     parts = run.shares(record) if isinstance(run, UnshardedRun) else []
     cuts = tuple(part.index for part in parts) or ((),)
     records = [part.record for part in parts] or [record]
@@ -250,9 +246,10 @@ class UnshardedRun(Run):
         return level[()]
 
     def _agreed(self, members: Sequence[Record]) -> dict[tuple[int, ...], Record]:
-        """The version that counts, by place with 0 on the axes that replicate; others are noted.
+        """The agreed version, by place with 0 on the axes that replicate.
 
-        Grouped by the axes that do not replicate: within a group all must be equal.
+        Records that differ only in their place on such axes must be equal; where they are not, the
+        disagreement is noted.
         """
         mesh = self.manifest.mesh
         placement = members[0].placement

@@ -206,8 +206,8 @@ def _of_zip(archive: Blob) -> Iterator[tuple[str, Member]]:
 
 
 class _Guarded(io.BufferedReader):
-    """The archive as a file that no single read may take too much of: tar and zip state how long
-    their own structures are, and whoever made the file may state anything."""
+    """The archive as a file that refuses huge reads: tar and zip state how long their own
+    structures are, and whoever made the file may state anything."""
 
     def read(self, size: int | None = -1) -> bytes:
         size = -1 if size is None else size

@@ -89,9 +89,8 @@ def check_directory(path: Path, *, force: bool) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor that keeps others from writing a run to the directory until it is closed or this
-    process ends; None where the system or its file system has no locks. RunExistsError where
-    another has it."""
+    """Locks the directory against other captures until the returned descriptor is closed or this
+    process ends. None where there are no locks. Raises RunExistsError where another holds it."""
     try:
         import fcntl
     except ImportError:
@@ -141,8 +140,8 @@ def _is_empty(folder: Path) -> bool:
 
 
 def _foreign_tensors(path: Path) -> list[str]:
-    """What lies among the run's shards and is none: neither named as this program names them nor
-    in a record."""
+    """What lies among the shards and is none: not named as this program names them, and in no
+    record."""
     folder = path / TENSORS
     if folder.is_symlink() or not folder.is_dir():
         return [TENSORS]
@@ -162,8 +161,8 @@ _SHARD = re.compile(r"r[0-9]{5}-[0-9]{6}\.(safetensors|tmp)")
 
 
 def prepare_directory(path: Path, *, force: bool) -> int | None:
-    """Check, remove the run that is to be replaced, make the directories. Returns what keeps others
-    from doing the same meanwhile, to be closed. May raise OSError."""
+    """Checks, removes the run that is to be replaced, makes the directories. Returns the lock, to
+    be closed. May raise OSError."""
     _check_contents(path, force=force)
     path.mkdir(parents=True, exist_ok=True)
     lock = _locked(path)
@@ -183,8 +182,8 @@ def prepare_directory(path: Path, *, force: bool) -> int | None:
 
 
 def _set_aside(path: Path, aside: Path, lock: int | None) -> int | None:
-    """Leave an empty directory at ``path``, in one step for whoever reads meanwhile: the old run is
-    whole under its name or not there. Returns the new directory's lock."""
+    """Leaves an empty directory at ``path``. For readers this is one step: the old run is whole or
+    gone. Returns the new directory's lock."""
     try:
         if Path.cwd().is_relative_to(path):
             raise OSError("this process stands in it")
@@ -206,7 +205,7 @@ def _set_aside(path: Path, aside: Path, lock: int | None) -> int | None:
 
 @contextlib.contextmanager
 def _beside(temporary: Path, final: Path) -> Iterator[Path]:
-    """``temporary`` to write to; renamed to ``final`` where that went well, else removed."""
+    """Yields ``temporary`` to write to; renames it to ``final``, or removes it after an error."""
     try:
         yield temporary
         os.replace(temporary, final)

@@ -1,9 +1,8 @@
-"""Where a run is written, and what is done with its files there.
+"""Where a run is written: a directory, an archive or an object store.
 
-The writer makes shards, lines and manifests; a target puts them where they belong, so that the
-writer is the same for a directory, an archive and an object store. What may stand at a place is
-asked twice with the same answer: before the model is loaded, so that a refusal costs nothing, and
-when the writer begins.
+The writer makes shards, lines and manifests; a target stores them. Whether a place may be written
+to is checked twice: before the model is loaded, so that a refusal costs nothing, and when the
+writer begins.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ __all__ = [
 
 
 class Target(Protocol):
-    """What the writer asks of a place. Each method raises OSError, or RunWriteError with more.
+    """What the writer needs of a place. Each method raises OSError or RunWriteError.
 
     Called from one thread at a time, but for replace_manifest. Shards come before the lines that
-    point at them; the target keeps that order for whoever reads meanwhile.
+    point at them; the target keeps that order for concurrent readers.
     """
 
     @property
@@ -70,7 +69,7 @@ class Target(Protocol):
         """Wait until all of the above can be read; returns where (what Run.open takes)."""
 
     def close(self) -> None:
-        """Let go of what is open, after the last manifest. An archive is packed here."""
+        """Closes what is open, after the last manifest. An archive is packed here."""
 
 
 def open_target(place: Location, *, force: bool, rank: int = 0) -> Target:
@@ -102,9 +101,9 @@ def check_target(place: Location, *, force: bool) -> None:
 
 
 def partial_of(place: Location) -> Path:
-    """Where what becomes the archive ``place`` is gathered."""
+    """The directory in which the archive ``place`` is gathered."""
     if isinstance(place, Url):
-        # one a URL, so that a capture that is tried again finds what the last one left
+        # a fixed name for a URL, so that a repeated capture finds what the last one left
         plain = "".join(c if c.isalnum() or c in ".-_" else "_" for c in str(place))
         owner = os.getuid() if hasattr(os, "getuid") else 0
         return Path(tempfile.gettempdir(), f"divergence-{owner}", f"{plain}.partial")
@@ -231,7 +230,7 @@ class RemoteTarget:
         self._put_manifest()
 
     def _put_manifest(self) -> None:
-        """Store the manifest that waits, if one does."""
+        """Stores the waiting manifest, if any."""
         with self._manifest_lock:
             text, self._waiting_manifest = self._waiting_manifest, None
             if text is not None:
@@ -252,7 +251,7 @@ class RemoteTarget:
         return self._lines
 
     def _send_lines(self, num_bytes: int, shards: list[Future[None]]) -> None:
-        """Store the first ``num_bytes`` of lines, once the shards that they point at are there."""
+        """Stores the first ``num_bytes`` of lines after the shards that they point at."""
         for shard in shards:
             shard.result()
         self._put_manifest()

@@ -46,7 +46,7 @@ that wait for their shard would keep everything behind them. So many are copied 
 
 
 class ShardBuilder:
-    """Tensors by key, and encoded lines. ``shard``: the number of the shard they will make."""
+    """Tensors by key, and encoded lines. ``shard``: the number of the shard that is built."""
 
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
@@ -80,7 +80,7 @@ class ShardBuilder:
         return place, clash
 
     def add_records(self, records: Sequence[Record], *, seen_bytes: int) -> None:
-        """Their lines; ``seen_bytes``: of the tensors they are about, stored or not."""
+        """Adds their lines. ``seen_bytes``: of the tensors they describe, stored or not."""
         lines = self._encoder.encode_lines(records)
         self._lines.append(lines)
         self.num_records += len(records)
@@ -88,7 +88,7 @@ class ShardBuilder:
         self.seen_bytes += seen_bytes
 
     def write(self, target: Target, sizes: Sizes) -> None:
-        """First the shard, then the lines; ``sizes`` are of what is on disk."""
+        """Writes the shard, then the lines, and adds them to ``sizes``."""
         if not self._lines:
             return
         if self._pieces:

@@ -9,7 +9,6 @@ from typing import Annotated
 from divergence.options.option import Option, Options
 
 __all__ = [
-    "COPY",
     "DEVICE",
     "LIMITS",
     "MODEL",
@@ -27,7 +26,6 @@ __all__ = [
     "Label",
     "Model",
     "ModelOfWeights",
-    "NameMap",
     "Operators",
     "Out",
     "ProbeOptions",

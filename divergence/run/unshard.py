@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from divergence.run.storage.blob import Bytes
     from divergence.words import Progress
 
-__all__ = ["Digests", "Disagreement", "Share", "UnshardedRun", "digests_of", "unsharded"]
+__all__ = ["Digests", "Disagreement", "UnshardedRun", "digests_of", "unsharded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

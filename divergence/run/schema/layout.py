@@ -22,7 +22,6 @@ __all__ = [
     "MAX_NUMEL",
     "MAX_RANKS",
     "RECORDS",
-    "RUN_NAMES",
     "SHARD_DTYPES",
     "SHARD_PATTERN",
     "TENSORS",
@@ -38,7 +37,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 RECORDS = "records.jsonl"
 TENSORS = "tensors"
-RUN_NAMES = frozenset({MANIFEST, MANIFEST + ".tmp", RECORDS, TENSORS})
+_RUN_NAMES = frozenset({MANIFEST, MANIFEST + ".tmp", RECORDS, TENSORS})
 """All that lies in the directory of a run of one process; see ``is_run_name``."""
 _RANK_RECORDS = re.compile(r"records-r[0-9]{5}\.jsonl")
 
@@ -102,7 +101,7 @@ def is_records_name(name: str) -> bool:
 
 def is_run_name(name: str) -> bool:
     """Is this the name of something that lies in a run's directory?"""
-    return name in RUN_NAMES or is_records_name(name)
+    return name in _RUN_NAMES or is_records_name(name)
 
 
 def shard_name(rank: int, number: int) -> str:

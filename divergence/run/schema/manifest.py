@@ -18,7 +18,6 @@ from divergence.run.schema.record import Count
 __all__ = [
     "SCHEMA_VERSION",
     "SUITE",
-    "ArithmeticFact",
     "CodeNote",
     "CompiledNote",
     "Environment",

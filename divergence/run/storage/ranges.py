@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-__all__ = ["BUDGET_BYTES", "GAP_BYTES", "SPAN_BYTES", "Range", "Ranges", "coalesced"]
+__all__ = ["SPAN_BYTES", "Ranges", "coalesced"]
 
 GAP_BYTES = 256 << 10
 """Bytes between two ranges that are read along rather than asked for twice: less than a request's

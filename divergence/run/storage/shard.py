@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from divergence.run.writing.captured_tensor import ShardEntry
 
-__all__ = ["Entry", "Shard", "write_shard"]
+__all__ = ["Shard", "write_shard"]
 
 HEADER_BYTES = 64 << 10
 """What is read before the header's length is known: room for some 500 tensors, and the whole of a

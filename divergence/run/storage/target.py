@@ -36,8 +36,6 @@ from divergence.run.storage.shard import write_shard
 from divergence.run.writing.captured_tensor import ShardEntry
 
 __all__ = [
-    "ArchiveTarget",
-    "RemoteTarget",
     "Target",
     "check_target",
     "open_target",

@@ -150,7 +150,7 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True):
         return f"{self.run} is as far from the truth as {self.repeats}, though {where}"
 
 
-class Localization(msgspec.Struct, kw_only=True):
+class Localization(msgspec.Struct, kw_only=True, frozen=True):
     """The answer of `localize`."""
 
     schema_version: int = LOCALIZATION_SCHEMA_VERSION
@@ -237,7 +237,7 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
 
 
-class Sensitivity(msgspec.Struct, kw_only=True):
+class Sensitivity(msgspec.Struct, kw_only=True, frozen=True):
     """The answer of `sensitivity`."""
 
     schema_version: int = SENSITIVITY_SCHEMA_VERSION
@@ -292,7 +292,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen, or why the path failed or was left out."""
 
 
-class Selftest(msgspec.Struct, kw_only=True):
+class Selftest(msgspec.Struct, kw_only=True, frozen=True):
     """The answer of `selftest`."""
 
     schema_version: int = SELFTEST_SCHEMA_VERSION

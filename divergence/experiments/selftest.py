@@ -33,7 +33,7 @@ from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.tiny import build
 from divergence.recording.machine.environment import collect_environment, resolve_device
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Environment
+from divergence.run.schema.manifest import Environment, Switch
 from divergence.run.storage.location import folder_of
 from divergence.words import Progress
 
@@ -75,26 +75,32 @@ def selftest(
     """
     name = resolve_device(device)
     environment = collect_environment(name)
-    result = Selftest(tool_version=__version__, device=name, environment=environment)
+    steps: list[Step] = []
     if keep is None:
         folder = Path(tempfile.mkdtemp(prefix="divergence-selftest-"))
     else:
         folder = folder_of(keep)
         folder.mkdir(parents=True, exist_ok=True)
+    bench = _Bench(name, folder, environment)
+
+    def result(*, complete: bool) -> Selftest:
+        return Selftest(
+            tool_version=__version__, device=name, environment=environment,
+            switches=bench.switches, fallbacks=bench.fallbacks, steps=steps, complete=complete,
+        )  # fmt: skip
+
     try:
-        bench = _Bench(name, folder, result)
-        steps = list(_steps(bench, quick))
-        for number, (title, work) in enumerate(steps):
+        wanted = list(_steps(bench, quick))
+        for number, (title, work) in enumerate(wanted):
             if progress is not None:
-                progress("selftest", number, len(steps), title)
-            result.steps.append(_tried(title, work))
-        result.complete = True
+                progress("selftest", number, len(wanted), title)
+            steps.append(_tried(title, work))
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(result) from interrupt
+        raise KeyboardInterrupt(result(complete=False)) from interrupt
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
-    return result
+    return result(complete=True)
 
 
 def _tried(title: str, work: Callable[[], str]) -> Step:
@@ -137,10 +143,11 @@ def _steps(bench: _Bench, quick: bool) -> Iterator[tuple[str, Callable[[], str]]
 class _Bench:
     """The runs that steps share, made by the first that needs them."""
 
-    def __init__(self, device: str, folder: Path, result: Selftest) -> None:
-        self._device, self._folder, self._result = device, folder, result
-        self._environment: Environment = result.environment
+    def __init__(self, device: str, folder: Path, environment: Environment) -> None:
+        self._device, self._folder, self._environment = device, folder, environment
         self._kind = device.partition(":")[0]
+        self.switches: list[Switch] = []
+        self.fallbacks: list[str] = []
 
     def _path(self, name: str) -> Path:
         return self._folder / name
@@ -153,10 +160,8 @@ class _Bench:
             probe=False, **values,
         )  # fmt: skip
         settings = run.manifest.settings
-        self._result.switches = self._result.switches or settings.switches
-        for text in settings.cpu_fallbacks:
-            if text not in self._result.fallbacks:
-                self._result.fallbacks.append(text)
+        self.switches = self.switches or settings.switches
+        self.fallbacks = list(dict.fromkeys([*self.fallbacks, *settings.cpu_fallbacks]))
         return run
 
     def _held(self, name: str, *, like: str = "cpu-float32", truth: bool = True) -> Report:

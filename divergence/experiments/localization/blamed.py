@@ -19,17 +19,19 @@ name one then. Levels that blame different sides contradict each other: no side.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 from divergence.comparison.preflight.code import replaced_in
 from divergence.comparison.preflight.owner import Disagreement, disagreement, without_pads
 from divergence.comparison.result import Report
-from divergence.experiments.localization.machine import Maker
-from divergence.experiments.result import Localization, OwnError
+from divergence.experiments.localization.machine import Goal, Maker
+from divergence.experiments.result import OwnError
 from divergence.run.reader import Run
 from divergence.words import Side, SideBothOrNeither
 
-__all__ = ["NEAR", "name_side"]
+__all__ = ["NEAR", "Blame", "blame", "without_side"]
 
 NEAR = 3.0
 """Times an ideal operator's error: nearer than that, an operator is right by itself."""
@@ -37,38 +39,53 @@ _SIDES = ("reference", "candidate")
 _MUCH = 10.0  # times what the two codes differ by: then a tenth of the error at most is the code's
 
 
-def name_side(
-    done: Localization,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """The side that is wrong, or why none is named; fields as in ``Localization``."""
+
+    side: Side | None = None
+    contradiction: str | None = None
+    doubt: str | None = None
+    code: str | None = None
+
+
+def blame(
     maker: Maker,
+    goal: Goal,
     made: dict[str, Run],
     truth: Run,
+    site: str,
+    alone: list[OwnError],
     *,
     blamed: SideBothOrNeither | None,
     above: str | None,
-    chosen: str,
-    sites: list[str],
-    step: int | None,
-) -> None:
-    """Set ``done.side``, or ``doubt`` or ``contradiction``. ``blamed``: by the operators, against
-    ``truth``; ``above``: by the comparison that named the block ``chosen``."""
-    assert done.operator is not None
-    alone = _off_alone(done.alone)
+) -> Blame:
+    """Whose operator is wrong. ``blamed``: the side that the operators blame, against ``truth``;
+    ``above``: the one that the comparison blames which named the block; ``site``: the operator,
+    ``alone``: each side's by itself."""
+    off = _off_alone(alone)
     said = [
-        (f"block {chosen}", above),
-        (f"operator {done.operator.site}", blamed),
-        (f"{done.operator.site} by itself", alone),
-    ]
-    sides = {side for _, side in said if side in _SIDES}
-    if len(sides) == 2:
-        told = [f"{what} by the {side}" for what, side in said if side in _SIDES]
-        done.contradiction = ", ".join(told)
-    elif blamed == "reference" or blamed == "candidate":
-        _name(done, maker, made, truth, blamed, alone, chosen, sites, step)
-    if done.side is None and done.report is not None:
-        done.report = _without_side(done.report)
+        (f"block {goal.block}", above), (f"operator {site}", blamed), (f"{site} by itself", off)
+    ]  # fmt: skip
+    named = [(what, side) for what, side in said if side in _SIDES]
+    if len({side for _, side in named}) == 2:
+        return Blame(contradiction=", ".join(f"{what} by the {side}" for what, side in named))
+    if blamed != "reference" and blamed != "candidate":
+        return Blame()
+    if off == blamed or maker.one_machine:
+        return Blame(side=blamed)
+    if blamed == "candidate":
+        return _by_both_codes(maker, goal, made, truth)
+    if maker.folder.is_verified(truth):
+        return Blame(side="reference")
+    maker.ask("reference", "makes the truth by its code")
+    return Blame(
+        doubt="the reference is blamed, by a truth of which it is not known that the reference's "
+        f"code made it: remove {truth.path} and run this on the reference's machine"
+    )
 
 
-def _without_side(report: Report) -> Report:
+def without_side(report: Report) -> Report:
     """The last comparison names a side as well, by the truth: it is not to say more than this."""
     verdict = report.verdict
     if verdict.side not in _SIDES:
@@ -76,34 +93,6 @@ def _without_side(report: Report) -> Report:
     summary = verdict.summary.replace(f", by the {verdict.side}", "")
     verdict = msgspec.structs.replace(verdict, side=None, summary=summary, confidence="low")
     return msgspec.structs.replace(report, verdict=verdict)
-
-
-def _name(
-    done: Localization,
-    maker: Maker,
-    made: dict[str, Run],
-    truth: Run,
-    blamed: Side,
-    alone: str | None,
-    chosen: str,
-    sites: list[str],
-    step: int | None,
-) -> None:
-    """Name the side that the truth blames, or say what is missing for that."""
-    if alone == blamed or maker.one_machine:
-        done.side = blamed
-    elif blamed == "reference":
-        if maker.folder.is_verified(truth):
-            done.side = "reference"
-        else:
-            done.doubt = (
-                f"the reference is blamed, by a truth of which it is not known that the "
-                f"reference's code made it: remove {truth.path} and run this on the reference's "
-                "machine"
-            )
-            maker.ask("reference", "makes the truth by its code")
-    else:
-        _by_both_codes(done, maker, made, truth, chosen, sites, step)
 
 
 def _off_alone(errors: list[OwnError]) -> str | None:
@@ -114,42 +103,32 @@ def _off_alone(errors: list[OwnError]) -> str | None:
     return more.side if more.times > NEAR * max(1.0, less.times) else None
 
 
-def _by_both_codes(
-    done: Localization,
-    maker: Maker,
-    made: dict[str, Run],
-    truth: Run,
-    chosen: str,
-    sites: list[str],
-    step: int | None,
-) -> None:
+def _by_both_codes(maker: Maker, goal: Goal, made: dict[str, Run], truth: Run) -> Blame:
     """The candidate is blamed: does its own code say so too?"""
-    other = maker.truth("truth-by-candidate", side="candidate", sites=sites, step=step)
+    assert goal.block is not None
+    other = maker.truth("truth-by-candidate", goal, side="candidate")
     if other is None:
-        done.doubt = (
-            "the candidate is blamed, by the reference's code; what the candidate's code makes of "
-            "it in float64 is to be seen on its machine"
+        return Blame(
+            doubt="the candidate is blamed, by the reference's code; what the candidate's code "
+            "makes of it in float64 is to be seen on its machine"
         )
-        return
-    found = disagreement(truth, other, inside=chosen)
-    if found.num_compared == 0:
-        done.doubt = "the two sides' code has no site in common in this block"
-        return
-    if found.first is None or _is_small(found.first, truth, other, made["candidate"], chosen):
-        done.side = "candidate"
-        return
-    done.code = found.first.site
-    notes = {side: replaced_in(made[side].manifest, chosen) for side in _SIDES}
+    apart = disagreement(truth, other, inside=goal.block)
+    if apart.num_compared == 0:
+        return Blame(doubt="the two sides' code has no site in common in this block")
+    first = apart.first
+    if first is None or _is_small(first, truth, other, made["candidate"], goal.block):
+        return Blame(side="candidate")
+    notes = {side: replaced_in(made[side].manifest, goal.block) for side in _SIDES}
     if notes["candidate"] and not notes["reference"]:
-        done.side = "candidate"
-        return
-    done.doubt = (
-        f"the two sides' code is not the same: in float64 {found.first}. By the reference's code "
+        return Blame(side="candidate", code=first.site)
+    doubt = (
+        f"the two sides' code is not the same: in float64 {first}. By the reference's code "
         "the candidate is wrong, by the candidate's the reference; which code is right no truth "
         "can tell"
     )
     if notes["reference"]:
-        done.doubt += f". The reference's code was replaced: {', '.join(notes['reference'][:3])}"
+        doubt += f". The reference's code was replaced: {', '.join(notes['reference'][:3])}"
+    return Blame(doubt=doubt, code=first.site)
 
 
 def _is_small(apart: Disagreement, truth: Run, other: Run, run: Run, chosen: str) -> bool:

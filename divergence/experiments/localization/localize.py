@@ -20,14 +20,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from divergence.analyses.operators.find import onset_result
 from divergence.comparison.api import compare
 from divergence.comparison.preflight.owner import Disagreement, disagreement
 from divergence.comparison.result import Report
-from divergence.comparison.results.findings import Onset
+from divergence.comparison.results.findings import Onset, Verdict
+from divergence.comparison.results.operators import OperatorResult
 from divergence.errors import UsageError
-from divergence.experiments.localization.blamed import NEAR, name_side
-from divergence.experiments.localization.machine import Maker
+from divergence.experiments.localization.blamed import NEAR, blame, without_side
+from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.localization.proof import (
     errors_alone,
     given_to,
@@ -112,12 +115,14 @@ def localize(
         progress=on_progress,
     )
     done = Localization(reference=str(a.path), candidate=str(b.path), out=str(folder), again=again)
-    _descend(done, maker, a, b, truth=truth, block=block, on_progress=on_progress)
-    done.commands = list(dict.fromkeys(maker.commands))
-    done.repetitions = list(maker.repetitions.values())
+    done = _descend(done, maker, a, b, truth=truth, block=block)
     if maker.refusals and done.operator is None:
-        done.refused, done.stopped = True, "; ".join(dict.fromkeys(maker.refusals))
-    return done
+        done = replace(done, refused=True, stopped="; ".join(dict.fromkeys(maker.refusals)))
+    return replace(
+        done,
+        commands=list(dict.fromkeys(maker.commands)),
+        repetitions=list(maker.repetitions.values()),
+    )
 
 
 def _descend(
@@ -128,101 +133,115 @@ def _descend(
     *,
     truth: str | Path | Run | None,
     block: str | None,
-    on_progress: Progress,
-) -> None:
-    """Fill ``done``, as far down as the runs at hand reach."""
-    on_progress("localize", 0, 4, "blocks")
+) -> Localization:
+    """``done`` with what is found, as far down as the runs at hand reach."""
+    maker.tell("localize", 0, 4, "blocks")
     right: Run | None = None
     report: Report | None = None
     if truth is None and block is None:  # a truth is dear: not where there is nothing to judge
-        report = compare(a, b, progress=on_progress)
-    if report is None or not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)):
-        right = maker.truth("truth") if truth is None else Run.open(truth)
+        report = compare(a, b, progress=maker.tell)
+    if report is None or _is_to_judge(report):
+        right = maker.truth("truth", Goal()) if truth is None else Run.open(truth)
         right = None if right is None else unsharded(right)
-        report = compare(a, b, truth=right, progress=on_progress)
-    done.levels = [Level.of_report("block", report)]
-    done.truth = None if right is None else str(right.path)
+        report = compare(a, b, truth=right, progress=maker.tell)
+    done = replace(
+        done,
+        levels=[Level.of_report("block", report)],
+        truth=None if right is None else str(right.path),
+    )
     chosen, why = _choose(report, block)
-    if not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report)) and right is None:
-        done.stopped = "the truth has to be made on the reference's machine, by its code"
-        return
+    if _is_to_judge(report) and right is None:
+        text = "the truth has to be made on the reference's machine, by its code"
+        return replace(done, stopped=text)
     if chosen is None:
-        done.stopped = why
-        return
+        return replace(done, stopped=why)
     onset = report.verdict.onset
-    step = onset.step if onset is not None and onset.block == chosen else None
-    escalate = onset is not None and onset.pass_ == "escalated"
     alike = a.manifest.tokens.groups == b.manifest.tokens.groups
-    sites = ["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])]
+    goal = Goal(
+        block=chosen,
+        sites=["blocks", *_inner_modules(a, chosen), *([f"ops@{chosen}"] if alike else [])],
+        step=onset.step if onset is not None and onset.block == chosen else None,
+        escalate=onset is not None and onset.pass_ == "escalated",
+    )
     made: dict[str, Run] = {}
     for number, side in enumerate(_SIDES):
-        on_progress("localize", 1 + number, 4, f"operators of {chosen}, {side}")
-        run = maker.operators(
-            side, sites=sites, escalate=escalate, step=step, truth=right, block=chosen
-        )
+        maker.tell("localize", 1 + number, 4, f"operators of {chosen}, {side}")
+        run = maker.operators(side, goal, truth=right)
         if run is not None:
             made[side] = run
     ops_truth = None
     if "reference" in made:  # also where the other side is still to come
-        ops_truth = maker.truth("truth-operators", sites=sites, step=step)
+        ops_truth = maker.truth("truth-operators", goal)
     assert right is not None
     apart = None if ops_truth is None else disagreement(right, ops_truth).first
     if ops_truth is not None and apart is not None:
         maker.refusals.insert(0, _two_truths(maker, right, ops_truth, apart))
         maker.ask("reference", "makes its truths, with both removed")
-        return
+        return done
     missing = [side for side in _SIDES if side not in made]
     if missing:
-        done.stopped = f"the {' and the '.join(missing)} cannot be captured on this machine"
-        return
+        text = f"the {' and the '.join(missing)} cannot be captured on this machine"
+        return replace(done, stopped=text)
     if ops_truth is None:
-        done.stopped = f"the truth of {chosen} has to be made on the reference's machine"
-        return
-    on_progress("localize", 3, 4, "operators")
-    deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=on_progress)
+        text = f"the truth of {chosen} has to be made on the reference's machine"
+        return replace(done, stopped=text)
+    maker.tell("localize", 3, 4, "operators")
+    deep = compare(made["reference"], made["candidate"], truth=ops_truth, progress=maker.tell)
     levels = [*done.levels, Level.of_modules(deep, chosen), Level.of_operators(deep)]
-    done.report = deep
-    done.levels = [level for level in levels if level is not None]
-    operators = deep.operators
-    first = None if operators is None else onset_result(operators)
-    if first is None and not alike:
-        done.stopped = (
+    done = replace(done, report=deep, levels=[level for level in levels if level is not None])
+    first = None if deep.operators is None else onset_result(deep.operators)
+    if first is not None:
+        return _at_operator(done, maker, goal, made, ops_truth, deep, first, verdict=report.verdict)
+    if not alike:
+        text = (
             "the two sides ran their prompts in other batches: their operators have other shapes "
             "and are no pairs, so modules are as deep as this goes"
         )
-        return
-    if operators is None or first is None:
-        notes = [] if operators is None else operators.notes
-        done.stopped = "; ".join([f"no operator of {chosen} is beyond its limit", *notes])
-        done.stopped += _alone_there(deep)
-        return
-    on_progress("localize", 4, 4, first.site)
-    done.operator = first
-    done.alone = errors_alone(made, first, maker.folder.path, on_progress, maker.namespaces)
-    blamed = operators.side or report.verdict.side
-    same_block = onset is not None and onset.block in (None, chosen)
-    name_side(
-        done, maker, made, ops_truth, blamed=blamed,
-        above=report.verdict.side if same_block else None, chosen=chosen, sites=sites, step=step,
-    )  # fmt: skip
+        return replace(done, stopped=text)
+    notes = [] if deep.operators is None else deep.operators.notes
+    text = "; ".join([f"no operator of {chosen} is beyond its limit", *notes])
+    return replace(done, stopped=text + _alone_there(deep))
+
+
+def _at_operator(
+    done: Localization, maker: Maker, goal: Goal, made: dict[str, Run], truth: Run, deep: Report,
+    first: OperatorResult, *, verdict: Verdict,
+) -> Localization:  # fmt: skip
+    """``done`` with all that is said of the operator ``first``: whose it is, by what proof.
+    ``verdict``: the one that named the block."""
+    maker.tell("localize", 4, 4, first.site)
+    assert deep.operators is not None
+    blamed, onset = deep.operators.side or verdict.side, verdict.onset
+    same_block = onset is not None and onset.block in (None, goal.block)
+    above = verdict.side if same_block else None
+    alone = errors_alone(maker, made, first)
+    named = blame(maker, goal, made, truth, first.site, alone, blamed=blamed, above=above)
     repeated = all(maker.repetitions[f"{side}-operators"].met for side in _SIDES)
     whole = first.region is None or first.region.argument is None
-    if done.side is not None and repeated and whole:
-        done.causal = prove(
-            maker, made, ops_truth, deep, done.side, sites=sites, step=step, escalate=escalate,
-            on_progress=on_progress,
-        )  # fmt: skip
-    done.given = given_to(made, first, operators.pass_)
-    guilty = "reference" if (done.side or blamed) == "reference" else "candidate"
-    wrong = any(own.times > NEAR for own in done.alone) or not done.alone
-    folder = maker.folder.path
+    causal = None
+    if named.side is not None and repeated and whole:
+        causal = prove(maker, goal, made, truth, deep, first, named.side)
+    guilty, other = _SIDES if (named.side or blamed) == "reference" else _SIDES[::-1]
+    wrong = any(own.times > NEAR for own in alone) or not alone
+    repro = repro_other = None
     if stands_alone(first, guilty) and (wrong or first.other_operands):
-        done.repro = reproduce(made, first, guilty, folder, on_progress, maker.namespaces)
+        repro = reproduce(maker, made, first, guilty)
     if first.other_operands and first.region is None:  # the other side's call, with its scalars
-        other = "candidate" if guilty == "reference" else "reference"
-        done.repro_other = reproduce(
-            made, first, other, folder, on_progress, maker.namespaces, f"repro-{other}"
-        )
+        repro_other = reproduce(maker, made, first, other, f"repro-{other}")
+    return replace(
+        done,
+        operator=first,
+        side=named.side,
+        contradiction=named.contradiction,
+        doubt=named.doubt,
+        code=named.code,
+        report=deep if named.side is not None else without_side(deep),
+        alone=alone,
+        causal=causal,
+        given=given_to(made, first, deep.operators.pass_),
+        repro=repro,
+        repro_other=repro_other,
+    )
 
 
 def _two_truths(maker: Maker, right: Run, made: Run, apart: Disagreement) -> str:
@@ -276,6 +295,10 @@ def _is_outside(onset: Onset) -> bool:
     path, _, port = onset.site.partition(":")
     at_the_edge = port.startswith("in") and onset.block in (None, path)
     return onset.pass_ == "free" and (at_the_edge or path == ROOT)
+
+
+def _is_to_judge(report: Report) -> bool:
+    return not (report.verdict.kind in _NOTHING_TO_JUDGE or _is_one_run(report))
 
 
 def _is_one_run(report: Report) -> bool:

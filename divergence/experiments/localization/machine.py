@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +48,26 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HERE", "Maker", "made_elsewhere"]
+__all__ = ["HERE", "Goal", "Maker"]
 
 HERE = ("auto", "reference", "candidate", "both", "none")
 _PACKAGES = ("torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What runs are made for: ``sites`` in ``block`` (None: those of the reference), up to the
+    forward ``step`` (None: all)."""
+
+    block: str | None = None
+    sites: list[str] | None = None
+    step: int | None = None
+    escalate: bool = False
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens to generate; None: as many as the reference has."""
+        return None if self.step is None else self.step + 1
 
 
 class Maker:
@@ -79,29 +96,22 @@ class Maker:
     ) -> None:
         if here not in HERE:
             raise UsageError(f"--here {here}: unknown", hint=f"one of {', '.join(HERE)}")
-        self._runs = {"reference": a, "candidate": b}
+        self.runs = {"reference": a, "candidate": b}
         self._model, self._device, self._again = model, device, again
         self.namespaces = operators
-        self._trust, self._prepare, self._tell = trust_remote_code, prepare, progress
+        self._trust, self._prepare, self.tell = trust_remote_code, prepare, progress
         self._here = here
         self._repeated: dict[str, Repetition] = {}
         self.commands: list[str] = []
         self.repetitions: dict[str, Repetition] = {}
         self.refusals: list[str] = []
-        self.folder = Folder(folder, self._runs, force=force)
+        self.folder = Folder(folder, self.runs, force=force)
 
-    def truth(
-        self,
-        name: str,
-        *,
-        side: str = "reference",
-        sites: list[str] | None = None,
-        step: int | None = None,
-    ) -> Run | None:
-        """The reference in float64 with these sites, by the code of ``side``; None where this is
-        not its machine, with the command for there in ``commands``."""
-        out, source, own = self.folder / name, self._runs["reference"], self._runs[side]
-        known = self._known(out, "reference", sites, step, compute_dtype="float64")
+    def truth(self, name: str, goal: Goal, *, side: str = "reference") -> Run | None:
+        """The reference in float64, by the code of ``side``; None where this is not that side's
+        machine, with the command for there in ``commands``."""
+        out, source, own = self.folder / name, self.runs["reference"], self.runs[side]
+        known = self._known(out, "reference", goal, compute_dtype="float64")
         if known is not None and (side == "reference" or self.folder.is_verified(known)):
             return known
         if not self.repeats(side):
@@ -111,40 +121,30 @@ class Maker:
         attention = own.manifest.model.attn_implementation
         if side == "reference" or attention not in ("eager", "sdpa"):
             attention = None
-        tokens = None if step is None else step + 1
         if variables := variables_to_set(own.manifest.environment):
             words = command_words(
                 "truth", source.path, o=out, force=True, model=self._model_of(side),
-                sites=sites, max_new_tokens=tokens, attn_implementation=attention,
+                sites=goal.sites, max_new_tokens=goal.num_tokens, attn_implementation=attention,
                 trust_remote_code=self._trust,
             )  # fmt: skip
-            run = made_elsewhere(words, out, variables)
+            run = _made_elsewhere(words, out, variables)
         else:
             run = make_truth(
-                source, out=out, force=True, model=self._model_of(side), sites=sites or (),
-                max_new_tokens=tokens, attn_implementation=attention,
-                trust_remote_code=self._trust, progress=self._tell,
+                source, out=out, force=True, model=self._model_of(side), sites=goal.sites or (),
+                max_new_tokens=goal.num_tokens, attn_implementation=attention,
+                trust_remote_code=self._trust, progress=self.tell,
             )  # fmt: skip
         self.folder.verify(run)
         return run
 
-    def operators(
-        self,
-        side: str,
-        *,
-        sites: list[str],
-        escalate: bool,
-        step: int | None,
-        truth: Run | None = None,
-        block: str | None = None,
-    ) -> Run | None:
+    def operators(self, side: str, goal: Goal, *, truth: Run | None = None) -> Run | None:
         """That side's operators, anchored to the reference; None where this is not its machine,
-        with the command for there in ``commands``. ``truth``, ``block``: to tell a repetition by
-        its error, where its machine does not repeat bits."""
+        with the command for there in ``commands``. ``truth``: tells a repetition by its error,
+        where its machine does not repeat bits."""
         name = f"{side}-operators"
         out = self.folder / name
-        values = self._values(side, sites=sites, escalate=escalate, step=step)
-        run = self._known(out, side, sites, step, escalate=escalate)
+        values = self._values(side, goal)
+        run = self._known(out, side, goal)
         lay_there = run is not None
         if run is None and not self._is_here(side):
             self.commands.append(self._command(side, out, values))
@@ -153,7 +153,7 @@ class Maker:
             self.folder.claim()
             run = self._capture(side, out, values)
         found = check_repetition(
-            run, self._runs[side], name=name, side=side, truth=truth, block=block
+            run, self.runs[side], name=name, side=side, truth=truth, block=goal.block
         )
         self.repetitions[name] = found
         if found.how == "differs":
@@ -168,31 +168,21 @@ class Maker:
         return run
 
     def substituted(
-        self,
-        side: str,
-        made: Run,
-        *,
-        substitute: tuple[str, Run, str],
-        block: str,
-        sites: list[str],
-        escalate: bool,
-        step: int | None,
+        self, side: str, goal: Goal, made: Run, *, site: str, healthy: Substitute, block: str
     ) -> Run | None:
-        """The same as ``made``, ``side``'s operators, with another run's result in one place:
-        (site, run, site there). None where this is not that side's machine."""
+        """The same as ``made``, ``side``'s operators, with ``healthy`` in the place of ``site``, an
+        operator in ``block``. None where this is not that side's machine."""
         name = f"{side}-substituted"
         out = self.folder / name
-        site, healthy, other = substitute
-        run = self._known(out, side, sites, step, escalate=escalate)
-        if run is not None and run.manifest.plan.substitutes != [str(Substitute(healthy, other))]:
+        run = self._known(out, side, goal)
+        if run is not None and run.manifest.plan.substitutes != [str(healthy)]:
             run = None
         if run is None or not self.folder.is_verified(run):
             if not self.repeats(side):
                 self.ask(side, "proves it there")
                 return None
             self.folder.claim()
-            values = self._values(side, sites=sites, escalate=escalate, step=step)
-            run = self._capture(side, out, values, substitute=substitute)
+            run = self._capture(side, out, self._values(side, goal), {site: healthy})
             self.folder.verify(run)
         found = check_substituted(run, made, site=site, block=block, name=name)
         self.repetitions[name] = found
@@ -205,8 +195,8 @@ class Maker:
             return True
         if not self._is_here(side) or f"{side}-again" in self.repetitions:
             return False
-        name, own = f"{side}-again", self._runs[side]
-        values = self._values(side, sites=_free_sites(own), escalate=False, step=None)
+        name, own = f"{side}-again", self.runs[side]
+        values = self._values(side, Goal(sites=_free_sites(own)))
         values |= {"anchor": False, "store": "hash", "weights": False, "probe": False}
         self.folder.claim()
         out = self.folder / name
@@ -232,7 +222,7 @@ class Maker:
         what = f"{found.site} differs{by}"
         if found.how == "unknown":
             what = "no tensor to hold against it"
-        label = self._runs[side].manifest.environment.label
+        label = self.runs[side].manifest.environment.label
         is_not = "this is not" if lay_there is None else f"{lay_there.path} was not made on"
         self.refusals.append(
             f"{is_not} the {side}'s machine ({label}): its blocks do not repeat ({what})"
@@ -242,14 +232,12 @@ class Maker:
         """The same command on that side's machine."""
         self.commands.append(f"{self._again}   # on the {side}'s machine: {what}")
 
-    def _values(
-        self, side: str, *, sites: list[str], escalate: bool, step: int | None
-    ) -> dict[str, Any]:
+    def _values(self, side: str, goal: Goal) -> dict[str, Any]:
         """How that side's run is repeated: parameters of capture."""
-        source, own = self._runs["reference"], self._runs[side].manifest
-        values: dict[str, Any] = {"sites": sites, "weights": True, "escalate": escalate}
-        if step is not None:
-            values["max_new_tokens"] = step + 1
+        source, own = self.runs["reference"], self.runs[side].manifest
+        values: dict[str, Any] = {"sites": goal.sites, "weights": True, "escalate": goal.escalate}
+        if goal.step is not None:
+            values["max_new_tokens"] = goal.num_tokens
         if own.model.dtype != source.manifest.model.dtype:
             values["dtype"] = own.model.dtype
         if own.model.attn_implementation != source.manifest.model.attn_implementation:
@@ -264,41 +252,34 @@ class Maker:
         return values
 
     def _capture(
-        self,
-        side: str,
-        out: Path,
-        values: dict[str, Any],
-        *,
-        substitute: tuple[str, Run, str] | None = None,
-    ) -> Run:
-        source, model = self._runs["reference"], self._model_of(side)
-        variables = variables_to_set(self._runs[side].manifest.environment)
+        self, side: str, out: Path, values: dict[str, Any],
+        substitutes: Mapping[str, Substitute] | None = None,
+    ) -> Run:  # fmt: skip
+        source, model = self.runs["reference"], self._model_of(side)
+        variables = variables_to_set(self.runs[side].manifest.environment)
         theirs = None if model == self._model else model
-        also = also_taken(self._runs[side], theirs, values, variables, with_code=self._trust)
+        also = also_taken(self.runs[side], theirs, values, variables, with_code=self._trust)
         if also is not None:
-            self._tell("taken", 0, None, also)
+            self.tell("taken", 0, None, also)
         if self._prepare.get(side) is not None or not variables:
-            if substitute is not None:
-                site, run, other = substitute
-                values = {**values, "substitutes": {site: Substitute(run, other)}}
             return capture(
                 model, like=source, out=out, force=True, device=self._device_of(side),
-                trust_remote_code=self._trust, progress=self._tell,
-                prepare=self._prepare.get(side), **values,
+                trust_remote_code=self._trust, progress=self.tell,
+                prepare=self._prepare.get(side), substitutes=substitutes, **values,
             )  # fmt: skip
-        put = None
-        if substitute is not None:
-            site, run, other = substitute
-            put = f"{site}={run.path}" + (f"={other}" if other != site else "")
+        put = [
+            f"{site}={healthy.run.path}" + (f"={healthy.site}" if healthy.site != site else "")
+            for site, healthy in (substitutes or {}).items()
+        ]
         words = command_words(
             "capture", like=source.path, o=out, force=True, device=self._device_of(side),
             model=model, trust_remote_code=self._trust,
             **command_options(CaptureOptions, values), substitute=put,
         )  # fmt: skip
-        return made_elsewhere(words, out, variables)
+        return _made_elsewhere(words, out, variables)
 
     def _model_of(self, side: str) -> str | None:
-        source, own = self._runs["reference"].manifest.model, self._runs[side].manifest
+        source, own = self.runs["reference"].manifest.model, self.runs[side].manifest
         if self._model is None and own.model.source != source.source:
             if not self._trust:  # the run names it, not the user
                 check_data_alone(recorded_source(own), revision=None)
@@ -306,31 +287,24 @@ class Maker:
         return self._model
 
     def _known(
-        self,
-        out: Path,
-        side: str,
-        sites: list[str] | None,
-        step: int | None,
-        *,
-        escalate: bool = False,
-        compute_dtype: str | None = None,
+        self, out: Path, side: str, goal: Goal, *, compute_dtype: str | None = None
     ) -> Run | None:
         """A finished run that lies there already and is what would be made."""
         try:
             run = Run.open(out)
         except DivergenceError:  # nothing there, or damaged: it is made anew
             return None
-        source, own = self._runs["reference"].manifest, self._runs[side].manifest
+        source, own = self.runs["reference"].manifest, self.runs[side].manifest
         made = run.manifest
-        num_steps = source.settings.max_new_tokens if step is None else step + 1
+        num_tokens = source.settings.max_new_tokens
         same = (
             made.like == source.id
             and made.complete
             and made.model.digest == own.model.digest
             and made.settings.compute_dtype == compute_dtype
-            and made.settings.max_new_tokens >= min(num_steps, source.settings.max_new_tokens)
-            and (sites is None or made.plan.sites == sites)
-            and (not escalate or "escalated" in made.plan.passes)
+            and made.settings.max_new_tokens >= min(goal.num_tokens or num_tokens, num_tokens)
+            and goal.sites in (None, made.plan.sites)
+            and (not goal.escalate or compute_dtype is not None or "escalated" in made.plan.passes)
         )
         return run if same else None
 
@@ -340,7 +314,7 @@ class Maker:
             return self._here in (side, "both")
         if self._prepare.get(side) is not None:
             return True
-        recorded = self._runs[side].manifest.environment
+        recorded = self.runs[side].manifest.environment
         try:
             mine = collect_environment(resolve_device(self._device_of(side)))
         except UsageError:
@@ -352,7 +326,7 @@ class Maker:
 
     def _recorded_device(self, side: str) -> str | None:
         """The kind of device that the side ran on; None for one that this tool does not know."""
-        kind = self._runs[side].manifest.environment.device_type
+        kind = self.runs[side].manifest.environment.device_type
         return kind if kind in DEVICE_TYPES else None
 
     def _device_of(self, side: str) -> str:
@@ -363,7 +337,7 @@ class Maker:
         return self._device if kind is None or asked == kind else kind
 
     def _command(self, side: str, out: Path, values: dict[str, Any], *, force: bool = False) -> str:
-        source, model = self._runs["reference"], self._runs[side].manifest.model.source
+        source, model = self.runs["reference"], self.runs[side].manifest.model.source
         elsewhere = model != source.manifest.model.source  # as it is called on that machine
         return command_line(
             "capture", like=source.path, o=out, model=model if elsewhere else None,
@@ -379,10 +353,10 @@ def _free_sites(own: Run) -> list[str]:
     return ["blocks"] if held else recorded_sites(own.manifest)
 
 
-def made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
+def _made_elsewhere(words: list[str], out: Path, variables: Mapping[str, str | None]) -> Run:
     """The command ``words`` in a process with these variables."""
     environment = {k: v for k, v in {**os.environ, **variables}.items() if v is not None}
-    home = str(Path(__file__).parents[2])
+    home = str(Path(__file__).parents[3])
     paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from where the command was given

@@ -14,10 +14,7 @@ where it comes from. Nothing is said of what was not recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
-from divergence.analyses.operators.find import onset_result
 from divergence.analyses.operators.operands import given_inputs
 from divergence.comparison.api import compare
 from divergence.comparison.calls.graph import Node, forwards_of
@@ -25,15 +22,16 @@ from divergence.comparison.result import Report
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import DivergenceError
-from divergence.experiments.localization.machine import Maker
+from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError
 from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import repro
+from divergence.recording.hooks.plant import Substitute
 from divergence.run.reader import Run
 from divergence.run.schema.record import Call, Operand
 from divergence.run.schema.site import is_operator_site
-from divergence.words import Progress, Side
+from divergence.words import Side
 
 __all__ = ["errors_alone", "given_to", "prove", "replaced_sites", "reproduce", "stands_alone"]
 
@@ -41,32 +39,22 @@ _MIN_ROWS = 8  # fewer rows tell nothing about one channel
 
 
 def prove(
-    maker: Maker,
-    made: dict[str, Run],
-    truth: Run,
-    deep: Report,
-    side: str,
-    *,
-    sites: list[str],
-    step: int | None,
-    escalate: bool,
-    on_progress: Progress,
-) -> CausalCheck | None:
+    maker: Maker, goal: Goal, made: dict[str, Run], truth: Run, deep: Report,
+    first: OperatorResult, side: str,
+) -> CausalCheck | None:  # fmt: skip
     """The healthy side's result in the guilty one's place: what is then still wrong? None where
     that side's machine is not this one, or the run does not repeat what comes before."""
     assert deep.operators is not None
-    first = onset_result(deep.operators)
-    assert first is not None
     other = "candidate" if side == "reference" else "reference"
     guilty, healthy = replaced_sites(made, first, side)
     run = maker.substituted(
-        side, made[side], substitute=(guilty, made[other], healthy), block=first.block or "",
-        sites=sites, escalate=escalate, step=step,
+        side, goal, made[side], site=guilty, healthy=Substitute(made[other], healthy),
+        block=first.block or "",
     )  # fmt: skip
     if run is None:
         return None
     pair = (made["reference"], run) if side == "candidate" else (run, made["candidate"])
-    again = compare(*pair, truth=truth, progress=on_progress)
+    again = compare(*pair, truth=truth, progress=maker.tell)
     if again.operators is None:
         return None
     place = (first.phase == "decode", first.order)
@@ -101,13 +89,7 @@ def _is_off(site: SiteResult, side: str) -> bool:
     return any((w if side == "candidate" else 1 / max(w, 1e-300)) > limit for w, limit in questions)
 
 
-def errors_alone(
-    made: dict[str, Run],
-    first: OperatorResult,
-    folder: Path,
-    on_progress: Progress,
-    operators: Sequence[str] = (),
-) -> list[OwnError]:
+def errors_alone(maker: Maker, made: dict[str, Run], first: OperatorResult) -> list[OwnError]:
     """Each side's operator on its own recorded inputs, against float64."""
     found: list[OwnError] = []
     places: tuple[tuple[Side, str], ...] = (
@@ -116,16 +98,14 @@ def errors_alone(
     for side, path in places:
         if not stands_alone(first, side):
             continue
-        out = folder / f"{side}-float64"
         try:
             right = replay(
-                made[side], out=out, sites=[f"{path}:*"], truth=True, force=True, progress=None,
-                operators=operators,
+                made[side], out=maker.folder / f"{side}-float64", sites=[f"{path}:*"], truth=True,
+                force=True, operators=maker.namespaces,
             )  # fmt: skip
         except DivergenceError as error:
-            on_progress(
-                "note", 0, None, f"{path} could not be computed in float64: {error.message}"
-            )
+            reason = f"{path} could not be computed in float64: {error.message}"
+            maker.tell("note", 0, None, reason)
             return []
         report = compare(right, made[side])
         results = [] if report.operators is None else report.operators.results
@@ -141,24 +121,18 @@ def errors_alone(
 
 
 def reproduce(
-    made: dict[str, Run],
-    first: OperatorResult,
-    side: str,
-    folder: Path,
-    on_progress: Progress,
-    operators: Sequence[str] = (),
-    name: str = "repro",
+    maker: Maker, made: dict[str, Run], first: OperatorResult, side: str, name: str = "repro"
 ) -> str | None:
     """One side's operator as a folder; None where it cannot stand alone."""
     path = first.site if side == "reference" else first.candidate_site
-    out = folder / name
+    out = maker.folder / name
     try:
         repro(
             made[side], site=f"{path}:out", out=out, step=first.step, sample=first.sample,
-            force=True, operators=operators,
+            force=True, operators=maker.namespaces,
         )  # fmt: skip
     except DivergenceError as error:
-        on_progress("note", 0, None, f"no reproducer of {path}: {error.message}")
+        maker.tell("note", 0, None, f"no reproducer of {path}: {error.message}")
         return None
     return str(out)
 

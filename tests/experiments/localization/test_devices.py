@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from divergence.comparison.advice import Advice
-from divergence.experiments.localization.machine import Maker
+from divergence.experiments.localization.machine import Goal, Maker
 from divergence.recording.api import capture
 from divergence.run.reader import Run
 
-WHAT = {"sites": ["blocks"], "escalate": False, "step": None}
+GOAL = Goal(sites=["blocks"])
 
 
 @pytest.fixture(scope="module")
@@ -39,23 +39,23 @@ def test_a_reference_of_the_cpu_is_not_made_on_the_accelerator(run, tmp_path, de
 
     assert made._device_of("reference") == "cpu"
     assert made._device_of("candidate") == ("npu" if device == "auto" else device)
-    assert made.operators("reference", **WHAT) is not None  # this host's CPU is here
-    assert made.operators("candidate", **WHAT) is None  # no such device is here
+    assert made.operators("reference", GOAL) is not None  # this host's CPU is here
+    assert made.operators("candidate", GOAL) is None  # no such device is here
     assert "--device npu" in made.commands[0]
 
 
 def test_the_command_for_another_machine_names_the_device(run, tmp_path):
     made = maker(run, on(run, "npu"), tmp_path, here="none")
 
-    made.operators("reference", **WHAT)
-    made.operators("candidate", **WHAT)
+    made.operators("reference", GOAL)
+    made.operators("candidate", GOAL)
 
     assert "--device cpu" in made.commands[0] and "--device npu" in made.commands[1]
 
 
 def test_a_device_that_this_tool_does_not_know_is_not_asked_for(run, tmp_path):
     made = maker(run, on(run, "tpu; touch pwned"), tmp_path, device="cpu", here="none")
-    made.operators("candidate", **WHAT)
+    made.operators("candidate", GOAL)
     assert "--device" not in made.commands[0] and made._device_of("candidate") == "cpu"
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from divergence.comparison.advice import _options
 from divergence.errors import ModelError, UsageError
-from divergence.experiments.localization.machine import Maker
+from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import FaultSize
 from divergence.experiments.sensitivity.sizes import confirm_sizes
 from divergence.numerics.rounding.floor import THRESHOLDS
@@ -53,13 +53,13 @@ def maker(run, tmp_path):
     return make
 
 
-WHAT = {"sites": ["blocks"], "escalate": False, "step": None}
+GOAL = Goal(sites=["blocks"])
 
 
 def test_the_candidates_attention(run, maker):
     """localize takes the candidate's attention for its side: transformers' own alone."""
     with pytest.raises(UsageError, match="may be code of its own"):
-        maker(changed(run, attn_implementation=KERNEL)).operators("candidate", **WHAT)
+        maker(changed(run, attn_implementation=KERNEL)).operators("candidate", GOAL)
 
 
 def test_the_attention_of_a_planted_candidate(run, tmp_path):
@@ -80,7 +80,7 @@ def test_the_candidates_model(run, llama, maker, tmp_path):
     torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="has pickled weights"):
-        maker(changed(run, source=str(model))).operators("candidate", **WHAT)
+        maker(changed(run, source=str(model))).operators("candidate", GOAL)
 
 
 def test_what_is_taken_of_the_second_run_is_said(run):
@@ -106,7 +106,7 @@ def test_a_run_in_another_process_imports_nothing_from_here(run, maker, monkeypa
     environment = msgspec.structs.replace(run.manifest.environment, variables={"MKL_CBWR": "AVX2"})
     manifest = msgspec.structs.replace(run.manifest, environment=environment)
     with pytest.raises(ModelError, match="recorded environment variables failed"):
-        maker(Run(run.path, manifest, run.records)).operators("candidate", **WHAT)
+        maker(Run(run.path, manifest, run.records)).operators("candidate", GOAL)
     assert (started[0]["PYTHONSAFEPATH"], started[0]["MKL_CBWR"]) == ("1", "AVX2")
 
 
@@ -114,7 +114,7 @@ def test_printed_commands_trust_no_code(run, maker):
     """What is to be run on another machine says no word that this user has not said."""
     theirs = changed(run, trust_remote_code=True, source="org/model")
     made = maker(theirs, here="none")
-    made.operators("candidate", **WHAT)
+    made.operators("candidate", GOAL)
     (command,) = made.commands
     assert "--trust-remote-code" not in command
     kernel = changed(run, attn_implementation=KERNEL).manifest

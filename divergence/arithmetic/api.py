@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from divergence.arithmetic.additions.describe import write_drawings
 from divergence.arithmetic.additions.facts import FULL, QUICK, operators, probe_orders
 from divergence.arithmetic.additions.order import Finding
 from divergence.arithmetic.notebook import Notebook
-from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, scalar_probes
+from divergence.arithmetic.quick import DTYPES, QUICK_TERMS, probe_scalars
 from divergence.errors import RunExistsError, UsageError
 from divergence.recording.machine.determinism import deterministic_settings
 from divergence.recording.machine.environment import resolve_device
@@ -87,14 +86,8 @@ def probe(
             finally:
                 state.note_in(manifest.settings)
                 for order, (site, tensor) in enumerate(notebook.tensors):
-                    writer.put(
-                        CapturedTensor(tensor),
-                        pass_="free",
-                        sample=0,
-                        step=0,
-                        site=site,
-                        order=order,
-                    )
+                    item = CapturedTensor(tensor)
+                    writer.put(item, pass_="free", sample=0, step=0, site=site, order=order)
     if svg is not None:
         write_drawings(Path(svg), findings)
     return Run.open(place)
@@ -116,15 +109,11 @@ def _probe_all(
     ]
     on_progress("probe", 0, len(wanted) + 1, "elementary functions")
     findings: list[Finding] = []
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         count = 2048 if quick else 65536
         for dtype in DTYPES:
-            for _, work in scalar_probes(
-                notebook, device, dtype, count=count, lengths=lengths, few=quick
-            ):
-                work()
+            probe_scalars(notebook, device, dtype, count=count, lengths=lengths, few=quick)
         for number, operator in enumerate(wanted):
             on_progress("probe", number + 1, len(wanted) + 1, operator.title)
             findings += probe_orders(notebook, [operator])

@@ -11,7 +11,6 @@ was found is kept for the process, by device, threads and precision switches.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 
@@ -27,7 +26,7 @@ from divergence.arithmetic.scalar import (
 from divergence.errors import first_line
 from divergence.run.schema.arithmetic import ArithmeticFact
 
-__all__ = ["DTYPES", "QUICK_TERMS", "quick_facts", "scalar_probes"]
+__all__ = ["DTYPES", "QUICK_TERMS", "probe_scalars", "quick_facts"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUICK_TERMS = 512
@@ -54,7 +53,7 @@ def quick_facts(device: str) -> list[ArithmeticFact]:
     return list(_cache[key])
 
 
-def scalar_probes(
+def probe_scalars(
     notebook: Notebook,
     device: str,
     dtype: torch.dtype,
@@ -62,28 +61,22 @@ def scalar_probes(
     count: int,
     lengths: tuple[int, ...],
     few: bool = False,
-) -> list[tuple[str, Callable[[], None]]]:
-    """Everything but orders, in one dtype, as (probe, work to do). ``count``: inputs of elementary
-    functions; ``lengths``: of rows; ``few``: fewer rows."""
-    one = (dtype,)
-    return [
-        ("rounding", lambda: probe_rounding(notebook, device, one)),
-        ("subnormals", lambda: probe_subnormals(notebook, device, one)),
-        *([("fma", lambda: probe_fused(notebook, device))] if dtype == torch.float32 else []),
-        ("ulp", lambda: probe_elementary(notebook, device, one, count=count)),
-        ("rows", lambda: probe_rows(notebook, device, one, lengths, few=few)),
-    ]
+) -> None:
+    """Everything but orders, in one dtype. ``count``: inputs of elementary functions; ``lengths``:
+    of rows; ``few``: fewer rows."""
+    probe_rounding(notebook, device, dtype)
+    probe_subnormals(notebook, device, dtype)
+    if dtype == torch.float32:
+        probe_fused(notebook, device)
+    probe_elementary(notebook, device, dtype, count=count)
+    probe_rows(notebook, device, dtype, lengths, few=few)
 
 
 def _probe(device: str) -> list[ArithmeticFact]:
     notebook = Notebook(keep_tensors=False)
     for dtype in DTYPES:
         probe_orders(notebook, operators(QUICK, QUICK_TERMS, dtype, device))
-        scalars = scalar_probes(
-            notebook, device, dtype, count=2048, lengths=(QUICK_TERMS,), few=True
-        )
-        for _, work in scalars:
-            work()
+        probe_scalars(notebook, device, dtype, count=2048, lengths=(QUICK_TERMS,), few=True)
     return notebook.facts
 
 

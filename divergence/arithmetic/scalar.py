@@ -31,6 +31,7 @@ differing bit is another order of additions. Sizes that give the same bits stand
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -101,32 +102,31 @@ def _between(ulp: float) -> np.ndarray:
     return np.concatenate([x, -x])
 
 
-def probe_rounding(notebook: Notebook, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Casts from float32, and additions in each dtype."""
-    for dtype in dtypes:
-        form = format_of(dtype)
-        ulp = 2.0**-form.mantissa_bits
-        x = _between(ulp)
-        if form.name != "float32":
-            subject = f"cast float32 to {form.name}"
-            try:
-                given = torch.from_numpy(x).float()  # exact: at most 10 + 3 bits
-                got = given.to(device).to(dtype).cpu()
-            except (RuntimeError, TypeError) as error:
-                notebook.absent("rounding", subject, error)
-                continue
-            notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
-            notebook.keep("rounding", subject, **{"in": given, "out": got})
-        subject = f"add {form.name}"
-        whole = np.trunc(x / ulp) * ulp
+def probe_rounding(notebook: Notebook, device: str, dtype: torch.dtype) -> None:
+    """Casts from float32, and additions."""
+    form = format_of(dtype)
+    ulp = 2.0**-form.mantissa_bits
+    x = _between(ulp)
+    if form.name != "float32":
+        subject = f"cast float32 to {form.name}"
         try:
-            one, two = torch.from_numpy(whole).to(dtype), torch.from_numpy(x - whole).to(dtype)
-            got = (one.to(device) + two.to(device)).cpu()
+            given = torch.from_numpy(x).float()  # exact: at most 10 + 3 bits
+            got = given.to(device).to(dtype).cpu()
         except (RuntimeError, TypeError) as error:
             notebook.absent("rounding", subject, error)
-            continue
+            return
         notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
-        notebook.keep("rounding", subject, **{"in": one, "in_other": two, "out": got})
+        notebook.keep("rounding", subject, **{"in": given, "out": got})
+    subject = f"add {form.name}"
+    whole = np.trunc(x / ulp) * ulp
+    try:
+        one, two = torch.from_numpy(whole).to(dtype), torch.from_numpy(x - whole).to(dtype)
+        got = (one.to(device) + two.to(device)).cpu()
+    except (RuntimeError, TypeError) as error:
+        notebook.absent("rounding", subject, error)
+        return
+    notebook.note("rounding", subject, rounding_mode(got.double().numpy(), x, ulp))
+    notebook.keep("rounding", subject, **{"in": one, "in_other": two, "out": got})
 
 
 def subnormals(scale: Callable[[torch.Tensor, float], torch.Tensor], dtype: torch.dtype) -> str:
@@ -144,7 +144,7 @@ def subnormals(scale: Callable[[torch.Tensor, float], torch.Tensor], dtype: torc
     return ", ".join(sides)
 
 
-def probe_subnormals(notebook: Notebook, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def probe_subnormals(notebook: Notebook, device: str, dtype: torch.dtype) -> None:
     """Elementwise products, and one-term products of a linear operator."""
 
     def elementwise(x: torch.Tensor, by: float) -> torch.Tensor:
@@ -158,13 +158,12 @@ def probe_subnormals(notebook: Notebook, device: str, dtypes: tuple[torch.dtype,
         out = torch.nn.functional.linear(given.to(device), weight.to(device)).cpu()
         return out[0, : len(x)]
 
-    for dtype in dtypes:
-        for name, call in (("mul", elementwise), ("linear", product)):
-            subject = f"{name} {format_of(dtype).name}"
-            try:
-                notebook.note("subnormals", subject, subnormals(call, dtype))
-            except (RuntimeError, TypeError) as error:
-                notebook.absent("subnormals", subject, error)
+    for name, call in (("mul", elementwise), ("linear", product)):
+        subject = f"{name} {format_of(dtype).name}"
+        try:
+            notebook.note("subnormals", subject, subnormals(call, dtype))
+        except (RuntimeError, TypeError) as error:
+            notebook.absent("subnormals", subject, error)
 
 
 Elementwise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -265,35 +264,32 @@ def _bits(one: torch.Tensor) -> bytes:
     return one.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def probe_elementary(
-    notebook: Notebook, device: str, dtypes: tuple[torch.dtype, ...], *, count: int
-) -> None:
-    """Each function in each dtype; ``count`` inputs."""
-    for dtype in dtypes:
-        kind = format_of(dtype).name
-        for name, (function, _, _) in FUNCTIONS.items():
-            subject = f"{name} {kind}"
-            given = inputs_of(name, dtype, count)
-            counted = f"{name} n={count} {kind}"
-            try:
-                got = function(given.to(device)).cpu()
-                differ, seen = lanes(function, given, device)
-            except (RuntimeError, TypeError, NotImplementedError) as error:
-                notebook.absent("ulp", counted, error)
-                continue
-            worst = worst_ulp(function, given, got)
-            notebook.note(
-                "ulp", counted, f"{worst:.3g} ulp", unit="ulp", numbers={"worst": worst},
-                digest=digest_tensor(got), evidence=f"the worst of {count} inputs against float64",
-            )  # fmt: skip
-            notebook.note(
-                "lanes", subject,
-                "same bits alone and in a vector" if not differ
-                else "other bits alone than in a vector",
-                numbers={"differ": differ, "seen": seen},
-                evidence=f"{differ} of {seen} elements differ",
-            )  # fmt: skip
-            notebook.keep("ulp", subject, **{"in": given, "out": got})
+def probe_elementary(notebook: Notebook, device: str, dtype: torch.dtype, *, count: int) -> None:
+    """Each function on ``count`` inputs."""
+    kind = format_of(dtype).name
+    for name, (function, _, _) in FUNCTIONS.items():
+        subject = f"{name} {kind}"
+        given = inputs_of(name, dtype, count)
+        counted = f"{name} n={count} {kind}"
+        try:
+            got = function(given.to(device)).cpu()
+            differ, seen = lanes(function, given, device)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            notebook.absent("ulp", counted, error)
+            continue
+        worst = worst_ulp(function, given, got)
+        notebook.note(
+            "ulp", counted, f"{worst:.3g} ulp", unit="ulp", numbers={"worst": worst},
+            digest=digest_tensor(got), evidence=f"the worst of {count} inputs against float64",
+        )  # fmt: skip
+        notebook.note(
+            "lanes", subject,
+            "same bits alone and in a vector" if not differ
+            else "other bits alone than in a vector",
+            numbers={"differ": differ, "seen": seen},
+            evidence=f"{differ} of {seen} elements differ",
+        )  # fmt: skip
+        notebook.keep("ulp", subject, **{"in": given, "out": got})
 
 
 SIZES = tuple(range(1, 18))
@@ -314,7 +310,7 @@ def batch_groups(call: Unary, x: torch.Tensor, sizes: tuple[int, ...] = SIZES) -
     """Batch sizes that give row 0 the same bits, in order of their smallest."""
     groups: dict[bytes, list[int]] = {}
     for size in sizes:
-        bits = call(x[:size])[0].contiguous().view(torch.uint8).numpy().tobytes()
+        bits = _bits(call(x[:size])[0])
         groups.setdefault(bits, []).append(size)
     return list(groups.values())
 
@@ -338,40 +334,37 @@ def spans(groups: list[list[int]]) -> str:
 def probe_rows(
     notebook: Notebook,
     device: str,
-    dtypes: tuple[torch.dtype, ...],
+    dtype: torch.dtype,
     lengths: tuple[int, ...],
     *,
     few: bool = False,
 ) -> None:
     """Linear, and the sums that norms and softmax make over a row. ``few``: fewer of
     them, which the names of the facts tell."""
-    for dtype in dtypes:
-        for length in lengths:
-            weight = exact_values(7, (_COLUMNS, length), dtype).to(device)
-            x = exact_values(8, (max(SIZES), length), dtype)
-            calls: dict[str, Unary] = {
-                f"linear K={length} N={_COLUMNS}": _linear(weight, device),
-                f"sum n={length}": lambda rows: rows.to(device).sum(-1, keepdim=True).cpu(),
-                f"softmax n={length}": lambda rows: rows.to(device).softmax(-1).cpu(),
-                f"layer_norm n={length}": _layer_norm(length, device),
-            }
-            for name, call in calls.items():
-                _probe_batches(notebook, f"{name} {format_of(dtype).name}", call, x, few=few)
+    for length in lengths:
+        weight = exact_values(7, (_COLUMNS, length), dtype).to(device)
+        x = exact_values(8, (max(SIZES), length), dtype)
+        calls: dict[str, Unary] = {
+            f"linear K={length} N={_COLUMNS}": partial(torch.nn.functional.linear, weight=weight),
+            f"sum n={length}": lambda rows: rows.sum(-1, keepdim=True),
+            f"softmax n={length}": lambda rows: rows.softmax(-1),
+            f"layer_norm n={length}": partial(
+                torch.nn.functional.layer_norm, normalized_shape=(length,)
+            ),
+        }
+        for name, call in calls.items():
+            there = partial(_on, device, call)
+            _probe_batches(notebook, name, format_of(dtype).name, there, x, few=few)
 
 
-def _linear(weight: torch.Tensor, device: str) -> Unary:
-    return lambda rows: torch.nn.functional.linear(rows.to(device), weight).cpu()
-
-
-def _layer_norm(length: int, device: str) -> Unary:
-    return lambda rows: torch.nn.functional.layer_norm(rows.to(device), (length,)).cpu()
+def _on(device: str, call: Unary, rows: torch.Tensor) -> torch.Tensor:
+    return call(rows.to(device)).cpu()
 
 
 def _probe_batches(
-    notebook: Notebook, subject: str, call: Unary, x: torch.Tensor, *, few: bool
+    notebook: Notebook, name: str, dtype: str, call: Unary, x: torch.Tensor, *, few: bool
 ) -> None:
     sizes = FEW_SIZES if few else SIZES
-    name, _, dtype = subject.rpartition(" ")
     subject = f"{name} sizes={len(sizes)} {dtype}"
     try:
         differ, total = row_share(call, x[:16], every=5 if few else 1)

@@ -52,7 +52,8 @@ def test_rounding_that_is_no_mode_is_said_to_be_none():
 def test_this_cpu_rounds_to_nearest_even():
     """Casts and additions of IEEE hardware, in every dtype."""
     notebook = Notebook()
-    probe_rounding(notebook, "cpu", DTYPES)
+    for dtype in DTYPES:
+        probe_rounding(notebook, "cpu", dtype)
     assert {fact.value for fact in notebook.facts} == {"to nearest, ties to even"}
     assert len(notebook.facts) == 5
     assert len(notebook.tensors) == 2 * 2 + 3 * 3
@@ -79,13 +80,13 @@ def test_flushed_subnormals_are_seen_on_either_side(dtype):
 def test_flushing_is_seen_where_torch_does_it():
     """torch.set_flush_denormal changes what the probe says of this CPU."""
     notebook = Notebook()
-    probe_subnormals(notebook, "cpu", (torch.float32,))
+    probe_subnormals(notebook, "cpu", torch.float32)
     assert notebook.facts[0].value == "kept in, kept out"
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush")
     try:
         flushed = Notebook()
-        probe_subnormals(flushed, "cpu", (torch.float32,))
+        probe_subnormals(flushed, "cpu", torch.float32)
     finally:
         torch.set_flush_denormal(False)
     assert flushed.facts[0].value == "flushed to 0 in, flushed to 0 out"

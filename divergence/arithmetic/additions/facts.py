@@ -45,17 +45,10 @@ def operators(names: tuple[str, ...], terms: int, dtype: torch.dtype, device: st
     return [_MAKERS[name](terms, dtype, device) for name in names]
 
 
-def probe_orders(
-    notebook: Notebook,
-    summing_: list[Summing],
-    *,
-    on_each: Callable[[str], None] | None = None,
-) -> list[Finding]:
+def probe_orders(notebook: Notebook, wanted: list[Summing]) -> list[Finding]:
     """Find, note and keep the order of each operator."""
     findings = []
-    for operator in summing_:
-        if on_each is not None:
-            on_each(operator.title)
+    for operator in wanted:
         finding = find_order(operator)
         note_finding(notebook, finding)
         findings.append(finding)

@@ -23,7 +23,7 @@ from divergence.arithmetic.additions.fprev import (
     size_measure,
 )
 from divergence.arithmetic.additions.proof import Proof, Trial, prove, trials
-from divergence.arithmetic.additions.summing import Summing, cancelling, exact_values
+from divergence.arithmetic.additions.summing import Summing, cancelling
 from divergence.arithmetic.additions.trees import Tree
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
@@ -124,11 +124,7 @@ def typical_error(operator: Summing, *, seed: int = 31) -> float:
     wrong = total = 0.0
     calls = max(1, min(4, _ERROR_OUTPUTS // (operator.rows * operator.columns)))
     for number in range(calls):
-        place = seed + 2 * number
-        leaves = exact_values(place, (operator.columns, operator.terms), operator.dtype)
-        partner = torch.ones(operator.rows, operator.terms, dtype=operator.dtype)
-        if operator.products:
-            partner = exact_values(place + 1, (operator.rows, operator.terms), operator.dtype)
+        leaves, partner = operator.values(seed + 2 * number)
         exact = partner.double() @ leaves.double().T
         if operator.even:
             exact = exact / operator.terms
@@ -142,10 +138,7 @@ def output_classes(operator: Summing, *, seed: int = 97) -> list[torch.Tensor]:
     seen: dict[tuple[int, ...], list[int]] = {}
     columns = []
     for look in range(_LOOKS):
-        leaves = exact_values(seed + 2 * look, (1, operator.terms), operator.dtype)
-        partner = torch.ones(1, operator.terms, dtype=operator.dtype)
-        if operator.products:
-            partner = exact_values(seed + 2 * look + 1, (1, operator.terms), operator.dtype)
+        leaves, partner = operator.values(seed + 2 * look, alike=True)
         if look:  # once as they are
             leaves, partner = cancelling(seed + look, leaves, partner)
         output = operator.call(leaves.repeat(operator.columns, 1), partner.repeat(operator.rows, 1))

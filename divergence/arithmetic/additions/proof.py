@@ -34,7 +34,7 @@ from divergence.arithmetic.additions.accumulator import (
     input_bits,
     keep_bits,
 )
-from divergence.arithmetic.additions.summing import Summing, cancelling, exact_values
+from divergence.arithmetic.additions.summing import Summing, cancelling
 from divergence.arithmetic.additions.trees import Tree
 from divergence.numerics.formats import format_of
 
@@ -111,14 +111,11 @@ class Trial:
 
 def trials(operator: Summing, *, seed: int = 2411) -> list[Trial]:
     """Plain and cancelling values, and the operator's answers."""
-    leaves = exact_values(seed, (operator.columns, operator.terms), operator.dtype)
-    partner = torch.ones(operator.rows, operator.terms, dtype=operator.dtype)
-    if operator.products:
-        partner = exact_values(seed + 1, (operator.rows, operator.terms), operator.dtype)
-    made = []
-    for name, pair in (("plain", (leaves, partner)), ("zero", cancelling(seed, leaves, partner))):
-        made.append(Trial(name, *pair, operator.call(*pair)))
-    return made
+    plain = operator.values(seed)
+    return [
+        Trial(name, *pair, operator.call(*pair))
+        for name, pair in (("plain", plain), ("zero", cancelling(seed, *plain)))
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

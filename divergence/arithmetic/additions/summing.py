@@ -18,15 +18,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from divergence.numerics.formats import format_of
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "COLUMNS",
@@ -36,7 +32,6 @@ __all__ = [
     "exact_values",
     "linear",
     "matmul",
-    "permutation",
     "sdpa",
     "summing",
 ]
@@ -66,6 +61,15 @@ class Summing:
     def title(self) -> str:
         """``linear M=1 K=512 N=64 bfloat16``."""
         return f"{self.name} {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+    def values(self, seed: int, *, alike: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact (leaves, partner); the partner is 1 where there is none. ``alike``: one row of
+        each, as if all sums had the same terms."""
+        columns, rows = (1, 1) if alike else (self.columns, self.rows)
+        leaves = exact_values(seed, (columns, self.terms), self.dtype)
+        if self.products:
+            return leaves, exact_values(seed + 1, (rows, self.terms), self.dtype)
+        return leaves, torch.ones(rows, self.terms, dtype=self.dtype)
 
 
 def summing(terms: int, dtype: torch.dtype, device: str = "cpu") -> Summing:
@@ -151,8 +155,6 @@ _HIGHEST = {"float16": 3, "bfloat16": 4, "float32": 0}
 @functools.lru_cache(maxsize=16)  # the same values go through many operators; nobody writes to them
 def exact_values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Uniform signs, significands and exponents; never 0, subnormal or infinite."""
-    import torch
-
     form = format_of(dtype)
     raw = np.random.PCG64(seed).random_raw(int(np.prod(shape)))
     bits = form.mantissa_bits
@@ -165,11 +167,6 @@ def exact_values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
     return torch.from_numpy(values.reshape(shape)).to(dtype)  # exact: bits + 1 digits
 
 
-def permutation(seed: int, length: int) -> np.ndarray:
-    """A fixed shuffle of 0 … length-1."""
-    return np.argsort(np.random.PCG64(seed).random_raw(length), kind="stable")
-
-
 def cancelling(
     seed: int, leaves: torch.Tensor, partner: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,7 +175,7 @@ def cancelling(
     Terms are paired off by a fixed shuffle, one being minus the other. What an operator then
     returns is its rounding errors alone, which a 16-bit output would otherwise hide.
     """
-    shuffled = permutation(seed, leaves.shape[-1])
+    shuffled = np.argsort(np.random.PCG64(seed).random_raw(leaves.shape[-1]), kind="stable")
     half = len(shuffled) // 2
     one, other = shuffled[:half], shuffled[half : 2 * half]
     leaves, partner = leaves.clone(), partner.clone()

@@ -14,24 +14,20 @@ A suite's operator, ``suite.NAME``, is a plain function that the suite's own cat
 from __future__ import annotations
 
 import functools
-import importlib
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
 from divergence.run.schema.site import near_names
 
 __all__ = [
-    "PREFIX",
-    "Definition",
     "Refusal",
     "Unsafe",
     "asked_for",
     "check_namespace",
     "check_operator",
-    "definitions",
     "draws_random_numbers",
     "find_operator",
     "is_uninitialised",
@@ -110,38 +106,18 @@ def draws_random_numbers(operator: torch._ops.OpOverload, bound: dict[str, Any])
     return not (chances and all(chance == 0 for chance in chances))
 
 
-PREFIX = "suite."
-_CATALOG = "divergence.ops.suite.catalog"
-
-
-class Definition(Protocol):
-    """What is needed of one operator: both take the recorded arguments by name."""
-
-    run: Callable[..., Any]
-    truth: Callable[..., Any]
-
-
-def definitions() -> Mapping[str, Definition]:
-    """All operators by full name; none where this installation has no suite."""
-    try:
-        operators: Mapping[str, Definition] = importlib.import_module(_CATALOG).OPERATORS
-        return operators
-    except ModuleNotFoundError as error:
-        if error.name is None or not _CATALOG.startswith(error.name):
-            raise  # of the suite itself something is missing
-        return {}
-
-
 def suite_function(operator: str, *, truth: bool = False) -> Callable[..., Any]:
-    """The function that ``suite.NAME`` stands for, or its definition. Raises Refusal."""
-    one = definitions().get(operator)
-    if one is None:
-        near = near_names(operator, definitions())
+    """The function that ``suite.NAME`` stands for, or its float64 definition. Raises Refusal."""
+    from divergence.ops.suite.catalog import OPERATORS
+
+    found = OPERATORS.get(operator)
+    if found is None:
+        near = near_names(operator, OPERATORS)
         raise Refusal(
             f"this divergence has no operator {operator}",
             detail=f"near: {', '.join(near)}" if near else None,
         )
-    return one.truth if truth else one.run
+    return found.truth if truth else found.run
 
 
 _OWN = frozenset({"aten", "suite", "transformers"})

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from divergence.ops.allowed import (
-    PREFIX,
     Refusal,
     Unsafe,
     find_operator,
     short_name,
     suite_function,
 )
+from divergence.ops.suite.definition import PREFIX
 from divergence.run.schema.record import Call
 
 __all__ = ["check_names", "contiguous_stride", "decoded", "fitted", "laid_out", "span_of"]

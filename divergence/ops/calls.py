@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_named
@@ -107,7 +108,7 @@ def recorded_calls(run: Run, pass_: str, sites: Sequence[str] = ()) -> list[Reco
             if any(matches(record.site) for record in one.results.values()) or one.path in sites
         ]
         if not kept:
-            near = near_names(sites[0], {record.site for one in found for record in [one.first]})
+            near = near_names(sites[0], {one.first.site for one in found})
             raise UsageError(
                 f"no operator at {', '.join(sites)} in {run.path}",
                 hint=f"did you mean {' or '.join(near)}?"
@@ -138,7 +139,7 @@ def operand_value(run: Run, at: Record, operand: Operand, weights: Weights | Non
             raise Refusal("an operand was recorded in another dtype", detail=operand.site)
         elif operand.weight is not None and record.xxh3 == operand.xxh3:
             return _part(run.read(record), operand)  # the whole weight was stored
-        elif record.numel != _numel(operand):
+        elif record.numel != math.prod(operand.shape):
             raise Refusal("an operand was recorded in another shape", detail=operand.site)
         else:
             return run.read(record).reshape(operand.shape)
@@ -154,19 +155,10 @@ def operand_value(run: Run, at: Record, operand: Operand, weights: Weights | Non
 
 def _part(weight: torch.Tensor, operand: Operand) -> torch.Tensor:
     """The operand as a view of its weight."""
-    stride: Any = operand.stride
-    if stride is None:
-        stride = contiguous_stride(operand.shape)
+    stride = contiguous_stride(operand.shape) if operand.stride is None else operand.stride
     flat = weight.contiguous().reshape(-1)
     if len(stride) != len(operand.shape) or (
         operand.offset + span_of(operand.shape, stride) > flat.numel()
     ):
         raise Refusal("an operand lies outside its weight", detail=operand.weight)
     return flat.as_strided(operand.shape, stride, operand.offset)
-
-
-def _numel(operand: Operand) -> int:
-    count = 1
-    for size in operand.shape:
-        count *= size
-    return count

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from divergence.errors import UsageError
-from divergence.ops import allowed, bounds
+from divergence.ops import bounds
 from divergence.ops.allowed import Refusal, Unsafe, check_operator
 from divergence.ops.execute import execute_ports
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import repro
+from divergence.ops.suite import catalog
 from divergence.run.reader import Run
 from divergence.run.schema.record import Call, Operand
 from divergence.run.writing.writer import CapturedTensor, RunWriter
@@ -251,7 +252,7 @@ def test_a_suite_s_operators_are_held_to_the_same(monkeypatch):
         run = staticmethod(lambda ids, weight: torch.nn.functional.embedding(ids, weight))
         truth = staticmethod(lambda ids, weight: weight[ids])
 
-    monkeypatch.setattr(allowed, "definitions", lambda: {"suite.embedding": Embedding})
+    monkeypatch.setattr(catalog, "OPERATORS", {"suite.embedding": Embedding})
     for wide in (False, True):
         with pytest.raises(Unsafe) as caught:
             run("suite.embedding", [S, X], wide=wide, ids="T0", weight="T1")

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from divergence._version import __version__
 from divergence.comparison.advice import Advice, beside
-from divergence.comparison.api import measure_runs
+from divergence.comparison.api import compare, measure_runs
 from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import summary_of
@@ -78,29 +79,34 @@ def sensitivity(
     chosen = faults_named(faults)
     _chosen_blocks(_blocks_with_outputs(a), blocks)  # before anything is captured
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(_folder())) if candidate is None or confirm else Path()
+        folder = Path()
+        if candidate is None or confirm:
+            temporary = tempfile.TemporaryDirectory(prefix="divergence-sensitivity-")
+            folder = Path(stack.enter_context(temporary))
         notes: list[str] = []
+        capturing = partial(
+            capture, model, like=a, device=device, trust_remote_code=trust_remote_code, force=True,
+            progress=progress,
+        )  # fmt: skip
+        given: dict[str, Any] = {
+            "truth": truth, "floor": floor, "thresholds": thresholds, "progress": progress,
+        }  # fmt: skip
         if candidate is None:
-            b, kernels = _made_here(
-                a, folder / "candidate", escalate=truth is not None, progress=progress,
-                model=model, device=device, trust_remote_code=trust_remote_code,
-            )  # fmt: skip
+            b, kernels = _made_here(a, capturing, folder / "candidate", escalate=truth is not None)
             stack.callback(b.close)
             notes.append(kernels)
         else:
             b = unsharded(Run.open(candidate))
-        trials, verdict = _healthy(
-            a, b, truth=truth, floor=floor, thresholds=thresholds, progress=progress
-        )
+        trials, verdict = _healthy(a, b, given)
         measured = trials.measured
         where = _chosen_blocks(trials.blocks, blocks)
         sizes = search_sizes(trials, where, chosen, progress)
         confirmations = []
         if confirm:
             confirmations = confirm_sizes(
-                a, b, trials, sizes, block=where[len(where) // 2], folder=folder, truth=truth,
-                floor=floor, thresholds=thresholds, progress=progress, model=model, device=device,
-                trust_remote_code=trust_remote_code,
+                a, b, trials, sizes, block=where[len(where) // 2],
+                capturing=partial(capturing, out=folder / "planted"),
+                comparing=partial(compare, **given),
             )  # fmt: skip
             left = {fault.name for fault in chosen} - {one.fault for one in confirmations}
             if left:
@@ -133,10 +139,6 @@ def sensitivity(
         )
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="divergence-sensitivity-")
-
-
 def _blocks_with_outputs(run: Run) -> list[str]:
     """The blocks whose output the run holds. Raises UsageError where no trial could be made."""
     plan = run.manifest.plan
@@ -158,14 +160,7 @@ def _blocks_with_outputs(run: Run) -> list[str]:
 
 
 def _made_here(
-    a: Run,
-    out: Path,
-    *,
-    escalate: bool,
-    progress: Progress | None,
-    model: str | None,
-    device: str,
-    trust_remote_code: bool,
+    a: Run, capturing: Callable[..., Run], out: Path, *, escalate: bool
 ) -> tuple[Run, str]:
     """A candidate for the while, and what it is, in words."""
     reason = can_anchor(a, a.manifest.plan.modules)
@@ -174,29 +169,18 @@ def _made_here(
     recorded = a.manifest.model.attn_implementation or "eager"
     other = "sdpa" if recorded == "eager" else "eager"
     narrow = format_named(a.manifest.model.dtype).itemsize <= 2
-    options: dict[str, Any] = {
-        "like": a, "out": out, "model": model, "device": device, "escalate": escalate and narrow,
-        "trust_remote_code": trust_remote_code, "label": "made for sensitivity",
-        "progress": progress, "force": True,
-    }  # fmt: skip
+    made = partial(capturing, out=out, escalate=escalate and narrow, label="made for sensitivity")
     try:
-        run = capture(**options, attn_implementation=other)
+        run = made(attn_implementation=other)
     except UsageError:  # the model has no such kernels; anything else is met again below
-        run = capture(**options)
+        run = made()
         return run, "the candidate was made here, with the same kernels: the model has no others"
     return run, f"the candidate was made here, with other attention kernels: {other}"
 
 
-def _healthy(
-    a: Run,
-    b: Run,
-    *,
-    truth: str | Path | Run | None,
-    floor: Sequence[str | Path | Run],
-    thresholds: Thresholds,
-    progress: Progress | None,
-) -> tuple[Trials, Verdict]:
-    """The pair measured and judged as it is. Raises UsageError where it is no pair to plant in."""
+def _healthy(a: Run, b: Run, given: dict[str, Any]) -> tuple[Trials, Verdict]:
+    """The pair measured and judged as it is. ``given``: what ``compare`` is given beside the runs.
+    Raises UsageError where it is no pair to plant in."""
     lines = preflight(a, b)
     blocking = [line.check for line in lines if line.status == "blocking"]
     if blocking:
@@ -205,10 +189,8 @@ def _healthy(
             where=f"{a.path} and {b.path}",
             hint=command_line("capture", like=a.path, o="CANDIDATE"),
         )
-    measured = measure_runs(
-        a, b, lines, truth=truth, floor=floor, thresholds=thresholds, progress=progress
-    )
-    trials = Trials(measured, thresholds=thresholds)
+    measured = measure_runs(a, b, lines, **given)
+    trials = Trials(measured, thresholds=given["thresholds"])
     if not trials.blocks:
         reason = can_anchor(a, a.manifest.plan.modules)
         if reason is not None:
@@ -223,7 +205,7 @@ def _healthy(
         right = None if measured.truth is None else measured.truth.run.path
         again = command_line(
             "compare", a.path, b.path, truth=right,
-            floor=[run.path if isinstance(run, Run) else run for run in floor],
+            floor=[run.path if isinstance(run, Run) else run for run in given["floor"]],
         )  # fmt: skip
         raise UsageError(
             "the pair is not healthy before anything is planted: "

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from divergence.comparison.api import compare
+from divergence.comparison.result import Report
 from divergence.errors import UsageError
 from divergence.experiments.localization.repetition import check_substituted, why_not_bits
 from divergence.experiments.result import Confirmation, FaultSize
 from divergence.experiments.sensitivity.faults import FAULTS, Fault
 from divergence.experiments.sensitivity.trials import Trials, sees
-from divergence.numerics.rounding.floor import Thresholds
-from divergence.recording.api import capture
 from divergence.run.reader import Run
 from divergence.run.trust import recorded_attention
 from divergence.words import Progress
@@ -151,17 +148,12 @@ def confirm_sizes(
     sizes: Sequence[FaultSize],
     *,
     block: str,
-    folder: Path,
-    truth: str | Path | Run | None,
-    floor: Sequence[str | Path | Run],
-    thresholds: Thresholds,
-    progress: Progress | None,
-    model: str | None,
-    device: str,
-    trust_remote_code: bool,
+    capturing: Callable[..., Run],
+    comparing: Callable[..., Report],
 ) -> list[Confirmation]:
     """Two captures a fault that has a plant and was seen at ``block``, with the candidate's dtype
-    and attention; faults that come in whole features are left out."""
+    and attention; faults that come in whole features are left out. ``capturing`` repeats ``a``
+    with other options, ``comparing`` judges as the trials did."""
     found: list[Confirmation] = []
     own = b.manifest.model
     for one in sizes:
@@ -172,23 +164,14 @@ def confirm_sizes(
             size = one.size * factor
             spelled = fault.spelled(size, trials.channel(block), trials.num_features(block))
             plant = f"{block}:out={spelled}"
-            faulty = capture(
-                like=a,
-                out=folder / "planted",
-                model=model,
-                device=device,
-                trust_remote_code=trust_remote_code,
+            faulty = capturing(
                 dtype=None if own.dtype == a.manifest.model.dtype else own.dtype,
                 attn_implementation=recorded_attention(b.manifest),
                 plants=[plant],
-                force=True,
-                progress=progress,
             )
             try:
                 _check(faulty, b, block)
-                report = compare(
-                    a, faulty, truth=truth, floor=floor, thresholds=thresholds, progress=progress
-                )
+                report = comparing(a, faulty)
             finally:
                 faulty.close()
             verdict = report.verdict

@@ -31,6 +31,7 @@ class RunSide:
     from_first: Mapping[str, Difference | None]
 
 
+Rows = Sequence[tuple[str, Sequence[str | None]]]
 _NEAR = 1.5  # of the error of storing the truth once
 
 
@@ -112,10 +113,9 @@ def report_text(
 
 
 def _summary(sides: Sequence[RunSide], truth: str | None) -> list[str]:
-    lines = []
     if truth is None:
-        lines.append("There is no float64 result to hold it against: the operator has none here.")
-        return lines
+        return ["There is no float64 result to hold it against: the operator has none here."]
+    lines = []
     for side in sides:
         found = side.from_truth.get("out")
         if found is not None:
@@ -154,14 +154,19 @@ def _table(sides: Sequence[RunSide], stores: Mapping[str, float | None]) -> list
     return lines
 
 
+def _side_by_side(corner: str, sides: Sequence[RunSide], rows: Rows) -> list[str]:
+    """A table with a column for each side."""
+    return [
+        f"|{corner}| " + " | ".join(code_span(side.label) for side in sides) + " |",
+        "|---|" + "---|" * len(sides),
+        *(f"| {name} | " + " | ".join(value or "-" for value in row) + " |" for name, row in rows),
+    ]
+
+
 def _environments(sides: Sequence[RunSide]) -> list[str]:
-    rows: list[tuple[str, list[str]]] = []
-    labels = [code_span(side.label) for side in sides]
     found = [_environment(side.manifest.environment, side.manifest) for side in sides]
-    for name in dict.fromkeys(name for one in found for name in one):
-        rows.append((name, [one.get(name, "-") for one in found]))
-    lines = ["| | " + " | ".join(labels) + " |", "|---|" + "---|" * len(sides)]
-    return lines + [f"| {name} | " + " | ".join(values) + " |" for name, values in rows]
+    names = dict.fromkeys(name for environment in found for name in environment)
+    return _side_by_side(" ", sides, [(name, [one.get(name) for one in found]) for name in names])
 
 
 def _environment(environment: Environment, manifest: Manifest) -> dict[str, str]:
@@ -192,10 +197,7 @@ def _facts(call: Call, sides: Sequence[RunSide]) -> list[str]:
     if not found:
         return []
     rows = sorted(found.items(), key=lambda item: len(set(item[1])) == 1)
-    lines = ["| probe | " + " | ".join(code_span(side.label) for side in sides) + " |"]
-    lines.append("|---|" + "---|" * len(sides))
-    lines += [f"| {name} | " + " | ".join(v or "-" for v in values) + " |" for name, values in rows]
-    return lines
+    return _side_by_side(" probe ", sides, rows)
 
 
 def _signature(call: Call) -> str:

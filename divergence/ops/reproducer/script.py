@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from divergence.numerics.formats import format_named
-from divergence.ops.allowed import PREFIX, Refusal, find_operator
+from divergence.ops.allowed import Refusal, find_operator
 from divergence.ops.arguments import check_names, contiguous_stride, decoded
 from divergence.ops.reproducer.source import (
     call_node,
@@ -26,6 +26,7 @@ from divergence.ops.reproducer.source import (
     pasted_source,
     place,
 )
+from divergence.ops.suite.definition import PREFIX
 from divergence.run.schema.manifest import Manifest, Switch
 from divergence.run.schema.record import Call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from divergence.comparison.advice import _options
+from divergence.comparison.api import compare
 from divergence.errors import ModelError, UsageError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import FaultSize
 from divergence.experiments.sensitivity.sizes import confirm_sizes
-from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.recording.api import capture
 from divergence.recording.machine.environment import variables_to_set
@@ -69,8 +70,8 @@ def test_the_attention_of_a_planted_candidate(run, tmp_path):
     with pytest.raises(UsageError, match="may be code of its own"):
         confirm_sizes(
             run, changed(run, attn_implementation=KERNEL), trials, [size], block="b",
-            folder=tmp_path, truth=None, floor=(), thresholds=THRESHOLDS, progress=None, model=None,
-            device="cpu", trust_remote_code=False,
+            capturing=partial(capture, like=run, out=tmp_path / "planted", device="cpu"),
+            comparing=compare,
         )  # fmt: skip
 
 

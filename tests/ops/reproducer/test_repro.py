@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from divergence.errors import RunExistsError, RunWriteError, UsageError
-from divergence.ops import allowed
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import FILES, repro
+from divergence.ops.suite import catalog
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import ModelIdentity, Plan, SampleTokens, Settings, Tokens
 from divergence.run.schema.record import Call, Operand
@@ -303,7 +303,7 @@ INJECTED = [
 def test_an_argument_s_name_becomes_no_code(operator, name, tmp_path, monkeypatch):
     """It is the operator's own, or the reproducer is refused, also where nothing is computed."""
     one = SimpleNamespace(run=_suite_run, truth=_suite_truth)
-    monkeypatch.setattr(allowed, "definitions", lambda: {"suite.half": one})
+    monkeypatch.setattr(catalog, "OPERATORS", {"suite.half": one})
     first = "x" if operator == "suite.half" else "self"
     names = {first: {"tensor": 0}, "eps" if first == "x" else "other": 0.25}
     call = Call(
@@ -369,7 +369,7 @@ def test_an_operator_of_a_suite_brings_its_source(tmp_path, monkeypatch):
     """The function, what it calls and its constants are pasted; others are refused."""
     one = SimpleNamespace(run=_suite_run, truth=_suite_truth)
     odd = SimpleNamespace(run=lambda x, eps: pytest.approx(x), truth=_suite_truth)
-    monkeypatch.setattr(allowed, "definitions", lambda: {"suite.half": one, "suite.odd": odd})
+    monkeypatch.setattr(catalog, "OPERATORS", {"suite.half": one, "suite.odd": odd})
     call = Call(
         operator="suite.half",
         arguments={"x": {"tensor": 0}, "eps": 0.25},

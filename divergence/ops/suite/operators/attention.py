@@ -8,6 +8,7 @@ gives 0, as torch's scaled_dot_product_attention does since 2.5.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -136,26 +137,17 @@ def _truth(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    *,
+    scores_stored: bool = False,
 ) -> torch.Tensor:
     """See attend."""
     heads, queries = query.shape[1], query.shape[2]
     seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
-    return attend(query, _spread(key, heads), _spread(value, heads), seen, scale)
-
-
-def _truth_eager(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
-    """See attend, with the scores stored."""
-    heads, queries = query.shape[1], query.shape[2]
-    seen = _seen(mask, causal, query.new_zeros(queries, key.shape[2]))
     key, value = _spread(key, heads), _spread(value, heads)
-    return attend(query, key, value, seen, scale, scores_stored=True)
+    return attend(query, key, value, seen, scale, scores_stored=scores_stored)
+
+
+_truth_eager = partial(_truth, scores_stored=True)
 
 
 def _spread(x: torch.Tensor, heads: int) -> torch.Tensor:

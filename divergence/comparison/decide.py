@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from divergence.comparison.results.findings import (
     Check,
@@ -63,8 +63,26 @@ _NOT_MEASURED = ("nonfinite", "equal", "arithmetic", "other_experiment", "suite"
 """Claims that do not rest on measured differences: what is to be known beside those is not told."""
 _ALONE = ("other_experiment", "arithmetic", "suite", "nonfinite")
 """Claims beside which nothing else can be judged."""
-_SIDES = ("reference", "candidate")
+_SIDES = {"reference", "candidate"}
 _FIRST = (-1, -1, -1)
+
+RANK = {"low": 0, "medium": 1, "high": 2}
+_BASIS = frozenset(
+    {
+        "anchored",  # seen where both sides got the same inputs
+        "measured",  # by how much the two differ is known
+        "told_by_truth",  # of operators: held against the truth, not against the other side
+        "one_side_alone",  # between modules: one side hands on what it got
+        "agreement",  # no level blames the other side
+        "same_experiment",  # nothing that blocks a comparison was overridden
+        "two_runs",  # the two are not one run
+    }
+)
+"""Where one of these failed nothing better than low is left."""
+_COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "engine")
+"""Checks of preflight whose difference lets a correct machine compute other numbers."""
+_PRECISION = ("dtype", "quantization")
+WITH_ITSELF = "a run compared with itself proves nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +97,15 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
     """One verdict of all findings. ``preflight``: settings that differ, or that were overridden."""
     convicting = [f for f in findings if f.role == "convicts" and f.claim != "replicas_disagree"]
     first = min(convicting, key=lambda f: _rank(f, convicting), default=None)
-    verdict = None if first is None else _verdict_of(first)
-    if verdict is not None and first is not None:
+    verdict, place, flags = None, None, frozenset[SiteKey]()
+    if first is not None:
+        verdict = _verdict_of(first)
         if first.claim not in _NOT_MEASURED:
             verdict = _with(verdict, *_all(findings, "hints"), *_all(findings, "context"))
         if first.claim not in _ALONE:
             verdict = _with(verdict, *(fact for f in convicting for fact in f.beside))
-    flags = frozenset(first.flags if first is not None else ())
-    place = None if first is None else (not first.equal_inputs, *(first.place or _FIRST))
+        place = (not first.equal_inputs, *(first.place or _FIRST))
+        flags = frozenset(first.flags)
     for finding in findings:
         if finding.claim != "replicas_disagree":
             continue
@@ -101,9 +120,10 @@ def decide(findings: Sequence[Finding], preflight: Sequence[PreflightLine] = ())
             verdict = _refined(verdict, finding)
     if verdict is None:
         checks = [Check(name="measured", state="failed", detail="no analysis applies")]
-        verdict = Verdict(kind="undetermined", summary="nothing was judged", confidence="low",
-                          checks=checks)  # fmt: skip
-    return Decision(qualified(verdict, preflight), flags)
+        verdict = Verdict(
+            kind="undetermined", summary="nothing was judged", confidence="low", checks=checks
+        )
+    return Decision(_qualified(verdict, preflight), flags)
 
 
 def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
@@ -112,9 +132,10 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     evidence = list(verdict.evidence)
     for finding in findings:
         if finding.role == "abstains":
-            verdict = _without_side(verdict, finding)
+            summary = verdict.summary.replace(f", by the {verdict.side}", "")
+            verdict = _unsure(verdict, *finding.rests_on, side=None, summary=summary)
         if finding.clause:
-            verdict = msgspec.structs.replace(verdict, summary=verdict.summary + finding.clause)
+            verdict = replace(verdict, summary=verdict.summary + finding.clause)
         known = {fact.text for fact in finding.evidence}
         if finding.leads:
             evidence = [*finding.evidence, *evidence]
@@ -123,7 +144,7 @@ def explained(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
             evidence = [*evidence[:1], *finding.evidence, *rest]
         else:
             evidence += finding.evidence
-    return msgspec.structs.replace(verdict, evidence=evidence)
+    return replace(verdict, evidence=evidence)
 
 
 def _rank(finding: Finding, others: Sequence[Finding]) -> tuple[int, tuple[int, int, int], bool]:
@@ -164,7 +185,7 @@ def _with(verdict: Verdict, *evidence: Evidence) -> Verdict:
     """With more evidence behind, each sentence once."""
     said = {fact.text for fact in verdict.evidence}
     new = [fact for fact in evidence if fact.text not in said]
-    return msgspec.structs.replace(verdict, evidence=[*verdict.evidence, *new])
+    return replace(verdict, evidence=[*verdict.evidence, *new])
 
 
 def _with_rank(
@@ -182,13 +203,13 @@ def _with_rank(
         )
         if not same:
             return _with(verdict, *finding.evidence), False
-        return msgspec.structs.replace(
+        return replace(
             verdict,
             summary=f"{verdict.summary}: {finding.clause}",
             evidence=[*finding.evidence, *verdict.evidence],
         ), False
     also = "" if verdict.kind in ("identical", "within_floor") else f" ({verdict.summary})"
-    return msgspec.structs.replace(
+    return replace(
         _verdict_of(finding),
         summary=finding.summary + also,
         evidence=[*finding.evidence, *verdict.evidence],
@@ -201,27 +222,24 @@ def _refined(verdict: Verdict | None, finding: Finding) -> Verdict:
     own = _verdict_of(finding)
     if verdict is None:
         return own
-    here = finding.onset
+    here, onset = finding.onset, verdict.onset
     assert here is not None
-    told = verdict.side in _SIDES and finding.side in _SIDES
-    if told and verdict.side != finding.side and verdict.onset is not None and (
-        verdict.onset.block in (None, here.block)
-    ):  # fmt: skip
+    same_block = onset is not None and onset.block in (None, here.block)
+    sides = {verdict.side, finding.side}
+    if same_block and sides == _SIDES:
         return _contradicted(verdict, finding)
-    elsewhere = verdict.onset is not None and verdict.onset.block not in (None, here.block)
+    elsewhere = onset is not None and not same_block
     if verdict.kind == "systematic" or (elsewhere and verdict.kind == "localized"):
-        return msgspec.structs.replace(
-            verdict, evidence=[*verdict.evidence, *finding.evidence]
-        )  # fmt: skip
+        return replace(verdict, evidence=[*verdict.evidence, *finding.evidence])
     if verdict.kind in _QUIET:
-        return msgspec.structs.replace(own, evidence=[*finding.evidence, *finding.beside])
+        return replace(own, evidence=[*finding.evidence, *finding.beside])
     if verdict.kind == "localized" and RANK[verdict.confidence] > RANK[own.confidence]:
         # that the block is wrong is as sure as it was; the operator only tells where to look in it
-        own = msgspec.structs.replace(
+        own = replace(
             own, summary=f"{verdict.summary}; inside it, {finding.summary}",
             confidence=verdict.confidence, checks=verdict.checks,
         )  # fmt: skip
-    return msgspec.structs.replace(
+    return replace(
         own,
         side=finding.side if finding.side is not None else verdict.side,
         evidence=[*finding.evidence, *verdict.evidence],
@@ -233,49 +251,23 @@ def _contradicted(verdict: Verdict, finding: Finding) -> Verdict:
     not make a block wrong by one side and an operator inside it by the other."""
     assert verdict.onset is not None and finding.onset is not None
     told = f"{verdict.onset.site} by the {verdict.side}, {finding.onset.site} by the {finding.side}"
-    checks = [*verdict.checks, Check(name="agreement", state="failed")]
-    return msgspec.structs.replace(
+    fact = Evidence(
+        text=f"the levels blame different sides: {told}. A truth made by other code than the "
+        "reference's does that, and two faults do"
+    )
+    return _unsure(
         verdict,
+        Check(name="agreement", state="failed"),
         summary=f"the evidence contradicts itself: {told}",
         side=None,
-        confidence=confidence_of(checks),
-        checks=checks,
-        evidence=[
-            Evidence(
-                text=f"the levels blame different sides: {told}. A truth made by other code than "
-                "the reference's does that, and two faults do"
-            ),
-            *verdict.evidence,
-            *finding.evidence,
-        ],
+        evidence=[fact, *verdict.evidence, *finding.evidence],
     )
 
 
-def _without_side(verdict: Verdict, finding: Finding) -> Verdict:
-    """Without a side that the truth cannot tell."""
-    checks = [*verdict.checks, *finding.rests_on]
-    return msgspec.structs.replace(
-        verdict,
-        side=None,
-        summary=verdict.summary.replace(f", by the {verdict.side}", ""),
-        confidence=confidence_of(checks),
-        checks=checks,
-    )
-
-
-RANK = {"low": 0, "medium": 1, "high": 2}
-_BASIS = frozenset(
-    {
-        "anchored",  # seen where both sides got the same inputs
-        "measured",  # by how much the two differ is known
-        "told_by_truth",  # of operators: held against the truth, not against the other side
-        "one_side_alone",  # between modules: one side hands on what it got
-        "agreement",  # no level blames the other side
-        "same_experiment",  # nothing that blocks a comparison was overridden
-        "two_runs",  # the two are not one run
-    }
-)
-"""Where one of these failed nothing better than low is left."""
+def _unsure(verdict: Verdict, *checks: Check, **changes: Any) -> Verdict:
+    """With more checks that were not met, and what else changes by them."""
+    together = [*verdict.checks, *checks]
+    return replace(verdict, checks=together, confidence=confidence_of(together), **changes)
 
 
 def confidence_of(checks: Sequence[Check]) -> Literal["high", "medium", "low"]:
@@ -292,16 +284,10 @@ def check(name: str, met: bool, lacking: str, *, made: bool = True) -> Check:
     return Check(name=name, state="failed" if made else "not_made", detail=lacking)
 
 
-COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "engine")
-"""Checks of preflight whose difference lets a correct machine compute other numbers."""
-_PRECISION = ("dtype", "quantization")
-WITH_ITSELF = "a run compared with itself proves nothing"
-
-
-def qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
+def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
     """``verdict`` with the settings that differ at the head of its summary, and without certainty
     where a blocking difference was overridden: that explains whatever is found."""
-    checks = COMPUTED_OTHERWISE if verdict.kind in _QUIET else _PRECISION
+    checks = _COMPUTED_OTHERWISE if verdict.kind in _QUIET else _PRECISION
     differing = [
         f"{line.check} {line.reference} / {line.candidate}"
         for line in preflight
@@ -309,24 +295,21 @@ def qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
     ]
     if differing and verdict.kind not in ("incomparable", "identical"):
         verb = "differs" if len(differing) == 1 else "differ"
-        verdict = msgspec.structs.replace(
+        verdict = replace(
             verdict, summary=f"{', '.join(differing)} {verb}; beyond that, {verdict.summary}"
         )
     forced = [line.check for line in preflight if line.status == "blocking"]
     if not forced:
         return verdict
     other = f"other {' and '.join(forced)}"
+    fact = Evidence(text=f"{other}, which may explain everything below")
     return _unsure(
-        msgspec.structs.replace(
-            verdict,
-            summary=f"{verdict.summary} (compared by force: {other})",
-            side=None,
-            evidence=[
-                Evidence(text=f"{other}, which may explain everything below"), *verdict.evidence,
-            ],
-        ),
+        verdict,
         Check(name="same_experiment", state="failed", detail=other),
-    )  # fmt: skip
+        summary=f"{verdict.summary} (compared by force: {other})",
+        side=None,
+        evidence=[fact, *verdict.evidence],
+    )
 
 
 def of_one_run(
@@ -343,19 +326,12 @@ def of_one_run(
         but = f", but that its ranks agree on the {num_held} tensors that several hold"
         both = "; it is far from the truth" if verdict.side == "both" else ""
         verdict = _unsure(
-            msgspec.structs.replace(
-                verdict,
-                kind="undetermined",
-                summary=f"{WITH_ITSELF}{but if num_held else ''}{both}",
-                side="both" if both else None,
-                onset=None,
-                next=[next_command],
-            ),
+            verdict,
             check,
+            kind="undetermined",
+            summary=f"{WITH_ITSELF}{but if num_held else ''}{both}",
+            side="both" if both else None,
+            onset=None,
+            next=[next_command],
         )
-    return msgspec.structs.replace(verdict, evidence=[fact, *verdict.evidence])
-
-
-def _unsure(verdict: Verdict, check: Check) -> Verdict:
-    checks = [*verdict.checks, check]
-    return msgspec.structs.replace(verdict, checks=checks, confidence=confidence_of(checks))
+    return replace(verdict, evidence=[fact, *verdict.evidence])

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace as replaced
 
 from divergence._version import __version__
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.names import NameMap, load_name_map
-from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.answer import Answer, Parts, applying, suites
 from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_on
@@ -24,7 +23,7 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Evidence, Finding, PreflightLine
-from divergence.comparison.results.sites import Coverage, PassCoverage
+from divergence.comparison.results.sites import Coverage
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.numerics.rounding.thresholds import check_thresholds
 from divergence.run.command import command_line
@@ -101,7 +100,7 @@ def compare(
         from divergence.comparison.trusted import widening_notes
 
         notes = widening_notes(measured.shown, report.sites, len(floor), thresholds)
-        report = msgspec.structs.replace(report, notes=[*report.notes, *notes])
+        report = replaced(report, notes=[*report.notes, *notes])
     return _of_one_run(report)
 
 
@@ -139,7 +138,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
     for answer in answers.values():
         parts.update(answer.parts)
     sites = [
-        msgspec.structs.replace(site, flagged=True) if site.key in decision.flags else site
+        replaced(site, flagged=True) if site.key in decision.flags else site
         for site in parts["sites"]
     ]
     measured = replace(measured, sites=sites)
@@ -150,7 +149,7 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         for finding in one.explain(measured, decision.verdict, answers[one.name])
     ]
     verdict = explained(decision.verdict, explanations)
-    tokens = parts.get("tokens")
+    tokens, alignment = parts.get("tokens"), measured.alignment
     return Report(
         tool_version=__version__,
         reference=summary_of(measured.reference),
@@ -158,7 +157,14 @@ def report_on(measured: Measured, names: Sequence[str] | None = None) -> Report:
         verdict=verdict,
         preflight=list(measured.preflight),
         tokens=tokens and tokens.related_to(verdict.onset),
-        coverage=_coverage(measured.alignment, measured.covered),
+        coverage=Coverage(
+            num_compared=len(alignment.pairs),
+            num_only_reference=len(alignment.only_reference),
+            num_only_candidate=len(alignment.only_candidate),
+            num_skipped=len(alignment.skipped),
+            unmatched=alignment.unmatched,
+            passes=list(measured.covered),
+        ),
         sites=sites,
         notes=[*measured.notes, *(note for answer in answers.values() for note in answer.notes)],
         findings=[one for one in (*findings, *explanations) if one.says_something],
@@ -180,23 +186,22 @@ def _of_one_run(report: Report) -> Report:
         num_held=0 if differ else sum(one.num_tensors for one in report.replicas[:1]),
         next_command=command_line("capture", like=report.reference.path, o="NEW"),
     )
-    return msgspec.structs.replace(report, verdict=verdict)
+    return replaced(report, verdict=verdict)
 
 
 def _incomparable(
     a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
 ) -> Report:
+    names = " and ".join(f"other {line.check}" for line in blocking)
+    texts = [line.detail or f"{line.reference} against {line.candidate}" for line in blocking]
+    nothing = Coverage(num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0)
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
-        summary="not the same experiment: "
-        + " and ".join(f"other {line.check}" for line in blocking),
+        summary=f"not the same experiment: {names}",
         evidence=[
-            Evidence(
-                text=f"{line.check}: "
-                + (line.detail or f"{line.reference} against {line.candidate}")
-            )
-            for line in blocking
+            Evidence(text=f"{line.check}: {text}")
+            for line, text in zip(blocking, texts, strict=True)
         ],
         next=Advice(a, b).force(),
     )
@@ -208,19 +213,6 @@ def _incomparable(
         findings=[finding],
         preflight=lines,
         tokens=None,
-        coverage=Coverage(
-            num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0
-        ),
+        coverage=nothing,
         sites=[],
-    )
-
-
-def _coverage(alignment: Alignment, passes: Sequence[PassCoverage] = ()) -> Coverage:
-    return Coverage(
-        num_compared=len(alignment.pairs),
-        num_only_reference=len(alignment.only_reference),
-        num_only_candidate=len(alignment.only_candidate),
-        num_skipped=len(alignment.skipped),
-        unmatched=[*alignment.only_reference, *alignment.only_candidate, *alignment.skipped],
-        passes=list(passes),
     )

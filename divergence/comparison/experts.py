@@ -132,13 +132,14 @@ class Routing:
             self._of_forward(run, piece.record) for run, piece in sides
         )
 
-    def _of_forward(self, run: Run, record: Record) -> list[Record]:
-        """The choices that a record's block made in its forward, in order."""
+    def _of_forward(self, run: Run, record: Record, *kind: str) -> list[Record]:
+        """The choices that a record's block made in its forward, in order; with ``logits``, the
+        routers' results."""
         known = self._choices.get(id(run))
         if known is None:
             known = self._choices[id(run)] = _index(run)
         block = _block_of(module_of(record.site), _routed_blocks(run.manifest))
-        return known.get((record.pass_, record.sample, record.step, block), [])
+        return known.get((*kind, record.pass_, record.sample, record.step, block), [])
 
     def _rows(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
         """(T, k): the experts of the piece's tokens, in ascending order."""
@@ -150,24 +151,18 @@ class Routing:
     def _logits(self, run: Run, choice: Record, piece: Piece) -> torch.Tensor | None:
         """(T, E) of the router beside the experts that were chosen."""
         parent = module_of(choice.site).rpartition(".")[0] + "."
-        for record in self._logit_records(run, choice):
+        for record in self._of_forward(run, choice, "logits"):
             if module_of(record.site).startswith(parent):
                 tensor = self._tensor(run, record)
                 return None if tensor is None else _of_piece(tensor, record, run.manifest, piece)
         return None
-
-    def _logit_records(self, run: Run, choice: Record) -> list[Record]:
-        block = _block_of(module_of(choice.site), _routed_blocks(run.manifest))
-        key = ("logits", choice.pass_, choice.sample, choice.step, block)
-        return self._choices[id(run)].get(key, [])
 
     def _tensor(self, run: Run, record: Record) -> torch.Tensor | None:
         key = (id(run), record.pass_, record.sample, record.step, record.site)
         if key not in self._read:
             if len(self._read) > _REMEMBERED:
                 self._read.clear()
-            known = run.has_bytes(record)
-            self._read[key] = run.read(record) if known else None
+            self._read[key] = run.read(record) if run.has_bytes(record) else None
         return self._read[key]
 
 

@@ -6,7 +6,7 @@ limit to what is to be judged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from divergence.comparison.align.names import NameMap
@@ -22,31 +22,29 @@ from divergence.numerics.rounding.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 
-__all__ = ["refuse_own_floor", "trusted_limits", "widening_notes"]
+__all__ = ["trusted_limits", "widening_notes"]
 
 
-def refuse_own_floor(run: Run, reference: Run, candidate: Run) -> None:
+def _refuse_own_floor(run: Run, reference: Run, candidate: Run) -> None:
     """UsageError where ``run`` is one of the two compared, or has the candidate's bits."""
     hint = command_line("capture", like=reference.path, o="RUN") + " on a machine that you trust"
     for side, other in (("reference", reference), ("candidate", candidate)):
         if run.manifest.id == other.manifest.id:
             raise UsageError(f"{run.path} is the {side} itself: it is no floor for it", hint=hint)
-    found = [candidate.find(record.coordinates) for record in run.records]
-    told = (
-        equal_contents(run, record, candidate, other)
-        for record, other in zip(run.records, found, strict=True)
-        if other is not None
-    )
-    known = (equal for equal in told if equal is not None)
-    same = next(known, False) and all(known)
-    if same and any(
-        equal_contents(run, record, reference, right) is False
-        for record in run.records
-        if (right := reference.find(record.coordinates)) is not None
-    ):
+    equal = _equalities(run, candidate)
+    if next(equal, False) and all(equal) and not all(_equalities(run, reference)):
         raise UsageError(
             f"{run.path} has the bits of the candidate: it is no floor for it", hint=hint
         )
+
+
+def _equalities(run: Run, other: Run) -> Iterator[bool]:
+    """For each tensor of both whose bits are known: are they the same?"""
+    for record in run.records:
+        partner = other.find(record.coordinates)
+        equal = None if partner is None else equal_contents(run, record, other, partner)
+        if equal is not None:
+            yield equal
 
 
 def trusted_limits(
@@ -59,7 +57,7 @@ def trusted_limits(
     a, b = measured.reference, measured.candidate
     shown: dict[tuple[str, str, str], float] = {}
     for run in map(opened, runs):
-        refuse_own_floor(run, a, b)
+        _refuse_own_floor(run, a, b)
         blocking = [line.check for line in preflight(a, run) if line.status == "blocking"]
         run.set_fallback(a)
         alignment = without_unknowable(align(a, run, name_map=names), a, run)
@@ -83,9 +81,8 @@ def widening_notes(
     """What ``--floor`` widened, and the most of it with its numbers. Nothing without such runs."""
     if shown is None:
         return []
-    factors: Mapping[tuple[str, str, str], float] = {
-        key: thresholds.widen * used for key, used in shown.items() if thresholds.widen * used > 1
-    }
+    factors = {key: thresholds.widen * used for key, used in shown.items()}
+    factors = {key: factor for key, factor in factors.items() if factor > 1}
     runs = "the trusted run" if num_runs == 1 else f"the {num_runs} trusted runs"
     if not factors:
         return [f"{runs} stayed within the limits: none was widened"]

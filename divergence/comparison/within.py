@@ -108,10 +108,10 @@ def compare_within(run: Run, thresholds: Thresholds, progress: Progress | None) 
     measured = measure_tensors(
         run, run, alignment, inputs=run, thresholds=thresholds, progress=progress
     )
-    unmatched = [*alignment.only_reference, *alignment.only_candidate, *alignment.skipped]
     return replace(
         measured, alignment=replace(alignment, notes=[]), preflight=preflight(run, run),
-        advice=WithinAdvice(run), missing=len(unmatched), notes=run_notes(run, run, alignment),
+        advice=WithinAdvice(run), missing=len(alignment.unmatched),
+        notes=run_notes(run, run, alignment),
     )  # fmt: skip
 
 

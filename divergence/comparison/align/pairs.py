@@ -44,6 +44,11 @@ class Alignment:
     notes: list[str]
     """Why no anchored pass was used although one was recorded."""
 
+    @property
+    def unmatched(self) -> list[Skipped]:
+        """The tensors without a partner and the skipped ones."""
+        return [*self.only_reference, *self.only_candidate, *self.skipped]
+
 
 def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) -> Alignment:
     """Pair the two runs' records."""

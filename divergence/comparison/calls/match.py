@@ -99,7 +99,7 @@ class _Matcher:
         self.lone = list(reference), list(candidate)
         self._apart, self._rename = apart, rename
         self._places = Places(reference, candidate, rename)
-        self._index = [{n.path: i for i, n in enumerate(ns)} for ns in (reference, candidate)]
+        self._index = {node.path: place for place, node in enumerate(candidate)}
         self._known: dict[tuple[str, str], float] = {}
 
     def match(self) -> None:
@@ -138,19 +138,16 @@ class _Matcher:
             shapes.sort()
         return module, node.name, tuple(shapes), node.results[0].shape
 
-    def _by_key(self) -> tuple[dict[_Job, list[Node]], dict[_Job, list[Node]]]:
-        found: list[dict[_Job, list[Node]]] = []
-        for side in (0, 1):
-            groups: dict[_Job, list[Node]] = defaultdict(list)
-            for node in self.lone[side]:
-                groups[self._key(side, node)].append(node)
-            found.append(groups)
-        return found[0], found[1]
+    def _by_key(self, side: int) -> dict[_Job, list[Node]]:
+        groups: dict[_Job, list[Node]] = defaultdict(list)
+        for node in self.lone[side]:
+            groups[self._key(side, node)].append(node)
+        return groups
 
     def _forward(self) -> None:
         """Pairs of calls with the same operands, in the reference's order, until no more."""
         while True:
-            theirs = self._by_key()[1]
+            theirs = self._by_key(1)
             added = 0
             for one in list(self.lone[0]):
                 group = theirs.get(self._key(0, one), [])
@@ -165,7 +162,7 @@ class _Matcher:
 
     def _next(self) -> bool:
         """One pair more: the first of the reference's calls that can only be one other call."""
-        mine, theirs = self._by_key()
+        mine, theirs = self._by_key(0), self._by_key(1)
         for one in self.lone[0]:
             key = self._key(0, one)
             group = theirs.get(key, [])
@@ -223,7 +220,7 @@ class _Matcher:
             stretches[self._bounds(one)].append(one)
         added = False
         for (low, high), ours in stretches.items():
-            theirs = [n for n in self.lone[1] if low < self._index[1][n.path] < high]
+            theirs = [n for n in self.lone[1] if low < self._index[n.path] < high]
             end = len(theirs)
             for one in reversed(ours):
                 for index in reversed(range(end)):
@@ -236,17 +233,15 @@ class _Matcher:
 
     def _bounds(self, node: Node) -> tuple[int, int]:
         """Between which of the candidate's calls its partner stands, if it has one."""
-        place = node.order
-        before = [m for m in self.found if m.reference.order < place]
-        after = [m for m in self.found if m.reference.order > place]
-        low = high = None
+        first, last = -1, len(self._index)
+        before = [m for m in self.found if m.reference.order < node.order]
+        after = [m for m in self.found if m.reference.order > node.order]
+        low, high = first, last
         if before:
-            low = self._index[1][max(before, key=lambda m: m.reference.order).candidate.path]
+            low = self._index[max(before, key=lambda m: m.reference.order).candidate.path]
         if after:
-            high = self._index[1][min(after, key=lambda m: m.reference.order).candidate.path]
-        if low is not None and high is not None and low > high:
-            return -1, len(self._index[1])  # called in another order: anywhere
-        return (-1 if low is None else low), (len(self._index[1]) if high is None else high)
+            high = self._index[min(after, key=lambda m: m.reference.order).candidate.path]
+        return (low, high) if low <= high else (first, last)  # called in another order: anywhere
 
     def _common_input(self, one: Node, two: Node) -> bool:
         """Does something that both sides have lead to both?"""

@@ -276,18 +276,29 @@ def test_importing_the_package_is_light():
     assert not loaded & (HEAVY | {"typer", "rich"})
 
 
-needs_cli = pytest.mark.skipif(
-    not (PACKAGE / "cli" / "main.py").is_file(), reason="divergence/cli/main.py is not written yet"
-)
-
-
-@needs_cli
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["compare", "--help"]], ids=str)
 def test_help_is_light(arguments):
     """Asking for help loads none of the heavy packages, so it answers at once."""
     run = "import runpy; runpy.run_module('divergence', run_name='__main__', alter_sys=True)"
     loaded = loaded_after(f"sys.argv = ['divergence', *{arguments}]; {run}")
     assert not loaded & HEAVY
+
+
+def test_the_list_of_commands_imports_none_of_them():
+    """``divergence --help`` needs no options, no types of runs, and nothing to decode them."""
+    program = (
+        "import sys\nfrom divergence.cli.main import app\n"
+        "try:\n    app(['--help'], prog_name='divergence')\nexcept SystemExit:\n    pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stderr.split())
+    ours = {name.removeprefix("divergence.") for name in loaded if name.startswith("divergence.")}
+    needed = ("cli.answers", "cli.interruption", "cli.main", "cli.streams", "errors", "words")
+    assert ours == {"cli", *needed}
+    assert "msgspec" not in loaded
 
 
 def test_a_plain_comparison_loads_what_it_needs(llama, tmp_path):

@@ -35,6 +35,7 @@ def show(text: str) -> None:
 
 
 def show_plan(plan: Any, *, json: bool) -> None:
+    """What a capture would record."""
     import msgspec
 
     from divergence.layout import print_lines
@@ -49,6 +50,7 @@ def show_plan(plan: Any, *, json: bool) -> None:
 
 
 def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
+    """A run that was made. ``like``: the run that it repeats."""
     if run.manifest.mesh is not None and os.environ.get("RANK", "0") != "0":
         return  # the first rank speaks for all
     from divergence.layout import print_lines
@@ -61,6 +63,7 @@ def show_run(run: Any, *, like: str | None, json: bool, quiet: bool) -> None:
 
 
 def show_copy(what: str, run: Any, *, json: bool, quiet: bool) -> None:
+    """A run that was ``what``: packed, unpacked."""
     from divergence.layout import print_lines
     from divergence.report.capturing import copied_lines
 
@@ -71,7 +74,7 @@ def show_copy(what: str, run: Any, *, json: bool, quiet: bool) -> None:
 
 
 def show_briefly(run: Any, *, json: bool) -> None:
-    """Its path, or path and manifest."""
+    """A run's path, or path and manifest."""
     import msgspec
 
     from divergence.report.machine import strict_json

@@ -4,17 +4,14 @@
 round). The anchored pass is then put together row by row: of each prompt, RUN's recorded tokens
 go where the new batch has that prompt's tokens.
 
-What is not a recorded token stays the forward's own:
+Everything else stays the forward's own:
 
-* pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a mask that is
-  wrong, a kernel whose result depends on the whole batch), that is what the batch does to the
-  tokens, and it must show. Zeros in their place would hide half of it.
-* rows of prompts that had ended in RUN while others go on. They are fed padding, and have no
-  partner there.
-* masks, positions and whatever else has no row of tokens for each prompt: those of single
-  prompts do not fit a batch.
+* pads. A mask gives them the weight zero, so they cannot reach a token; if they do (a wrong mask, a
+  kernel whose result depends on the whole batch), that must show. Zeros would hide half of it.
+* rows of prompts that had ended in RUN while others go on: they are fed padding.
+* masks, positions and whatever else has no row of tokens for each prompt.
 
-Refuses nothing: a tensor that cannot be put together is left as it is.
+A tensor that cannot be put together is left as it is.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ __all__ = ["can_anchor", "recorded_inputs", "repeated_tokens", "unpadded"]
 
 
 def unpadded(samples: Sequence[SampleTokens]) -> list[SampleTokens]:
-    """The same prompts, each by itself."""
+    """The same prompts without padding."""
     return [SampleTokens(text=one.text, prompt_ids=one.prompt_ids) for one in samples]
 
 

@@ -1,9 +1,9 @@
 """--dry-run: sites × steps × bytes, without loading a weight.
 
-The model is built on torch's meta device (shapes without storage) and two forwards
-run through the same hooks as a real capture: the prefill, and one decode step that
-stands for all of them. Equal tensors cannot be told from shapes; those that pass
-from one module to the next unchanged are counted once, as in a real run.
+The model is built on torch's meta device (shapes without storage), and two forwards run through
+the same hooks as a real capture: the prefill, and one decode step that stands for all of them.
+Tensors that pass from one module to the next unchanged are counted once, as in a real run; other
+equal ones cannot be told from shapes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """What is kept of a tensor that a hook sees: one object decides.
 
-A keeper is called in the hook, on the model's thread, while the tensor still holds what the
-site saw: before it returns, whatever is kept must have been taken (later operators may write
-to the tensor in place). A tensor that passes unchanged from one module to the next is kept
-once: it is recognised by identity and by torch's version counter, which every in-place write
-of torch's own operators advances.
+A keeper is called in the hook, on the model's thread, and takes what it keeps before it returns:
+later operators may write to the tensor in place. A tensor that passes unchanged from one module to
+the next is kept once. It is recognised by identity and by torch's version counter, which every
+in-place write of torch's own operators advances.
 
-What lies on an accelerator is copied into the writer's buffer beside the model's own work. The hook
+Tensors on an accelerator are copied into the writer's buffer beside the model's own work. The hook
 starts a copy and goes on; nothing on the compute stream waits for it:
 
 1. a clone on the compute stream, in order with the operators around the hook, so that a later
@@ -14,14 +13,13 @@ starts a copy and goes on; nothing on the compute stream waits for it:
 2. on a stream of its own, behind that clone, the copy from the clone into page-locked memory;
 3. an event behind the copy, for which the writer's thread waits before it reads.
 
-The clone stays alive until that event: so its memory goes to no other operator meanwhile, and
-torch's allocator needs not be told of the second stream. Clones wait in at most ``max_bytes`` of
+The clone stays alive until that event, so its memory goes to no other operator meanwhile, and
+torch's allocator needs not know of the second stream. Clones wait in at most ``max_bytes`` of
 device memory; beyond that the hook waits for the oldest copy. Tests run this on a simulated
 accelerator whose kernels and copies are late (tests/device); it has not run on a real one yet.
 
-Digests, statistics and projections are computed where the tensor is, on the stream that it was made
-on: nothing is copied to the host and nothing waited for in the hook. The writer's thread fetches
-them, a batch at a time (run.writing.reduction).
+Digests, statistics and projections are computed on the tensor's device and stream, without a copy
+or a wait in the hook. The writer's thread fetches them in batches (run.writing.reduction).
 """
 
 from __future__ import annotations
@@ -94,8 +92,7 @@ class SideStream:
 
 
 def side_stream(device: torch.device) -> Stream | None:
-    """None where the device has no streams (or none that torch knows): then copies are waited
-    for."""
+    """None where torch knows no streams of the device: then copies are waited for."""
     module = torch.get_device_module(device)
     if device.type == "cpu" or not all(hasattr(module, name) for name in ("Stream", "stream")):
         return None
@@ -173,10 +170,10 @@ class CopyKeeper:
 
 
 class BufferKeeper:
-    """Keeps every byte, in the writer's buffer: no memory beside it, and no page touched twice.
+    """Keeps every byte in the writer's buffer: no memory beside it, and no page touched twice.
 
-    A tensor for which the buffer has no place, however long one waits, gets memory of its own, and
-    the emptied buffer's goes back to the system meanwhile. ``streams``: tests give others.
+    A tensor that the buffer can never hold gets memory of its own, and the emptied buffer's goes
+    back to the system meanwhile. ``streams``: tests give others.
     """
 
     def __init__(
@@ -226,8 +223,7 @@ class BufferKeeper:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Are its bytes in host memory as they are stored? And is no mode above that would widen them:
-    a copy of the tensor is made under it then."""
+    """Are its bytes in host memory as stored, with no mode active that would widen them?"""
     return (
         tensor.is_cpu
         and tensor.layout is torch.strided

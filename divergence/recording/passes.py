@@ -1,17 +1,16 @@
 """The passes of a capture: free, its repeats, anchored and whole.
 
-Free: the model runs on its own values (tokens forced where a run is repeated).
-Repeat: the free pass again, its digests held against the first. Anchored: every
-block gets the recorded input of the run that is repeated, so that what differs at
-its output was made there; caches are the own ones, made from those inputs.
+Free: the model runs on its own values (tokens forced where a run is repeated). Repeat: the free
+pass again, its digests compared with the first. Anchored: every block gets the recorded input of
+the run that is repeated, so that a difference at its output was made in it; caches are made from
+those inputs.
 
 Whole: one forward over the prompt and every token that was fed to decoding. A decode step with a
 cache must compute what one forward over the whole sequence computes for that token. So the tokens
-of this run's own free pass are run once more, without a cache from before, and each block gets as
-input the rows that the free pass recorded: its prefill's, then each decode step's. A difference in
-a block's output, in the row of a decoded token, was made there: by the cache or the state, or by
-the kernel of the other shape. Only the rows of decoded tokens are kept. The recorded rows are read
-back from the shards that this run has written so far, one input at a time.
+of this run's own free pass are run once more without a cache, and each block gets as input the rows
+that the free pass recorded. A difference in a block's output, in the row of a decoded token, was
+made there: by the cache or the state, or by the kernel of the other shape. Only those rows are
+kept. The recorded rows are read back from the shards written so far, one input at a time.
 """
 
 from __future__ import annotations

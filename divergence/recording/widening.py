@@ -1,24 +1,21 @@
 """Widening: run a model's own code with every operator computed in a wider dtype.
 
-`model.double()` is not a float64 model. Hugging Face models cast to float32 inside
-(norms, softmax, rotary tables, router logits), so the very roundings that one wants
-to measure are kept: the norm's error against such a "truth" is exactly 0. Here the
-casts are intercepted below the Python code, at torch's dispatcher: under
-``Widening(torch.float64)`` an operator gets its floating-point operands widened, and
-a request for a narrower dtype (``.float()``, ``softmax(dtype=torch.float32)``,
-``zeros(dtype=torch.bfloat16)``) gives the wide one; so does a request for none
-(``arange(9) / 7``), by torch's default dtype. Parameters and buffers stay as they were
+`model.double()` is not a float64 model. Hugging Face models cast to float32 inside (norms, softmax,
+rotary tables, router logits), so the very roundings to be measured are kept: the norm's error
+against such a "truth" is exactly 0. Here the casts are intercepted at torch's dispatcher: under
+``Widening(torch.float64)`` an operator gets its floating-point operands widened, and a request for
+a narrower dtype (``.float()``, ``softmax(dtype=torch.float32)``) gives the wide one; so does a
+request for none (``arange(9) / 7``), by torch's default dtype. Parameters and buffers stay as
 loaded, i.e. rounded to the run's dtype, and are widened as they are used.
 
-So the memory needed beside the model is one operator's widened weights (large matrices
-go in slices of ``SLICE_NUMEL``), whatever the size of the model; ``keep_bytes`` of
-widened weights may be kept, which spares small models the repeated widening.
+So the memory needed beside the model is one operator's widened weights (large matrices go in slices
+of ``SLICE_NUMEL``); ``keep_bytes`` of widened weights may be kept, which spares small models the
+repeated widening.
 
-What it refuses to do: integer and 8-bit arithmetic is left alone (weights in 8 bits are
-widened where the model's code dequantises them), and constants that the code itself
-rounds (``torch.tensor(x, dtype=torch.bfloat16)``) are data like the weights. Code that
-leaves torch, a compiled kernel or numpy, is out of its reach, and code that asks
-``torch.finfo(x.dtype)`` for its formula gets the limits of the wide dtype.
+Integer and 8-bit arithmetic is left alone (8-bit weights are widened where the model's code
+dequantises them), and constants that the code itself rounds are data like the weights. Code that
+leaves torch (a compiled kernel, numpy) is out of reach, and code that asks ``torch.finfo(x.dtype)``
+for its formula gets the limits of the wide dtype.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Running one group of prompts: greedy decoding with the KV cache, or one forward.
 
-Decoding goes through transformers' own ``generate``, because it knows each
-architecture's caches and inputs; the choice of token is made here, by a logits
-processor that either takes the argmax or forces a recorded token. The model's
-generation config (sampling, penalties, stop words) is left out on purpose: it
-belongs to the deployment, and it would hide what the forward pass computes.
+Decoding goes through transformers' own ``generate``, which knows each architecture's caches and
+inputs; a logits processor takes the argmax or forces a recorded token. The model's generation
+config (sampling, penalties, stop words) is left out on purpose: it belongs to the deployment, and
+would hide what the forward pass computes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Loading a Hugging Face model by hub id or local path, without surprises.
 
-The task is read off the config's architectures; attention is ``eager`` unless
-asked otherwise, because it is the one implementation that every backend shares.
-Parameters that the checkpoint lacks (transformers fills them with random numbers)
-are reported, not passed over: a missing shard looks exactly like a wrong kernel.
+The task is read off the config's architectures; attention is ``eager`` unless asked otherwise,
+because every backend has it. Parameters that the checkpoint lacks (transformers fills them with
+random numbers) are reported: a missing shard looks exactly like a wrong kernel.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Dataflow:
         self._held: list[torch.Tensor] = []  # so that no other tensor comes to lie there
 
     def enter(self, tensor: torch.Tensor, site: str) -> None:
-        """An argument of the block: not recorded yet, but known by its name."""
+        """Notes an argument of the block: not recorded yet, but known by its name."""
         self._origins.setdefault(storage_of(tensor), site)
         self._held.append(tensor)
 
@@ -44,19 +44,19 @@ class Dataflow:
         return self._via.get(_view_of(tensor), ())
 
     def holds(self, tensor: torch.Tensor, site: str) -> None:
-        """From now on the record ``site`` holds this value."""
+        """Notes that the record ``site`` holds this value."""
         self._known[_view_of(tensor)] = site
         self._held.append(tensor)
 
     def made(self, tensor: torch.Tensor, site: str) -> None:
-        """An operator's result, recorded as ``site``."""
+        """Notes an operator's result, recorded as ``site``."""
         storage = storage_of(tensor)
         self._origins[storage] = self._origins.get(storage, site) and site
         self._via.setdefault(_view_of(tensor), ())
         self.holds(tensor, site)
 
     def looked_at(self, tensor: torch.Tensor, step: str, source: torch.Tensor | None) -> None:
-        """A view ``tensor`` of ``source``, by ``step``."""
+        """Notes that ``tensor`` is a view of ``source``, made by ``step``."""
         view = _view_of(tensor)
         if source is not None and view == _view_of(source):
             return  # another shape at most: the same bytes
@@ -65,7 +65,7 @@ class Dataflow:
         self._held.append(tensor)
 
     def written_to(self, tensor: torch.Tensor) -> None:
-        """Whatever was known of this memory is so no longer."""
+        """Forgets what was known of this memory."""
         storage = storage_of(tensor)
         self._known = {view: site for view, site in self._known.items() if view[0] != storage}
         if tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes():

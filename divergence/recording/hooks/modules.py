@@ -310,8 +310,8 @@ class Recorder:
     def _kept(
         self, path: str, tensor: torch.Tensor
     ) -> tuple[CapturedTensor, tuple[int, ...] | None]:
-        """What is kept of the tensor, or was when this very tensor last came by; and of which
-        token positions, where not of all."""
+        """The kept item, made now or when this very tensor last came by; and its token positions,
+        where not all."""
         if self._step == 0:
             tensor, positions = self._narrowed(path, tensor)
             if positions is not None:
@@ -343,7 +343,7 @@ class Recorder:
         self.num_emitted += 1
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:
-        """What this recorder itself does is no operator of the model."""
+        """Operators that this recorder runs itself are not the model's."""
         return contextlib.nullcontext() if self.operators is None else self.operators.paused()
 
     def _narrowed(

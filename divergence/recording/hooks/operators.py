@@ -1,16 +1,14 @@
 """Operators: every ATen operator called inside chosen modules, with what running it again needs.
 
-A dispatch mode, on only while one of the chosen modules runs. It sits below autograd and
-composite functions, where what really computes is called: ``linear`` is seen as ``t`` and ``mm``.
-Results are recorded (``PATH/aten.mm#2:out``), and of the operands those whose value no other
-record of this forward holds; a value is recognised by the memory it lies in, and forgotten when
-an operator writes there. Operators that only look at memory otherwise (views) compute nothing:
-they are not recorded but told in the operand that is such a view (``via``), because a wrong one
-hands the right numbers on in the wrong order.
+A dispatch mode, on only while one of the chosen modules runs, below autograd and composite
+functions: ``linear`` is seen as ``t`` and ``mm``. Results are recorded (``PATH/aten.mm#2:out``),
+and operands whose value no other record of this forward holds (see dataflow). Views compute
+nothing: they are noted in the operand that is such a view (``via``), because a wrong one hands the
+right numbers on in the wrong order.
 
-What is not recorded is counted by reason: higher-order operators (compiled graphs) and
-operators that return no tensor. Nothing of this changes a bit of the result: operators run as
-they were called, and tensors are copied before they can be written to.
+Operators that are not recorded are counted by reason: higher-order ones (compiled graphs) and those
+that return no tensor. No bit of the result changes: operators run as they were called, and tensors
+are copied before they can be written to.
 """
 
 from __future__ import annotations
@@ -89,9 +87,9 @@ class OperatorRecorder(TorchDispatchMode):
     """Records inside ``roots`` (module paths) of ``model``, through ``emit``.
 
     ``call_of(path)`` is what a module's call adds to its path (``#2``). ``active()``: is this
-    forward to be recorded? ``weights``: record the weights' values as well. ``substitute``: another
-    run's results, put in place of this one's before anything uses them. ``skipped`` counts
-    what was not recorded, by reason.
+    forward recorded? ``weights``: record the weights' values as well. ``substitute``: another run's
+    results, put in place before anything uses these. ``skipped``: number of operators that were
+    not recorded, by reason.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What the caller does meanwhile is none of the model's."""
+        """Operators that the caller runs meanwhile are not the model's."""
         self._paused += 1
         try:
             yield
@@ -183,7 +181,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._flow = Dataflow()  # nothing of a block is held beyond it
 
     def end_of_forward(self) -> None:
-        """Calls are numbered anew."""
+        """Starts to number calls anew."""
         self._numbers: Counter[tuple[str, str]] = Counter()
         self._weight_sites: set[str] = set()
 
@@ -238,7 +236,7 @@ class OperatorRecorder(TorchDispatchMode):
     def _put_in_place(
         self, substitute: Substitution, where: str, results: list[torch.Tensor]
     ) -> None:
-        """Another run's results, in the memory of these."""
+        """Writes another run's results into the memory of these."""
         for index, tensor in enumerate(results):
             new = substitute(f"{where}:out" + (f".{index}" if index else ""))
             if new is None:

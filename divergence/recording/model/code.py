@@ -1,15 +1,14 @@
 """Which code the modules of a model run: what their classes say, and what was put in its place.
 
 Of each class: ``forward`` and what it calls by name. A name is looked up as Python does, in the
-closure, in the globals of the function and on the module, so that what is read is what runs: a
-function that a plugin put into the namespace of a modeling file is found there, although the file
-says otherwise. Functions of the class' own file are followed further; of others the first alone is
-read. What runs is then held against what the file says, which tells what was replaced.
+closure, in the globals of the function and on the module, so that a function which a plugin put
+into the namespace of a modeling file is found, although the file says otherwise. Functions of the
+class' own file are followed further; of others only the first is read. The code that runs is then
+compared with the file, which tells what was replaced.
 
-It executes nothing of the model, and refuses to judge what has no source: an operator in C is known
-by its name alone. Of torch's operators those are named whose kernel was registered anew; kernels
-that come with a build of torch or with a preloaded library are not seen: their versions are in the
-environment.
+Nothing of the model is executed, and code without source is not judged: an operator in C is known
+by its name alone. Torch's operators are named where their kernel was registered anew; kernels that
+come with a build of torch or a preloaded library are not seen: the environment has their versions.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def _instance_key(module: Any) -> tuple[object, ...]:
 
 
 class _Reader:
-    """The functions that one module runs, and those that were put in place of others."""
+    """The functions that one module runs, and those that replace others."""
 
     def __init__(self, kind: type, module: Any) -> None:
         self._kind, self._module = kind, module

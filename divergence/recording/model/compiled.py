@@ -1,12 +1,11 @@
 """Models that run through ``torch.compile``: recorded without being traced; what became of them.
 
-A recorder's hooks are no part of a model: torch must not trace them. So a compiled module that is
-recorded gets its hooks around the compiled call, which then stays in one piece; hooks on modules
-inside it divide its graph there, because what they record must exist at that moment. The pieces are
-compiled each, and fusions across a recorded place are not seen: to record a compiled block as it
-runs in production, record the block and nothing in it.
+Torch must not trace a recorder's hooks. So a recorded compiled module gets them around the compiled
+call, which stays in one piece; hooks on modules inside it divide its graph there, and fusions
+across a recorded place are not seen. To record a compiled block as it runs in production, record
+the block and nothing in it.
 
-Whether a module really ran compiled is torch's to say: its list of compilations (which function,
+Whether a module really ran compiled is taken from torch: its list of compilations (which function,
 how many operators, why not) and its warnings that a limit of recompilations was reached, after
 which calls run eager. Torch does not say it call by call, so neither does this.
 

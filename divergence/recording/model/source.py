@@ -1,13 +1,12 @@
 """What a Python function says, apart from how it is laid out.
 
-The digest is of the syntax tree: node by node, without annotations, docstrings, comments and line
-numbers, so that the same code gives the same digest wherever its file lies, in whatever version of
-Python. Plain numbers that the function holds from outside (defaults, closures, numbers of its
-module) count as part of it: a function made by ``patch(scale=1.02)`` is another than one made by
-``patch(scale=1.0)``.
+The digest is of the syntax tree, without annotations, docstrings, comments and line numbers, so
+that the same code gives the same digest in any file and any version of Python. Plain numbers from
+outside (defaults, closures, globals) count as part of the function: one made by
+``patch(scale=1.02)`` differs from one made by ``patch(scale=1.0)``.
 
-A function without source (made by ``exec``) is told by its byte code, one in C by its name alone.
-The file is read as it is now: code that was changed on disk after its import is not noticed.
+A function without source (made by ``exec``) is known by its byte code, one in C by its name alone.
+The file is read as it is now: a change on disk after the import is not noticed.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
 A *block list* is an outermost ``ModuleList`` whose members own parameters: the
 decoder blocks, an encoder's layers, both stacks of an encoder-decoder. Members are
 *blocks*. Every other module that the owner of a block list, or a parent of an
-owner, calls directly is *trunk*: embedding, rotary table, final norm, head. So
-the trunk and the blocks together are what one forward passes through once, in
-order, whatever the model calls them; remote code included.
+owner, calls directly is *trunk*: embedding, rotary table, final norm, head. One
+forward passes through trunk and blocks once, in order.
 
 A block with experts says which token goes to which of them. That is recorded with ``blocks``,
-since without it one token's error in such a block says nothing: rounding may have sent it to
-another expert.
+since one token's error in such a block may mean only that rounding sent it to another expert.
 
 * the module called ``experts``: the chosen experts, its integer argument (T, k). So transformers
   >= 5 calls them, whatever the model;

@@ -1,9 +1,8 @@
 """What changes in a capture when several ranks make it: whose tensor it is, and what of it.
 
-``Division`` stands between the recorder and the writer. It lets through what this rank answers for
-(of a pipeline its own stretch, of dealt prompts its own), says how each tensor lies on the mesh,
-and brings the ranks' parts of the manifest together. Everything else in a capture goes on as if
-this rank were alone.
+``Division`` stands between the recorder and the writer. It lets through the tensors that this rank
+answers for, says how each lies on the mesh, and joins the ranks' parts of the manifest. Everything
+else in a capture goes on as if this rank were alone.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _STAGE = 10**6
 
 @contextlib.contextmanager
 def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunWriter]:
-    """The writer; of ranks the first begins, and the others when the directory is there."""
+    """The writer. Of several ranks the first starts, the others when the directory is there."""
     if ranks is not None and not ranks.is_first:
         ranks.gather(None)
     with make() as writer:
@@ -59,7 +58,7 @@ def started(ranks: Ranks | None, make: Callable[[], RunWriter]) -> Iterator[RunW
 
 
 def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
-    """The counts of all ranks, added; all must ask, and so wait for one another."""
+    """The counts of all ranks, added. A barrier: all ranks must call it."""
     if ranks is None:
         return list(counts)
     return [sum(column) for column in zip(*ranks.gather(counts), strict=True)]
@@ -68,8 +67,8 @@ def on_all(ranks: Ranks | None, *counts: int) -> list[int]:
 def closed(
     ranks: Ranks, manifest: Manifest, out: str | os.PathLike[str] | Url, note: Callable[[str], None]
 ) -> Run:
-    """The run, when all have closed their part. Nodes without a common disk each hold some of its
-    files, and nobody can read it yet: then there is its manifest alone."""
+    """The run, once all ranks have closed their part. Nodes without a common disk each hold some
+    of its files, and nobody can read it yet: then the manifest alone."""
     ranks.gather(None)
     place = location_of(out)
     end = place if isinstance(place, Url) or archive_kind(place) is not None else place / MANIFEST
@@ -83,14 +82,15 @@ def closed(
 
 
 def own_part(run: Run, rank: int) -> Run:
-    """What this rank itself has written so far of a run that several write."""
+    """The records that this rank has written so far."""
     if run.manifest.mesh is not None:
         run.records = [record for record in run.records if record.rank == rank]
     return run
 
 
 def check_request(request: Request, selection: SiteSelection, axes: Collection[str]) -> None:
-    """Refuse what needs the whole model in one process, and what would tell no tensor's place."""
+    """Raise UsageError for what needs the whole model in one process, or leaves every placement
+    open."""
     if "tp" in axes and not step_selected(request.steps, 0):
         raise UsageError(
             f"--mesh tp needs the prefill, and --steps {request.steps} leaves it out: what a rank "
@@ -199,7 +199,7 @@ class Division:
         return tuple(words)
 
     def join_tokens(self, samples: Sequence[SampleTokens], manifest: Manifest) -> None:
-        """What other ranks' prompts became, and the texts of their tokens."""
+        """Takes over the tokens of other ranks' prompts, and their texts."""
         owned = [group for group in self.groups if self.ranks.owns(group[0])]
         mine = {number: samples[number] for group in owned for number in group}
         for theirs, texts in self.ranks.gather((mine, manifest.tokens.texts)):
@@ -210,7 +210,7 @@ class Division:
             manifest.tokens.texts = texts | manifest.tokens.texts
 
     def note_environments(self, manifest: Manifest) -> None:
-        """The mesh, and the ranks' machines where they are not all like the first."""
+        """Notes the mesh, and the ranks' machines where they are not all alike."""
         found: list[Environment] = self.ranks.gather(manifest.environment)
         differing = any(environment != found[0] for environment in found)
         manifest.mesh = msgspec.structs.replace(
@@ -218,8 +218,7 @@ class Division:
         )
 
     def count(self, manifest: Manifest) -> None:
-        """All ranks have written all they have: their sizes make the run's; and what any of them
-        was warned of, or did not repeat."""
+        """Adds up all ranks' sizes, warnings and repeatability, once all have written."""
         repeated, settings = manifest.repeatability, manifest.settings
         mine = (manifest.sizes, repeated, settings.nondeterministic_warnings,
                 settings.cpu_fallbacks)  # fmt: skip
@@ -251,8 +250,8 @@ class Division:
         return stages
 
     def _stage_answers(self, site: str) -> bool:
-        """What holds blocks begins on the first stage and ends on the last; of what several stages
-        have (a rotary table) the first has the input that one process would see."""
+        """A container of blocks begins on the first stage and ends on the last; of a module on
+        several stages (a rotary table) the first has the input that one process would see."""
         path, port = module_of(site), split_site(site)[1]
         own, last = self.ranks.places["pp"], self.ranks.sizes["pp"] - 1
         if path in self._containers:
@@ -266,7 +265,7 @@ def _add(total: msgspec.Struct, other: msgspec.Struct, names: Sequence[str]) -> 
 
 
 class _Share:
-    """Hands on what this rank answers for, with its placement."""
+    """Passes on the tensors that this rank answers for, with their placement."""
 
     def __init__(self, division: Division, sink: Sink) -> None:
         self._division, self._sink = division, sink
@@ -285,7 +284,7 @@ class _Share:
 
 
 class LocalKeeper:
-    """Keeps this rank's part of a DTensor, and how it lies along the axes of its mesh."""
+    """Keeps this rank's part of a DTensor, with its placement along the axes of its mesh."""
 
     def __init__(self, keeper: Any) -> None:
         self._keeper = keeper

@@ -14,7 +14,7 @@ meaning must come from elsewhere. Three sources, which must not contradict one a
 * DTensor, where a model hands over one: its own placements.
 
 Where they leave it open the record says nothing, and a comparison counts the tensor as not
-compared. A style that this file does not know keeps everything inside its block open.
+compared. An unknown style leaves everything inside its block open.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class TensorPlacement:
     """Says for each site what of it one rank of the ``tp`` axis holds.
 
     ``plan``: module path → style. ``whole``: site → shape in the undivided model, for the batch
-    whose prefill is looked at; a site is decided there, once, and every step is like it.
-    ``containers``: the modules that hold the blocks; what goes into them is given to all ranks.
+    whose prefill decides a site, once for every step. ``containers``: the modules that hold the
+    blocks; their inputs are given to all ranks.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ divided among them. Axes, outermost first, as transformers lays out its device m
 Prompts are dealt over dp × fsdp where there is one batch for each rank at least. Fewer are run by
 all ranks, which is a check of its own: the ranks then must agree bit for bit.
 
-What the ranks say to one another beside the model's own communication goes through a gloo group of
-its own, with a limit in time. A rank that fails leaves a note in torchrun's store before it goes,
-so that the others, whose next collective breaks, can say who stopped and why.
+Beside the model's own communication the ranks talk through a gloo group of their own, with a
+timeout. A rank that fails leaves a note in torchrun's store, so that the others, whose next
+collective breaks, can say who stopped and why.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Ranks:
         return f"rank {self.rank} of {self.mesh}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks. All must ask, and so this is a barrier too."""
+        """Every rank's value, in order of ranks. A barrier: all ranks must call it."""
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size
@@ -190,8 +190,8 @@ class Ranks:
         return sample in self._mine
 
     def agree(self, tokens: list[int]) -> list[int]:
-        """The tokens that the first of the ranks with the same prompts has chosen: they are fed to
-        all, so that ranks which differ still run the same steps."""
+        """The tokens chosen by the first of the ranks with the same prompts: fed to all, so that
+        ranks which differ still run the same steps."""
         import torch
         import torch.distributed as dist
 
@@ -201,7 +201,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Leave word for the others when this rank fails; say who did where another was first."""
+        """Leave a note for the others when this rank fails, or say who failed first."""
         before, self._depth = self._on_sigterm(), self._depth + 1
         try:
             yield
@@ -215,8 +215,8 @@ class Ranks:
                 signal.signal(signal.SIGTERM, before)
 
     def _on_sigterm(self) -> Any:
-        """torchrun ends the others when one has failed: an error like any, so that the run on disk
-        is closed."""
+        """Makes torchrun's SIGTERM, sent when another rank failed, an error like any other, so that
+        the run on disk is closed."""
         if threading.current_thread() is not threading.main_thread():
             return None
 
@@ -254,7 +254,7 @@ class Ranks:
         ) from error
 
     def _first_word(self, text: str | None) -> str | None:
-        """The word of the rank that failed first; ``text`` where no other has left one."""
+        """The note of the rank that failed first; ``text`` where no other has left one."""
         import torch.distributed as dist
 
         try:
@@ -279,7 +279,7 @@ class _ToldToStopError(ModelError):
 
 
 def _leave() -> None:
-    """At the end of the process; torch complains of groups that nobody took down."""
+    """Takes the group down at exit; torch complains otherwise."""
     import torch.distributed as dist
 
     if dist.is_initialized():

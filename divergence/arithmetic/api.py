@@ -94,11 +94,7 @@ def probe(
 
 
 def _probe_all(
-    notebook: Notebook,
-    device: str,
-    lengths: tuple[int, ...],
-    quick: bool,
-    on_progress: Progress,
+    notebook: Notebook, device: str, lengths: tuple[int, ...], quick: bool, on_progress: Progress
 ) -> list[Finding]:
     names = QUICK if quick else FULL
     wanted = [

@@ -169,17 +169,19 @@ def explain_token(
         tokens = [token for token, _ in top_choices(ours, 2)]
     else:
         tokens = [first.reference.id, first.candidate.id]
-    alone = _alone(own, group)
+    site, step = own.manifest.plan.logits_site, place[1]
+    assert site is not None
     repeat = partial(
-        _repeat, alone, step=place[1], model=model, device=device,
+        capture, model, like=_alone(own, group), max_new_tokens=step + 1, sites=[site],
+        steps=str(step), anchor=False, store="full", device=device,
         trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip
     planted = [parse_plant(text) for text in own.manifest.plan.plants]
     added = [injection.plant() for injection in injections]
     with tempfile.TemporaryDirectory(prefix="divergence-explain-") as folder:
-        baseline = repeat(Path(folder, "baseline"), planted)
+        baseline = repeat(out=Path(folder, "baseline"), plants=planted)
         _check_weights(own, baseline)
-        injected = repeat(Path(folder, "injected"), [*planted, *added])
+        injected = repeat(out=Path(folder, "injected"), plants=[*planted, *added])
         here = (group.index(place[0]), place[1])
         found: dict[str, torch.Tensor | None] = {
             "reference": ours,
@@ -302,36 +304,6 @@ def _alone(run: Run, group: list[int]) -> Run:
         ),
     )
     return Run(run.path, manifest, [])
-
-
-def _repeat(
-    run: Run,
-    out: Path,
-    plants: list[Plant],
-    *,
-    step: int,
-    model: str | None,
-    device: str,
-    trust_remote_code: bool,
-    progress: Progress | None,
-) -> Run:
-    """The free pass up to ``step``, of which the logits are kept."""
-    site = run.manifest.plan.logits_site
-    assert site is not None
-    return capture(
-        model,
-        out=out,
-        like=run,
-        max_new_tokens=step + 1,
-        sites=[site],
-        steps=str(step),
-        anchor=False,
-        store="full",
-        plants=plants,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-    )
 
 
 def _check_weights(run: Run, here: Run) -> None:

@@ -13,6 +13,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +48,13 @@ def check_bounds(operator: torch._ops.OpOverload, bound: Bound) -> None:
     """Refuse operands that lead out of the memory they are given, and results that fit into none.
     ``bound``: all arguments by name, defaults too."""
     name = operator._schema.name.removeprefix("aten::")
-    check = _CHECKS.get(name) or _CHECKS.get(name.removesuffix("_"), _nothing)
+    check = _CHECKS.get(name) or _CHECKS.get(name.removesuffix("_"))
     if name.startswith("_foreach_"):
         check = _lists
     try:
         _kinds(operator, bound)
-        check(bound)
+        if check is not None:  # kernels of others check what they are given
+            check(bound)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
         raise Unsafe(f"{_short(operator)} cannot be given this", detail=str(error)) from error
     check_size(operator, bound)
@@ -113,10 +115,6 @@ def _short(operator: torch._ops.OpOverload) -> str:
     return operator._schema.name.replace("::", ".")
 
 
-def _nothing(bound: Bound) -> None:
-    """Its kernels check what they are given."""
-
-
 def _kinds(operator: torch._ops.OpOverload, bound: Bound) -> None:
     """Torch takes any number for a dtype, a layout or a memory format."""
     for argument in operator._schema.arguments:
@@ -153,15 +151,10 @@ def _embedding(bound: Bound) -> None:
     _within(bound["indices"], bound["weight"].shape[0])
 
 
-def _along(bound: Bound) -> None:
-    """``index`` along ``dim`` of ``self``."""
-    shape = bound["self"].shape or (1,)
-    _within(bound["index"], shape[bound["dim"]])
-
-
-def _fill(bound: Bound) -> None:
-    shape = bound["self"].shape or (1,)
-    _within(bound["index"], shape[bound["dim"]], low=-shape[bound["dim"]])
+def _along(bound: Bound, *, negative: bool = False) -> None:
+    """``index`` along ``dim`` of ``self``; counted from the end where it is ``negative``."""
+    size = (bound["self"].shape or (1,))[bound["dim"]]
+    _within(bound["index"], size, low=-size if negative else 0)
 
 
 def _index(bound: Bound) -> None:
@@ -328,7 +321,7 @@ _CHECKS: dict[str, Callable[[Bound], None]] = {
     "_efficient_attention_forward": _forward,
     "embedding": _embedding,
     "_flash_attention_forward": _forward,
-    "index_fill": _fill,
+    "index_fill": partial(_along, negative=True),
     "native_group_norm": _group_norm,
     "repeat_interleave": _repeats,
     "searchsorted": _searched,

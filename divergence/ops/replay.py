@@ -15,8 +15,8 @@ recording is known to be complete.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ def replay(
             truth=truth, label=label, command=command,
         )  # fmt: skip
         with RunWriter(place, manifest, force=force) as writer:
-            skipped = _Skipped(manifest)
+            skipped = manifest.plan.skipped_operators
+            details: dict[str, list[str]] = defaultdict(list)
             for number, one in enumerate(calls):
                 on_progress("replay", number, len(calls), one.path)
                 try:
@@ -116,45 +117,35 @@ def replay(
                         truth=truth,
                     )  # fmt: skip
                 except Refusal as refusal:
-                    skipped.add(refusal)
+                    skipped[refusal.reason] = skipped.get(refusal.reason, 0) + 1
+                    details[refusal.reason] += (
+                        [refusal.detail] if refusal.detail is not None else []
+                    )
             determinism.note_in(manifest.settings)
-            for text in skipped.lines():
+            lines = _skipped_lines(skipped, details)
+            for text in lines:
                 on_progress("note", 0, None, text)
-            if skipped.num == len(calls):
+            if sum(skipped.values()) == len(calls):
                 raise UsageError(
                     f"none of the {len(calls)} operators could be run again",
-                    where=skipped.lines()[0],
+                    where=lines[0],
                     hint="give --model PATH, or another --device",
                 )
             on_progress("replay", len(calls), len(calls), "")
     return Run.open(place)
 
 
-class _Skipped:
-    """What was left out, by reason, kept in the manifest as it grows."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._counts = manifest.plan.skipped_operators
-        self._details: dict[str, Counter[str]] = {}
-        self.num = 0
-
-    def add(self, refusal: Refusal) -> None:
-        self.num += 1
-        self._counts[refusal.reason] = self._counts.get(refusal.reason, 0) + 1
-        if refusal.detail is not None:
-            self._details.setdefault(refusal.reason, Counter())[refusal.detail] += 1
-
-    def lines(self) -> list[str]:
-        """One line a reason, with the first few particulars."""
-        lines = []
-        for reason, num in self._counts.items():
-            named = list(self._details.get(reason, ()))
-            text = f": {', '.join(named[:_SHOWN])}" if named else ""
-            if len(named) > _SHOWN:
-                text += f" and {len(named) - _SHOWN} more"
-            calls = "operator call was" if num == 1 else "operator calls were"
-            lines.append(f"{num} {calls} not run again: {reason}{text}")
-        return lines
+def _skipped_lines(counts: Mapping[str, int], details: Mapping[str, Sequence[str]]) -> list[str]:
+    """What was left out: one line a reason, with the first few particulars."""
+    lines = []
+    for reason, num in counts.items():
+        named = list(dict.fromkeys(details[reason]))
+        text = f": {', '.join(named[:_SHOWN])}" if named else ""
+        if len(named) > _SHOWN:
+            text += f" and {len(named) - _SHOWN} more"
+        calls = "operator call was" if num == 1 else "operator calls were"
+        lines.append(f"{num} {calls} not run again: {reason}{text}")
+    return lines
 
 
 def _run_one(

@@ -98,8 +98,11 @@ def localize(
             f"{command_line('capture', like=a.path, o='A', store='full', sites='blocks')}; "
             "divergence capture --like A -o B; divergence localize A B",
         )
-    again = _again(a, b, truth, folder, block=block, model=model, device=device,
-                   trust_remote_code=trust_remote_code, operators=operators)  # fmt: skip
+    again = command_line(
+        "localize", a.path, b.path, o=folder, truth=truth.path if isinstance(truth, Run) else truth,
+        block=block, model=model, device=None if device == "auto" else device,
+        trust_remote_code=trust_remote_code, operators=operators,
+    )  # fmt: skip
     maker = Maker(
         a,
         b,
@@ -319,25 +322,8 @@ def _alone_there(report: Report) -> str:
     return f"; {', '.join(parts)}" if parts else ""
 
 
-def _again(
-    a: Run, b: Run, truth: str | Path | Run | None, folder: Path, *, block: str | None,
-    model: str | Path | None, device: str, trust_remote_code: bool, operators: Sequence[str],
-) -> str:  # fmt: skip
-    """The command that goes on from here."""
-    return command_line(
-        "localize", a.path, b.path,
-        truth=None if truth is None else _path(truth), o=folder, block=block, model=model,
-        device=None if device == "auto" else device, trust_remote_code=trust_remote_code,
-        operators=operators,
-    )  # fmt: skip
-
-
 def _inner_modules(run: Run, block: str) -> list[str]:
     """The pattern of the modules inside ``block``, if its parameters tell of any."""
     names = [n.removeprefix(block + ".") for n in run.manifest.model.digests
              if n.startswith(block + ".")]  # fmt: skip
     return [f"{block}.*"] if any("." in name for name in names) else []
-
-
-def _path(run: str | Path | Run) -> str:
-    return str(run.path if isinstance(run, Run) else run)

@@ -38,13 +38,7 @@ _PASSES = ("anchored", "escalated", "free")  # in this order the first differenc
 
 
 def check_repetition(
-    made: Run,
-    own: Run,
-    *,
-    name: str,
-    side: str,
-    truth: Run | None = None,
-    block: str | None = None,
+    made: Run, own: Run, *, name: str, side: str, truth: Run | None = None, block: str | None = None
 ) -> Repetition:
     """Hold ``made`` (called ``name``) against ``own``, the ``side``'s run.
 

@@ -24,6 +24,7 @@ import torch
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_of
+from divergence.ops.arguments import span_of
 from divergence.ops.suite.definition import Arguments
 from divergence.run.reader import Run
 from divergence.run.schema.record import Call, Operand, PassName, Record
@@ -114,16 +115,10 @@ def _operand(run: Run, record: Record, operand: Operand) -> torch.Tensor:
     if operand.stride is None:
         return values.clone()
     known = len(operand.stride) == len(operand.shape) and 0 not in operand.stride
-    if not known or _extent(operand) > 64 * max(1, found.numel):
+    if not known or span_of(operand.shape, operand.stride) > 64 * max(1, found.numel):
         raise _damaged(run, record, f"{operand.site} has impossible strides")
     strided = torch.empty_strided(operand.shape, operand.stride, dtype=values.dtype)
     return strided.copy_(values)
-
-
-def _extent(operand: Operand) -> int:
-    """Elements between the first and the last one."""
-    steps = zip(operand.shape, operand.stride or (), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in steps if size > 0)
 
 
 def _damaged(run: Run, record: Record, what: str) -> RunFormatError:

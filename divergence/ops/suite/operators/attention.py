@@ -236,16 +236,9 @@ def _backend(name: str) -> Callable[[], Implementation]:
         if backend is None:
             raise Unavailable(f"torch {torch.__version__} has no {name.lower()}")
 
-        def call(
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            mask: torch.Tensor | None,
-            causal: bool,
-            scale: float,
-        ) -> Any:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             with sdpa_kernel([backend]):
-                return _run_sdpa(query, key, value, mask, causal, scale)
+                return _run_sdpa(*args, **kwargs)
 
         return call
 

@@ -121,30 +121,19 @@ def _to_grid(x: torch.Tensor, name: str) -> torch.Tensor:
     return torch.round(x / step) * step
 
 
-def _cast(name: str) -> tuple[_Cast, _Cast]:
-    form = format_named(name)
+def _cast(name: str, *, saturating: bool) -> tuple[_Cast, _Cast]:
+    """(run, truth) of a cast to the 8-bit format: to the nearest code, ties to even; beyond the
+    largest one that code where it is ``saturating``, else open (nan in the truth)."""
+    form, dtype = format_named(name), getattr(torch, name)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return x.to(getattr(torch, name))
+        return (x.clamp(-form.max, form.max) if saturating else x).to(dtype)
 
     def truth(x: torch.Tensor) -> torch.Tensor:
-        """The nearest code, ties to even; open (nan) beyond the largest."""
         rounded = _to_grid(x, name)
-        inside = torch.where(rounded.abs() > form.max, math.nan, rounded)
-        return inside.to(getattr(torch, name))
-
-    return run, truth
-
-
-def _saturating_cast(name: str) -> tuple[_Cast, _Cast]:
-    form = format_named(name)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(-form.max, form.max).to(getattr(torch, name))
-
-    def truth(x: torch.Tensor) -> torch.Tensor:
-        """The nearest code, ties to even; the largest beyond it."""
-        return _to_grid(x, name).clamp(-form.max, form.max).to(getattr(torch, name))
+        if saturating:
+            return rounded.clamp(-form.max, form.max).to(dtype)
+        return torch.where(rounded.abs() > form.max, math.nan, rounded).to(dtype)
 
     return run, truth
 
@@ -231,8 +220,8 @@ _CAST_PLAN: Plan = (
 
 def _casts() -> Iterator[Operator]:
     for short in ("e4m3fn", "e5m2"):
-        for kind, make in (("", _cast), ("_saturating", _saturating_cast)):
-            run, truth = make(f"float8_{short}")
+        for kind in ("", "_saturating"):
+            run, truth = _cast(f"float8_{short}", saturating=bool(kind))
             yield Operator(
                 name=f"cast_{short}{kind}", arguments=("x",), run=run, truth=truth,
                 cases=cases_of(_cast_inputs, plan=_CAST_PLAN),

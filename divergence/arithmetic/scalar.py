@@ -7,25 +7,18 @@ Inputs are chosen so that each possible arithmetic gives another answer:
 * subnormals: the smallest one times a power of two (lost on input?), the smallest normal number
   halved (lost on output?);
 * fused: b·b + c with b = 1 + 2^-13, c = -(1 + 2^-12) is exactly 2^-26; a product rounded to
-  float32 first leaves 0 (2^-26 is below half a unit in the last place).
-
-Elementary functions: how far from the true value, and whether a vector's lanes agree.
-
-Error in units in the last place of the output's format at the true value R:
-|y - R| / 2^(⌊log2 |R|⌋ - mantissa bits), the worst over inputs that are the same bytes everywhere.
-R is the same function in float64 on the CPU, whose own error (under one float64 ulp) is 2^-29 of a
-float32 ulp. Correct rounding gives at most 0.5. True values that are subnormal, or that the format
-does not hold, are left out. The worst over some thousand inputs is a lower bound of the worst.
-
-Lanes: the same element alone, at the end of an odd length and inside a long array must give the
-same bits; where it does not, vector and scalar code differ and results depend on shape and place.
-
-Does a row's result depend on the rows beside it?
-
-The same row alone (M = 1, decoding) and among 16 (prefill); and in batches of every size up to 17,
-whose kernels have blocks, tails and switches. Rows are independent in exact arithmetic, so any
-differing bit is another order of additions. Sizes that give the same bits stand together:
-``1 | 2-16 | 17``.
+  float32 first leaves 0 (2^-26 is below half a unit in the last place);
+* elementary functions: the error in units in the last place of the output's format at the true
+  value R, |y - R| / 2^(⌊log2 |R|⌋ - mantissa bits), the worst over inputs that are the same bytes
+  everywhere, so a lower bound. R is the function in float64 on the CPU, whose own error (under one
+  float64 ulp) is 2^-29 of a float32 ulp. Subnormal R, and R that the format does not hold, are left
+  out. Correct rounding gives at most 0.5;
+* lanes: an element alone, at the end of an odd length and inside a long array must give the same
+  bits; otherwise vector and scalar code differ, and results depend on shape and place;
+* rows: a row alone (M = 1, decoding), among 16 (prefill) and in batches of every size up to 17,
+  whose kernels have blocks, tails and switches. Rows are independent in exact arithmetic, so any
+  differing bit is another order of additions. Sizes that give the same bits stand together:
+  ``1 | 2-16 | 17``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """replay(): each recorded operator of a run, run again alone on its recorded inputs.
 
-No model is needed, and no error is inherited: whatever a replay's result differs by was made by
-that operator on this machine. With ``truth`` the same in float64: what is right, of each
-operator by itself. The result is a run of the pass ``replayed``, at the same sites, compared like
-any other; the inputs are not repeated in it.
+No model is needed, and no error is inherited: any difference was made by that operator on this
+machine. With ``truth`` the operators run in float64. The result is a run of the pass ``replayed``
+at the same sites, without the inputs. What cannot be run again alone (it draws random numbers, its
+weight was not stored, this machine has no such operator) is counted by reason in
+``plan.skipped_operators``.
 
-What cannot be run again alone (it draws random numbers, its weight was not stored, this machine
-has no such operator) is left out, counted by reason in ``plan.skipped_operators`` and said.
-
-On the same machine under the same settings a replay gives the recorded bits: that is how the
-recording is known to be complete.
+On the same machine under the same settings a replay gives the recorded bits, which shows that the
+recording is complete.
 """
 
 from __future__ import annotations

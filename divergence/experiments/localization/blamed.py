@@ -1,20 +1,18 @@
 """Which side of a localized operator is wrong, if that can be told.
 
 The truth is the reference's own code in float64. It tells kernels apart from what the code asks
-for; it cannot tell whose *code* is right, since it has the reference's. So a side is named only on
-evidence that does not rest on that:
+for, but not whose *code* is right. So a side is named only on evidence that does not rest on that:
 
 - *alone*: one side's operator is off by itself, on its own recorded inputs, by the operator's
   definition. That holds whoever made the truth.
 - *the reference* is blamed by a truth that was made on a machine which repeats the reference: its
   own code in float64 says otherwise than its kernels, and the candidate agrees with it.
 - *the candidate* is blamed by a truth with which the candidate's own code agrees in float64 (a
-  second float64 run, made on the candidate's machine), or both sides were repeated on one
-  machine, by what is installed there.
+  second float64 run, made on the candidate's machine), or both sides were repeated on one machine.
 
-Where float64 tells the two sides' code apart, none is named by it: by each side's code the other
-is wrong. What the manifests say of the code (a forward that was replaced on one side alone) may
-name one then. Levels that blame different sides contradict each other: no side.
+Where float64 tells the two sides' code apart, it names neither: by each side's code the other is
+wrong. The manifests may then name one (a forward that was replaced on one side alone). Levels that
+blame different sides contradict each other: no side.
 """
 
 from __future__ import annotations

@@ -2,16 +2,14 @@
 
 Block: the two runs are compared as they are. Module and operator: the block's operators are
 captured on both sides, anchored to the same run (so from equal inputs), and in float64. Cause: the
-healthy side's result is put in the place of the operator that is blamed, on the side that is
-blamed, and what follows must be fine then. Alone: each side's operator against float64 on its own
-inputs. Last, the operator as a reproducer.
+healthy side's result replaces the blamed operator's, and what follows must be fine then. Alone:
+each side's operator against float64 on its own inputs. Last, the operator as a reproducer.
 
-A side's runs are made where its machine is: on this one, if it has the recorded device and
-versions (the recorded environment variables are set in a process of its own) and gives the recorded
-bits again. The truth is made where the reference's machine is. What another machine has to make is
-printed as a command, and the runs lie in one directory: the same command there goes on where this
-one stopped. What does not repeat the run it stands for is not concluded from, and a truth that is
-not the reference's is refused.
+A side's runs are made on its machine: this one, if it has the recorded device and versions and
+gives the recorded bits again. The truth is made on the reference's machine. What another machine
+has to make is printed as a command; all runs lie in one directory, and the same command there goes
+on where this one stopped. A run that does not repeat the one it stands for proves nothing, and a
+truth that is not the reference's is refused.
 """
 
 from __future__ import annotations

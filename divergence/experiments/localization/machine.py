@@ -1,11 +1,11 @@
 """Whose machine is this? And a run of either side, made here if it is that side's.
 
-A run tells its device, CPU, versions and the environment variables that change arithmetic. If
-all but the variables are this machine's, it is tried here: in this process if they are the same,
-else in one of its own in which they are set. What decides is values: a run that was made again
-must have the bits of the run it stands for (localization.repetition), and what cannot be held
-against recorded bits, a truth or a run with a substitute, is made only where the side's own run
-was repeated first. So no machine is taken for another because no field tells them apart.
+A run records its device, CPU, versions and the environment variables that change arithmetic. If all
+but the variables are this machine's, the run is tried here: in this process if they are the same,
+else in a process of its own in which they are set. Values decide: a run that was made again must
+have the bits of the run it stands for (localization.repetition). A truth or a run with a substitute
+has no recorded bits to be held against, so it is made only where the side's own run was repeated
+first.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Repetition: does a run that was captured again repeat the run that it stands for?
 
-Whatever is concluded from a run made again holds for the first one only if both are the same
-computation. The same model, code, kernels and settings give the same bits (recording operators
-changes none), so every tensor that both runs hold must be equal: same pass, sample, step and site,
-as long as both were fed the same tokens. Fields of an environment cannot tell that: what changes
-the numbers need not be in any field. Values tell it.
+Conclusions from a run made again hold for the first one only if both are the same computation. The
+same model, code, kernels and settings give the same bits (recording operators changes none), so
+every tensor that both runs hold must be equal, as long as both were fed the same tokens. The fields
+of an environment cannot show that: what changes the numbers need not be in any field.
 
-Where equal bits are not to be had, because the run itself is known not to repeat them (its own
-repeats differed, it has operators without a deterministic form or compiled modules, several
-processes made it and one repeats it), its error against the truth must be the same at the block
-that is looked into: the median row's, within ``_SAME_ERROR`` either way. Then what is repeated is
-the error, not its bits.
-
-It refuses to guess: runs that share nothing are not said to repeat each other.
+Some runs are known not to repeat their bits: their own repeats differed, they have operators
+without a deterministic form or compiled modules, or several processes made them and one repeats
+them. Then the error against the truth must be the same at the block that is looked into: the median
+row's, within ``_SAME_ERROR`` either way. Runs that share no tensor do not repeat each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Capturing a suite: each operator called on its cases; as a run like any other.
+"""Captures a suite as a run: each operator called on its cases.
 
-A fresh run draws the inputs (the same bytes everywhere). A repeat takes the recorded bytes,
-never the generator, and so does the truth, which computes each operator by its definition in
-float64. Whatever an implementation here cannot do is skipped, and counted with its reason.
+A fresh run draws the inputs (the same bytes everywhere). A repeat and the truth read the recorded
+bytes; the truth computes each operator by its definition in float64. What an implementation here
+cannot do is skipped, and counted with its reason.
 """
 
 from __future__ import annotations

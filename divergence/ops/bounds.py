@@ -1,10 +1,10 @@
 """Checks the operands of an operator before a kernel sees them.
 
 Sizes: the operator runs on torch's meta device first, which computes shapes alone; a result may
-take half of the free memory (``MAX_BYTES`` where that is unknown). Indices must lie within what they
-point into: not every kernel checks that, and one on an accelerator that does takes the whole process
-with it. The kernels of fused attention, norms and Fourier transforms leave checks of shapes to their
-public wrappers, so they are made here.
+take half of the free memory (``MAX_BYTES`` where that is unknown). Indices must lie within what
+they point into: not every kernel checks that, and one on an accelerator that does takes the whole
+process with it. The kernels of fused attention, norms and Fourier transforms leave checks of shapes
+to their public wrappers, so they are made here.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""Lines of text with styles, before anything decides how to print them.
+"""Lines of text with styles, numbers as people read them, and the printing of both.
 
-A report is composed as plain data and printed by layout.terminal, so that the
-text is the same coloured or not, in a terminal or in a file. Styles are Rich
-style names; text is never read as markup.
-
-Numbers as people read them: fixed digits, no surprises with nan, inf and zero.
-
-Printing lines: coloured in a terminal, plain everywhere else.
-
-Rich only colours. Nothing is read as markup, highlighted or guessed at; what is
-piped is neither folded nor cut, and the same report gives the same bytes.
-``NO_COLOR`` and ``FORCE_COLOR`` are Rich's own.
+A report is composed as plain data and printed at the end, so that the text is the same coloured or
+not, in a terminal or in a file. Styles are Rich style names, and Rich only colours: nothing is read
+as markup, highlighted or guessed at. What is piped is neither folded nor cut, and the same report
+gives the same bytes. ``NO_COLOR`` and ``FORCE_COLOR`` are Rich's own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
-from divergence.report.environment import fallback_lines, repeat_lines, switch_lines
+from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.run.command import command_line
 from divergence.run.schema.manifest import Manifest, SampleTokens
@@ -31,19 +31,11 @@ def captured_lines(
     lines = [line(state, f" {path}: {count(num_records, 'record')}, {stored(manifest)}")]
     lines += model_lines(manifest)[:1]
     wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
-    lines.append(
-        prose(
-            "machine",
-            f"{manifest.environment.label}, {manifest.model.dtype}{wide} on {settings.device}",
-        )
-    )
+    machine = f"{manifest.environment.label}, {manifest.model.dtype}{wide} on {settings.device}"
+    lines.append(prose("machine", machine))
     if manifest.mesh is not None:
         lines.append(prose("ranks", str(manifest.mesh)))
-    if manifest.plan.plants:
-        lines.append(prose("", f"PLANTED FAULT: {', '.join(manifest.plan.plants)}", style="yellow"))
-    if manifest.plan.substitutes:
-        said = ", ".join(manifest.plan.substitutes)
-        lines.append(prose("", f"SUBSTITUTED: {said}", style="yellow"))
+    lines += changed_lines(plan.plants, plan.substitutes)
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
     lines += repeat_lines(manifest.repeatability)
@@ -96,15 +88,9 @@ def plan_lines(plan: dict[str, Any]) -> list[Line]:
     ]
     lines += [prose("note", note, width=6) for note in plan.get("notes") or []]
     rows = [
-        (
-            row["site"],
-            row["role"] or "-",
-            shape_text(row["shape"]),
-            row["dtype"],
-            str(row["num_steps"]),
-            size(row["bytes"]),
-        )
+        (row["site"], row["role"] or "-", shape_text(row["shape"]), row["dtype"],
+         str(row["num_steps"]), size(row["bytes"]))
         for row in plan["rows"]
-    ]
+    ]  # fmt: skip
     titles = ("site", "role", "shape", "dtype", "steps", "size")
     return [*lines, BLANK, *columns([titles, *rows], widest=48)]

@@ -1,11 +1,7 @@
-"""The machine of a run: what it is, and what it did with the determinism switches.
-
-What probes found of a machine, for people: a line a subject, grouped by probe.
+"""A machine: what it is, what probes and `selftest` found of it, and its determinism switches.
 
 Without ``verbose`` what nearly every machine does is counted and not listed: exact inputs, nearest
 rounding, functions within one ulp.
-
-What `selftest` says: step by step, what worked on this device.
 """
 
 from __future__ import annotations
@@ -21,8 +17,8 @@ from divergence.run.schema.arithmetic import ArithmeticFact
 from divergence.run.schema.manifest import Environment, Manifest, Repeatability, Settings, Switch
 
 __all__ = [
-    "TITLES",
     "arithmetic_lines",
+    "changed_lines",
     "environment_lines",
     "fallback_lines",
     "probed_lines",
@@ -42,13 +38,10 @@ def environment_lines(environment: Environment) -> list[Line]:
         device += f" x {environment.num_devices}"
     for name, value in (("driver", environment.driver), ("runtime", environment.runtime)):
         device += f", {name} {value}" if value else ""
+    threads = count(environment.num_threads, "thread")
     facts = [
         ("  device", f"{environment.device_type}: {device}"),
-        (
-            "  cpu",
-            f"{environment.cpu}, {environment.cpu_capability}, "
-            f"{count(environment.num_threads, 'thread')}",
-        ),
+        ("  cpu", f"{environment.cpu}, {environment.cpu_capability}, {threads}"),
         *([("  cpu model", environment.cpu_model)] if environment.cpu_model else []),
         ("  platform", f"{environment.platform}, Python {environment.python}"),
         ("  versions", ", ".join(f"{k} {v}" for k, v in sorted(environment.versions.items()))),
@@ -93,6 +86,12 @@ def fallback_lines(settings: Settings) -> list[Line]:
     more = len(settings.cpu_fallbacks) - _NAMED
     text = f"{named}{f' and {more} more' if more > 0 else ''} ran on the CPU: the device has none"
     return [prose("  fell back", text, width=14, style="yellow")]
+
+
+def changed_lines(plants: Sequence[str], substitutes: Sequence[str]) -> list[Line]:
+    """What was done to a run on purpose."""
+    done = (("PLANTED FAULT", plants), ("SUBSTITUTED", substitutes))
+    return [prose("", f"{what}: {', '.join(at)}", style="yellow") for what, at in done if at]
 
 
 def repeat_lines(repeat: Repeatability) -> list[Line]:

@@ -2,8 +2,6 @@
 
 Nothing here reads a tensor: summaries were recorded with them, so that a run can
 be looked at without torch.
-
-What is recorded of a call: operator, source line, arguments, and where each operand is from.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from divergence.errors import UsageError
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, shape_text, size
 from divergence.report.environment import (
     arithmetic_lines,
+    changed_lines,
     environment_lines,
     fallback_lines,
     repeat_lines,
@@ -56,9 +55,8 @@ def run_lines(
     """What ran, where, on which tokens, whether it finished, and what was recorded; ``audit``: in
     which dtypes, where operators were."""
     settings, plan = manifest.settings, manifest.plan
-    if manifest.complete:
-        state = ("complete", "bold green")
-    else:
+    state = ("complete", "bold green")
+    if not manifest.complete:
         state = (f"INCOMPLETE (stopped by {manifest.stopped_by or 'a crash'})", "bold yellow")
     lines = [
         line(state, f": {path}, {count(len(records), 'record')}, {stored(manifest)}"),
@@ -72,28 +70,20 @@ def run_lines(
         lines.append(prose("like", manifest.like))
     for item in manifest.overrides:
         lines.append(prose("", f"{item.name}: {item.used} instead of {item.reference}"))
-    if plan.plants:
-        lines.append(prose("", f"PLANTED FAULT: {', '.join(plan.plants)}", style="yellow"))
-    if plan.substitutes:
-        lines.append(prose("", f"SUBSTITUTED: {', '.join(plan.substitutes)}", style="yellow"))
+    lines += changed_lines(plan.plants, plan.substitutes)
     lines += [BLANK, *model_lines(manifest), *(config_lines(manifest) if verbose else []), BLANK]
     lines += [heading("settings")]
-    lines.append(
-        prose(
-            "  made with",
-            f"device {settings.device}, "
-            + (f"computed in {settings.compute_dtype}, " if settings.compute_dtype else "")
-            + f"{'deterministic' if settings.deterministic else 'not deterministic'}, "
-            f"seed {settings.seed}, at most {count(settings.max_new_tokens, 'new token')}"
-            + (", prompts in one batch" if settings.batch else ""),
-            width=14,
-        )
+    wide = f"computed in {settings.compute_dtype}, " if settings.compute_dtype else ""
+    made = (
+        f"device {settings.device}, {wide}{'' if settings.deterministic else 'not '}deterministic, "
+        f"seed {settings.seed}, at most {count(settings.max_new_tokens, 'new token')}"
+        f"{', prompts in one batch' if settings.batch else ''}"
     )
+    lines.append(prose("  made with", made, width=14))
     lines += repeat_lines(manifest.repeatability)
     if plan.replayed_pass is not None:
-        lines.append(
-            prose("  replays", f"the {plan.replayed_pass} pass of {plan.anchored_to}", width=14)
-        )
+        replayed = f"the {plan.replayed_pass} pass of {plan.anchored_to}"
+        lines.append(prose("  replays", replayed, width=14))
     lines += skipped_lines(manifest)
     for warning in settings.nondeterministic_warnings:
         lines.append(prose("  warned", warning, width=14))
@@ -109,11 +99,7 @@ def run_lines(
     lines += _record_lines(records, verbose=verbose)
     audited = audit_lines(audit, alone=True, all_sites=verbose)
     lines += [BLANK, *audited[:-1]] if audited else []
-    lines += [
-        BLANK,
-        heading("next"),
-        *[line(f"  {text}") for text in _next(path, manifest)],
-    ]
+    lines += [BLANK, heading("next"), *[line(f"  {text}") for text in _next(path, manifest)]]
     if records:
         lines.append(line("  " + command_line("inspect", path, site=records[0].site)))
     return lines
@@ -204,14 +190,9 @@ def _prompt_lines(manifest: Manifest) -> list[Line]:
     rows = []
     for number, sample in enumerate(tokens.samples):
         text = repr(sample.text) if sample.text is not None else "(token ids only)"
-        rows.append(
-            (
-                str(number),
-                f"{count(len(sample.prompt_ids), 'prompt token')}, "
-                f"{len(sample.generated_ids):,} generated",
-                text if len(text) <= 60 else text[:59] + "…",
-            )
-        )
+        tokens_text = count(len(sample.prompt_ids), "prompt token")
+        lengths = f"{tokens_text}, {len(sample.generated_ids):,} generated"
+        rows.append((str(number), lengths, text if len(text) <= 60 else text[:59] + "…"))
     return lines + columns(rows)
 
 
@@ -231,15 +212,9 @@ def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
             for record in group
             if record.summary is not None
         )
-        rows.append(
-            (
-                site,
-                first.dtype,
-                shape_text(first.shape),
-                ", ".join(f"{num}x {name}" for name, num in counts.items())
-                + (f", {bad:,} nan or inf" if bad else ""),
-            )
-        )
+        recorded = ", ".join(f"{num}x {name}" for name, num in counts.items())
+        recorded += f", {bad:,} nan or inf" if bad else ""
+        rows.append((site, first.dtype, shape_text(first.shape), recorded))
     shown = rows if verbose else rows[:MAX_SITES]
     lines += columns([("site", "dtype", "first shape", "recorded"), *shown], widest=44)
     if len(shown) < len(rows):
@@ -256,12 +231,9 @@ def select_records(records: Sequence[Record], site: str) -> list[Record]:
     if not found:
         names = sorted({record.site for record in records}, key=natural_key)
         near = near_names(site, names)
-        raise UsageError(
-            f"the run has no record of {site!r}",
-            hint=f"did you mean {' or '.join(near)}?"
-            if near
-            else "`divergence inspect RUN -v` lists every site",
-        )
+        hint = "`divergence inspect RUN -v` lists every site"
+        hint = f"did you mean {' or '.join(near)}?" if near else hint
+        raise UsageError(f"the run has no record of {site!r}", hint=hint)
     return found
 
 
@@ -291,20 +263,14 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
         rows: list[tuple[str, ...]] = [("rank", *titles) if ranks else titles]
         for record in group:
             summary = record.summary or _NOTHING
-            rows.append(
-                (
-                    *([str(record.rank)] if ranks else []),
-                    record.pass_,
-                    str(record.sample),
-                    str(record.step),
-                    shape_text(record.shape),
-                    *(_statistic(summary, name) for name in ("min", "max", "mean", "rms")),
-                    f"{summary.num_nan:,}/{summary.num_posinf + summary.num_neginf:,}"
-                    f"/{summary.num_zero:,}"
-                    if record.summary is not None
-                    else "-",
-                )
-            )
+            num_inf = summary.num_posinf + summary.num_neginf
+            special = f"{summary.num_nan:,}/{num_inf:,}/{summary.num_zero:,}"
+            row = (
+                record.pass_, str(record.sample), str(record.step), shape_text(record.shape),
+                *map(_statistic, (summary.min, summary.max, summary.mean, summary.rms)),
+                "-" if record.summary is None else special,
+            )  # fmt: skip
+            rows.append((str(record.rank), *row) if ranks else row)
         lines += columns(rows)
         calls = [record.call for record in group if record.call is not None]
         lines += call_lines(calls[0]) if calls else []  # shapes are the first forward's
@@ -312,8 +278,7 @@ def site_lines(records: Sequence[Record]) -> list[Line]:
     return lines[:-1]
 
 
-def _statistic(summary: Summary, name: str) -> str:
-    value = getattr(summary, name)
+def _statistic(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 

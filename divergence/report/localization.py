@@ -1,22 +1,18 @@
-"""What `localize` says: one page, the operator first, then how it was found and proven.
-
-What `repro` says: what was written, and what to do with it.
-"""
+"""What `localize` says on one page, the operator first, then its proof; and what `repro` says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from divergence.analyses.operators.show import show as operator_lines
-from divergence.comparison.results.operators import CausalCheck
 from divergence.experiments.result import Level, Localization
 from divergence.layout import BLANK, Line, heading, line, prose, times
 from divergence.run.command import quoted_words
 
-__all__ = [
-    "localization_lines",
-    "reproducer_lines",
-]
+__all__ = ["localization_lines", "reproducer_lines"]
+
+
+_PLACED = "with the other side's result in its place"
 
 
 def localization_lines(
@@ -84,34 +80,17 @@ def _answer(result: Localization) -> list[Line]:
     if operator.source:
         lines.append(prose("called at", operator.source))
     lines.append(prose("operator", _called(result)))
-    if result.causal is not None:
-        lines.append(
-            prose(
-                "proven",
-                f"yes: with the other side's result in its place, {_rest(result.causal)} fine"
-                if result.causal.holds
-                else "no: with the other side's result in its place, "
-                f"{', '.join(result.causal.still[:3])} still {_are(result.causal.still)} off",
-            )
-        )
+    check = result.causal
+    if check is not None:
+        rest = "everything after it is" if check.num_after else "the block's output is"
+        off = f"{', '.join(check.still[:3])} still {'is' if len(check.still) == 1 else 'are'} off"
+        told = f"yes: {_PLACED}, {rest} fine" if check.holds else f"no: {_PLACED}, {off}"
+        lines.append(prose("proven", told))
     elif result.side is not None:
-        lines.append(prose("proven", f"not tried: {_untried(result)}"))
+        unmet = (str(one) for one in result.repetitions if not one.met)
+        untried = next(unmet, f"that takes the {result.side}'s machine")
+        lines.append(prose("proven", f"not tried: {untried}"))
     return lines
-
-
-def _untried(result: Localization) -> str:
-    found = [one for one in result.repetitions if not one.met]
-    if found:
-        return str(found[0])
-    return f"that takes the {result.side}'s machine"
-
-
-def _rest(check: CausalCheck) -> str:
-    return "everything after it is" if check.num_after else "the block's output is"
-
-
-def _are(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
 
 
 def _called(result: Localization) -> str:

@@ -1,14 +1,8 @@
-"""A report as lines: the verdict and the onset first, then why, then the rest.
+"""A report as lines: the verdict and the onset first, then why, then the rest; and `check`.
 
 Nothing here opens a run or prints. Data (paths, module names, decoded tokens) goes
-in as it is; a decoded token is quoted, since it may hold a newline.
-
-What each analysis shows of itself in a report, in one order.
-
-What `check` says before it shows the report: passed or failed, or blessed.
-
-CheckResult and Blessing come from divergence.gate.check and .golden, which open
-runs and are therefore not imported here.
+in as it is; a decoded token is quoted, since it may hold a newline. A CheckResult and a Blessing
+(divergence.gate) are not imported, since what makes them opens runs.
 """
 
 from __future__ import annotations
@@ -19,17 +13,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from divergence.comparison import answer
-from divergence.comparison.result import Report, RunSummary
+from divergence.comparison.result import Report
 from divergence.comparison.results.findings import PreflightLine, Verdict
 from divergence.comparison.results.sites import PassCoverage
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
+from divergence.report.environment import changed_lines
 
 __all__ = [
     "VERDICT_STYLES",
     "blessing_lines",
     "check_lines",
     "report_lines",
-    "shown_by_analyses",
     "verdict_lines",
 ]
 
@@ -55,7 +49,7 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
         BLANK,
         *_evidence_lines(report.verdict, verbose=verbose),
         *_preflight_lines(report.preflight, verbose=verbose),
-        *shown_by_analyses(report, all_sites=all_sites),
+        *_shown_by_analyses(report, all_sites=all_sites),
         *_coverage_lines(report, all_sites=all_sites, verbose=verbose),
         *_note_lines(report.notes),
         *_next_lines(report.verdict.next),
@@ -71,27 +65,14 @@ def verdict_lines(report: Report) -> list[Line]:
     onset = verdict.onset
     if onset is not None:
         forward = "prefill" if onset.step == 0 else f"decode step {onset.step}"
-        block = (
-            ""
-            if onset.block is None or onset.site == f"{onset.block}:out"
-            else f", in block {onset.block}"
-        )
+        inner = onset.block is not None and onset.site != f"{onset.block}:out"
+        block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"
-        lines.append(
-            prose(
-                "onset",
-                f"{onset.site}{block}; {forward}, sample {onset.sample}{token}",
-                style="bold",
-            )
-        )
-    sides = {
-        "reference": "the reference is wrong",
-        "candidate": "the candidate is wrong",
-        "both": "both are wrong",
-        "neither": "neither is wrong",
-    }
+        where = f"{onset.site}{block}; {forward}, sample {onset.sample}{token}"
+        lines.append(prose("onset", where, style="bold"))
     if verdict.side is not None:
-        lines.append(prose("side", sides[verdict.side]))
+        wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)
+        lines.append(prose("side", f"{wrong or f'the {verdict.side} is'} wrong"))
     lacking = [one.detail for one in verdict.checks if one.state != "met" and one.detail]
     why = f": {'; '.join(lacking)}" if lacking else ""
     lines.append(prose("confidence", verdict.confidence + why))
@@ -101,27 +82,15 @@ def verdict_lines(report: Report) -> list[Line]:
 def _run_lines(report: Report) -> list[Line]:
     lines = []
     for name, run in (("reference", report.reference), ("candidate", report.candidate)):
-        lines.append(prose(name, _run_text(run)))
+        label = f" ({run.label})" if run.label else ""
+        dtype = run.dtype.removeprefix("torch.")
+        lines.append(prose(name, f"{run.path}{label}: {run.model}, {dtype} on {run.device}"))
         if not run.complete:
             why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
-            lines.append(
-                prose(
-                    "",
-                    f"INCOMPLETE: {why} after {count(run.num_records, 'record')}",
-                    style="yellow",
-                )
-            )
-        if run.plants:
-            lines.append(prose("", f"PLANTED FAULT: {', '.join(run.plants)}", style="yellow"))
-        if run.substitutes:
-            lines.append(prose("", f"SUBSTITUTED: {', '.join(run.substitutes)}", style="yellow"))
+            text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
+            lines.append(prose("", text, style="yellow"))
+        lines += changed_lines(run.plants, run.substitutes)
     return lines
-
-
-def _run_text(run: RunSummary) -> str:
-    label = f" ({run.label})" if run.label else ""
-    dtype = run.dtype.removeprefix("torch.")
-    return f"{run.path}{label}: {run.model}, {dtype} on {run.device}"
 
 
 def _evidence_lines(verdict: Verdict, *, verbose: bool) -> list[Line]:
@@ -129,31 +98,21 @@ def _evidence_lines(verdict: Verdict, *, verbose: bool) -> list[Line]:
         return []
     lines = [heading("why")]
     for fact in verdict.evidence:
-        values = ", ".join(f"{name} {_value(value)}" for name, value in fact.values.items())
+        values = ", ".join(f"{name} {value:.3g}" for name, value in fact.values.items())
         shown = f" [{values}]" if values and verbose else ""
         lines.append(prose("  -", fact.text + shown, width=4))
     return [*lines, BLANK]
-
-
-def _value(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def _preflight_lines(preflight: list[PreflightLine], *, verbose: bool) -> list[Line]:
     if not preflight:
         return []
     tally = Counter(item.status for item in preflight)
-    lines = [
-        heading(
-            "preflight",
-            f"{tally['same']} the same, {tally['differs']} different, {tally['blocking']} blocking",
-        )
-    ]
-    order = ("blocking", "differs", "same") if verbose else ("blocking", "differs")
-    for status in order:
+    told = f"{tally['same']} the same, {tally['differs']} different, {tally['blocking']} blocking"
+    lines = [heading("preflight", told)]
+    kinds = (("blocking", "BLOCKS", "red"), ("differs", "differs", "yellow"), ("same", "same", ""))
+    for status, word, style in kinds if verbose else kinds[:2]:
         for item in (item for item in preflight if item.status == status):
-            word = {"blocking": "BLOCKS", "differs": "differs", "same": "same"}[status]
-            style = {"blocking": "red", "differs": "yellow", "same": ""}[status]
             both = item.reference if status == "same" else f"{item.reference} / {item.candidate}"
             lines.append(prose(f"  {word:<8}{item.check}: ", both, style=style, width=10))
             if item.detail:
@@ -176,19 +135,12 @@ def _coverage_lines(report: Report, *, all_sites: bool, verbose: bool) -> list[L
     ]
     lines += columns(passes, widest=66)
     shown = coverage.unmatched if all_sites else coverage.unmatched[:MAX_UNMATCHED]
-    lines += columns(
-        [
-            (
-                {"reference": "only reference", "candidate": "only candidate", "both": "skipped"}[
-                    item.side
-                ],
-                f"{item.site} ({item.pass_}, sample {item.sample}, step {item.step})",
-                item.reason,
-            )
-            for item in shown
-        ],
-        widest=66,
-    )
+    words = {"reference": "only reference", "candidate": "only candidate", "both": "skipped"}
+    rows = [
+        (words[i.side], f"{i.site} ({i.pass_}, sample {i.sample}, step {i.step})", i.reason)
+        for i in shown
+    ]
+    lines += columns(rows, widest=66)
     if len(shown) < len(coverage.unmatched):
         more = len(coverage.unmatched) - len(shown)
         lines.append(line((f"  … {more:,} more (--all lists them)", "dim")))
@@ -225,7 +177,7 @@ def _next_lines(commands: list[str]) -> list[Line]:
 _ORDER = ("tokens", "blocks", "suite", "operators", "precision", "ends", "ranks")
 
 
-def shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
+def _shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
     """The sections of all analyses that have a ``show`` module, others behind those of _ORDER."""
     lines = []
     for name in dict.fromkeys((*_ORDER, *answer.ANALYSES)):
@@ -240,21 +192,13 @@ MAX_LISTED = 12
 
 def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> list[Line]:
     """PASSED or FAILED with each rule that is not met and each known difference, then the report
-    it rests on; ``brief``: without that.
-
-    ``result``: a CheckResult of divergence.gate.check, which may open runs and is
-    therefore not imported here.
-    """
-    policy = result.policy
-    if result.passed:
-        head = line(("PASSED", "bold green"), f": policy {policy.name or 'given'} is met")
-    else:
-        head = line(
-            ("FAILED", "bold red"),
-            f": {count(len(result.failures), 'failure')} of policy {policy.name or 'given'}",
-        )
+    it rests on; ``brief``: without that. ``result``: a CheckResult of divergence.gate.check."""
+    name = f"policy {result.policy.name or 'given'}"
+    failures = count(len(result.failures), "failure")
+    lines = [line(("PASSED", "bold green"), f": {name} is met")]
+    if not result.passed:
+        lines = [line(("FAILED", "bold red"), f": {failures} of {name}")]
     shown = result.failures if verbose else result.failures[:MAX_LISTED]
-    lines = [head]
     lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
     if len(shown) < len(result.failures):
         more = len(result.failures) - len(shown)
@@ -263,9 +207,8 @@ def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> l
     if brief:
         return lines
     if result.num_ties:
-        what = (
-            f"{count(result.num_ties, 'flipped token')} counted as equal: within the policy's tie"
-        )
+        flipped = count(result.num_ties, "flipped token")
+        what = f"{flipped} counted as equal: within the policy's tie"
         lines.append(prose("  ties: ", what, width=4))
     lines += [prose("  note: ", note, style="yellow", width=4) for note in result.notes]
     return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
@@ -293,20 +236,13 @@ def blessing_lines(blessing: Any) -> list[Line]:
     if blessing.previous is None:
         return [*lines, line("  there was no golden before")]
     lines.append(prose("previous", f"kept as {blessing.previous}"))
+    text, style = f"not compared: {blessing.reason}", "yellow"
     if blessing.verdict is not None:
-        lines.append(
-            prose(
-                "old to new",
-                f"{blessing.verdict}: {blessing.summary}",
-                style=VERDICT_STYLES[blessing.verdict],
-            )
-        )
-    else:
-        lines.append(prose("old to new", f"not compared: {blessing.reason}", style="yellow"))
+        text, style = f"{blessing.verdict}: {blessing.summary}", VERDICT_STYLES[blessing.verdict]
+    lines.append(prose("old to new", text, style=style))
     for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
         shown = ", ".join(sites[:MAX_LISTED])
         more = f", … {len(sites) - MAX_LISTED} more" if len(sites) > MAX_LISTED else ""
-        lines.append(
-            prose(name, f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}")
-        )
+        text = f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}"
+        lines.append(prose(name, text))
     return lines

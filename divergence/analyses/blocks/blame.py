@@ -36,14 +36,7 @@ from divergence.words import Side, SideOrBoth
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "TABLES",
-    "Blame",
-    "forward_controls",
-    "least_of",
-    "questions",
-    "usages",
-]
+__all__ = ["TABLES", "Blame", "forward_controls", "least_of", "questions", "usages"]
 
 TABLES = "rotary"  # computed from float32 angles: the convention is off the truth by position x u
 _LEAST_FAMILY = 0.05
@@ -119,7 +112,7 @@ def _typical(
     widened: float,
     thresholds: Thresholds,
 ) -> Blame:
-    least = least_of(mine, family, thresholds)
+    least = least_of(family, thresholds)
     w = mine.w(least)
     control = statistics.median(o.w(least) for o in family) if family else (lone_w or 1.0)
     room = thresholds.truth_sibling if family else thresholds.truth_lone
@@ -136,10 +129,8 @@ def _typical(
 
 def forward_controls(family: Sequence[TruthStats], thresholds: Thresholds) -> list[Controls]:
     """What a family shows for the forwards of each of its members."""
-    values = []
-    for one in family:
-        least = least_of(one, list(family) if len(family) >= 3 else [], thresholds)
-        values.append({at: forward.w(least) for at, forward in one.forwards.items()})
+    least = least_of(family if len(family) >= 3 else [], thresholds)
+    values = [{at: f.w(least) for at, f in stats.forwards.items()} for stats in family]
     return controls(values, _apart, own=True)
 
 
@@ -155,7 +146,7 @@ def usages(
     there is but one forward, which is judged as a whole."""
     if len(mine.forwards) < 2:
         return {}
-    least = least_of(mine, family, thresholds)
+    least = least_of(family, thresholds)
     room = thresholds.truth_sibling if family else thresholds.truth_lone
     found: dict[PromptStep, tuple[float, float, float]] = {}
     for place, forward in mine.forwards.items():
@@ -198,7 +189,7 @@ def _forward(
     return [Blame("reference", "forward", value, control, limit, at, place=place)]
 
 
-def least_of(mine: TruthStats, family: list[TruthStats], thresholds: Thresholds) -> float:
+def least_of(family: Sequence[TruthStats], thresholds: Thresholds) -> float:
     """Added to both errors, in floor units: two tiny errors make no large ratio."""
     if not family:
         return LEAST_LONE

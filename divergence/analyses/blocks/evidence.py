@@ -1,9 +1,4 @@
-"""Evidence: what a verdict rests on, in words and numbers.
-
-What a verdict about one site rests on.
-
-The commands that give certainty about blocks, or go deeper.
-"""
+"""What the verdict about a unit rests on, in words and numbers, and what to run next."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ __all__ = ["JudgedUnits", "find", "judge_units", "limits_used"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedUnits:
-    """The sites of the pass that counts, held against their limits."""
+    """The units of the pass that counts, held against their limits."""
 
     units: list[Unit]
     flagged: list[Unit]
@@ -75,9 +75,8 @@ def judge_units(measured: Measured) -> JudgedUnits:
     unanchored: list[int] = []
     if measured.anchored:
         covered = {(s.sample, s.step) for s in measured.sites if s.pass_ == "anchored"}
-        rest = [
-            s for s in measured.sites if s.pass_ == "free" and (s.sample, s.step) not in covered
-        ]
+        free = (s for s in measured.sites if s.pass_ == "free")
+        rest = [s for s in free if (s.sample, s.step) not in covered]
         units += build_units(rest, "free")
         unanchored = sorted({s.step for s in rest})
     flagged, excused = find_suspects(
@@ -232,11 +231,8 @@ def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Fi
     if family is not None:
         side = _side(family.members)
         evidence = [_family_evidence(family), *evidence]
-        what = (
-            "what is special there?"
-            if only_in(first)
-            else "a kernel or a precision setting, not one layer"
-        )
+        what = "a kernel or a precision setting, not one layer"
+        what = "what is special there?" if only_in(first) else what
         summary = (
             f"every {family.name} differs by more than rounding, from {first.first.site} "
             f"on{only_in(first)}: {what}"
@@ -290,33 +286,23 @@ def _others(flagged: list[Unit], first: Unit) -> list[Evidence]:
 
 def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
     """What feeds the onset passes; and whether it shows in decode steps alone."""
-    found: list[Evidence] = []
-    inner = first.results[0].role == "inner"
-    if inner and first.pass_ != "free":
-        place = order_of(first.first)
-        before = [
-            unit
-            for unit in units
-            if unit.why is None
-            and unit.phase == first.phase
-            and unit.results[0].block == first.results[0].block
-            and order_of(unit.results[0]) < place
-        ]
+    texts: list[str] = []
+    healthy = [unit for unit in units if unit.why is None]
+    if first.results[0].role == "inner" and first.pass_ != "free":
+        place, block = order_of(first.first), first.results[0].block
+        inside = (u for u in healthy if u.phase == first.phase and u.results[0].block == block)
+        before = [unit for unit in inside if order_of(unit.results[0]) < place]
         if before:
             last = max(before, key=lambda unit: order_of(unit.results[0]))
-            found.append(
-                Evidence(text=f"the last site before it in this block that passes: {last.site}")
-            )
+            texts.append(f"the last site before it in this block that passes: {last.site}")
     if first.phase == "decode":
         same = [u for u in units if u.site == first.site and u.phase == "prefill"]
         if same and all(unit.why is None for unit in same):
-            found.append(
-                Evidence(
-                    text="the prefill passes there: look at what is kept between steps (KV cache, "
-                    "positions, recurrent state) and at kernels for one token"
-                )
+            texts.append(
+                "the prefill passes there: look at what is kept between steps (KV cache, "
+                "positions, recurrent state) and at kernels for one token"
             )
-    return found
+    return [Evidence(text=text) for text in texts]
 
 
 def _below_floor(measured: Measured, escalation: Escalation) -> Finding:

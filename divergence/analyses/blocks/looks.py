@@ -28,13 +28,7 @@ import numpy as np
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.results.sites import SiteResult, num_rows
 
-__all__ = [
-    "FEW_ROWS",
-    "Controls",
-    "Look",
-    "controls",
-    "looks_of",
-]
+__all__ = ["FEW_ROWS", "Controls", "Look", "controls", "looks_of"]
 
 FEW_ROWS = 8
 """With fewer rows the typical row is held to the limits of a single token."""

@@ -1,12 +1,10 @@
-"""Within the floor: nothing stands out, and how near the nearest came.
+"""Within rounding: how near the nearest unit came to its limit, and what stands out all the same.
 
-Stand-outs: blocks that differ by more than other blocks or kernels do, though within rounding.
-
-They are places to look first, never verdicts: a coarser sum in one block of twelve, say, whose
-error a 16-bit dtype hides. A site stands out where its typical token's error in the anchored pass
-is over ``standout`` times the median of its siblings', or where it was beyond a limit and both
-sides turned out equally near the truth. One look counts once: of a block's sites the first in
-execution order is named.
+A stand-out is a block that differs by more than other blocks or kernels do, though within rounding:
+a place to look first, never a verdict (a coarser sum in one block of twelve, say, whose error a
+16-bit dtype hides). A site stands out where its typical token's error in the anchored pass is over
+``standout`` times the median of its siblings', or where it was beyond a limit and both sides turned
+out equally near the truth. Of a block's sites the first in execution order is named.
 
 All blocks together stand out where one side is farther from the truth in all of them, by their
 median W beyond ``truth_standout``: a kernel that is wrong everywhere has no healthy siblings.
@@ -21,7 +19,7 @@ from dataclasses import dataclass
 from divergence.analyses.blocks.blame import least_of
 from divergence.analyses.blocks.evidence import next_commands
 from divergence.analyses.blocks.suspects import Escalation
-from divergence.analyses.blocks.units import Kind, Unit, num_values
+from divergence.analyses.blocks.units import Unit, families_of, num_values
 from divergence.comparison.decide import check
 from divergence.comparison.measure.unmeasured import is_unmeasured
 from divergence.comparison.measured import Measured
@@ -44,21 +42,20 @@ def within_rounding(
 ) -> Finding:
     judged = [unit for unit in units if unit.results]
     unmeasured = [site for site in measured.sites if is_unmeasured(site)]
+    reason = None
     if unmeasured and not any(site.ratio for site in measured.sites):
         first = min(unmeasured, key=order_of)
-        return Finding(
-            claim="not_known",
-            kind="undetermined",
-            summary=f"the two differ, first at {first.site} (step {first.step}), but by how much "
-            "is not known: only digests or statistics of it were kept",
-            rests_on=[check("measured", False, "")],
-            next=next_commands(measured, None, escalated=bool(escalation.judged)),
+        reason = (
+            f"the two differ, first at {first.site} (step {first.step}), but by how much is not "
+            "known: only digests or statistics of it were kept"
         )
-    if not judged:
+    elif not judged:
+        reason = "the runs differ, but nothing that rounds was compared"
+    if reason is not None:
         return Finding(
             claim="not_known",
             kind="undetermined",
-            summary="the runs differ, but nothing that rounds was compared",
+            summary=reason,
             rests_on=[check("measured", False, "")],
             next=next_commands(measured, None, escalated=bool(escalation.judged)),
         )
@@ -75,29 +72,21 @@ def within_rounding(
                 values={"limit_usage": closest.limit_usage, "num_judged": len(against_truth)},
             )
         )
-    for unit in excused[:3]:
-        evidence.append(
-            Evidence(
-                text=f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
-                "rounding model, but are equally near the truth: a legitimate difference"
-            )
+    evidence += [
+        Evidence(
+            text=f"{unit.site} ({unit.phase}): the sides differ by {unit.typical:.1f} × the "
+            "rounding model, but are equally near the truth: a legitimate difference"
         )
+        for unit in excused[:3]
+    ]
     evidence += escalation.healthy()
-    deeper = measured.narrow and bool(measured.advice.escalate())
-    if deeper and sure and not escalation.judged:
-        evidence.append(
-            Evidence(
-                text="what is smaller than this dtype's floor stays invisible without an "
-                "escalated pass: see next"
-            )
-        )
-    elif measured.narrow and measured.advice.divided and sure and not escalation.judged:
-        evidence.append(
-            Evidence(
-                text="what is smaller than this dtype's floor stays invisible without an "
-                "escalated pass, which takes a candidate that one process runs"
-            )
-        )
+    if measured.narrow and sure and not escalation.judged:
+        hidden = "what is smaller than this dtype's floor stays invisible without an escalated pass"
+        if measured.advice.escalate():
+            evidence.append(Evidence(text=f"{hidden}: see next"))
+        elif measured.advice.divided:
+            divided = f"{hidden}, which takes a candidate that one process runs"
+            evidence.append(Evidence(text=divided))
     # of what is estimated the truth judges nothing, and so says nothing of either side
     estimated = any(result.estimated for unit in judged for result in unit.results)
     told = sure and bool(against_truth) and not measured.partial and not estimated
@@ -117,15 +106,13 @@ def within_rounding(
             check("escalated", escalation.complete, "no escalated pass shows what a 16-bit dtype "
                   "hides", made=False)
         )  # fmt: skip
+    more = "makes an error beyond the floor"
+    if not sure:
+        more = "adds more than rounding explains (judged from free runs)"
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        summary="the runs differ by no more than rounding explains: "
-        + (
-            "no block makes an error beyond the floor"
-            if sure
-            else "no block adds more than rounding explains (judged from free runs)"
-        ),
+        summary=f"the runs differ by no more than rounding explains: no block {more}",
         rests_on=checks,
         side="neither" if told and not any(one.side for one in standouts) else None,
         evidence=evidence,
@@ -220,12 +207,9 @@ def find_standouts(
     units: Sequence[Unit], excused: Sequence[Unit], thresholds: Thresholds
 ) -> list[StandOut]:
     """In execution order, one a block; ``excused``: beyond a limit, yet equally near the truth."""
-    families: dict[Kind, list[Unit]] = {}
-    for unit in units:
-        if unit.pass_ == "anchored" and unit.kind[0] == "block":
-            families.setdefault(unit.kind, []).append(unit)
     found: list[StandOut] = []
-    for family in families.values():
+    anchored = (u for u in units if u.pass_ == "anchored" and u.kind[0] == "block")
+    for family in families_of(anchored):
         for unit in family if len(family) >= 4 else ():
             usual = statistics.median(o.typical for o in family if o is not unit)
             times = unit.typical / max(usual, _SEEN)
@@ -247,8 +231,8 @@ def _all_of(family: Sequence[Unit], thresholds: Thresholds) -> list[StandOut]:
     stats = [unit.stats for unit in family if unit.stats is not None]
     if len(stats) < max(3, len(family)):
         return []
-    ratios = [one.w(least_of(one, stats, thresholds)) for one in stats]
-    middle = statistics.median(ratios)
+    least = least_of(stats, thresholds)
+    middle = statistics.median(one.w(least) for one in stats)
     times = max(middle, 1 / max(middle, 1e-300))
     width = spread(sum(one.num_values for one in stats))
     if times <= thresholds.truth_standout * width * max(unit.widened for unit in family):

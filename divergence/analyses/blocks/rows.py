@@ -14,15 +14,7 @@ from typing import NamedTuple
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
 
-__all__ = [
-    "Elision",
-    "Row",
-    "elide",
-    "escalated_ratios",
-    "main_pass",
-    "phase_rows",
-    "phases",
-]
+__all__ = ["Elision", "Row", "elide", "escalated_ratios", "main_pass", "phase_rows", "phases"]
 
 MAX_ROWS = 40
 NUM_AROUND = 4

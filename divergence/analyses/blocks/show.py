@@ -1,11 +1,4 @@
-"""Blocks in a report: prompts by their worst site, nan and inf, and the table of sites.
-
-The table of prompts: each with the site that uses most of its limits, and how much.
-
-So that "prompt 2 alone is off" is on the first screen. Nothing for a single prompt.
-
-The table of a report: one row per block, at most 100 columns wide.
-"""
+"""Blocks in a report: prompts by their worst site, nan and inf, and the table of sites."""
 
 from __future__ import annotations
 
@@ -62,15 +55,9 @@ def _nonfinite_lines(sites: list[SiteResult], *, all_sites: bool) -> list[Line]:
     for site in shown:
         n = site.nonfinite
         assert n is not None
-        rows.append(
-            (
-                site.site,
-                site.pass_,
-                str(site.step),
-                f"{n.reference_nan:,}/{n.reference_inf:,}",
-                f"{n.candidate_nan:,}/{n.candidate_inf:,}",
-            )
-        )
+        reference = f"{n.reference_nan:,}/{n.reference_inf:,}"
+        candidate = f"{n.candidate_nan:,}/{n.candidate_inf:,}"
+        rows.append((site.site, site.pass_, str(site.step), reference, candidate))
     lines += columns(rows, widest=42)
     if len(shown) < len(found):
         lines.append(line((f"  … {len(found) - len(shown)} more (--all lists them)", "dim")))
@@ -264,10 +251,10 @@ def _row(
         cells.append(times(left).rjust(8))
     if with_worst:
         cells.append(times(right).rjust(8))
-    if escalated:
-        filled = times(escalated.get(row.site)).rjust(10)
-    else:
-        filled = _bar(main, with_floor=with_floor) if main is not None else ""
+    filled = times(escalated.get(row.site)).rjust(10) if escalated else ""
+    if main is not None and not escalated:
+        scale = (main.ratio, RATIO_DECADES) if with_floor else (main.rel_l2, REL_L2_DECADES)
+        filled = bar(*scale)
     tail = f"  {decimal(row.free.rel_l2 if row.free else None).rjust(7)}" if with_free else ""
     return line(
         f" {mark} ",
@@ -286,9 +273,3 @@ def _at(site: SiteResult, phase: str) -> int | str:
     if phase == "decode":
         return site.step
     return "-" if site.worst_position is None else site.worst_position
-
-
-def _bar(site: SiteResult, *, with_floor: bool) -> str:
-    if with_floor:
-        return bar(site.ratio, RATIO_DECADES)
-    return bar(site.rel_l2, REL_L2_DECADES)

@@ -1,23 +1,20 @@
-"""Suspects: the units that a pass makes answer for something, and which side of them.
+"""Suspects: the units beyond what rounding explains, and which side of them is wrong.
 
-Without a truth the difference of the two sides is held against a rounding model and
-against the siblings (blocks.units). With one, each side's own error is (blocks.blame);
-then a difference between the sides counts only where one of them is the farther from what
-is right: two equally good answers may differ, which is a legitimate difference.
+Without a truth the difference of the two sides is held against a rounding model and against the
+siblings (blocks.units). With one, each side's own error is (blocks.blame); then a difference
+counts only where one side is the farther from what is right: two equally good answers may differ.
 
-Escalation: the anchored pass once more in float32, held against the float32 floor.
-
-A 16-bit dtype hides what is smaller than its own rounding. In float32 a wrong formula or
-wrong data exceeds the floor a hundredfold, while what only the kernels of the 16-bit
-dtype do wrong is gone: the same machine, the same inputs, another dtype. So the two
-passes together tell one from the other.
+The escalated pass is the anchored one in float32, held against the float32 floor. A 16-bit dtype
+hides what is smaller than its own rounding. In float32 a wrong formula or wrong data exceeds the
+floor a hundredfold, and what only the 16-bit kernels do wrong is gone, so the two passes together
+tell one from the other.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -30,7 +27,14 @@ from divergence.analyses.blocks.blame import (
     usages,
 )
 from divergence.analyses.blocks.looks import FEW_ROWS, Controls
-from divergence.analyses.blocks.units import Unit, build_units, flag
+from divergence.analyses.blocks.units import (
+    Unit,
+    block_outputs,
+    build_units,
+    families_of,
+    flag,
+    medians,
+)
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth import SamplesBySite
 from divergence.comparison.measure.truth_stats import TruthStats, stats_of
@@ -59,9 +63,9 @@ def find_suspects(
         used = (shown or {}).get((unit.pass_, unit.site, unit.phase), 0.0)
         unit.widened = max(1.0, thresholds.widen * used)
     flag(units, routed=routed, thresholds=thresholds)
-    if truth_samples is None:
-        return [unit for unit in units if unit.why is not None], []
-    excused = _blame_all(units, truth_samples, routed, thresholds)
+    excused: list[Unit] = []
+    if truth_samples is not None:
+        excused = _blame_all(units, truth_samples, routed, thresholds)
     return [unit for unit in units if unit.why is not None], excused
 
 
@@ -76,12 +80,9 @@ def _blame_all(
         unit.stats = samples.once(stats_of)
         if unit.stats is not None:
             judged.append(unit)
-    families: dict[tuple[object, ...], list[Unit]] = {}
-    for unit in judged:
-        families.setdefault((unit.pass_, *unit.kind), []).append(unit)
     block_w, at_blocks = _block_w(judged, thresholds), _block_forwards(judged, thresholds)
     excused: list[Unit] = []
-    for family in families.values():
+    for family in families_of(judged):
         held = [Controls(at_blocks, 1.0) for _ in family]
         if len(family) >= 3:
             held = forward_controls(_stats_of(family), thresholds)
@@ -170,7 +171,8 @@ def _blame_family(family: list[Unit], thresholds: Thresholds) -> None:
     if len(family) < 3:
         return
     family_stats = _stats_of(family)
-    ratios = [s.w(least_of(s, family_stats, thresholds)) for s in family_stats]
+    least = least_of(family_stats, thresholds)
+    ratios = [stats.w(least) for stats in family_stats]
     middle = statistics.median(ratios)
     limit = thresholds.truth_systematic
     if max(middle, 1 / middle) <= limit * max(unit.widened for unit in family):
@@ -191,14 +193,12 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
     if len(family) < 3:
         return
     family_stats = _stats_of(family)
-    least = {id(s): least_of(s, family_stats, thresholds) for s in family_stats}
+    least = least_of(family_stats, thresholds)
     places = [place for place in family_stats[0].forwards
               if all(place in s.forwards for s in family_stats)]  # fmt: skip
     if len(places) < 2:
         return
-    middle = {
-        at: statistics.median(s.forwards[at].w(least[id(s)]) for s in family_stats) for at in places
-    }
+    middle = {at: statistics.median(s.forwards[at].w(least) for s in family_stats) for at in places}
     widened = max(unit.widened for unit in family)
     for place in places:
         usual = statistics.median(middle[other] for other in places if other != place)
@@ -213,7 +213,7 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
             continue
         side: Side = "candidate" if over > 1 else "reference"
         for unit, stats in zip(family, family_stats, strict=True):
-            own = stats.forwards[place].w(least[id(stats)]) / max(usual, 1e-300)
+            own = stats.forwards[place].w(least) / max(usual, 1e-300)
             value = own if over > 1 else 1 / max(own, 1e-300)
             if value <= limit / thresholds.truth_confirm or unit.why == "typical":
                 continue
@@ -226,40 +226,30 @@ def _blame_forwards(family: list[Unit], thresholds: Thresholds) -> None:
                     look.usage = max(look.usage, value / limit, 1.0 + 1e-9)
 
 
+def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
+    """By phase, the median W of the blocks' outputs."""
+    ratios: list[tuple[str, float]] = []
+    for phase in ("prefill", "decode"):
+        blocks = _stats_of(unit for unit in block_outputs(units) if unit.phase == phase)
+        least = least_of(blocks, thresholds)
+        ratios += [(phase, stats.w(least)) for stats in blocks]
+    return medians(ratios)
+
+
 def _block_forwards(units: list[Unit], thresholds: Thresholds) -> dict[PromptStep, float]:
     """The same for each forward."""
-    blocks = [
-        unit.stats for unit in units
-        if unit.kind[0] == "block" and not unit.kind[1] and unit.stats is not None
-    ]  # fmt: skip
-    found: dict[PromptStep, list[float]] = {}
-    for stats in blocks:
-        least = least_of(stats, blocks, thresholds)
-        for place, forward in stats.forwards.items():
-            found.setdefault(place, []).append(forward.w(least))
-    return {place: statistics.median(them) for place, them in found.items() if len(them) >= 3}
+    blocks = _stats_of(block_outputs(units))
+    least = least_of(blocks, thresholds)
+    return medians((at, f.w(least)) for stats in blocks for at, f in stats.forwards.items())
 
 
-def _block_w(units: list[Unit], thresholds: Thresholds) -> dict[str, float]:
-    """By phase, the median W of the blocks' outputs, where at least three tell."""
-    found: dict[str, list[TruthStats]] = {}
-    for unit in units:
-        if unit.kind[0] == "block" and not unit.kind[1] and unit.stats is not None:
-            found.setdefault(unit.phase, []).append(unit.stats)
-    return {
-        phase: statistics.median(s.w(least_of(s, them, thresholds)) for s in them)
-        for phase, them in found.items()
-        if len(them) >= 3
-    }
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Escalation:
     """``judged``: sides whose escalated pass was compared (None: both with each other)."""
 
-    units: list[Unit] = field(default_factory=list)
-    flagged: list[Unit] = field(default_factory=list)
-    judged: set[Side | None] = field(default_factory=set)
+    units: list[Unit]
+    flagged: list[Unit]
+    judged: set[Side | None]
 
     @property
     def complete(self) -> bool:
@@ -322,12 +312,13 @@ def judge_escalated(
         for name in ("typical", "sibling", "lone", "token", "token_sibling")
     }
     wider = msgspec.structs.replace(thresholds, **limits)
-    found = Escalation()
+    units: list[Unit] = []
+    flagged: list[Unit] = []
     escalated = [s for s in sites if s.pass_ == "escalated"]
-    for of in sorted({site.of for site in escalated}, key=str):
+    sides = sorted({site.of for site in escalated}, key=str)
+    for of in sides:
         mine = [s for s in escalated if s.of == of and TABLES not in (s.kind or "").lower()]
-        units = build_units(mine, "escalated")
-        found.judged.add(of)
-        found.units += units
-        found.flagged += flag(units, routed=routed, thresholds=wider)
-    return found
+        built = build_units(mine, "escalated")
+        units += built
+        flagged += flag(built, routed=routed, thresholds=wider)
+    return Escalation(units, flagged, set(sides))

@@ -3,8 +3,7 @@
 A unit has *siblings*: the units of its kind (the same class of block, or the same
 place inside it), measured in the same pass and phase. They share dtype, shapes and
 kernels, so they are the controls of an experiment in which one block is suspected.
-
-Families: units of one kind. All of a kind off is a kernel or a setting, not a layer.
+All of a kind beyond their limits is a *family*: a kernel or a setting, not a layer.
 """
 
 from __future__ import annotations
@@ -12,16 +11,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from divergence.analyses.blocks.blame import Blame
-from divergence.analyses.blocks.looks import (
-    FEW_ROWS,
-    Look,
-    controls,
-    looks_of,
-)
+from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
@@ -30,7 +25,12 @@ from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.site import ROOT, module_of
 from divergence.words import SideOrBoth
 
-__all__ = ["Family", "Kind", "Unit", "build_units", "find_family", "flag", "num_values"]
+__all__ = [
+    "Family", "Kind", "Unit", "block_outputs", "build_units", "families_of", "find_family", "flag",
+    "medians", "num_values",
+]  # fmt: skip
+
+_Key = TypeVar("_Key")
 
 Kind = tuple[str, str, str, str | None, str, str] | tuple[str, str, str, str | None, str]
 """(block, place inside it, port, class, phase, stack of blocks) or (trunk, path, port, class,
@@ -82,18 +82,15 @@ class Unit:
         """By how much the unit is beyond its limits: of the two that agree, the larger one."""
         if self.blame is None:
             return self.between
-        return (
-            self.blame.limit_usage
-            if self.blame.side == "both"
-            else max(self.blame.limit_usage, self.between)
-        )
+        if self.blame.side == "both":
+            return self.blame.limit_usage
+        return max(self.blame.limit_usage, self.between)
 
     @property
     def beyond(self) -> list[Look]:
         """The looks that are beyond a limit, in execution order."""
-        return sorted(
-            (look for look in self.looks if look.usage > 1), key=lambda x: order_of(x.result)
-        )
+        beyond = (look for look in self.looks if look.usage > 1)
+        return sorted(beyond, key=lambda look: order_of(look.result))
 
     @property
     def side(self) -> SideOrBoth | None:
@@ -108,11 +105,8 @@ class Unit:
         if self.blame is not None and self.blame.why in ("forward", "token", "sink"):
             return self.blame.at
         if self.why in ("token", "sink"):
-            beyond = [
-                r
-                for r in self.results
-                if max(r.ratio_max or 0, r.ratio_sink or 0) > self.worst_limit
-            ]
+            limit = self.worst_limit
+            beyond = [r for r in self.results if max(r.ratio_max or 0, r.ratio_sink or 0) > limit]
         else:
             beyond = [r for r in self.results if (r.ratio or 0) > self.limit]
         return min(beyond or self.results, key=order_of)
@@ -152,18 +146,16 @@ def flag(
     """Set limits and flags; returns the flagged units in execution order.
 
     A unit is flagged where its typical ratio is beyond ``typical`` absolutely, or beyond
-    ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where
-    it has none); or where a single token is beyond both token
-    limits (not in ``routed`` blocks: there, rounding may send a token to another expert); or
-    where one forward of one prompt is beyond the limit that holds for as many looks
-    (blocks.looks). Limits are wider where few numbers are
+    ``sibling`` times that of its siblings (``lone`` times that of all blocks' outputs, where it has
+    none); or where a single token is beyond both token limits (not in ``routed`` blocks: there,
+    rounding may send a token to another expert); or where one forward of one prompt is beyond the
+    limit that holds for as many looks (blocks.looks). Limits are wider where few numbers are
     judged.
     """
-    families: dict[tuple[object, ...], list[Unit]] = {}
-    for unit in units:
-        families.setdefault((unit.pass_, *unit.kind), []).append(unit)
-    blocks, at_blocks = _block_controls(units), _block_looks(units)
-    for family in families.values():
+    outputs = block_outputs(units)
+    blocks = medians((unit.phase, unit.typical) for unit in outputs)
+    at_blocks = medians((look.place, look.typical) for unit in outputs for look in unit.looks)
+    for family in families_of(units):
         _hold_looks(family, blocks, at_blocks, routed, thresholds)
         for unit in family:
             others = [other for other in family if other is not unit]
@@ -248,24 +240,25 @@ def _num_columns(result: SiteResult) -> int:
     return result.shape[-1] if result.shape else 1
 
 
-def _block_controls(units: list[Unit]) -> dict[str, float]:
-    """By phase, the median typical ratio of the blocks' outputs in the anchored pass, where at
-    least three tell."""
-    found: dict[str, list[float]] = {}
+def families_of(units: Iterable[Unit]) -> list[list[Unit]]:
+    """Units that are each other's siblings, together."""
+    families: dict[tuple[object, ...], list[Unit]] = {}
     for unit in units:
-        if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
-            found.setdefault(unit.phase, []).append(unit.typical)
-    return {phase: statistics.median(them) for phase, them in found.items() if len(them) >= 3}
+        families.setdefault((unit.pass_, *unit.kind), []).append(unit)
+    return list(families.values())
 
 
-def _block_looks(units: list[Unit]) -> dict[PromptStep, float]:
-    """The same for each forward of each prompt."""
-    found: dict[PromptStep, list[float]] = {}
-    for unit in units:
-        if unit.pass_ != "free" and unit.kind[0] == "block" and not unit.kind[1]:
-            for look in unit.looks:
-                found.setdefault(look.place, []).append(look.typical)
-    return {place: statistics.median(them) for place, them in found.items() if len(them) >= 3}
+def block_outputs(units: Iterable[Unit]) -> list[Unit]:
+    """The blocks' own outputs where blocks got equal inputs."""
+    return [u for u in units if u.pass_ != "free" and u.kind[0] == "block" and not u.kind[1]]
+
+
+def medians(values: Iterable[tuple[_Key, float]]) -> dict[_Key, float]:
+    """The median by key, where at least three values tell."""
+    by_key: dict[_Key, list[float]] = {}
+    for key, value in values:
+        by_key.setdefault(key, []).append(value)
+    return {key: statistics.median(them) for key, them in by_key.items() if len(them) >= 3}
 
 
 def _whole(path: str, stacks: set[str]) -> bool:

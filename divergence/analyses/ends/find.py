@@ -1,19 +1,15 @@
-"""The ends: what the code between modules does, sampling, and integers, which do not round.
+"""The ends: what an anchored pass cannot see, since it puts the reference's tensors in place.
+
+What lies between blocks, before the final norm, before and behind the head (ends.seams), what does
+not round (masks, positions and choices: ends.integers), and sampling. Each is exact or nearly so,
+and judged on each side by itself.
 
 An integer that differs before the first block that is beyond its limit is its cause, and so is the
 verdict. What is made between modules is seen in free runs: it comes after what equal inputs show in
 a block, and before what free runs seem to say of later blocks. Whatever is not the verdict stands
 in its evidence.
 
-The ends: what an anchored pass cannot see, since it puts the reference's tensors in place.
-
-What lies between blocks, before the final norm, before and behind the head (ends.seams), in
-sampling (ends.sampling), and what is no number that rounds: masks and positions
-(ends.integers). Each is exact or nearly so, and judged on each side by itself.
-
-Sampling: is each token the largest of the logits that decided it, on each side by itself?
-
-Decoding is greedy, so a choice follows from its own row of logits exactly; no rounding lies between
+Decoding is greedy, so a token follows from its own row of logits exactly; no rounding lies between
 them. Only where several logits are equal is any of them right. A row with a nan decides nothing.
 """
 
@@ -25,41 +21,41 @@ from typing import TYPE_CHECKING
 
 from divergence.analyses.ends.integers import Integers, find_integers
 from divergence.analyses.ends.seams import Seam, find_seams
-from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import PromptStep, logits_row
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, Onset, figure
-from divergence.comparison.results.sites import SiteResult, onset_at, order_of
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.comparison.results.sites import onset_at, order_of
 from divergence.run.reader import Run
 from divergence.words import Side
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Ends", "Misfit", "find", "find_ends", "find_misfits", "misfit_in"]
+__all__ = ["find", "misfit_in"]
 
 _SHOWN = 3
 
 
 def find(measured: Measured) -> Answer:
     """At most one finding of each kind: the first in execution order."""
-    ends = find_ends(
-        measured.reference, measured.candidate, measured.alignment, measured.sites,
-        truth=None if measured.truth is None else measured.truth.run,
-        thresholds=measured.thresholds,
-    )  # fmt: skip
-    unequal, broken, misfits = ends.unequal, ends.broken, ends.misfits
-    found = []
+    seams, integers = find_seams(measured), find_integers(measured)
+    broken = sorted((s for s in seams if s.beyond), key=lambda seam: order_of(seam.result))
+    unequal = [one for one in integers if one.judged]
+    unequal.sort(key=lambda one: (order_of(one.result), one.result.pass_ != "anchored"))
+    misfits = _find_misfits(measured.reference, measured.candidate)
+    findings = []
     if unequal:
-        found.append(_unequal(measured, unequal))
+        findings.append(_unequal(measured, unequal))
     if broken:
-        found.append(_broken(measured, broken))
+        findings.append(_broken(measured, broken))
     if misfits:
-        found.append(_misfit(measured, misfits, ends.logits_site or ".:out"))
-    return Answer(findings=found, notes=ends.notes())
+        site = measured.reference.manifest.plan.logits_site or ".:out"
+        findings.append(_misfit(measured, misfits, site))
+    within = [seam for seam in seams if not seam.beyond]
+    unjudged = [one for one in integers if one.choice and not one.judged]
+    return Answer(findings=findings, notes=_notes(within, unjudged))
 
 
 def _unequal(measured: Measured, unequal: Sequence[Integers]) -> Finding:
@@ -93,17 +89,12 @@ def _integer_evidence(one: Integers) -> Evidence:
     )
 
 
-def _one_each(seams: Sequence[Seam]) -> list[Seam]:
-    """The first forward of each place."""
-    found: dict[tuple[str, str], Seam] = {}
-    for seam in seams:
-        found.setdefault((seam.before, seam.site), seam)
-    return list(found.values())
-
-
 def _broken(measured: Measured, broken: Sequence[Seam]) -> Finding:
     first = broken[0]
-    places = _one_each(broken)
+    by_place: dict[tuple[str, str], Seam] = {}
+    for seam in broken:
+        by_place.setdefault((seam.before, seam.site), seam)
+    places = list(by_place.values())
     entered = {s.site for s in measured.sites if s.role == "block" and s.site.endswith(":in")}
     blocks = [seam for seam in places if seam.site in entered]
     many = len(blocks) >= 3 and 2 * len(blocks) > len(entered)
@@ -183,64 +174,26 @@ def _misfit_evidence(misfits: Sequence[Misfit]) -> Evidence:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """What was found; ``logits_site`` of the reference, where its tokens come from."""
-
-    seams: Sequence[Seam] = ()
-    integers: Sequence[Integers] = ()
-    misfits: Sequence[Misfit] = ()
-    logits_site: str | None = None
-
-    @property
-    def broken(self) -> list[Seam]:
-        """Seams beyond their limit, in execution order."""
-        return sorted((s for s in self.seams if s.beyond), key=lambda seam: order_of(seam.result))
-
-    @property
-    def unequal(self) -> list[Integers]:
-        """Integers that are wrong on a side, in execution order."""
-        found = (one for one in self.integers if one.judged)
-        return sorted(found, key=lambda one: (order_of(one.result), one.result.pass_ != "anchored"))
-
-    def notes(self) -> list[str]:
-        """What is no fault by itself and worth knowing."""
-        found: list[str] = []
-        small = {(s.before, s.site, s.by): s for s in self.seams if not s.beyond}
-        for (before, site, by), seam in list(small.items())[:_SHOWN]:
-            how = f"by no more than rounding ({seam.size:.1e})"
-            if seam.limit == float("inf"):
-                how = "and the two sides meet there: other code, the same tensor"
-            found.append(
-                f"between {before} and {site} the {by} changes what the other side hands on, {how}"
-            )
-        choices = [one for one in self.integers if one.choice and not one.judged]
-        if choices:
-            most = max(choices, key=lambda one: one.num_different / max(1, one.num_compared))
-            found.append(
-                f"choices made of numbers differ at {len({c.result.site for c in choices})} sites, "
-                f"most at {most.result.site}: {most.num_different} of {most.num_compared} tokens; "
-                "rounding may decide them, so they are judged by their scores"
-            )
-        return found
-
-
-def find_ends(
-    a: Run,
-    b: Run,
-    alignment: Alignment,
-    sites: Sequence[SiteResult],
-    *,
-    truth: Run | None,
-    thresholds: Thresholds,
-) -> Ends:
-    """Look at everything that no pass of blocks shows."""
-    return Ends(
-        seams=find_seams(a, b, alignment, sites, truth=truth, thresholds=thresholds),
-        integers=find_integers(a, b, alignment, sites, truth=truth),
-        misfits=find_misfits(a, b),
-        logits_site=a.manifest.plan.logits_site,
-    )
+def _notes(seams: Sequence[Seam], choices: Sequence[Integers]) -> list[str]:
+    """What is no fault by itself and worth knowing. ``seams``: within their limits; ``choices``:
+    of which nothing more is known than that they differ."""
+    notes: list[str] = []
+    small = {(seam.before, seam.site, seam.by): seam for seam in seams}
+    for (before, site, by), seam in list(small.items())[:_SHOWN]:
+        how = f"by no more than rounding ({seam.size:.1e})"
+        if seam.limit == float("inf"):
+            how = "and the two sides meet there: other code, the same tensor"
+        notes.append(
+            f"between {before} and {site} the {by} changes what the other side hands on, {how}"
+        )
+    if choices:
+        most = max(choices, key=lambda one: one.num_different / max(1, one.num_compared))
+        notes.append(
+            f"choices made of numbers differ at {len({c.result.site for c in choices})} sites, "
+            f"most at {most.result.site}: {most.num_different} of {most.num_compared} tokens; "
+            "rounding may decide them, so they are judged by their scores"
+        )
+    return notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,11 +207,10 @@ class Misfit:
     behind: float
 
 
-def find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
+def _find_misfits(reference: Run, candidate: Run) -> list[Misfit]:
     """In the order of samples and steps; nothing of runs that recorded no logits."""
     found: list[Misfit] = []
-    sides: tuple[tuple[Side, Run], ...]
-    sides = (("reference", reference), ("candidate", candidate))
+    sides: tuple[tuple[Side, Run], ...] = ("reference", reference), ("candidate", candidate)
     for side, run in sides:
         other = candidate if run is reference else reference
         if run.manifest.plan.replayed_pass is not None or run.manifest.plan.logits_site is None:

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import Pair, Pieces
+from divergence.comparison.measured import Measured
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
@@ -57,19 +57,14 @@ class Integers:
     side: Side | None = None
 
 
-def find_integers(
-    a: Run,
-    b: Run,
-    alignment: Alignment,
-    sites: Sequence[SiteResult],
-    *,
-    truth: Run | None,
-) -> list[Integers]:
+def find_integers(measured: Measured) -> list[Integers]:
     """All that differ, in the order of the alignment: the anchored pass first."""
-    results = {(s.pass_, s.sample, s.step, s.site): s for s in sites}
+    a, b = measured.reference, measured.candidate
+    truth = None if measured.truth is None else measured.truth.run
+    results = {(s.pass_, s.sample, s.step, s.site): s for s in measured.sites}
     pieces = Pieces(a, b)
     found: list[Integers] = []
-    for pair in alignment.pairs:
+    for pair in measured.alignment.pairs:
         one, two = pair.reference.record, pair.candidate.record
         kinds = {format_named(record.dtype).kind for record in (one, two)}
         if kinds & {"float", "complex"} or not (a.has_bytes(one) and b.has_bytes(two)):
@@ -77,8 +72,10 @@ def find_integers(
         result = results.get((pair.pass_, pair.reference.sample, two.step, one.site))
         if result is None or result.identical:
             continue
-        look = _choice if _is_choice(one, a) else _given
-        difference = look(pair, result, a, b, pieces, truth)
+        if _is_choice(one, a):
+            difference = _choice(pair, result, a, b, pieces)
+        else:
+            difference = _given(pair, result, a, b, pieces, truth)
         if difference is not None:
             found.append(difference)
     return found
@@ -122,18 +119,14 @@ def _given(
         result=result,
         num_different=int(other.sum()),
         num_compared=x.numel() if real is None else int(real.expand_as(other).sum()),
-        reference=_shown(x, first),
-        candidate=_shown(y, first),
+        reference=str(x[first].item()),
+        candidate=str(y[first].item()),
         choice=False,
-        side=_side(a, one, b, two, truth),
+        side=_side(one, two, truth),
     )
 
 
-def _shown(tensor: torch.Tensor, index: tuple[int, ...]) -> str:
-    return str(tensor[index].item())
-
-
-def _side(a: Run, one: Record, b: Run, two: Record, truth: Run | None) -> Side | None:
+def _side(one: Record, two: Record, truth: Run | None) -> Side | None:
     """The side that the truth does not have the integers of."""
     if truth is None:
         return None
@@ -177,9 +170,7 @@ def _real_tokens(
     return real.reshape(view)
 
 
-def _choice(
-    pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces, truth: Run | None
-) -> Integers | None:
+def _choice(pair: Pair, result: SiteResult, a: Run, b: Run, pieces: Pieces) -> Integers | None:
     x, y = pieces.tensor(a, pair.reference), pieces.tensor(b, pair.candidate)
     if x.shape != y.shape or x.ndim < 1:
         return None
@@ -192,10 +183,8 @@ def _choice(
         return None  # the same ones, in another order
     right = [_follows(a, pair.reference.record, x), _follows(b, pair.candidate.record, y)]
     side: Side | None = None
-    if right == [True, False]:
-        side = "candidate"
-    elif right == [False, True]:
-        side = "reference"
+    if set(right) == {True, False}:
+        side = "candidate" if right[0] else "reference"
     first = int(other.nonzero()[0])
     return Integers(
         result=result,

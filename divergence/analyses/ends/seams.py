@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from divergence.comparison.align.pairs import Alignment
 from divergence.comparison.align.pieces import Pair
+from divergence.comparison.measured import Measured
 from divergence.comparison.results.sites import SiteResult
 from divergence.numerics.formats import Format, format_named
 from divergence.numerics.rounding.chance import spread
@@ -74,21 +74,19 @@ class Seam:
         return not self.size <= self.limit
 
 
-def find_seams(
-    a: Run,
-    b: Run,
-    alignment: Alignment,
-    sites: Sequence[SiteResult],
-    *,
-    truth: Run | None,
-    thresholds: Thresholds,
-) -> list[Seam]:
+def find_seams(measured: Measured) -> list[Seam]:
     """Every seam at which something happens, in execution order, within its limit or beyond."""
-    results = {(s.pass_, s.sample, s.step, s.site): s for s in sites}
-    looked = _Looked(a, b, truth, results, thresholds)
+    a, truth = measured.reference, measured.truth
+    looked = _Looked(
+        a=a,
+        b=measured.candidate,
+        truth=None if truth is None else truth.run,
+        results={(s.pass_, s.sample, s.step, s.site): s for s in measured.sites},
+        thresholds=measured.thresholds,
+    )
     found: list[Seam] = []
     first: dict[int, list[Pair]] = {}  # outputs of the first forward, which later ones use again
-    for pairs in _forwards(alignment.pairs, a.manifest):
+    for pairs in _forwards(measured.alignment.pairs, a.manifest):
         sample, step = pairs[0].reference.sample, pairs[0].reference.record.step
         found += looked.in_forward(pairs, first.get(sample, []) if step else [])
         if step == 0:
@@ -228,12 +226,7 @@ class _Looked:
         return max((n for n, p in enumerate(given) if self._is_block(p)), default=0)
 
     def _changed(
-        self,
-        run: Run,
-        record: Record,
-        before: Record,
-        source: Pair,
-        result: SiteResult,
+        self, run: Run, record: Record, before: Record, source: Pair, result: SiteResult
     ) -> Seam | None:
         """What ``run`` does to the tensor that the other side hands on."""
         import torch

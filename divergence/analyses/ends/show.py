@@ -13,36 +13,25 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     rows = []
     for pass_ in ("anchored", "free"):
         for phase in ("prefill", "decode"):
-            group = [
-                site.logits
-                for site in report.sites
-                if site.logits is not None
-                and site.pass_ == pass_
-                and (site.step == 0) == (phase == "prefill")
-            ]
-            if group:
-                rows.append(
-                    (
-                        f"{phase}, {pass_}",
-                        decimal(max(item.kl_mean for item in group)),
-                        decimal(max(item.kl_max for item in group)),
-                        f"{100 * min(item.top1_agreement for item in group):.4g}%",
-                        f"{100 * min(item.top5_overlap for item in group):.4g}%",
-                        fixed(min(item.margin_min for item in group)),
-                        decimal(max(item.chosen_logprob_diff_max for item in group)),
-                    )
-                )
+            sites = [s for s in report.sites if s.pass_ == pass_]
+            sites = [s for s in sites if (s.step == 0) == (phase == "prefill")]
+            group = [site.logits for site in sites if site.logits is not None]
+            if not group:
+                continue
+            row = (
+                f"{phase}, {pass_}",
+                decimal(max(item.kl_mean for item in group)),
+                decimal(max(item.kl_max for item in group)),
+                f"{100 * min(item.top1_agreement for item in group):.4g}%",
+                f"{100 * min(item.top5_overlap for item in group):.4g}%",
+                fixed(min(item.margin_min for item in group)),
+                decimal(max(item.chosen_logprob_diff_max for item in group)),
+            )
+            rows.append(row)
     if not rows:
         return []
-    titles = (
-        "pass",
-        "KL mean",
-        "KL max",
-        "same top 1",
-        "same top 5",
-        "least margin",
-        "chosen Δlogp",
-    )
+    titles = ("pass", "KL mean", "KL max", "same top 1", "same top 5", "least margin",
+              "chosen Δlogp")  # fmt: skip
     return [
         heading("logits", "KL in nats from reference to candidate; the worst of all steps"),
         *columns([titles, *rows]),

@@ -1,10 +1,11 @@
 """Operators measured: each call of the reference, its partner, and what is right there.
 
-What is right at each call of the reference: the same call of the float64 run.
+Right is what the same call of the float64 run gave; in a run computed in float64, its own result.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
@@ -49,7 +50,7 @@ class OperatorUnit:
     forwards: list[tuple[Forward, Match, OperatorErrors | None]] = field(default_factory=list)
     num_equal: int = 0
     num_codes: int = 0
-    codes: Codes = field(default_factory=lambda: Codes())
+    codes: Codes = field(default_factory=Codes)
     other_inputs: list[OtherInput] = field(default_factory=list)
     other_operands: list[OtherOperand] = field(default_factory=list)
     region: Region | None = None
@@ -58,7 +59,7 @@ class OperatorUnit:
     untold: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class MeasuredOperators:
     """``units`` in the reference's execution order; ``lone``: calls without a partner;
     ``unreached``: of these, what leads to nothing that both sides have; ``in_regions``: paths
@@ -95,7 +96,9 @@ def measure_operators(
     right = {} if truth is None else forwards_of(truth, truth_pass)
     exact = a.manifest.settings.compute_dtype == "float64"
     replays = "replayed" in passes
-    numbers = any(_takes_numbers(run) for run in (a, b))
+    # an operator that takes a number out of a tensor returns no tensor
+    skipped = [*a.manifest.plan.skipped_operators, *b.manifest.plan.skipped_operators]
+    numbers = any("returns no tensor" in reason for reason in skipped)
     units: dict[tuple[str, str, str], OperatorUnit] = {}
     lone: dict[Side, list[Node]] = {"reference": [], "candidate": []}
     unreached: dict[Side, list[Node]] = {"reference": [], "candidate": []}
@@ -131,7 +134,10 @@ def measure_operators(
         if not replays:
             regions = regions_in(ours[forward], theirs[forward], matches, rename)
         pairs = [(match, regions.by_pair.get(match.reference.path)) for match in matches]
-        pairs += [(_ends(region), region) for region in regions.of_operands]
+        pairs += [  # a common result that is an argument: by the calls that make it
+            (Match(region.reference[-1], region.candidate[-1], "dataflow"), region)
+            for region in regions.of_operands
+        ]
         fed = _Feeds(ours[forward], {match.reference.path for match, _ in pairs})
         for match, region in pairs:
             key = (match.reference.path, match.candidate.path, phase)
@@ -168,16 +174,6 @@ def measure_operators(
         unreached=unreached,
         in_regions=in_regions,
     )
-
-
-def _takes_numbers(run: Run) -> bool:
-    """Did a module take numbers out of tensors? Such an operator returns no tensor."""
-    return any("returns no tensor" in reason for reason in run.manifest.plan.skipped_operators)
-
-
-def _ends(region: Region) -> Match:
-    """A region whose common result is an argument, by the calls that make it."""
-    return Match(region.reference[-1], region.candidate[-1], "dataflow")
 
 
 class _Feeds:
@@ -309,18 +305,16 @@ def num_terms(node: Node) -> int:
     if "attention" in name:
         return max(shapes[0][-1], shapes[1][-2]) if len(shapes) > 1 else 1
     if "conv" in name and len(shapes) > 1:
-        terms = 1
-        for size in shapes[1][1:]:
-            terms *= size
-        return terms
+        return math.prod(shapes[1][1:])
     if "norm" in name or "softmax" in name:
         return shapes[0][-1] if shapes[0] else 1
-    total = 1
-    for size in shapes[0]:
-        total *= size
     if name in ("mean", "sum", "cumsum", "var", "std", "prod", "logsumexp", "linalg_vector_norm"):
         out = max(1, node.results[0].numel)
-        return max(1, total // out) if name != "cumsum" else max(1, max(shapes[0], default=1))
+        return (
+            max(1, math.prod(shapes[0]) // out)
+            if name != "cumsum"
+            else max(1, max(shapes[0], default=1))
+        )
     return 1
 
 

@@ -1,11 +1,9 @@
 """Operators: which one makes the error, told to the decision with its evidence.
 
-From the operator that is to blame to the arithmetic that it stands on.
-
-The probes looked at operators of their own, at shapes of their own. A fact is shown beside an
-operator where it is about the same operation in the same dtype: as an explanation where the sides
-differ, and where all that was verified is equal, as a reason to look elsewhere than at the
-hardware.
+Beside the operator stands what the probes found of the arithmetic behind it: they looked at
+operators and shapes of their own, so a fact counts where it is about the same operation in the same
+dtype. It explains where the sides differ, and where all that was verified is equal, it is a reason
+to look elsewhere than at the hardware.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from divergence.comparison.decide import check
 from divergence.comparison.facts import Explained, explain_arithmetic, sentences
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Check, Evidence, Finding, Onset, Verdict, figure
-from divergence.comparison.results.operators import OperatorResult, OperatorsResult
+from divergence.comparison.results.operators import CausalCheck, OperatorResult, OperatorsResult
 from divergence.run.schema.arithmetic import ArithmeticFact, is_about
 
 __all__ = ["behind_operator", "explain", "find", "finding_of", "onset_result", "operator_evidence"]
 
+_BESIDE = "the blocks' own outputs are within the floor: seen in the operator alone"
 _WHERE = {"row": " in one row", "column": " in one column", "slice": " in one slice"}
 
 
@@ -79,11 +78,7 @@ def _off(first: OperatorResult, operators: OperatorsResult, advice: Advice) -> F
         side=side,
         rests_on=rests_on,
         evidence=operator_evidence(first, operators),
-        beside=[
-            Evidence(
-                text="the blocks' own outputs are within the floor: seen in the operator alone"
-            )
-        ],
+        beside=[Evidence(text=_BESIDE)],
         next=_next(first, side, advice),
     )  # fmt: skip
 
@@ -184,61 +179,57 @@ def operator_evidence(first: OperatorResult, operators: OperatorsResult) -> list
         for key in ("w", "reference_error", "candidate_error", "floor", "difference", "codes")
         if (value := getattr(first, key)) is not None
     }
-    found = [Evidence(text=f"{name}: {_reason(first)}", values=values)]
-    found += _operand_evidence(first)
-    found += _region_evidence(first)
+    found = [
+        Evidence(text=f"{name}: {_reason(first)}", values=values),
+        *_operand_evidence(first),
+        *_region_evidence(first),
+    ]
+    texts: list[str] = []
     if first.reference_dtype != first.candidate_dtype:
-        found.append(
-            Evidence(
-                text=f"its result is {first.reference_dtype} in the reference and "
-                f"{first.candidate_dtype} in the candidate"
-            )
+        texts.append(
+            f"its result is {first.reference_dtype} in the reference and {first.candidate_dtype} "
+            "in the candidate"
         )
     # what feeds it is the question then
     given = first.fed_by or first.other_inputs or first.other_operands
     told = operators.frame == "block" and not given
     if told and first.w_entering is not None and first.why != "codes":
-        found.append(
-            Evidence(text=f"what feeds it is fine: W at most {figure(first.w_entering)} there")
-        )
+        texts.append(f"what feeds it is fine: W at most {figure(first.w_entering)} there")
     for item in first.other_inputs:
         differ = "" if item.difference is None else f" (they differ by {item.difference:.2g})"
         looked = "is looked at differently" if item.viewed else "comes from elsewhere"
-        found.append(
-            Evidence(
-                text=f"its input {item.argument} {looked}: {item.reference} in the reference, "
-                f"{item.candidate} in the candidate{differ}"
-            )
+        texts.append(
+            f"its input {item.argument} {looked}: {item.reference} in the reference, "
+            f"{item.candidate} in the candidate{differ}"
         )
     if operators.frame == "operator":
-        found.append(Evidence(text="both sides had the same inputs, bit for bit"))
+        texts.append("both sides had the same inputs, bit for bit")
     before = [u for u in operators.unmatched if u.site in first.fed_by]
     if before:
         names = ", ".join(f"{u.site} ({u.source})" if u.source else u.site for u in before[:3])
         other = "reference" if first.fed_by_side == "candidate" else "candidate"
-        found.append(Evidence(text=f"what feeds it has no partner in the {other}: {names}"))
+        texts.append(f"what feeds it has no partner in the {other}: {names}")
+    found += [Evidence(text=text) for text in texts]
     if operators.causal is not None:
-        check = operators.causal
-        found.append(
-            Evidence(
-                text=(
-                    "with the reference's result put in its place, everything after it is fine "
-                    f"(largest share of a limit {check.before:.2g} → "
-                    f"{check.largest_limit_usage:.2g})"
-                    if check.holds
-                    else "with the reference's result put in its place, the rest is not fine yet: "
-                    f"{', '.join(check.still[:3])}"
-                ),
-                values={"before": check.before, "after": check.largest_limit_usage},
-            )
-        )
+        found.append(_causal_evidence(operators.causal))
     return found
 
 
+def _causal_evidence(check: CausalCheck) -> Evidence:
+    rest = f"the rest is not fine yet: {', '.join(check.still[:3])}"
+    if check.holds:
+        shares = f"{check.before:.2g} → {check.largest_limit_usage:.2g}"
+        rest = f"everything after it is fine (largest share of a limit {shares})"
+    return Evidence(
+        text=f"with the reference's result put in its place, {rest}",
+        values={"before": check.before, "after": check.largest_limit_usage},
+    )
+
+
 def _operand_evidence(first: OperatorResult) -> list[Evidence]:
+    found: list[Evidence] = []
     if not first.other_operands:
-        return []
-    found = []
+        return found
     for item in first.other_operands:
         values = {} if item.difference is None else {"difference": item.difference}
         where = "made outside the recorded modules" if item.kind == "constant" else "in the call"
@@ -251,15 +242,11 @@ def _operand_evidence(first: OperatorResult) -> list[Evidence]:
             )
         )
     if first.why == "operands" and not first.measurable:
-        found.append(
-            Evidence(text="what that changes here is within rounding: the number differs for sure")
-        )
+        text = "what that changes here is within rounding: the number differs for sure"
+        found.append(Evidence(text=text))
     if first.verdict in ("candidate", "reference"):
-        found.append(
-            Evidence(
-                text="the truth is of the reference's code: it cannot tell which value is meant"
-            )
-        )
+        text = "the truth is of the reference's code: it cannot tell which value is meant"
+        found.append(Evidence(text=text))
     return found
 
 

@@ -1,25 +1,10 @@
 """Which operator, and whose: from measured operators to the first one that is to blame.
 
-For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added in
-quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
-``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
-may spread wider (numerics.chance). Narrower questions see what a median cannot: one row's error
-over the other side's there, one column's, and one slice's (a head's typical row).
-
 Within a block errors are inherited: what feeds a wrong operator's result into others makes
 those look wrong too. So an operator is a *source* only if nothing that feeds it is beyond its
 limit (coremltools calls it the failure source), and where something that feeds it is already
 near it on the same side, and the step from it is less than a limit, the onset is moved back to
 that: what doubles an error (a square, a mean) does not make it.
-
-Integers are codes: chosen indices may differ only where rounding explains it, that is where the
-values chosen between are nearer to each other than the two sides' inputs are.
-
-The first operator to blame: a source, whose error nothing that feeds it explains.
-
-An operator is a source only if nothing that feeds it is beyond its own limit (coremltools calls it
-the failure source). What only enlarges an error does not make it, so the onset moves back to what
-feeds it where that is near its limit on the same side.
 """
 
 from __future__ import annotations
@@ -143,10 +128,7 @@ def _of_pads(untold: dict[tuple[str, str], None]) -> list[str]:
 
 
 def _telling(
-    unit: OperatorUnit,
-    result: OperatorResult,
-    feeds: list[OperatorResult],
-    thresholds: Thresholds,
+    unit: OperatorUnit, result: OperatorResult, feeds: list[OperatorResult], thresholds: Thresholds
 ) -> list[OtherInput]:
     """Of the arguments that come from elsewhere those whose values differ by more than what feeds
     the operator does."""

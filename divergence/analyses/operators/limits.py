@@ -1,4 +1,13 @@
-"""What is known of an operator beside its errors: other scalars, and how often a region rounds.
+"""One operator against its limits: errors, codes, its operands, and how often a region rounds.
+
+For each operator W = err(b, R) / err(a, R), the floor of one operator (numerics.operator) added in
+quadrature on both sides, so that two exact results give 1 and rounding noise no ratio. Beyond
+``Thresholds.operator`` the candidate is to blame, below its inverse the reference; few numbers
+may spread wider (numerics.chance). Narrower questions see what a median cannot: one row's error
+over the other side's there, one column's, and one slice's (a head's typical row).
+
+Integers are codes: chosen indices may differ only where rounding explains it, that is where the
+values chosen between are nearer to each other than the two sides' inputs are.
 
 Another number in the call is a fact: the operator is flagged for it however little it changes,
 and it is the onset if nothing before it is wrong. Other dims, flags or dtypes are told, and flag
@@ -19,20 +28,13 @@ from msgspec.structs import replace
 
 from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
-from divergence.comparison.results.operators import (
-    OperatorResult,
-    Question,
-    RegionResult,
-)
+from divergence.comparison.results.operators import OperatorResult, Question, RegionResult
 from divergence.numerics.pairs.operator import slices_of
 from divergence.numerics.rounding.chance import rare_ratio
 from divergence.numerics.rounding.floor import Thresholds
 from divergence.words import Side
 
-__all__ = [
-    "judge_unit",
-    "region_result",
-]
+__all__ = ["judge_unit", "region_result"]
 
 _ENOUGH_ROWS = 16
 _ENOUGH_COLUMNS = 16

@@ -34,12 +34,7 @@ def measure(measured: Measured) -> OperatorsResult | None:
 
 
 def compare_operators(
-    a: Run,
-    b: Run,
-    truth: Truth | None,
-    *,
-    rename: Callable[[str], str],
-    thresholds: Thresholds,
+    a: Run, b: Run, truth: Truth | None, *, rename: Callable[[str], str], thresholds: Thresholds
 ) -> OperatorsResult | None:
     """None where not both sides recorded operators from equal inputs."""
     right = truth if truth is not None and truth.anchors else None

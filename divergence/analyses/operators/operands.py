@@ -1,23 +1,20 @@
-"""Operands that are no results: scalars and constants, compared for each pair of calls.
-
-A scalar or keyword argument (an attention scale, an epsilon, a flag) is as much an operand as a
-tensor is, and a difference in it is a fact, not a measurement: two calls with other numbers do
-other jobs. So are constants: small tensors, masks and integers that were made outside the recorded
-modules, and small buffers. Numbers are compared as they stand in the record (run.scalars); small
-floating-point constants may differ by 4 u of their dtype, two roundings of two values each within
-one ulp; integers and masks must be equal. Large tables (rotary angles) are left to the
-comparison of inputs (operators.inputs), since correct code makes them differ by more.
-
-What went into a matched operator: the same things on both sides, or others?
+"""What went into a matched operator on both sides: tensors, scalars and constants.
 
 Wrong code often computes nothing wrong: it hands the right numbers on in the wrong order, takes
 another result, another mask or another weight. Then the first operator that works on them
-gives something else, while everything before it is fine. So each operand's provenance is
+gives something else, while everything before it is fine. So each tensor's provenance is
 compared: whose memory it lies in (``Operand.origin``, of matched operators), through which
-views, with which strides, and which weight it is.
+views, with which strides, and which weight it is. Layouts differ between healthy kernels too: other
+provenance counts only where the values that the operator saw differ by more than what their
+origins differ by (operators.judge).
 
-Layouts differ between healthy kernels too: what differs in provenance counts only where the values
-that the operator saw differ by more than what their origins differ by (operator_judge).
+A scalar or keyword argument (an attention scale, an epsilon, a flag) is an operand too, and a
+difference in it is a fact, not a measurement: two calls with other numbers do other jobs. So are
+constants: small tensors, masks and integers made outside the recorded modules, and small buffers.
+Numbers are compared as they stand in the record (run.schema.scalars); small floating-point
+constants may differ by 4 u of their dtype, two roundings of two values each within one ulp;
+integers and masks must be equal. Large tables (rotary angles) count as tensors, since correct code
+makes them differ by more.
 """
 
 from __future__ import annotations

@@ -29,15 +29,11 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     operators = report.operators
     if operators is None:
         return []
-    modules = sorted(
-        {result.block or result.site.partition("/")[0] for result in operators.results}
-    )
-    frame = (
-        "each operator alone, on equal inputs"
-        if operators.frame == "operator"
-        else f"inside {modules[0] if len(modules) == 1 else count(len(modules), 'module')}, "
-        "from equal inputs"
-    )
+    modules = {result.block or result.site.partition("/")[0] for result in operators.results}
+    inside = next(iter(modules)) if len(modules) == 1 else count(len(modules), "module")
+    frame = f"inside {inside}, from equal inputs"
+    if operators.frame == "operator":
+        frame = "each operator alone, on equal inputs"
     lines = [heading("operators", frame)]
     with_truth = operators.judged == "truth"
     shown = operators.results if all_sites else _chosen(operators)
@@ -100,7 +96,7 @@ def _row(
     flagged = result.limit_usage > 1
     style = "bold red" if onset else "yellow" if flagged else ""
     mark = (">" if onset else " ") + ("!" if flagged else " ")
-    name = _short(result, operators)
+    name = _short(result)
     if result.match != "exact":
         name += f" {_MATCHED[result.match]}"
     over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
@@ -121,7 +117,7 @@ def _row(
     return line(f" {mark} ", (cut(name, width - 1).ljust(width), style), (_cells(values), style))
 
 
-def _short(result: OperatorResult, operators: OperatorsResult) -> str:
+def _short(result: OperatorResult) -> str:
     """Without the block's path, which the heading has; the phase where it is a decode step."""
     name = result.site
     if result.block:

@@ -7,13 +7,10 @@ fused attention or norm is named as such; a 16-bit softmax or matrix product say
 and gave, and what it adds up in is for the probe to tell.
 
 A part is below what is expected where that narrowest dtype has fewer bits or less range than every
-dtype that would do (precision.expectations). A run computed in float64 is not audited.
-
-What the precision audit has to say, as sentences.
-
-A sentence is made where the sides computed the same module's part in different dtypes, or where a
-side is below what the model's own code asks for. Below common practice alone is shown in the
-table and accuses nobody.
+dtype that would do (precision.expectations). A run computed in float64 is not audited. A sentence
+is made where the sides computed the same module's part in different dtypes, or where a side is
+below what the model's own code asks for; below common practice alone is shown in the table and
+accuses nobody.
 """
 
 from __future__ import annotations
@@ -46,12 +43,7 @@ from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import is_operator_site, module_of
 from divergence.words import SideOrBoth
 
-__all__ = [
-    "audit_runs",
-    "audited_places",
-    "differing",
-    "finding",
-]
+__all__ = ["audit_runs", "audited_places", "differing", "finding"]
 
 MAX_OPERATORS = 64
 """Named at one place; a scan calls the same line once for every token."""
@@ -73,9 +65,9 @@ def audit_runs(
     notes = []
     alike = candidate is None or reference.manifest.model.dtype == candidate.manifest.model.dtype
     if ours is not None and theirs is not None and not alike:
-        notes.append(
+        notes = [
             "the runs have different dtypes: each is held to what is expected, not to the other"
-        )
+        ]
     told: dict[str, list[str]] = {}
     for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
         if run is not None and places is not None:
@@ -106,15 +98,15 @@ def audit_runs(
 def _row(mine: list[AuditedPlace], other: list[AuditedPlace]) -> AuditRow:
     judged = next((place for place in (*mine, *other) if place.expected), None)
     below = any(place.below for place in mine), any(place.below for place in other)
-    whose: dict[tuple[bool, bool], SideOrBoth] = {
-        (True, True): "both", (True, False): "reference", (False, True): "candidate",
-    }  # fmt: skip
+    whose: SideOrBoth | None = None
+    if any(below):
+        whose = "both" if all(below) else "reference" if below[0] else "candidate"
     return AuditRow(
         part=(*mine, *other)[0].part,
         expected=judged.expected if judged else [],
         expected_by=judged.expected_by if judged else "",
         own=judged.own if judged else False,
-        below=whose.get(below),
+        below=whose,
         num_places=max(sum(place.num_calls for place in side) for side in (mine, other)),
     )
 
@@ -146,14 +138,16 @@ def audited_places(run: Run) -> list[AuditedPlace] | None:
 
 def _place(found: PartOperators, manifest: Manifest, family: OperatorFamily | None) -> AuditedPlace:
     root = found.root
-    results = [(node, _component(node.results[0].dtype)) for node in found.nodes]
+    dtypes = [node.results[0].dtype for node in found.nodes]
+    results = [(n, _COMPONENT.get(d, d)) for n, d in zip(found.nodes, dtypes, strict=True)]
     narrow, narrowest = min(results, key=lambda item: _width(item[1]))
     same = {dtype for _, dtype in results} == {narrowest}
     computed = narrowest
-    taken = [_component(operand.dtype) for operand in found.nodes[0].call.operands]
+    taken = [_COMPONENT.get(one.dtype, one.dtype) for one in found.nodes[0].call.operands]
     if found.part in ("matrix product", "router product", "logits"):
         # what is multiplied is rounded to the operands' dtype before anything is added up
-        computed = min([computed, *_multiplied(taken)], key=_width)
+        factors = [t for t in taken if format_named(t).kind == "float" or t in _CODES]
+        computed = min([computed, *factors], key=_width)
     chosen = root if same else narrow
     dtype = manifest.model.dtype
     wanted = expectation(found.part, family, dtype)
@@ -213,18 +207,9 @@ def _recorded_logits(run: Run, site: str, family: OperatorFamily | None) -> Iter
     ]  # fmt: skip
 
 
-_PARTS_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_COMPONENT = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+"""The dtype of a complex number's parts."""
 _CODES = ("int8", "uint8")
-
-
-def _component(dtype: str) -> str:
-    """Of a complex number the dtype of its parts."""
-    return _PARTS_OF.get(dtype, dtype)
-
-
-def _multiplied(dtypes: list[str]) -> list[str]:
-    """Of a product's operands those that are factors: no offsets, no indices."""
-    return [name for name in dtypes if format_named(name).kind == "float" or name in _CODES]
 
 
 def _width(dtype: str) -> tuple[int, float]:
@@ -306,9 +291,7 @@ def finding(
         text, places = _against_each_other(row, pairs)
     elif accused:
         places = [place for place in (*ours, *theirs) if place.below]
-        who = {"both": "both sides compute", "reference": "the reference computes"}.get(
-            accused, "the candidate computes"
-        )
+        who = "both sides compute" if accused == "both" else f"the {accused} computes"
         who = "the run computes" if alone else who
         other = {"reference": theirs, "candidate": ours}.get(accused, [])
         inside = next((place.kernel for place in other if place.kernel), None)

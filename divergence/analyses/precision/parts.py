@@ -7,8 +7,6 @@ weight; rotary is the sum of two products of which one saw its input turned; a r
 an add of the block's stream to what a matrix product inside the block led to. Names tell
 only fused kernels and activations, a file's name only a cache. Each operator belongs
 to one part at most: the first in that order.
-
-Norms among a forward's calls: their statistics, and the product with their weight.
 """
 
 from __future__ import annotations

@@ -63,12 +63,7 @@ def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
 
 
 def report_on_suites(
-    a: Run,
-    b: Run,
-    *,
-    truth: Run | None,
-    floor: Sequence[object],
-    progress: Progress | None,
+    a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], progress: Progress | None
 ) -> Report:
     """The whole report on two suites. Raises what ``compare`` raises."""
     if floor:

@@ -18,11 +18,9 @@ _NAMED = 6  # wrong operators named in the summary
 def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> Finding:
     """The one finding on two suites."""
     wrong = [item for item in result.operators if item.status == "wrong"]
-    evidence = [
-        _fact(item) for item in result.operators if item.status in ("wrong", "flushed", "ties")
-    ]
-    complete = a.manifest.complete and b.manifest.complete
-    whole = complete and not coverage.unmatched
+    told = ("wrong", "flushed", "ties")
+    evidence = [_fact(item) for item in result.operators if item.status in told]
+    whole = a.manifest.complete and b.manifest.complete and not coverage.unmatched
     covered = [check("coverage", whole, "not every case was compared")]
     if all(item.num_same == item.num_cases for item in result.operators):
         both = f", but {_names(wrong)} beyond what rounding explains on both" if wrong else ""
@@ -59,10 +57,8 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
     sides = {item.side or "both" for item in wrong}
     side = sides.pop() if len(sides) == 1 else "both"
     bad = [case for case in result.cases if case.status == "wrong"]
-    first = bad[0]
     only_nonfinite = all(
-        (case.reference and case.reference.num_nonfinite)
-        or (case.candidate and case.candidate.num_nonfinite)
+        any(side is not None and side.num_nonfinite for side in (case.reference, case.candidate))
         for case in bad
     )
     many = len(wrong) > max(1, len(result.operators) / 2)
@@ -73,7 +69,7 @@ def find_in_suites(result: SuiteResult, a: Run, b: Run, coverage: Coverage) -> F
         summary=f"{who} computed {len(wrong)} of {len(result.operators)} operators worse than "
         f"rounding explains: {_names(wrong)}",
         onset=Onset(
-            site=first.site, block=None, sample=0, step=0, position=None,
+            site=bad[0].site, block=None, sample=0, step=0, position=None,
             pass_=a.records[0].pass_,
         ),
         side=side,

@@ -24,18 +24,16 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     fault = _token_fault(tokens)
     if fault is not None and tokens is not None:
         what, evidence = fault
-        farther: dict[Side | None, Side | None] = {
-            "reference": "candidate",
-            "candidate": "reference",
-            None: None,
-        }
+        farther: Side | None = None  # of two sides the one whose distance is not the floor
+        if tokens.floor_side is not None:
+            farther = "candidate" if tokens.floor_side == "reference" else "reference"
         findings.append(
             Finding(
                 claim="drift",
                 kind="drift",
                 summary=f"no single block is beyond its limit, but {what}",
                 rests_on=[check("anchored", False, "seen in the tokens of the free run alone")],
-                side=farther[tokens.floor_side],
+                side=farther,
                 evidence=[evidence],
             )
         )

@@ -23,10 +23,8 @@ Without either nothing is: in units of the two sides' own difference every flip 
 Specific, not sensitive: a fault may flip no token. KL over all decided positions sees more.
 It goes with the square of the error: see numerics.floor, ``kl``, for its limit.
 
-The rows of logits that decided the tokens: found in a run, and what two runs' differ by.
-
-A row is the last position's logits of one sample in one free forward: its argmax is the
-greedy choice. Two runs have comparable rows while both were fed the same tokens.
+A row is the last position's logits of one sample in one free forward. Two runs have comparable rows
+while both were fed the same tokens.
 """
 
 from __future__ import annotations
@@ -90,16 +88,11 @@ class Distances:
 
 
 def distances_of(
-    reference: Run,
-    candidate: Run,
-    truth: Run | None,
-    places: Sequence[PromptStep],
+    reference: Run, candidate: Run, truth: Run | None, places: Sequence[PromptStep]
 ) -> Distances | None:
     """Over ``places``; None where no row can be compared. One row of each run at a time."""
     between: list[float] = []
-    errors: dict[Side, list[float]] = {
-        "reference": [], "candidate": []
-    }  # fmt: skip
+    errors: dict[Side, list[float]] = {"reference": [], "candidate": []}
     for place in places:
         a, b = logits_row(reference, *place), logits_row(candidate, *place)
         if a is None or b is None:
@@ -215,10 +208,7 @@ def kl_fields(
     """What TokensResult says of the distributions; without a limit where experts are chosen."""
     if distances is None:
         return {}
-    fields: dict[str, Any] = {
-        "kl_mean": distances.between.mean,
-        "kl_p99": distances.between.p99,
-    }
+    fields: dict[str, Any] = {"kl_mean": distances.between.mean, "kl_p99": distances.between.p99}
     floor = distances.floor
     if floor is None:
         return fields

@@ -5,6 +5,8 @@ A decoded token is quoted, since it may hold a newline or begin with a space.
 
 from __future__ import annotations
 
+import itertools
+
 from divergence.comparison.result import Report
 from divergence.comparison.results.tokens import (
     Explanation,
@@ -47,30 +49,22 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
         None: "",
     }[first.order_to_onset]
     later = "" if forced else "; later steps continue different texts and are not compared"
-    lines = [
-        prose(
-            "  first difference: ",
-            f"sample {first.sample}, step {first.step}{order}{later}",
-            style="yellow",
-            width=4,
-        )
-    ]
-    lines += columns(
-        [
-            (name, _token(choice), f"margin {fixed(margin)} logits over the next{sigmas}")
-            for name, choice, margin, sigmas in (
-                ("reference", first.reference, first.margin, _sigmas(first)),
-                ("candidate", first.candidate, first.candidate_margin, ""),
-            )
-        ],
-        indent=4,
-        widest=40,
+    place = f"sample {first.sample}, step {first.step}{order}{later}"
+    lines = [prose("  first difference: ", place, style="yellow", width=4)]
+    sides = (
+        ("reference", first.reference, first.margin, _sigmas(first)),
+        ("candidate", first.candidate, first.candidate_margin, ""),
     )
+    rows = [
+        (name, _token(choice), f"margin {fixed(margin)} logits over the next{sigmas}")
+        for name, choice, margin, sigmas in sides
+    ]
+    lines += columns(rows, indent=4, widest=40)
     lines += _judgement_lines(first)
     tops = list(_tops(first.reference_top, first.candidate_top))
     if tops:
-        rows = [("top of the reference", "logprob", "top of the candidate", "logprob"), *tops]
-        lines += columns(rows, indent=4, widest=32)
+        titles = ("top of the reference", "logprob", "top of the candidate", "logprob")
+        lines += columns([titles, *tops], indent=4, widest=32)
     return lines
 
 
@@ -97,11 +91,8 @@ def _judgement_lines(first: TokenDifference) -> list[Line]:
     if first.z_of is None or first.z is None:
         return []
     if first.z_of == "model":
-        says = (
-            "a tie: rounding may flip it"
-            if first.judgement == "tie"
-            else ("not judged: more than the rounding model makes of it; --truth tells")
-        )
+        says = "not judged: more than the rounding model makes of it; --truth tells"
+        says = _JUDGEMENTS["tie"] if first.judgement == "tie" else says
         text = f"{says} ({first.z:.1f} σ of what all blocks together may make by rounding)"
         return [prose("    ", text, style="green" if first.judgement else "yellow", width=4)]
     judged = (
@@ -112,12 +103,9 @@ def _judgement_lines(first: TokenDifference) -> list[Line]:
     lines = [prose("    ", judged, style=styles[first.judgement], width=4)]
     right = first.truth_choice
     if right is not None:
-        agrees = [
-            name
-            for name, choice in (("reference", first.reference), ("candidate", first.candidate))
-            if choice.id == right.id
-        ]
-        who = f"with the {agrees[0]}" if agrees else "with neither"
+        who = "with neither"
+        if right.id in (first.reference.id, first.candidate.id):
+            who = f"with the {'reference' if right.id == first.reference.id else 'candidate'}"
         lines.append(prose("    ", f"the truth chose {_token(right)}: it agrees {who}", width=4))
     return lines
 
@@ -167,37 +155,23 @@ def _explanation_lines(found: Explanation, first: TokenDifference | None) -> lis
         what = "the first difference" if same else "the first difference that is a fault"
     why = "" if found.flagged else "; nothing is flagged, this block's error is the largest"
     forwards = count(found.num_forwards, "forward")
+    whence = f"sample {found.sample}, step {found.step}, by the {other}'s error at {sites} alone"
+    added = f"added to the {found.disturbed}'s model in {forwards}"
     lines = [
-        prose(
-            "  explained: ",
-            f"{what}, sample {found.sample}, step {found.step}, by the {other}'s error at {sites} "
-            f"alone{why}",
-            width=4,
-        ),
-        prose(
-            "    ",
-            f"added to the {found.disturbed}'s model in {forwards}, here in {found.dtype} on "
-            f"{found.device}",
-            width=4,
-        ),
+        prose("  explained: ", f"{what}, {whence}{why}", width=4),
+        prose("    ", f"{added}, here in {found.dtype} on {found.device}", width=4),
     ]
-    over = f"{_token(found.reference)} over {_token(found.candidate)}"
-    lines += columns(
-        [
-            (f"logit of {over}", ""),
-            ("  in the reference", fixed(found.reference_margin)),
-            ("  in the candidate", fixed(found.candidate_margin)),
-            ("  here, as it is", fixed(found.baseline_margin)),
-            ("  here, with the error", fixed(found.injected_margin)),
-        ],
-        indent=4,
-        widest=60,
-    )
-    share = (
-        "the two runs' margins are equal: nothing moved"
-        if found.share is None
-        else f"{100 * found.share:.0f}% of the movement explained"
-    )
+    rows = [
+        (f"logit of {_token(found.reference)} over {_token(found.candidate)}", ""),
+        ("  in the reference", fixed(found.reference_margin)),
+        ("  in the candidate", fixed(found.candidate_margin)),
+        ("  here, as it is", fixed(found.baseline_margin)),
+        ("  here, with the error", fixed(found.injected_margin)),
+    ]
+    lines += columns(rows, indent=4, widest=60)
+    share = "the two runs' margins are equal: nothing moved"
+    if found.share is not None:
+        share = f"{100 * found.share:.0f}% of the movement explained"
     flips = "the error flips the token" if found.flips else "the error does not flip the token"
     chosen = f"; chosen with it: {_token(found.injected_choice)}"
     lines.append(prose("    ", f"{share}; {flips}{chosen}", style="yellow", width=4))
@@ -208,16 +182,12 @@ def _tops(
     reference: list[TokenChoice], candidate: list[TokenChoice], num: int = 5
 ) -> list[tuple[str, str, str, str]]:
     """Both top lists side by side, the shorter one padded."""
-    rows = []
-    for i in range(min(num, max(len(reference), len(candidate)))):
-        cells: list[str] = []
-        for side in (reference, candidate):
-            if i < len(side):
-                cells += [_token(side[i]), fixed(side[i].logprob)]
-            else:
-                cells += ["", ""]
-        rows.append((cells[0], cells[1], cells[2], cells[3]))
-    return rows
+
+    def cells(choice: TokenChoice | None) -> tuple[str, str]:
+        return ("", "") if choice is None else (_token(choice), fixed(choice.logprob))
+
+    pairs = itertools.islice(itertools.zip_longest(reference, candidate), num)
+    return [(*cells(one), *cells(two)) for one, two in pairs]
 
 
 def _token(choice: TokenChoice) -> str:

@@ -106,12 +106,12 @@ def _word(matrix: Matrix) -> tuple[str, str]:
         return "ODD", "bold red"
     if matrix.groups and len(matrix.groups) == 1 and len(matrix.groups[0].runs) > 1:
         return "AGREE", "bold green"
-    if any(_state(row, matrix) == "diverged" for row in matrix.rows):
+    if any(_state(row) == "diverged" for row in matrix.rows):
         return "SPLIT", "bold red"
     return "UNDETERMINED", "bold yellow"
 
 
-def _state(row: MatrixRow, matrix: Matrix) -> str:
+def _state(row: MatrixRow) -> str:
     if row.verdict in (None, "incomparable", "undetermined"):
         return "silent"
     return "agrees" if row.verdict in ("identical", "within_floor") else "diverged"
@@ -121,15 +121,16 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
     first = matrix.reference
     rest = ("-",) * (len(_TITLES) - 3)
     rows = [(first.path, "first", (first.path, first.label, "(first)", *rest))]
-    rows += [(row.path, _state(row, matrix), _cells(row)) for row in matrix.rows]
+    rows += [(row.path, _state(row), _cells(row)) for row in matrix.rows]
     hidden: set[int] = set()
     if len(rows) > MAX_ROWS and not all_runs:
         agreeing = [n for n, row in enumerate(rows) if row[1] == "agrees"]
         hidden = {n for n in agreeing[NUM_FIRST:] if rows[n][0] not in matrix.odd}
     folders = {os.path.dirname(path) for path, _, _ in rows}
     folder = folders.pop() if len(folders) == 1 else ""
+    prefix = f"{folder}/" if folder else ""  # the headline has it
     shown = [
-        (path, state, (_within(path, folder), *cells[1:]))
+        (path, state, (path.removeprefix(prefix), *cells[1:]))
         for number, (path, state, cells) in enumerate(rows)
         if number not in hidden
     ]
@@ -146,11 +147,6 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
         lines.append(line((said, "dim")))
     lines.append(line(("    each against the first; > odd, ! diverged, ? not told", "dim")))
     return lines
-
-
-def _within(path: str, folder: str) -> str:
-    """``path`` without the folder, where all runs lie in one; the headline has it."""
-    return path.removeprefix(folder + "/") if folder else path
 
 
 def _cells(row: MatrixRow) -> tuple[str, ...]:

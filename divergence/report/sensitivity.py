@@ -126,13 +126,10 @@ def _confirmation_lines(result: Sensitivity) -> list[Line]:
     what = "as expected" if not wrong else f"{wrong} NOT as expected"
     lines = [heading("planted for real", f"{count(len(result.confirmations), 'capture')}, {what}")]
     rows = [("fault", "plant", "expected", "found")]
-    for one in result.confirmations:
-        rows.append(
-            (
-                f"{one.fault} {share(one.size)}",
-                one.plant,
-                "seen" if one.expected else "not seen",
-                f"{'seen' if one.seen else 'not seen'} ({one.verdict})",
-            )
-        )
+    words = {True: "seen", False: "not seen"}
+    rows += [
+        (f"{one.fault} {share(one.size)}", one.plant, words[one.expected],
+         f"{words[one.seen]} ({one.verdict})")
+        for one in result.confirmations
+    ]  # fmt: skip
     return [*lines, *columns(rows), BLANK]

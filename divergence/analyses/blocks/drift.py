@@ -110,12 +110,11 @@ def _against_floors(
     ratio = site.token_rel_l2_median / allowed
     if ratio <= limit:
         return None
-    together = "the blocks make together"
-    if site.role != "block":
-        together = "the blocks and what follows them make together"
+    makers = "the blocks" if site.role == "block" else "the blocks and what follows them"
     return Drift(
         summary=f"no single block is beyond the floor, but the error grows to "
-        f"{site.token_rel_l2_median:.1e} at {site.site}, {figure(ratio)} × what {together}",
+        f"{site.token_rel_l2_median:.1e} at {site.site}, {figure(ratio)} × what "
+        f"{makers} make together",
         evidence=Evidence(text=_where(site), values={"ratio": ratio, "limit": limit}),
     )
 

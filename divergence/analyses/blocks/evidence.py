@@ -87,11 +87,8 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
         values["candidate_error"] = truth.candidate_error
     place = f"{unit.site} ({unit.phase})"
     if blame.why == "both":
-        text = (
-            f"{place}: both are {figure(blame.value)} × the rounding model away from the truth "
-            f"(limit {blame.limit:.1f})"
-        )
-        return Evidence(text=text, values=values)
+        text = f"{place}: both are {figure(blame.value)} × the rounding model away from the truth"
+        return Evidence(text=f"{text} (limit {blame.limit:.1f})", values=values)
     far = f"{place}: the {blame.side} is {{}} as far from the truth as the {_OTHER[blame.side]}"
     held = f"; elsewhere of its kind {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
     if blame.why == "typical" and blame.detail:

@@ -102,18 +102,15 @@ def _unlike(site: SiteResult, counts: NonfiniteCount) -> tuple[SideOrBoth | None
             f"nan or inf on both sides first at {site.site}, each where the other has a number"
         )
     if not any(alone):
-        return None, (f"nan and inf of another kind or sign on the two sides, first at {site.site}")
+        return None, f"nan and inf of another kind or sign on the two sides, first at {site.site}"
     side: Side = "candidate" if alone[1] else "reference"
     mine = counts.candidate_nan, counts.candidate_inf
-    other = counts.reference_nan + counts.reference_inf
+    other = counts.reference_nan, counts.reference_inf
     if side == "reference":
-        mine, other = (
-            (counts.reference_nan, counts.reference_inf),
-            counts.candidate_nan + counts.candidate_inf,
-        )
+        mine, other = other, mine
+    rest = "fewer" if any(other) else "none"
     return side, (
-        f"{_named(*mine)} in the {side} first at {site.site}, where the other side has "
-        + ("fewer" if other else "none")
+        f"{_named(*mine)} in the {side} first at {site.site}, where the other side has {rest}"
     )
 
 

@@ -118,15 +118,15 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
         shown = row(name, group if all_sites else own or group, inner=False, onset_here=here)
         if here and onset is not None and not all_sites:
             # the block of the onset is opened: its parts in the order in which they ran
-            inner = dict(_grouped([site for site in group if site.site != name + ":out"], _site))
-            rows += [
-                row(_within(site, name), part, inner=True, onset_here=site == onset.site)
-                for site, part in inner.items()
-                if site != name
-            ]
+            parts = [site for site in group if site.site != name + ":out"]
+            inner = dict(_grouped(parts, lambda s: s.site))
+            for site, part in inner.items():
+                if site != name:
+                    within = site.removeprefix(name).removeprefix(".")  # mlp:out
+                    rows.append(row(within, part, inner=True, onset_here=site == onset.site))
             shown = shown._replace(onset=onset.site not in inner or onset.site == name)
         bad = any(s.flagged or s.site in hidden for s in group)
-        rows.append(shown._replace(flagged=shown.flagged or bad))
+        rows.append(shown._replace(flagged=bad))
     if all_sites:
         return rows
     # an input is another site's output; where nothing else was recorded it is all there is
@@ -137,15 +137,6 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
 def _is_input(name: str) -> bool:
     _, colon, port = name.rpartition(":")
     return bool(colon) and port.split(".")[0] == "in"
-
-
-def _site(site: SiteResult) -> str:
-    return site.site
-
-
-def _within(site: str, block: str) -> str:
-    """``mlp:out`` for ``model.layers.3.mlp:out`` within ``model.layers.3``."""
-    return site.removeprefix(block).removeprefix(".")
 
 
 def _grouped(

@@ -26,7 +26,7 @@ from divergence.run.schema.record import Operand
 __all__ = ["Region", "Regions", "in_words", "regions_in"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Region:
     """``reference``, ``candidate``: the members in execution order; the last gives the common
     result. ``operands``: where that is an argument of a paired call, its operand on each side and
@@ -172,12 +172,10 @@ def _region(
     consumer: Match | None = None,
     number: int = 0,
 ) -> Region:
-    begins: list[Source] = []
-    for members in (mine,):
-        own = {node.path for node in members}
-        for node in members:
-            begins += [s for s in places.sources(0, node) if s[1] not in own]
-    return Region(mine, theirs, list(dict.fromkeys(begins)), match, consumer, number)
+    own = {node.path for node in mine}
+    sources = (source for node in mine for source in places.sources(0, node))
+    begins = dict.fromkeys(source for source in sources if source[1] not in own)
+    return Region(mine, theirs, list(begins), match, consumer, number)
 
 
 _WORDS = {

@@ -72,7 +72,10 @@ def audit_runs(
     for name, run, places in (("reference", reference, ours), ("candidate", candidate, theirs)):
         if run is not None and places is not None:
             whose = "the run" if candidate is None else f"the {name}"
-            notes += _unknown(whose, run.manifest)
+            model = run.manifest.model.model_class
+            if family_of(model) is None:
+                unknown = f"what {model} itself expects is not known"
+                notes.append(f"{unknown}: {whose} is held to common practice")
             for text in _probed(run.manifest, places):
                 told.setdefault(text, []).append(whose)
     notes += [f"{' and '.join(names)}: {text}" for text, names in told.items()]
@@ -222,15 +225,6 @@ def _computed(places: list[AuditedPlace]) -> list[str]:
     for place in places:
         counts[place.computed or f"inside {place.kernel}"] += place.num_calls
     return [name for name, _ in counts.most_common()]
-
-
-def _unknown(name: str, manifest: Manifest) -> list[str]:
-    if family_of(manifest.model.model_class) is not None:
-        return []
-    return [
-        f"what {manifest.model.model_class} itself expects is not known: {name} is held to common "
-        "practice"
-    ]
 
 
 def _probed(manifest: Manifest, places: list[AuditedPlace]) -> list[str]:

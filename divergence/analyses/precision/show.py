@@ -69,18 +69,12 @@ def _footer(audit: AuditResult, *, alone: bool) -> list[Line]:
     lines = []
     kernels = list(dict.fromkeys(place.kernel for place in places if place.kernel))
     if kernels:
-        lines.append(
-            prose(
-                "    one kernel: ",
-                f"{', '.join(map(str, kernels))}; what it does inside is not in the records",
-                width=16,
-            )
-        )
+        text = f"{', '.join(map(str, kernels))}; what it does inside is not in the records"
+        lines.append(prose("    one kernel: ", text, width=16))
     if any(place.accumulates for place in places):
-        text = (
-            "products, sums and softmax are shown as stored; what their kernels accumulate in is "
-        )
-        lines.append(prose("    as stored: ", f"{text}for the probe to tell", width=15))
+        text = "products, sums and softmax are shown as stored; "
+        text += "what their kernels accumulate in is for the probe to tell"
+        lines.append(prose("    as stored: ", text, width=15))
     if any(row.below is not None and not row.own for row in audit.rows):
         lines.append(prose("    ?: ", "below what is usual; the model may be meant so", width=7))
     if alone:

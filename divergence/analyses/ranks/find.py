@@ -221,10 +221,8 @@ def _sentence(diff: ReplicaDiff) -> str:
 
 
 def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:6])) + (
-        f" and {len(ranks) - 6} more" if len(ranks) > 6 else ""
-    )
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    more = f" and {len(ranks) - 6} more" if len(ranks) > 6 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:6]))}{more}"
 
 
 def _is_fault(diff: ReplicaDiff, result: SiteResult | None, pair: Pair | None) -> bool:
@@ -233,13 +231,11 @@ def _is_fault(diff: ReplicaDiff, result: SiteResult | None, pair: Pair | None) -
         return True  # other bytes, and no way to see that it is little
     if result is not None and result.floor:
         return diff.rel_l2 > _LIMIT * result.floor
-    record = (
-        None
-        if pair is None
-        else (pair.reference if diff.side == "reference" else pair.candidate).record
-    )
-    form = None if record is None else format_named(record.dtype)
-    if form is None or form.kind != "float":
+    if pair is None:
+        return True
+    piece = pair.reference if diff.side == "reference" else pair.candidate
+    form = format_named(piece.record.dtype)
+    if form.kind != "float":
         return True
     return diff.rel_l2 > _ROUNDING * form.unit_roundoff
 
@@ -250,8 +246,7 @@ def _is_at(pair: Pair, diff: ReplicaDiff) -> bool:
 
 
 def _result_of(pair: Pair, sites: Sequence[SiteResult]) -> SiteResult | None:
-    wanted = _key(pair)
-    return next((s for s in sites if (s.pass_, s.sample, s.step, s.site) == wanted), None)
+    return next((s for s in sites if (s.pass_, s.sample, s.step, s.site) == _key(pair)), None)
 
 
 def _key(pair: Pair) -> tuple[str, int, int, str]:
@@ -262,10 +257,8 @@ def _key(pair: Pair) -> tuple[str, int, int, str]:
 def _result_at(onset: Onset, sites: Sequence[SiteResult]) -> SiteResult | None:
     """The one that the onset was taken from: its sample may be any of a batch."""
     at = (onset.pass_, onset.step, onset.site)
-    return next(
-        (s for s in sites if (s.pass_, s.step, s.site) == at
-         and onset.sample in (s.sample, s.worst_sample)), None,
-    )  # fmt: skip
+    here = (s for s in sites if (s.pass_, s.step, s.site) == at)
+    return next((s for s in here if onset.sample in (s.sample, s.worst_sample)), None)
 
 
 def _share(onset: Onset, measured: Measured) -> RankShare | None:

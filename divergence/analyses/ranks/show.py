@@ -22,10 +22,8 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
         elif not check.num_different:
             text = f"{check.mesh}: all {check.num_tensors:,} replicas agree bit for bit"
         else:
-            text = (
-                f"{check.mesh}: ranks disagree at {check.num_different:,} of "
-                f"{check.num_tensors:,} replicas"
-            )
+            disagree = f"{check.num_different:,} of {check.num_tensors:,}"
+            text = f"{check.mesh}: ranks disagree at {disagree} replicas"
         style = "bold red" if check.num_different else ""
         lines.append(prose(f"  {check.side}", text, style=style))
         lines += [prose("", _diff_text(diff)) for diff in check.first]

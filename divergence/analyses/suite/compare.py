@@ -50,6 +50,7 @@ from divergence.words import Progress, SideOrBoth
 
 __all__ = ["compare_suites", "report_on_suites"]
 
+_TRUTH_PORTS = (".floor", ".gain", ".scores")
 _RANK: dict[SuiteStatus, int] = {
     "wrong": 0, "differs": 1, "flushed": 2, "ties": 3, "healthy": 4, "identical": 5,
 }  # fmt: skip
@@ -186,24 +187,18 @@ def _inputs(run: Run, other: Run) -> dict[str, tuple[object, ...]]:
 
 
 def _check_truth(truth: Run, a: Run, b: Run) -> None:
-    manifest = truth.manifest
+    manifest, hint = truth.manifest, command_line("truth", a.path, o="TRUTH")
     if manifest.settings.compute_dtype is None:
-        raise UsageError(
-            f"{truth.path} is no truth: it was not computed in float64",
-            hint=command_line("truth", a.path, o="TRUTH"),
-        )
+        raise UsageError(f"{truth.path} is no truth: it was not computed in float64", hint=hint)
     if not any(record.site.endswith(".floor") for record in truth.records):
         raise UsageError(
             f"{truth.path} does not hold what a suite is judged by",
-            hint=command_line("truth", a.path, o="TRUTH") + " makes one that does",
+            hint=f"{hint} makes one that does",
         )
     known = {a.manifest.id, b.manifest.id, a.manifest.plan.anchored_to, b.manifest.plan.anchored_to}
     digests = {a.manifest.model.digest, b.manifest.model.digest}
     if manifest.plan.anchored_to not in known and manifest.model.digest not in digests:
-        raise UsageError(
-            f"{truth.path} is the truth of other inputs",
-            hint=command_line("truth", a.path, o="TRUTH"),
-        )
+        raise UsageError(f"{truth.path} is the truth of other inputs", hint=hint)
 
 
 def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> SuiteCase:
@@ -223,10 +218,9 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
     sides = [score_of_side(x, right, subnormal=subnormal) for x in (one, two)]
     count = one.numel()
     expected = None
-    if kind == "codes":
+    if kind == "codes" and right.floor is not None:
         judged = ~right.value.float().isnan()
-        floor = right.floor
-        expected = None if floor is None else float(floor[judged].double().sum()) / max(1, count)
+        expected = float(right.floor[judged].double().sum()) / max(1, count)
     over = [excess(side, expected_off=expected, count=count) for side in sides]
     status, side, why = _status(sides, over, same)
     if kind == "values":
@@ -239,17 +233,9 @@ def _case(a: Run, b: Run, truth: Run | None, record: Record, other: Record) -> S
 
 
 def _truths(truth: Run, site: str) -> Truths | None:
-    found = {
-        port: truth.find(("replayed", 0, 0, site + port))
-        for port in ("", ".floor", ".gain", ".scores")
-    }
-    if found[""] is None:
-        return None
-    value, floor, gain, scores = (
-        None if one is None else truth.read(one) for one in found.values()
-    )
-    assert value is not None
-    return Truths(value, floor, gain, scores)
+    found = [truth.find(("replayed", 0, 0, site + port)) for port in ("", *_TRUTH_PORTS)]
+    value, *rest = (None if one is None else truth.read(one) for one in found)
+    return None if value is None else Truths(value, *rest)
 
 
 def _w(sides: list[SuiteSide]) -> float:

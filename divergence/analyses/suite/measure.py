@@ -23,6 +23,7 @@ difference is wrong; an exactly equal score is a tie.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -49,19 +50,14 @@ _CODES_FACTOR, _CODES_DEVIATIONS, _CODES_LEAST = 4.0, 6.0, 3.0
 _SCORE_DEVIATIONS = 6.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Truths:
     """What the truth holds of one output; what it does not hold is None."""
 
-    __slots__ = ("floor", "gain", "scores", "value")
-
-    def __init__(
-        self,
-        value: torch.Tensor,
-        floor: torch.Tensor | None,
-        gain: torch.Tensor | None,
-        scores: torch.Tensor | None,
-    ) -> None:
-        self.value, self.floor, self.gain, self.scores = value, floor, gain, scores
+    value: torch.Tensor
+    floor: torch.Tensor | None
+    gain: torch.Tensor | None
+    scores: torch.Tensor | None
 
 
 def kind_of(dtype: torch.dtype) -> Literal["values", "codes", "indices"]:

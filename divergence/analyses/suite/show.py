@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from divergence.comparison.result import Report, SuiteCase, SuiteOperator, SuiteSide
+from divergence.comparison.result import Report, SuiteCase, SuiteOperator
 from divergence.layout import (
     BLANK,
     Line,
@@ -74,16 +74,10 @@ def _row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
     if implementations != {"torch"}:
         name += f" ({' / '.join(sorted(implementations - {'torch'}))})"
     differ = f"{one.num_cases - one.num_same}/{one.num_cases}"
-    worse = _worse(one.status, one.side)
+    worse = {"wrong": one.side or "both"}.get(one.status, "-")
+    if one.status in ("flushed", "ties"):
+        worse = f"{one.status}: {one.side}"
     return (name, *([worse] if judged else []), differ, *_figures(one.worst, judged=judged))
-
-
-def _worse(status: str, side: str | None) -> str:
-    if status == "wrong":
-        return side or "both"
-    if status in ("flushed", "ties"):
-        return f"{status}: {side}"
-    return "-"
 
 
 def _figures(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:
@@ -105,15 +99,11 @@ def _figures(case: SuiteCase, *, judged: bool) -> tuple[str, ...]:
         return ("indices", "", "", "", f"{where}: {wrong}, {tied}")
     return (
         times(case.w),
-        _pair(a, b, "score"),
+        f"{_number(a.score)}/{_number(b.score)}",
         f"{_ulp(a.ulp_p99)}/{_ulp(b.ulp_p99)}",
         f"{_ulp(a.ulp_max)}/{_ulp(b.ulp_max)}",
         where,
     )
-
-
-def _pair(a: SuiteSide, b: SuiteSide, name: str) -> str:
-    return "/".join(_number(getattr(side, name)) for side in (a, b))
 
 
 def _number(value: float | None) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,7 +252,7 @@ def test_indices_are_ties_near_ties_or_wrong():
     assert rows(2) == (0.0, 1.0, 0.0)
     assert rows(3) == (0.0, 0.0, 1.0)
     assert rows(7) == (0.0, 0.0, 1.0)
-    truth.value = torch.tensor([[0, 1]])
+    truth = replace(truth, value=torch.tensor([[0, 1]]))
     assert rows(1, 1) == (0.0, 0.0, 1.0)
-    truth.scores = None
+    truth = replace(truth, scores=None)
     assert rows(1, 0) == (0.0, 0.0, 1.0)

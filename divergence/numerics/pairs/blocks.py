@@ -23,7 +23,7 @@ from divergence.numerics.formats import Format, format_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BLOCK", "Grid", "Rows", "column_dots", "compute_dtype", "row_dots"]
+__all__ = ["BLOCK", "Grid", "Rows", "column_dots", "columns_of_many", "compute_dtype", "row_dots"]
 
 BLOCK = 128 * 1024
 """Elements in a block: large enough that calling numpy (about 40 us a block) costs little, small
@@ -168,3 +168,12 @@ def column_dots(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if whole < rows:
         total += np.multiply(x[whole:], y[whole:]).sum(axis=0, dtype=np.float64)
     return total
+
+
+def columns_of_many(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``column_dots`` of each of N blocks, (N, T, D) → (N, D)."""
+    if x.shape[1] == 1:
+        return np.asarray((x * y)[:, 0], np.float64)
+    if x.shape[1] <= 64:
+        return np.einsum("nij,nij->nj", x, y).astype(np.float64)
+    return np.stack([column_dots(*block) for block in zip(x, y, strict=True)])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
 __all__ = ["Estimate", "PairMetrics", "RowMetrics"]
 
@@ -25,9 +25,9 @@ class RowMetrics:
     sides. ``norm``: ‖a_t‖. ``update_norm``: ‖a_t - base_t‖, None without base.
     """
 
-    rel_l2: torch.Tensor
-    norm: torch.Tensor
-    update_norm: torch.Tensor | None
+    rel_l2: np.ndarray
+    norm: np.ndarray
+    update_norm: np.ndarray | None
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):

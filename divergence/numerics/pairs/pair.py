@@ -31,13 +31,14 @@ from divergence.numerics.pairs.sums import Sums, gather, tiles
 from divergence.numerics.pairs.ulp_counts import count_ulp
 from divergence.numerics.workers import run_split
 
-__all__ = ["SINK_FACTOR", "PairMetrics", "RowMetrics", "measure_pair"]
+__all__ = ["ANGLE_SAFE", "SINK_FACTOR", "PairMetrics", "RowMetrics", "measure_pair", "narrower",
+           "root_ratios"]  # fmt: skip
 
 SINK_FACTOR = 10.0
 """A sink token's norm exceeds this many times the median row norm (massive activations:
 Sun et al., arXiv 2402.17762; attention sinks: Xiao et al., arXiv 2309.17453)."""
 
-_ANGLE_SAFE = 0.5
+ANGLE_SAFE = 0.5
 """Below this share of ‖d‖² at right angles to a, S = E - P²/A has lost a bit: sum it itself."""
 
 
@@ -71,12 +72,12 @@ def measure_pair(
     pair = _Pair(
         a, b, base, row_mask, threads=threads, block=min(block, BLOCK), kernel=kernel, device=device
     )
-    return pair.measure(tuple(a.shape), _ulp_format(pair.a.format, pair.b.format, ulp_format))
+    form = format_named(ulp_format) if isinstance(ulp_format, str) else ulp_format
+    return pair.measure(tuple(a.shape), form or narrower(pair.a.format, pair.b.format))
 
 
-def _ulp_format(a: Format, b: Format, asked: str | Format | None) -> Format | None:
-    if asked is not None:
-        return format_named(asked) if isinstance(asked, str) else asked
+def narrower(a: Format, b: Format) -> Format | None:
+    """The format in which ulp are counted: the narrower of two floats', else None."""
     if not (is_float(a) and is_float(b)):
         return None
     return min(a, b, key=lambda form: (form.itemsize, form.mantissa_bits))
@@ -152,7 +153,7 @@ class _Pair:
         rel_l2 = _root_ratio(d2, a2)
         a2, b2, product, one_minus_cosine = self._angle(sums, a2, d2)
         per_row = np.full(self.a.num_rows, np.nan)
-        per_row[self.real] = _root_ratios(row_d, row_a)
+        per_row[self.real] = root_ratios(row_d, row_a)
         per_row[~self.row_finite] = np.nan
         sinks = _sinks(row_a)
         n = sums.num_finite
@@ -204,9 +205,9 @@ class _Pair:
             norm = np.sqrt(self.row_a) / self.scale
             update = None if self.base is None else np.sqrt(self.row_update) / self.scale
         return RowMetrics(
-            rel_l2=torch.from_numpy(rel_l2),
-            norm=torch.from_numpy(norm),
-            update_norm=None if update is None else torch.from_numpy(update),
+            rel_l2=rel_l2,
+            norm=norm,
+            update_norm=update,
         )
 
     def _angle(self, sums: Sums, a2: float, d2: float) -> tuple[float, float, float, float]:
@@ -218,7 +219,7 @@ class _Pair:
             return a2, d2, product, 1.0
         b2 = a2 - 2.0 * product + d2
         aside = d2 - product**2 / a2
-        if aside < _ANGLE_SAFE * d2 or b2 < _ANGLE_SAFE * a2:
+        if aside < ANGLE_SAFE * d2 or b2 < ANGLE_SAFE * a2:
             a2, b2, product, aside = self._aside(1.0 - product / a2)
         if b2 == 0.0:
             return a2, b2, product, 1.0
@@ -294,7 +295,7 @@ class _Pair:
         if not len(col_a):
             return {"channel_rel_l2_max": 0.0, "worst_channel": None}
         unit = max(self.a.format.unit_roundoff, self.b.format.unit_roundoff)
-        ratios = _root_ratios(col_d, np.maximum(col_a, unit**2 * a2 / len(col_a)))
+        ratios = root_ratios(col_d, np.maximum(col_a, unit**2 * a2 / len(col_a)))
         worst = int(ratios.argmax())
         return {"channel_rel_l2_max": float(ratios[worst]), "worst_channel": worst}
 
@@ -389,7 +390,8 @@ def _root_ratio(x2: float, y2: float) -> float:
     return _ratio(math.sqrt(x2), math.sqrt(y2))
 
 
-def _root_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
+def root_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
+    """√x2 / √y2 with 0/0 = 0 and x/0 = inf."""
     x, y = np.sqrt(x2), np.sqrt(y2)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(x == 0.0, 0.0, x / y)

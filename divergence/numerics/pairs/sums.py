@@ -21,10 +21,10 @@ import numpy as np
 from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, column_dots, row_dots
 from divergence.numerics.pairs.nonfinite import NONFINITE, count_nonfinite
 
-__all__ = ["Sums", "gather", "tiles"]
+__all__ = ["HIGH", "LOW", "TOP_HIGH", "TOP_LOW", "Sums", "gather", "tiles"]
 
-_LOW, _HIGH = 2.0**-70, 2.0**100
-_TOP_LOW, _TOP_HIGH = 2.0**-10, 2.0**20
+LOW, HIGH = 2.0**-70, 2.0**100
+TOP_LOW, TOP_HIGH = 2.0**-10, 2.0**20
 
 
 class Sums:
@@ -59,7 +59,7 @@ class Sums:
             self.careful(rows, cols)
             return
         scale = 1.0
-        if top and not _TOP_LOW <= top <= _TOP_HIGH:
+        if top and not TOP_LOW <= top <= TOP_HIGH:
             scale = 2.0 ** -math.frexp(top)[1]
             if self._dtype is np.float32 and not 2.0**-120 < scale < 2.0**120:
                 self.careful(rows, cols)
@@ -72,7 +72,7 @@ class Sums:
         product = np.multiply(a, d, out=scratch[: a.size].reshape(a.shape)) if top else None
         if product is not None:
             squares = float(row_dots(product, product).sum())
-            if self._dtype is np.float32 and not _LOW < squares < _HIGH:
+            if self._dtype is np.float32 and not LOW < squares < HIGH:
                 self.careful(rows, cols)
                 return
             self.product_squares += squares / scale**2
@@ -87,9 +87,9 @@ class Sums:
         """Whether the rows' sums of squares lost nothing to float32's range."""
         if self._dtype is np.float64:
             return bool(np.isfinite(sums).all())
-        if not sums.max() < _HIGH:  # also where it is nan
+        if not sums.max() < HIGH:  # also where it is nan
             return False
-        small = sums < _LOW
+        small = sums < LOW
         return not (small.any() and block[small].any())
 
     def careful(self, rows: Rows, cols: slice) -> None:

@@ -27,7 +27,7 @@ from divergence.numerics.pairs.ulp_tails import MOST_STEPS, Counting, InBlocks, 
 if TYPE_CHECKING:
     from divergence.numerics.on_device import OnDevice
 
-__all__ = ["UlpCounts", "count_ulp"]
+__all__ = ["UlpCounts", "count_ulp", "smallest_key"]
 
 
 class UlpCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,15 +62,15 @@ def count_ulp(
     ``form`` counts as its inf, one ulp beyond the largest. ``there``: the pair on a device.
     Source: divergence.numerics.pairs.ulp.
     """
-    smallest_key = _smallest_key(form, form.unit_roundoff * rms)
+    smallest = smallest_key(form, form.unit_roundoff * rms)
     counting: Counting
     if there is not None and form.itemsize <= 4:
-        counting = there.distances(form, rows=rows, smallest_key=smallest_key, check=check_finite)
+        counting = there.distances(form, rows=rows, smallest_key=smallest, check=check_finite)
     elif kernel == "compiled" and InLoops.reads(a, b, form, check=check_finite):
-        counting = InLoops(a, b, form, rows=rows, smallest_key=smallest_key, check=check_finite)
+        counting = InLoops(a, b, form, rows=rows, smallest_key=smallest, check=check_finite)
     else:
         counting = InBlocks(
-            a, b, form, rows=rows, smallest_key=smallest_key, check=check_finite, block=block
+            a, b, form, rows=rows, smallest_key=smallest, check=check_finite, block=block
         )
     guess = counting.guess()
     bound, high = guess or (0, 0)
@@ -124,7 +124,7 @@ def _from_beyond(tails: list[Tail], num_above: int) -> int | None:
     return None
 
 
-def _smallest_key(form: Format, magnitude: float) -> int:
+def smallest_key(form: Format, magnitude: float) -> int:
     """Key of the smallest value of ``form`` that is >= magnitude (> 0 or 0): subnormals number
     the multiples of the smallest one, and each binade above holds 2^mantissa_bits values."""
     if magnitude == 0.0:

@@ -129,9 +129,9 @@ def estimate_pair(
         first_nonfinite_row=None,
     )
     rows = RowMetrics(
-        rel_l2=torch.from_numpy(per_row),
-        norm=torch.from_numpy(one.norm),
-        update_norm=None if update is None else torch.from_numpy(np.sqrt(update)),
+        rel_l2=per_row,
+        norm=one.norm,
+        update_norm=None if update is None else np.sqrt(update),
     )
     return metrics, rows, estimate
 

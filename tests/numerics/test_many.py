@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from divergence.numerics.pairs.against import AgainstTruth, against_many, measure_against
 from divergence.numerics.pairs.many import MOST_NUMEL, measure_many
 from divergence.numerics.pairs.pair import measure_pair
 
@@ -91,3 +93,27 @@ def test_shapes_must_match():
     """Raises ValueError, as measure_pair does."""
     with pytest.raises(ValueError, match="candidate has shape"):
         measure_many(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("based", [False, True])
+@pytest.mark.parametrize("shape", [(7, 576), (4, 1, 3, 64), (3, 40, 33), (5,)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_many_against_a_truth_as_each_alone(shape, dtype, based):
+    """Sums, sinks and channels of each pair are its own; a pair with a nan is left out."""
+    truth = noise(shape)
+    truth.view(shape[0], -1, shape[-1] if len(shape) > 1 else 1)[0, -1] *= 100  # a sink
+    a, b = ((truth * (1 + 2**-8 * noise(shape, s))).to(getattr(torch, dtype)) for s in (1, 2))
+    b.view(shape[0], -1)[1, 0] *= 3  # an outlier
+    a.view(shape[0], -1)[2, 0] = math.nan
+    base = (truth * 0.5).to(a.dtype) if based else None
+    found = against_many(a, b, truth, base)
+    assert [one is None for one in found] == [n == 2 for n in range(shape[0])]
+    for n, many in enumerate(found):
+        if many is None:
+            continue
+        alone = measure_against(a[n], b[n], truth[n], base=base[n] if based else None)
+        for name in AgainstTruth.__slots__:
+            x, y = getattr(many, name), getattr(alone, name)
+            assert (x is None) == (y is None)
+            if x is not None:
+                np.testing.assert_allclose(x, y, rtol=REL, atol=1e-16, err_msg=name)

@@ -1,46 +1,51 @@
 """Floors for measured pairs: what correct implementations may differ by, row by row.
 
-The seam for judging: a Floor turns the rows of one pair into ratios (error made here
-over floor). ModelFloor uses the rounding model of numerics.floor. With a truth, errors
-against it are judged as well (blocks.blame), in units of the same model.
+The seam for judging: a Floor turns the rows of pairs into ratios (error made here over floor).
+ModelFloor uses the rounding model of numerics.floor. With a truth, errors against it are judged as
+well (blocks.blame), in units of the same model.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
+
+import numpy as np
 
 from divergence.numerics.formats import Format
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
 from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds, floor_weights
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Floor", "ModelFloor", "Ratios", "row_floor"]
+__all__ = ["Floor", "ModelFloor", "Ratios", "medians", "row_floor"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """``floor``: the median row's floor as a rel_l2; ``typical``: median row's error over
-    its floor; ``worst``: the largest row's. Sink rows are apart: ``sink``, the largest of them,
-    None where there is none. ``members``: of a batch, each member's (number, typical, rows)."""
+    """One pair's rows over their floors."""
 
     floor: float
+    """The median row's floor as a rel_l2."""
     typical: float
+    """The median row's error over its floor."""
     worst: float
+    """The largest row's."""
     sink: float | None = None
+    """The largest sink row's; sinks are in none of the above. None where there is none."""
     members: tuple[tuple[int, float, int], ...] = ()
+    """Of a batch, each member's number, typical ratio and rows."""
 
 
 class Floor(Protocol):
-    """Judges rows. ``form``: what the site is stored in; ``work``: what the model computes in,
-    which is narrower where it keeps its stream in float32. In a free pass, ``inherited``: the
-    rows of the same module's input, and ``beside``: the relative error of what else came in
-    (encoder states, rotary tables, and through attention or a cache the tokens before).
-    ``num_members``: of a batch, whose rows follow each other in equal parts."""
+    """Judges the rows of pairs of one kind: (N, T) each.
+
+    ``form``: what the site is stored in; ``work``: what the model computes in, which is narrower
+    where it keeps its stream in float32. In a free pass, ``inherited``: the rows of the same
+    modules' inputs, and ``beside`` (N,): the relative error of what else came in (encoder states,
+    rotary tables, and through attention or a cache the tokens before). ``num_members``: of a batch,
+    whose rows follow each other in equal parts.
+    """
 
     def ratios(
         self,
@@ -51,9 +56,9 @@ class Floor(Protocol):
         num_features: int,
         role: str,
         inherited: RowMetrics | None,
-        beside: float,
+        beside: np.ndarray,
         num_members: int = 1,
-    ) -> Ratios | None: ...
+    ) -> list[Ratios | None]: ...
 
 
 class ModelFloor:
@@ -71,75 +76,95 @@ class ModelFloor:
         num_features: int,
         role: str,
         inherited: RowMetrics | None,
-        beside: float,
+        beside: np.ndarray,
         num_members: int = 1,
-    ) -> Ratios | None:
+    ) -> list[Ratios | None]:
         """None where there is no row to judge, or nothing rounds (integers)."""
-        import torch
-
-        real = torch.isfinite(rows.rel_l2) & (rows.norm > 0)
-        update = None if rows.update_norm is None else rows.update_norm[real]
-        norm = rows.norm[real]
-        floor = row_floor(norm, update, form=form, work=work, num_features=num_features, role=role)
-        if floor is None:
-            return None
-        known = ~torch.isnan(rows.rel_l2)
-        if bool(known.any()) and int(torch.isinf(rows.rel_l2).sum()) * 2 > int(known.sum()):
-            # most rows are zero in the reference alone: no rounding does that
-            return Ratios(floor=0.0, typical=math.inf, worst=math.inf)
-        if not bool(real.any()):
-            return None
-        rel = rows.rel_l2[real]
-        share = torch.ones_like(norm) if update is None else update / norm
-        made, before = rel, torch.full_like(rel, beside)
-        if inherited is not None and inherited.rel_l2.shape == rows.rel_l2.shape:
-            own = inherited.rel_l2[real].nan_to_num(0.0)
-            carried = own * inherited.norm[real] / norm
-            made = (rel**2 - carried**2).clamp_min(0).sqrt()
-            before = torch.maximum(before, own)
-        # What a module makes of an error that came in: its update moves along.
-        allowed = (floor**2 + (self._thresholds.free_gain * share * before) ** 2).sqrt()
-        ratio = made / allowed
-        sinks = norm > SINK_FACTOR * norm.median()  # never the half of all rows
-        usual = ratio[~sinks]
-        return Ratios(
-            floor=float(floor[~sinks].median()),
-            typical=float(usual.median()),
-            worst=float(usual.max()),
-            sink=float(ratio[sinks].max()) if bool(sinks.any()) else None,
-            members=_members(ratio, real, ~sinks, num_members) if num_members > 1 else (),
-        )
+        rel, norm, update = rows.rel_l2, rows.norm, rows.update_norm
+        with np.errstate(all="ignore"):
+            floor = row_floor(
+                norm, update, form=form, work=work, num_features=num_features, role=role
+            )
+            if floor is None:
+                return [None] * len(rel)
+            real = np.isfinite(rel) & (norm > 0)
+            share = 1.0 if update is None else update / norm
+            made, before = rel, beside[:, None]
+            if inherited is not None:
+                own = np.nan_to_num(inherited.rel_l2)
+                carried = own * inherited.norm / norm
+                made = np.sqrt(np.maximum(rel**2 - carried**2, 0.0))
+                before = np.maximum(before, own)
+            # What a module makes of an error that came in: its update moves along.
+            allowed = np.sqrt(floor**2 + (self._thresholds.free_gain * share * before) ** 2)
+            ratio = made / allowed
+            sinks = real & (norm > SINK_FACTOR * medians(norm, real)[:, None])  # never half of all
+            usual = real & ~sinks
+            known = (~np.isnan(rel)).sum(axis=1)
+            columns = (
+                # most rows are zero in the reference alone: no rounding does that
+                (np.isinf(rel).sum(axis=1) * 2 > known) & (known > 0),
+                real.any(axis=1),
+                medians(floor, usual),
+                medians(ratio, usual),
+                np.where(usual, ratio, -math.inf).max(axis=1, initial=-math.inf),
+                sinks.any(axis=1),
+                np.where(sinks, ratio, -math.inf).max(axis=1, initial=-math.inf),
+            )
+        found: list[Ratios | None] = []
+        for number, values in enumerate(zip(*(x.tolist() for x in columns), strict=True)):
+            one_sided, some, middle, typical, worst, has_sink, sink = values
+            if one_sided:
+                found.append(Ratios(floor=0.0, typical=math.inf, worst=math.inf))
+            elif not some:
+                found.append(None)
+            else:
+                members = ()
+                if num_members > 1:
+                    members = _members(ratio[number], usual[number], num_members)
+                found.append(Ratios(middle, typical, worst, sink if has_sink else None, members))
+        return found
 
 
 def _members(
-    ratio: torch.Tensor, real: torch.Tensor, usual: torch.Tensor, num_members: int
+    ratio: np.ndarray, usual: np.ndarray, num_members: int
 ) -> tuple[tuple[int, float, int], ...]:
-    """(number, median ratio, rows) of each member of a batch; ``ratio``, ``usual``: the rows that
-    are ``real``."""
-    import torch
-
-    rows_each = max(1, len(real) // num_members)
-    member = (torch.arange(len(real)) // rows_each)[real]
+    """(number, median ratio, rows) of each member of a batch."""
+    rows_each = max(1, len(usual) // num_members)
+    member = np.arange(len(usual)) // rows_each
     found = []
     for number in range(num_members):
         mine = (member == number) & usual
-        if bool(mine.any()):
-            found.append((number, float(ratio[mine].median()), int(mine.sum())))
+        if mine.any():
+            middle = float(medians(ratio[None], mine[None])[0])
+            found.append((number, middle, int(mine.sum())))
     return tuple(found)
 
 
+def medians(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """The (lower) median of each row's kept values, (N, T) → (N,); nan where none is kept, or one
+    is nan."""
+    if not values.shape[1]:
+        return np.full(len(values), math.nan)
+    ordered = np.sort(np.where(keep, values, math.nan), axis=1)  # nan comes last
+    middle = np.maximum(keep.sum(axis=1) - 1, 0) // 2
+    found = np.take_along_axis(ordered, middle[:, None], 1)[:, 0]
+    found[(keep & np.isnan(values)).any(axis=1)] = math.nan
+    return found
+
+
 def row_floor(
-    norm: torch.Tensor,
-    update_norm: torch.Tensor | None,
+    norm: np.ndarray,
+    update_norm: np.ndarray | None,
     *,
     form: Format,
     work: Format,
     num_features: int,
     role: str,
-) -> torch.Tensor | None:
-    """The rounding model's floor of each row as a rel_l2, (T,); None where nothing rounds.
+) -> np.ndarray | None:
+    """The rounding model's floor of each row as a rel_l2; None where nothing rounds.
 
-    ``norm``, ``update_norm``: the rows' ‖out‖ > 0 and ‖f(x)‖, see numerics.floor.
+    ``norm``, ``update_norm``: the rows' ‖out‖ > 0 and ‖f(x)‖, of any shape; see numerics.floor.
     """
     part: Literal["block", "inner", "trunk"] = (
         "block" if role == "block" else "inner" if role == "inner" else "trunk"
@@ -150,4 +175,5 @@ def row_floor(
     if store == 0:
         return None
     share = 1.0 if update_norm is None else update_norm / norm
-    return (store**2 + (update * share) ** 2) ** 0.5 + 0.0 * norm
+    floor: np.ndarray = np.sqrt(store**2 + (update * share) ** 2) + 0.0 * norm
+    return floor

@@ -20,13 +20,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from divergence.numerics.formats import format_of
 from divergence.numerics.kernels import Kernel, chosen
+from divergence.numerics.pairs.blocks import Grid
 from divergence.numerics.pairs.pair import SINK_FACTOR
 
-__all__ = ["AgainstTruth", "measure_against", "with_rounding"]
+__all__ = ["AgainstTruth", "against_many", "measure_against", "with_rounding"]
 
 _OUTLIER = 8.0
 """A row is left out of the columns when its relative error exceeds this many medians."""
@@ -36,53 +38,158 @@ _CHUNK_NUMEL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class AgainstTruth:
-    """Per kept row (T,) and per column (D,), float64.
+    """Per kept row (T,) and per column (D,), float64."""
 
-    ``norm`` ‖R‖; ``update`` ‖R - x‖, None without a base; ``reference``, ``candidate``: ‖a-R‖,
-    ‖b-R‖; ``between`` ‖a-b‖; ``gain_reference``, ``gain_candidate``: <a-R, R>/‖R‖²;
-    ``update_gain_*``: <·-R, R-x>/‖R-x‖², None without a base; ``spread``: participation ratio of
-    R (of R - x where there is one); ``sink``: bool. ``channel_*``: Σ over rows but sinks,
-    ``channel_norm`` ΣR².
-    ``row_index``: the kept rows' numbers in the whole tensor.
-    """
-
-    norm: torch.Tensor
-    update: torch.Tensor | None
-    reference: torch.Tensor
-    candidate: torch.Tensor
-    between: torch.Tensor
-    gain_reference: torch.Tensor
-    gain_candidate: torch.Tensor
-    update_gain_reference: torch.Tensor | None
-    update_gain_candidate: torch.Tensor | None
-    spread: torch.Tensor
-    sink: torch.Tensor
-    channel_reference: torch.Tensor
-    channel_candidate: torch.Tensor
-    channel_between: torch.Tensor
-    channel_norm: torch.Tensor
-    row_index: torch.Tensor
+    norm: np.ndarray
+    """‖R‖."""
+    update: np.ndarray | None
+    """‖R - x‖; None without a base."""
+    reference: np.ndarray
+    """‖a-R‖."""
+    candidate: np.ndarray
+    """‖b-R‖."""
+    between: np.ndarray
+    """‖a-b‖."""
+    gain_reference: np.ndarray
+    """<a-R, R>/‖R‖²."""
+    gain_candidate: np.ndarray
+    update_gain_reference: np.ndarray | None
+    """<a-R, R-x>/‖R-x‖²; None without a base."""
+    update_gain_candidate: np.ndarray | None
+    spread: np.ndarray
+    """Participation ratio of R, of R - x where there is a base."""
+    sink: np.ndarray
+    """bool."""
+    channels: np.ndarray
+    """(4, D): Σ over rows but sinks of (a-R)², (b-R)², (a-b)² and R²."""
+    row_index: np.ndarray
+    """The kept rows' numbers in the whole tensor."""
 
     @property
     def num_rows(self) -> int:
         return len(self.norm)
 
+    @property
+    def channel_reference(self) -> np.ndarray:
+        return self.channels[0]
 
-def with_rounding(against: AgainstTruth, floor: torch.Tensor) -> AgainstTruth:
+    @property
+    def channel_candidate(self) -> np.ndarray:
+        return self.channels[1]
+
+    @property
+    def channel_between(self) -> np.ndarray:
+        return self.channels[2]
+
+    @property
+    def channel_norm(self) -> np.ndarray:
+        return self.channels[3]
+
+
+def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
     """The same with one more rounding on both sides: what is left of the difference between two
     dtypes is less than a fault then, also where one side is exact.
 
     ``floor`` (T,): that of the coarser dtype, of two implementations; one makes 1/√2 of it.
     """
     rounding = floor * against.norm / math.sqrt(2)
-    share = rounding[~against.sink].square().sum() / max(1, len(against.channel_reference))
+    channels = against.channels.copy()
+    usual = np.square(rounding[~against.sink])
+    channels[:2] += usual.sum() / max(1, channels.shape[1])
     return replace(
         against,
-        reference=torch.hypot(against.reference, rounding),
-        candidate=torch.hypot(against.candidate, rounding),
-        channel_reference=against.channel_reference + share,
-        channel_candidate=against.channel_candidate + share,
+        reference=np.hypot(against.reference, rounding),
+        candidate=np.hypot(against.candidate, rounding),
+        channels=channels,
     )
+
+
+def against_many(
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None = None
+) -> list[AgainstTruth | None]:
+    """``measure_against`` of each of N tensors of one shape, (N, …); None for one that holds a nan
+    or inf, or whose squares leave float64."""
+    columns = a.shape[-1] if a.ndim > 1 else 1
+    count = len(a)
+    if not a.numel():
+        return [None] * count
+    with np.errstate(all="ignore"):
+        x, y, r, *rest = (_wide(t, columns) for t in (a, b, truth, base) if t is not None)
+        sums = np.zeros((12, len(x)))
+        errors = x - r, y - r, x - y
+        squares = [np.square(error) for error in errors]
+        truth2 = np.square(r)
+        sums[0], sums[1], sums[2], sums[3] = (part.sum(axis=1) for part in (truth2, *squares))
+        sums[4], sums[5] = ((error * r).sum(axis=1) for error in errors[:2])
+        sums[9] = np.square(truth2).sum(axis=1)
+        if rest:
+            update = r - rest[0]
+            update2 = np.square(update)
+            sums[6], sums[10] = update2.sum(axis=1), np.square(update2).sum(axis=1)
+            sums[7], sums[8] = ((error * update).sum(axis=1) for error in errors[:2])
+        sums = sums.reshape(12, count, -1)
+        num_rows = sums.shape[2]
+        sink = outlier = np.zeros((count, num_rows), bool)
+        if num_rows > 1:  # the rows' own median is the measure of both
+            norms = np.sqrt(sums[0])
+            limit = SINK_FACTOR * _lower_median(norms)
+            sink = (norms > limit) & (limit > 0)
+            outlier = _outliers_of_many(sums, ~sink)
+        usual = (~(sink | outlier)).reshape(-1, 1)
+        parts = [np.where(usual, part, 0.0) for part in (*squares, truth2)]
+        channels = np.stack(
+            [part.reshape(count, num_rows, columns).sum(axis=1) for part in parts], 1
+        )
+        rows = np.arange(num_rows)
+        good = np.isfinite(sums[:4]).all(axis=(0, 2)) & np.isfinite(sums[6]).all(axis=1)
+        derived = _derived(sums, with_base=bool(rest))
+        return [
+            AgainstTruth(
+                **{name: None if values is None else values[n] for name, values in derived.items()},
+                sink=sink[n], channels=channels[n], row_index=rows,
+            )
+            if good[n]
+            else None
+            for n in range(count)
+        ]  # fmt: skip
+
+
+def _wide(tensor: torch.Tensor, columns: int) -> np.ndarray:
+    """Rows in float64."""
+    grid = Grid(tensor.reshape(-1, columns))
+    return grid.load(slice(0, grid.num_rows), slice(None), np.empty(tensor.numel()))
+
+
+def _lower_median(values: np.ndarray) -> np.ndarray:
+    """Of each row, (N, T) → (N, 1)."""
+    return np.sort(values, axis=1)[:, (values.shape[1] - 1) // 2, None]
+
+
+def _outliers_of_many(sums: np.ndarray, usual: np.ndarray) -> np.ndarray:
+    """``_outliers`` of (12, N, T), as (N, T)."""
+    size = np.sqrt(sums[1:3].max(axis=0) / np.maximum(sums[0], 1e-300))
+    ordered = np.sort(np.where(usual, size, math.nan), axis=1)
+    middle = np.maximum(usual.sum(axis=1) - 1, 0) // 2
+    limit = _OUTLIER * np.take_along_axis(ordered, middle[:, None], 1)
+    return usual & (size > limit) & (limit > 0)
+
+
+def _derived(sums: np.ndarray, *, with_base: bool) -> dict[str, np.ndarray | None]:
+    """The rows' fields of AgainstTruth, from their twelve sums."""
+    norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums
+    top, fourth = (up2, u4) if with_base else (norm2, r4)
+    return {
+        "norm": np.sqrt(norm2),
+        "update": np.sqrt(up2) if with_base else None,
+        "reference": np.sqrt(ref),
+        "candidate": np.sqrt(cand),
+        "between": np.sqrt(between),
+        "gain_reference": _over(ref_r, norm2),
+        "gain_candidate": _over(cand_r, norm2),
+        "update_gain_reference": _over(ref_u, up2) if with_base else None,
+        "update_gain_candidate": _over(cand_u, up2) if with_base else None,
+        "spread": _over(np.square(top), fourth),
+    }
 
 
 def measure_against(
@@ -120,26 +227,13 @@ def measure_against(
     else:
         sums, sink, channels = _in_chunks(x, y, right, start, kept, device)
     good = kept & sums[:4].isfinite().all(0)
-    norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums[:, good]
-    with_base = base is not None
-    top, fourth = (up2, u4) if with_base else (norm2, r4)
+    with np.errstate(all="ignore"):
+        derived = _derived(sums[:, good].numpy(), with_base=base is not None)
     return AgainstTruth(
-        norm=norm2.sqrt(),
-        update=up2.sqrt() if with_base else None,
-        reference=ref.sqrt(),
-        candidate=cand.sqrt(),
-        between=between.sqrt(),
-        gain_reference=_over(ref_r, norm2),
-        gain_candidate=_over(cand_r, norm2),
-        update_gain_reference=_over(ref_u, up2) if with_base else None,
-        update_gain_candidate=_over(cand_u, up2) if with_base else None,
-        spread=_over(top.square(), fourth),
-        sink=sink[good],
-        channel_reference=channels[0],
-        channel_candidate=channels[1],
-        channel_between=channels[2],
-        channel_norm=channels[3],
-        row_index=good.nonzero().flatten(),
+        **derived,
+        sink=sink[good].numpy(),
+        channels=channels.numpy(),
+        row_index=good.nonzero().flatten().numpy(),
     )
 
 
@@ -237,6 +331,6 @@ def _outliers(sums: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
     return (usual & (size > limit) & (limit > 0)).nonzero().flatten()
 
 
-def _over(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:
+def _over(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
     """The quotient; 0 where the denominator is 0."""
-    return torch.where(bottom > 0, top / bottom.clamp_min(1e-300), torch.zeros_like(top))
+    return np.where(bottom > 0, top / np.maximum(bottom, 1e-300), 0.0)

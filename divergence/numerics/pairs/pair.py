@@ -31,8 +31,8 @@ from divergence.numerics.pairs.sums import Sums, gather, tiles
 from divergence.numerics.pairs.ulp_counts import count_ulp
 from divergence.numerics.workers import run_split
 
-__all__ = ["ANGLE_SAFE", "SINK_FACTOR", "PairMetrics", "RowMetrics", "measure_pair", "narrower",
-           "root_ratios"]  # fmt: skip
+__all__ = ["ANGLE_SAFE", "SINK_FACTOR", "PairMetrics", "RowMetrics", "channel_ratios",
+           "measure_pair", "narrower", "root_ratios"]  # fmt: skip
 
 SINK_FACTOR = 10.0
 """A sink token's norm exceeds this many times the median row norm (massive activations:
@@ -295,9 +295,9 @@ class _Pair:
         if not len(col_a):
             return {"channel_rel_l2_max": 0.0, "worst_channel": None}
         unit = max(self.a.format.unit_roundoff, self.b.format.unit_roundoff)
-        ratios = root_ratios(col_d, np.maximum(col_a, unit**2 * a2 / len(col_a)))
+        ratios = channel_ratios(col_d, np.maximum(col_a, unit**2 * a2 / len(col_a)))
         worst = int(ratios.argmax())
-        return {"channel_rel_l2_max": float(ratios[worst]), "worst_channel": worst}
+        return {"channel_rel_l2_max": math.sqrt(ratios[worst]), "worst_channel": worst}
 
     def _identical(self) -> bool:
         if self.a.format.name != self.b.format.name:
@@ -395,3 +395,12 @@ def root_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
     x, y = np.sqrt(x2), np.sqrt(y2)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(x == 0.0, 0.0, x / y)
+
+
+def channel_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
+    """x2 / y2 with 0/0 = 0 and x/0 = inf."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios: np.ndarray = x2 / y2
+    if not y2.all():
+        ratios[x2 == 0.0] = 0.0
+    return ratios

@@ -52,7 +52,6 @@ def estimate_pair(
 
     ``base``: the sketch of the block's input. Rows that float32 could not hold are left out.
     """
-    import torch
 
     k = a.shape[1] - 2
     sides = [_Side(one) for one in (a, b)]

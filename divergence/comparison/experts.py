@@ -19,9 +19,12 @@ The free pass tells nothing: one rerouted token changes all later ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Piece
 from divergence.comparison.results.sites import SiteResult
@@ -300,7 +303,7 @@ def kept_rows(rows: RowMetrics, routed: Routed) -> RowMetrics:
     """The rows that are judged; the others count as masked."""
     if routed.kept is None:
         return rows
-    return replace(rows, rel_l2=rows.rel_l2.masked_fill(~routed.kept, float("nan")))
+    return replace(rows, rel_l2=np.where(routed.kept.numpy(), rows.rel_l2, math.nan))
 
 
 RouteKey = tuple[Side | None, str, int, int, str]
@@ -313,14 +316,14 @@ class Routes:
     nan where it is not judged, and its experts (T, k); ``margin``: the widest gap of logits that
     rounding decided. Whose: the side of an escalated pass, else None."""
 
-    found: dict[RouteKey, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    found: dict[RouteKey, tuple[np.ndarray, torch.Tensor]] = field(default_factory=dict)
     margin: float | None = None
 
     def take(self, other: Routes, of: Side | None) -> None:
         """Those of an escalated pass."""
         self.found |= {(of, *key[1:]): value for key, value in other.found.items()}
 
-    def add(self, result: SiteResult, routed: Routed, ratio: torch.Tensor | None) -> None:
+    def add(self, result: SiteResult, routed: Routed, ratio: np.ndarray | None) -> None:
         if routed.margin is not None:
             self.margin = max(routed.margin, self.margin or 0.0)
         if ratio is not None and routed.experts is not None and len(ratio) == len(routed.experts):

@@ -110,5 +110,5 @@ def _measured(
         msgspec.structs.replace(result, of=of) for result in measure(measurer, pairs, progress)
     ]
     if routes is not None:
-        routes.take(measurer.routes, of)
+        routes.take(measurer.judge.routes, of)
     return results

@@ -44,8 +44,10 @@ _FETCHED_BYTES = 512 << 20
 """Pairs are fetched into the system's cache until so much lies ahead of those that are started."""
 _FETCHED_ALONE_BYTES = 1 << 20
 """What is smaller comes with its neighbours, when one of them is read."""
-_MOST_PAIRS = 32
-"""In a batch: few enough that every thread has some of a short comparison."""
+_MOST_PAIRS = 512
+"""In a batch of small ones."""
+_JUDGED_AT_ONCE = 4096
+"""Pairs whose numbers wait to be judged together."""
 _READERS = 1
 """A disk serves two better than one; on two cores more get into one another's way."""
 _LARGE_BYTES = 64 << 20
@@ -95,7 +97,16 @@ def results_of_pairs(
     measurer: Measurer, pairs: Sequence[Pair], found: Iterable[PairNumbers | None]
 ) -> list[SiteResult]:
     """The results, from what ``measure_pairs`` gave for the same pairs in the same order."""
-    return [measurer.result_of(pair, one) for pair, one in zip(pairs, found, strict=True)]
+    results: list[SiteResult] = []
+    waiting: list[tuple[Pair, PairNumbers | None]] = []
+    for item in zip(pairs, found, strict=True):
+        waiting.append(item)
+        if len(waiting) == _JUDGED_AT_ONCE:
+            results += measurer.judge.results(*zip(*waiting, strict=True))
+            waiting.clear()
+    if waiting:
+        results += measurer.judge.results(*zip(*waiting, strict=True))
+    return results
 
 
 def measure_pairs(
@@ -121,16 +132,16 @@ def measure_pairs(
     def measure(batch: _Batch, read: Future[None] | None) -> list[PairNumbers | None]:
         if read is not None:
             read.result()
-        # whole pairs side by side; the threads of one that is large share it
-        threads = measuring if batch.num_bytes >= _LARGE_BYTES else 1
-        found = []
-        for pair in batch.pairs:
-            try:
-                found.append(measurer.measure(pair, threads=threads))
-            finally:
+        try:
+            if not batch.is_large:
+                return measurer.measure_small(batch.pairs)
+            # whole pairs side by side; the threads of one that is large share it
+            threads = measuring if batch.num_bytes >= _LARGE_BYTES else 1
+            return [measurer.measure(pair, threads=threads) for pair in batch.pairs]
+        finally:
+            for pair in batch.pairs:
                 for run, record in measurer.reading.reads(pair):
                     run.release(record)
-        return found
 
     ahead: deque[Future[list[PairNumbers | None]]] = deque()
     started = under_way_bytes = 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from divergence.comparison.align.pairs import replayed_from
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.preflight.code import other_code
-from divergence.comparison.results.sites import SiteResult, TruthDiff
+from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.pairs.against import AgainstTruth
 from divergence.run.command import command_line
@@ -23,9 +23,9 @@ from divergence.run.reader import Run
 from divergence.run.schema.record import Record
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
-__all__ = ["SamplesBySite", "Truth", "TruthSamples", "inputs_of", "truth_diff"]
+__all__ = ["SamplesBySite", "Truth", "TruthSamples", "inputs_of"]
 
 
 class Truth:
@@ -127,7 +127,7 @@ def _anchored_to(reference: Run, candidate: Run) -> str | None:
 class TruthSamples:
     """One site in one pass and phase: ``forwards`` in order, with each row's floor (T,)."""
 
-    forwards: list[tuple[SiteResult, AgainstTruth, torch.Tensor]] = field(default_factory=list)
+    forwards: list[tuple[SiteResult, AgainstTruth, np.ndarray]] = field(default_factory=list)
     _gathered: list[Any] = field(default_factory=list)
 
     def once(self, gather: Callable[[TruthSamples], Any]) -> Any:
@@ -143,7 +143,7 @@ class SamplesBySite:
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, str], TruthSamples] = {}
 
-    def add(self, result: SiteResult, against: AgainstTruth, floor: torch.Tensor) -> None:
+    def add(self, result: SiteResult, against: AgainstTruth, floor: np.ndarray) -> None:
         phase = "prefill" if result.step == 0 else "decode"
         samples = self._found.setdefault((result.pass_, result.site, phase), TruthSamples())
         samples.forwards.append((result, against, floor))
@@ -156,45 +156,3 @@ class SamplesBySite:
         both = SamplesBySite()
         both._found = self._found | changed._found
         return both
-
-
-def truth_diff(against: AgainstTruth) -> TruthDiff | None:
-    """The figures of one forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
-    if against.num_rows == 0:
-        return None
-    usual = ~against.sink
-    if not bool(usual.any()):
-        usual = against.sink
-    norm = against.norm[usual].clamp_min(1e-300)
-    a, b, ab = (
-        rows[usual] / norm for rows in (against.reference, against.candidate, against.between)
-    )
-    rank = max(1, round(0.99 * len(norm)))
-    p99 = [float(rows.kthvalue(rank).values) for rows in (a, b, ab)]
-    middle = [float(rows.median()) for rows in (a, b, ab)]
-    top = [float(rows.max()) for rows in (a, b, ab)]
-    channels = [
-        float(c.max().sqrt()) if len(c) else 0.0
-        for c in (against.channel_reference, against.channel_candidate, against.channel_between)
-    ]
-    return TruthDiff(
-        reference_error=middle[0],
-        candidate_error=middle[1],
-        r_median=_over(middle[2], middle[0], both_zero=0.0),
-        r_p99=_over(p99[2], p99[0], both_zero=0.0),
-        r_max=_over(top[2], top[0], both_zero=0.0),
-        r_channel=_over(channels[2], channels[0], both_zero=0.0),
-        w_median=_over(middle[1], middle[0]),
-        w_p99=_over(p99[1], p99[0]),
-        w_max=_over(top[1], top[0]),
-        w_channel=_over(channels[1], channels[0]),
-        gain_reference=float(against.gain_reference[usual].mean()),
-        gain_candidate=float(against.gain_candidate[usual].mean()),
-    )
-
-
-def _over(top: float, bottom: float, *, both_zero: float = 1.0) -> float:
-    """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
-    if bottom > 0:
-        return top / bottom
-    return both_zero if top == 0 else float("inf")

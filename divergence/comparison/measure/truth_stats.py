@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.results.sites import SiteResult
 from divergence.words import Side
 
 if TYPE_CHECKING:
-    import torch
-
     from divergence.numerics.pairs.against import AgainstTruth
 
-    _Forwards = Sequence[tuple[SiteResult, AgainstTruth, torch.Tensor]]
+    _Forwards = Sequence[tuple[SiteResult, AgainstTruth, np.ndarray]]
     """Each with its rows' floor (T,)."""
 
 __all__ = ["LEAST_LONE", "SIDES", "Forward", "TruthStats", "stats_of"]
@@ -73,71 +73,97 @@ class TruthStats:
 
 def stats_of(samples: TruthSamples) -> TruthStats | None:
     """Statistics of the samples of one site and phase. None where no row is left."""
-    import torch
-
     forwards = [entry for entry in samples.forwards if entry[1].num_rows]
     if not forwards:
         return None
-    usual = [~against.sink for _, against, _ in forwards]
-    if not any(bool(rows.any()) for rows in usual):
-        usual = [against.sink for _, against, _ in forwards]
-
-    def in_floors(errors: torch.Tensor, norm: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
-        return errors / norm.clamp_min(1e-300) / floor
-
-    q = {
-        side: [in_floors(getattr(t, side), t.norm, floor) for _, t, floor in forwards]
-        for side in SIDES
-    }
-    pooled = {
-        side: torch.cat([rows[keep] for rows, keep in zip(q[side], usual, strict=True)])
-        for side in SIDES
-    }
-    typical = {side: float(pooled[side].median()) for side in SIDES}
+    rows = _Rows(forwards)
     last = forwards[0][0].shape[-1] if forwards[0][0].shape else 1
+    typical = {side: _median(rows.errors[side][rows.usual]) for side in SIDES}
     stats = TruthStats(
         kind=forwards[0][0].kind or "",
-        num_values=sum(t.num_rows for _, t, _ in forwards) * last,
-        num_rows=len(pooled["reference"]),
+        num_values=len(rows.norm) * last,
+        num_rows=int(rows.usual.sum()),
         num_columns=last,
         typical=typical,
         first=min((entry[0] for entry in forwards), key=_order),
     )
     for mine, other in (SIDES, SIDES[::-1]):
         usual_other = max(typical[other], LEAST_LONE)
-        excess = [x / torch.hypot(y, torch.full_like(y, usual_other)) for x, y in
-                  zip(q[mine], q[other], strict=True)]  # fmt: skip
-        _peak(stats, "token", mine, forwards, excess, usual)
-        _peak(stats, "sink", mine, forwards, excess, [t.sink for _, t, _ in forwards])
-    _channels(stats, forwards)
-    _gains(stats, forwards, usual)
-    for number, (result, against, _) in enumerate(forwards):
-        rows = {side: q[side][number] for side in SIDES}
-        for sample, members in _prompts(result, against):
-            keep = usual[number] & members if bool((usual[number] & members).any()) else members
-            place = sample, result.step
-            stats.forwards[place] = Forward(
-                result,
-                {side: float(rows[side][keep].median()) for side in SIDES},
-                int(keep.sum()),
-                max(1, round(float(against.spread[keep].clamp_min(1.0).sum()))),
-            )
+        excess = rows.errors[mine] / np.hypot(rows.errors[other], usual_other)
+        for why, keep in (("token", rows.usual), ("sink", rows.sink)):
+            if keep.any():
+                top = int(np.where(keep, excess, -math.inf).argmax())
+                result = forwards[int(rows.forward[top])][0]
+                stats.peak.setdefault(why, {})[mine] = (float(excess[top]), result)
+    _channels(stats, forwards, rows)
+    _gains(stats, rows)
+    _by_forward(stats, forwards, rows)
     return stats
 
 
-def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, torch.Tensor]]:
-    """(prompt, its rows): all rows are one prompt's unless the forward held several, whose rows
-    then follow each other in equal parts."""
-    import torch
+class _Rows:
+    """All rows of a site's forwards, one after the other, (R,). ``errors``: each side's, in
+    floors; ``usual``: those that are no sinks; ``forward``: the number of the forward."""
 
-    everything = torch.ones(against.num_rows, dtype=torch.bool)
+    def __init__(self, forwards: _Forwards) -> None:
+        def joined(name: str) -> np.ndarray:
+            return np.concatenate([getattr(against, name) for _, against, _ in forwards])
+
+        counts = [against.num_rows for _, against, _ in forwards]
+        self.start = np.concatenate([[0], np.cumsum(counts)])
+        self.forward = np.repeat(np.arange(len(forwards)), counts)
+        self.norm, self.sink, self.spread = joined("norm"), joined("sink"), joined("spread")
+        self.floor = np.concatenate([floor for _, _, floor in forwards])
+        self.sides = {side: joined(side) for side in SIDES}
+        self.errors = {
+            side: errors / np.maximum(self.norm, 1e-300) / self.floor
+            for side, errors in self.sides.items()
+        }
+        self.usual = ~self.sink if not self.sink.all() else self.sink
+        self.gains: dict[str, dict[Side, np.ndarray]] = {
+            "gain": {s: joined(f"gain_{s}") for s in SIDES}
+        }
+        self.update: np.ndarray | None = None
+        if all(against.update is not None for _, against, _ in forwards):
+            self.update = joined("update")
+            self.gains["update_gain"] = {side: joined(f"update_gain_{side}") for side in SIDES}
+
+
+def _median(values: np.ndarray) -> float:
+    """The lower one."""
+    return float(np.partition(values, (len(values) - 1) // 2)[(len(values) - 1) // 2])
+
+
+def _by_forward(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
+    """Each forward of each prompt by itself."""
+    spread = np.maximum(rows.spread, 1.0)
+    for number, (result, against, _) in enumerate(forwards):
+        mine = slice(int(rows.start[number]), int(rows.start[number + 1]))
+        usual = rows.usual[mine]
+        for sample, members in _prompts(result, against):
+            if against.num_rows == 1:  # most are: a decode step's
+                typical = {side: float(rows.errors[side][mine.start]) for side in SIDES}
+                count, total = 1, float(spread[mine.start])
+            else:
+                both = usual if members is None else usual & members
+                keep = both if both.any() else members if members is not None else ~usual
+                typical = {side: _median(rows.errors[side][mine][keep]) for side in SIDES}
+                count, total = int(keep.sum()), float(spread[mine][keep].sum())
+            stats.forwards[sample, result.step] = Forward(
+                result, typical, count, max(1, round(total))
+            )
+
+
+def _prompts(result: SiteResult, against: AgainstTruth) -> list[tuple[int, np.ndarray | None]]:
+    """(prompt, its rows): all rows, None, are one prompt's unless the forward held several, whose
+    rows then follow each other in equal parts."""
     if len(result.prompts) < 2:
-        return [(result.prompts[0].sample if result.prompts else result.sample, everything)]
+        return [(result.prompts[0].sample if result.prompts else result.sample, None)]
     rows_each = math.prod(result.shape[1:-1])
-    found = []
+    found: list[tuple[int, np.ndarray | None]] = []
     for number, prompt in enumerate(result.prompts):
         members = against.row_index // rows_each == number
-        if bool(members.any()):
+        if members.any():
             found.append((prompt.sample, members))
     return found
 
@@ -146,106 +172,49 @@ def _order(result: SiteResult) -> tuple[int, int, int]:
     return (result.sample, result.step, result.order)
 
 
-def _peak(
-    stats: TruthStats,
-    why: str,
-    side: Side,
-    forwards: _Forwards,
-    excess: Sequence[torch.Tensor],
-    keep: Sequence[torch.Tensor],
-) -> None:
-    best: tuple[float, SiteResult] | None = None
-    for (result, _, _), values, rows in zip(forwards, excess, keep, strict=True):
-        if bool(rows.any()):
-            top = float(values[rows].max())
-            if best is None or top > best[0]:
-                best = (top, result)
-    if best is not None:
-        stats.peak.setdefault(why, {})[side] = best
-
-
-def _channels(stats: TruthStats, forwards: _Forwards) -> None:
+def _channels(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
     """√(one side's squared error in a channel over the other's there plus what the other makes in
     any channel: its mean one's, or its typical row error's share by size where that is more.
     Rounding goes with the values: a massive activation holds nearly all of its row's error.
 
     Of forwards of one row the channel's largest is left out: one bad token is no bad channel."""
-    import torch
-
-    if len({len(t.channel_reference) for _, t, _ in forwards}) > 1:
+    if len({against.channels.shape[1] for _, against, _ in forwards}) > 1:
         return  # attention weights: their last axis is the tokens seen so far
-    sums = {side: sum(getattr(t, f"channel_{side}") for _, t, _ in forwards) for side in SIDES}
-    rows = sum(int((~t.sink).sum()) for _, t, _ in forwards)
-    if rows < _MIN_ROWS or len(sums["reference"]) < 2:
+    if int((~rows.sink).sum()) < _MIN_ROWS or forwards[0][1].channels.shape[1] < 2:
         return
-    norm = sum((t.channel_norm for _, t, _ in forwards), torch.zeros(()))
-    for mine, other in (SIDES, SIDES[::-1]):
+    channels = np.stack([against.channels for _, against, _ in forwards])  # (F, 4, D)
+    sums = channels.sum(axis=0)
+    alone = [n for n, (_, against, _) in enumerate(forwards) if against.num_rows == 1]
+    for mine, other in ((0, 1), (1, 0)):
         whole = float(sums[other].mean())
         if whole <= 0:
             continue
-        share = _usual_error(forwards, other) ** 2 * norm
-        excess = (sums[mine] - _largest_row(forwards, mine)) / (
-            sums[other] + share.clamp_min(whole)
-        )
-        excess = excess.clamp_min(0.0).sqrt()
+        errors = rows.sides[SIDES[other]] / np.maximum(rows.norm, 1e-300)
+        share = _median(errors[~rows.sink]) ** 2 * sums[3]
+        largest = channels[alone, mine].max(axis=0) if len(alone) >= _MIN_ROWS else 0.0
+        excess = (sums[mine] - largest) / (sums[other] + np.maximum(share, whole))
         assert stats.first is not None
-        stats.peak.setdefault("channel", {})[mine] = (float(excess.max()), stats.first)
+        top = math.sqrt(max(0.0, float(excess.max())))
+        stats.peak.setdefault("channel", {})[SIDES[mine]] = (top, stats.first)
 
 
-def _usual_error(forwards: _Forwards, side: Side) -> float:
-    """The median row's relative error, sinks apart."""
-    import torch
-
-    rows = [(getattr(t, side) / t.norm.clamp_min(1e-300))[~t.sink] for _, t, _ in forwards]
-    return float(torch.cat(rows).median())
-
-
-def _largest_row(forwards: _Forwards, side: Side) -> torch.Tensor:
-    """Of each channel, the largest squared error in a forward that has one row alone (D,)."""
-    import torch
-
-    alone = [getattr(t, f"channel_{side}") for _, t, _ in forwards if t.num_rows == 1]
-    if len(alone) < _MIN_ROWS:
-        return torch.zeros_like(getattr(forwards[0][1], f"channel_{side}"))
-    return torch.stack(alone).amax(0)
-
-
-def _gains(stats: TruthStats, forwards: _Forwards, usual: Sequence[torch.Tensor]) -> None:
-    import torch
-
+def _gains(stats: TruthStats, rows: _Rows) -> None:
     if stats.num_rows < _MIN_ROWS:
         return
-    for prefix in ("gain", "update_gain"):
-        if any(getattr(t, f"{prefix}_reference") is None for _, t, _ in forwards):
-            continue
-        rows = {
-            side: torch.cat(
-                [
-                    getattr(t, f"{prefix}_{side}")[keep]
-                    for (_, t, _), keep in zip(forwards, usual, strict=True)
-                ]
-            )
-            for side in SIDES
-        }
-        scale = torch.cat(
-            [
-                (
-                    floor
-                    if t.update is None or prefix == "gain"
-                    else floor * (t.norm / t.update.clamp_min(1e-300))
-                )[keep]
-                / t.spread[keep].clamp_min(1.0).sqrt()
-                for (_, t, floor), keep in zip(forwards, usual, strict=True)
-            ]
-        )
-        paired = rows["candidate"] - rows["reference"]
+    for name, gains in rows.gains.items():
+        scale = rows.floor
+        if name == "update_gain" and rows.update is not None:
+            scale = scale * (rows.norm / np.maximum(rows.update, 1e-300))
+        scale = (scale / np.sqrt(np.maximum(rows.spread, 1.0)))[rows.usual]
+        reference, candidate = (gains[side][rows.usual] for side in SIDES)
+        paired = candidate - reference
         stats.gains.append(
             {
                 "difference": float(paired.mean()),
-                "error": float(paired.std()) / math.sqrt(len(paired)),
+                "error": float(paired.std(ddof=1)) / math.sqrt(len(paired)),
                 # all tokens may round a dominant channel the same way
-                "common": float(scale.median()),  # per unit of typical error
-                "reference": float(rows["reference"].mean()),
-                "candidate": float(rows["candidate"].mean()),
+                "common": _median(scale),  # per unit of typical error
+                "reference": float(reference.mean()),
+                "candidate": float(candidate.mean()),
             }
         )

@@ -149,7 +149,7 @@ class Trials:
                 if s.pass_ == "escalated" and not (_of_candidate(s) and s.site in theirs)
             ]  # fmt: skip
         known = measured.truth_samples
-        truth_samples = known and known.with_changed(measurer.truth_samples)
+        truth_samples = known and known.with_changed(measurer.judge.truth_samples)
         return self.verdict_of(replace(measured, sites=sites, truth_samples=truth_samples))
 
     def verdict_of(self, measured: Measured) -> Verdict:
@@ -202,7 +202,7 @@ class Trials:
 
 def _measure(measurer: Measurer, pairs: list[Pair], _progress: None = None) -> list[SiteResult]:
     """One after the other: they are few, and already in memory."""
-    return [measurer.result_of(pair, measurer.measure(pair)) for pair in pairs]
+    return measurer.judge.results(pairs, [measurer.measure(pair) for pair in pairs])
 
 
 def _with_record(pair: Pair, overlay: Overlay) -> Pair:

@@ -1,0 +1,425 @@
+"""Judging measured pairs: floors and ratios of many at a time, and a SiteResult of each.
+
+What a module inherits in a free pass was measured before it, so pairs come in the alignment's
+order. Pairs of one kind (rows, formats, width, role) are then judged together, as arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from divergence.comparison.align.pieces import Pair, Pieces
+from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
+from divergence.comparison.measure.floors import Floor, Ratios, medians, row_floor
+from divergence.comparison.measure.pair_format import storage_format
+from divergence.comparison.measure.reading import Reading, equal_by_record
+from divergence.comparison.measure.site_fields import (
+    SitePlace,
+    identical_site,
+    nonfinite_in,
+    nonfinite_of,
+    shared_fields,
+)
+from divergence.comparison.measure.truth import SamplesBySite
+from divergence.comparison.results.sites import (
+    LogitsDiff,
+    PromptRatio,
+    SiteResult,
+    TruthDiff,
+    num_rows,
+)
+from divergence.numerics.formats import Format, format_named
+from divergence.numerics.pairs.against import AgainstTruth, with_rounding
+from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
+from divergence.run.reader import Run
+from divergence.run.schema.site import module_of
+
+__all__ = ["Judge", "PairNumbers", "truth_diffs"]
+
+_Forward = tuple[int, int, str]
+"""(sample, step, module path)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairNumbers:
+    """What was measured of one pair."""
+
+    metrics: PairMetrics
+    logits: LogitsDiff | None
+    rows: RowMetrics
+    shape: tuple[int, ...]
+    """The shape compared."""
+    against: AgainstTruth | None = None
+    estimate: Estimate | None = None
+    """How well the metrics are known, where they were estimated."""
+    least: float | None = None
+    """The least relative L2, where nothing else is known."""
+
+
+@dataclass(slots=True, eq=False)
+class _Judged:
+    """A pair on its way to a result."""
+
+    pair: Pair
+    numbers: PairNumbers
+    rows: RowMetrics
+    routed: Routed | None = None
+    inherited: RowMetrics | None = None
+    beside: float = 0.0
+    members: list[int] | None = None
+    """Prompts of a batch; None where the pair has no floor."""
+    ratios: Ratios | None = None
+
+
+class Judge:
+    """Judges the pairs of two runs; keeps what entered each module."""
+
+    def __init__(
+        self,
+        reference: Run,
+        candidate: Run,
+        pieces: Pieces,
+        routing: Routing,
+        reading: Reading,
+        floor: Floor,
+        work: Format,
+    ) -> None:
+        """``work``: what both sides computed in."""
+        self.truth_samples = SamplesBySite()
+        self.routes = Routes()
+        self._reference, self._pieces = reference, pieces
+        self._routing, self._reading, self._floor, self._work = routing, reading, floor, work
+        self._same_dtype = reference.manifest.model.dtype == candidate.manifest.model.dtype
+        self._notes = reference.manifest.plan.modules
+        self._blocks = sorted(
+            (path for path, note in self._notes.items() if note.role == "block"),
+            key=len, reverse=True,
+        )  # fmt: skip
+        self._of_site: dict[str, dict[str, Any]] = {}
+        self._entering: dict[_Forward, RowMetrics] = {}
+        self._beside: dict[_Forward, float] = {}
+        self._earlier: dict[tuple[int, str], float] = {}
+
+    def results(
+        self, pairs: Sequence[Pair], measured: Sequence[PairNumbers | None]
+    ) -> list[SiteResult]:
+        """A result for each pair, from what was measured of it. Call in the alignment's order."""
+        waiting: list[_Judged] = []
+        for pair, numbers in zip(pairs, measured, strict=True):
+            if numbers is not None and not self._is_equal(pair):
+                waiting.append(self._entered(pair, numbers))
+        for judged in _grouped(waiting, self._kind_of):
+            self._rate(judged)
+        rated = iter(waiting)
+        against = [None if numbers is None else numbers.against for numbers in measured]
+        results = [
+            self._identical(pair, truth)
+            if numbers is None or self._is_equal(pair)
+            else self._result(next(rated), truth)
+            for pair, numbers, truth in zip(pairs, measured, truth_diffs(against), strict=True)
+        ]
+        self._keep_samples(pairs, results, against)
+        return results
+
+    def _is_equal(self, pair: Pair) -> bool:
+        return equal_by_record(pair) and self._reading.has_both(pair)
+
+    # --- floors and ratios ----------------------------------------------------------------------
+
+    def _entered(self, pair: Pair, numbers: PairNumbers) -> _Judged:
+        """A pair with what came into its module, in the order of the alignment. In the free pass a
+        block answers only for what it adds."""
+        judged = _Judged(pair, numbers, numbers.rows)
+        if numbers.metrics.rel_l2 is None:
+            return judged
+        judged.routed = self._routing.of(pair, len(numbers.rows.rel_l2))
+        if judged.routed is not None:
+            judged.rows = kept_rows(numbers.rows, judged.routed)
+        one, two = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
+        if one.kind != "float" or two.kind != "float":
+            return judged
+        estimated = numbers.estimate is not None
+        judged.members = [] if estimated else self._pieces.members(pair.reference, numbers.shape)
+        if pair.pass_ != "free":
+            return judged
+        path, _, port = pair.reference.record.site.partition(":")
+        sample = pair.reference.sample
+        forward = sample, pair.candidate.record.step, path
+        if port.startswith("in"):
+            size = numbers.metrics.token_rel_l2_median or 0.0
+            if port == "in":
+                self._entering[forward] = judged.rows
+                self._earlier[sample, path] = max(self._earlier.get((sample, path), 0.0), size)
+            elif "mask" not in port:
+                self._beside[forward] = max(self._beside.get(forward, 0.0), size)
+        else:
+            inherited = self._entering.get(forward)
+            if inherited is not None and inherited.rel_l2.shape == judged.rows.rel_l2.shape:
+                judged.inherited = inherited
+            earlier = self._earlier.get((sample, path), 0.0)
+            judged.beside = max(self._beside.get(forward, 0.0), earlier)
+        return judged
+
+    def _kind_of(self, judged: _Judged) -> tuple[object, ...] | None:
+        """What pairs that are judged together have in common; None for one without a floor."""
+        if judged.members is None:
+            return None
+        record, other = judged.pair.reference.record, judged.pair.candidate.record
+        return (
+            record.dtype, other.dtype, _last(judged.numbers.shape), self._role(judged.pair),
+            len(judged.rows.rel_l2), judged.rows.update_norm is None,
+            judged.inherited is None, len(judged.members),
+        )  # fmt: skip
+
+    def _rate(self, alike: list[_Judged]) -> None:
+        """The ratios of pairs of one kind."""
+        first = alike[0]
+        found = self._floor.ratios(
+            _stacked([judged.rows for judged in alike]),
+            form=storage_format(first.pair),
+            work=self._work,
+            num_features=_last(first.numbers.shape),
+            role=self._role(first.pair),
+            inherited=None
+            if first.inherited is None
+            else _stacked([judged.inherited for judged in alike if judged.inherited is not None]),
+            beside=np.array([judged.beside for judged in alike]),
+            num_members=max(1, len(first.members or ())),
+        )
+        for judged, ratios in zip(alike, found, strict=True):
+            judged.ratios = ratios
+
+    def _row_floor(
+        self, pair: Pair, width: int, norm: np.ndarray, update: np.ndarray | None
+    ) -> np.ndarray | None:
+        with np.errstate(all="ignore"):
+            return row_floor(
+                np.maximum(norm, 1e-300), update, form=storage_format(pair), work=self._work,
+                num_features=width, role=self._role(pair),
+            )  # fmt: skip
+
+    def _role(self, pair: Pair) -> str:
+        return self._site_fields(pair.reference.record.site)["role"] or "inner"
+
+    # --- results --------------------------------------------------------------------------------
+
+    def _site_fields(self, site: str) -> dict[str, Any]:
+        """Block, role and kind of a site's module."""
+        known = self._of_site.get(site)
+        if known is None:
+            path = module_of(site)
+            note = self._notes.get(path)
+            known = self._of_site[site] = {
+                "block": self.block_of(path),
+                "role": note.role if note else None,
+                "kind": note.kind if note else None,
+            }
+        return known
+
+    def block_of(self, path: str) -> str | None:
+        """The block that ``path`` is or lies in."""
+        within = (b for b in self._blocks if path == b or path.startswith(b + "."))
+        return next(within, None)
+
+    def _place(self, pair: Pair) -> SitePlace:
+        one, two = pair.reference.record, pair.candidate.record
+        return {
+            "pass_": pair.pass_,
+            "sample": pair.reference.sample,
+            "step": two.step,
+            "site": one.site,
+            "order": one.order,
+            "candidate_site": two.site if two.site != one.site else None,
+            "match": pair.match,
+            "reference_dtype": one.dtype,
+            "candidate_dtype": two.dtype,
+            **self._site_fields(one.site),
+        }  # type: ignore[typeddict-item]
+
+    def _identical(self, pair: Pair, truth: TruthDiff | None) -> SiteResult:
+        record = pair.reference.record
+        result = identical_site(record, self._place(pair))
+        num_rerouted = 0 if self._routing.is_known(pair) else None
+        more: dict[str, Any] = {"num_rerouted": num_rerouted, "truth": truth}
+        if result.nonfinite is not None and self._reference.has_bytes(record):
+            mask = self._pieces.row_mask(pair.reference, record.shape)
+            if mask is not None:  # the statistics count rows of padding, too
+                more["nonfinite"] = nonfinite_in(self._reference.read(record), mask)
+        if result.ulp_format is not None:
+            members = self._pieces.members(pair.reference, result.shape)
+            rows = num_rows(result) // max(1, len(members))
+            prompts = [PromptRatio(sample=n, ratio=0.0, num_rows=rows) for n in members]
+            more |= {"ratio": 0.0, "ratio_max": 0.0, "prompts": prompts}
+        return msgspec.structs.replace(result, **more)
+
+    def _result(self, judged: _Judged, truth: TruthDiff | None) -> SiteResult:
+        pair, numbers, ratios = judged.pair, judged.numbers, judged.ratios
+        # a sketch's rows are all that lies behind the first two axes
+        shape = numbers.shape
+        rows = shape if numbers.estimate is None else (*shape[:2], 1)[: len(shape)]
+        sample, position = self._pieces.locate(pair.reference, rows, numbers.metrics.worst_row)
+        more: dict[str, Any] = {"truth": truth}
+        if ratios is not None:
+            more |= {
+                "floor": ratios.floor,
+                "ratio": ratios.typical,
+                "ratio_max": ratios.worst,
+                "ratio_sink": ratios.sink,
+            }
+            if ratios.members:
+                assert judged.members is not None
+                more["prompts"] = [
+                    PromptRatio(sample=judged.members[number], ratio=ratio, num_rows=count)
+                    for number, ratio, count in ratios.members
+                ]
+        routed = judged.routed
+        if routed is not None:
+            more["num_rerouted"] = routed.num_rerouted
+            if routed.kept is not None and bool(routed.kept.any()):
+                worst = int(np.nan_to_num(judged.rows.rel_l2, nan=-1.0).argmax())
+                sample, position = self._pieces.locate(pair.reference, shape, worst)
+        result = SiteResult(
+            **self._place(pair),
+            **shared_fields(numbers.metrics),
+            shape=shape,
+            identical=numbers.metrics.identical,
+            worst_sample=sample,
+            worst_position=position,
+            nonfinite=nonfinite_of(numbers.metrics),
+            logits=numbers.logits,
+            estimated=numbers.estimate,
+            at_least=numbers.least,
+            **more,
+        )
+        if routed is not None and ratios is not None and routed.experts is not None:
+            norms = judged.rows.norm, judged.rows.update_norm
+            floor = self._row_floor(pair, _last(judged.numbers.shape), *norms)
+            self.routes.add(result, routed, None if floor is None else judged.rows.rel_l2 / floor)
+        return result
+
+    # --- against the truth ----------------------------------------------------------------------
+
+    def _keep_samples(
+        self,
+        pairs: Sequence[Pair],
+        results: Sequence[SiteResult],
+        against: Sequence[AgainstTruth | None],
+    ) -> None:
+        """How far both sides are from the truth, for the statistics over a site."""
+        judged = [item for item in zip(pairs, results, against, strict=True) if item[2]]
+        floors: dict[int, np.ndarray] = {}
+        for alike in _grouped(judged, self._kind_of_truth):
+            rows = [one for _, _, one in alike if one is not None]
+            updates = [one.update for one in rows if one.update is not None]
+            found = self._row_floor(
+                alike[0][0], _last(alike[0][1].shape), np.stack([one.norm for one in rows]),
+                np.stack(updates) if updates else None,
+            )  # fmt: skip
+            if found is not None:
+                floors |= {id(one): floor for one, floor in zip(rows, found, strict=True)}
+        for _, result, one in judged:
+            floor = floors.get(id(one))
+            if one is not None and floor is not None:
+                if not self._same_dtype:
+                    one = with_rounding(one, floor)
+                self.truth_samples.add(result, one, floor)
+
+    def _kind_of_truth(
+        self, item: tuple[Pair, SiteResult, AgainstTruth | None]
+    ) -> tuple[object, ...] | None:
+        pair, result, one = item
+        if one is None:
+            return None
+        return (
+            storage_format(pair).name, _last(result.shape), self._role(pair), one.num_rows,
+            one.update is None,
+        )  # fmt: skip
+
+
+def truth_diffs(judged: Sequence[AgainstTruth | None]) -> list[TruthDiff | None]:
+    """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
+    found: dict[int, TruthDiff] = {}
+    numbered = [(n, one) for n, one in enumerate(judged) if one is not None and one.num_rows]
+    for alike in _grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
+        differences = _differences([one for _, one in alike])
+        found |= {number: one for (number, _), one in zip(alike, differences, strict=True)}
+    return [found.get(number) for number in range(len(judged))]
+
+
+def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
+    """Of forwards with as many rows and columns."""
+    sink = np.stack([one.sink for one in alike])
+    usual = np.where(sink.all(axis=1, keepdims=True), sink, ~sink)
+    norm = np.maximum(np.stack([one.norm for one in alike]), 1e-300)
+    counts = usual.sum(axis=1)
+    rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
+    columns: list[np.ndarray] = []
+    for name in ("reference", "candidate", "between"):
+        rows = np.stack([getattr(one, name) for one in alike]) / norm
+        ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
+        columns.append(medians(rows, usual))
+        columns.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
+        columns.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
+    channels = np.stack([one.channels for one in alike])[:, :3]
+    columns += list(np.sqrt(channels.max(axis=2, initial=0.0)).T)
+    for name in ("gain_reference", "gain_candidate"):
+        gain = np.stack([getattr(one, name) for one in alike])
+        columns.append(np.where(usual, gain, 0.0).sum(axis=1) / counts)
+    for values in zip(*(column.tolist() for column in columns), strict=True):
+        middle, p99, top = (values[n:9:3] for n in range(3))
+        channel, gains = values[9:12], values[12:]
+        yield TruthDiff(
+            reference_error=middle[0],
+            candidate_error=middle[1],
+            r_median=_over(middle[2], middle[0], both_zero=0.0),
+            r_p99=_over(p99[2], p99[0], both_zero=0.0),
+            r_max=_over(top[2], top[0], both_zero=0.0),
+            r_channel=_over(channel[2], channel[0], both_zero=0.0),
+            w_median=_over(middle[1], middle[0]),
+            w_p99=_over(p99[1], p99[0]),
+            w_max=_over(top[1], top[0]),
+            w_channel=_over(channel[1], channel[0]),
+            gain_reference=gains[0],
+            gain_candidate=gains[1],
+        )
+
+
+def _over(top: float, bottom: float, *, both_zero: float = 1.0) -> float:
+    """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
+    if bottom > 0:
+        return top / bottom
+    return both_zero if top == 0 else math.inf
+
+
+_Item = TypeVar("_Item")
+
+
+def _grouped(items: Iterable[_Item], kind_of: Callable[[_Item], object]) -> list[list[_Item]]:
+    """Items of one kind together; those of kind None are left out."""
+    groups: dict[object, list[_Item]] = {}
+    for item in items:
+        kind = kind_of(item)
+        if kind is not None:
+            groups.setdefault(kind, []).append(item)
+    return list(groups.values())
+
+
+def _stacked(rows: Sequence[RowMetrics]) -> RowMetrics:
+    """(N, T) of N pairs."""
+    updates = [one.update_norm for one in rows if one.update_norm is not None]
+    return replace(
+        rows[0],
+        rel_l2=np.stack([one.rel_l2 for one in rows]),
+        norm=np.stack([one.norm for one in rows]),
+        update_norm=np.stack(updates) if updates else None,
+    )
+
+
+def _last(shape: tuple[int, ...]) -> int:
+    return shape[-1] if shape else 1

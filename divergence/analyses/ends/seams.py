@@ -23,7 +23,7 @@ It says nothing of what both sides change alike, nor of an input whose partner w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -140,18 +140,26 @@ def _key(record: Record) -> _Key:
 class _Given:
     """The outputs so far, in order, and by what they hold: for the reference, the candidate."""
 
-    def __init__(self, pairs: Iterable[Pair]) -> None:
+    def __init__(self, pairs: Iterable[Pair], is_block: Callable[[Pair], bool]) -> None:
         self.pairs: list[Pair] = []
+        self._is_block = is_block
+        self._last_block = 0
         self._by_key: tuple[dict[_Key, list[Pair]], ...] = ({}, {})
         for pair in pairs:
             self.add(pair)
 
     def add(self, pair: Pair) -> None:
+        if self._is_block(pair):
+            self._last_block = len(self.pairs)
         self.pairs.append(pair)
         for side in (0, 1):
             record = _of(pair, side)
             if _digest(record) is not None:
                 self._by_key[side].setdefault(_key(record), []).append(pair)
+
+    def since_last_block(self) -> list[Pair]:
+        """The last block's output and what came after it; all where there is no block."""
+        return self.pairs[self._last_block :]
 
     def equal_to(self, record: Record, side: int) -> list[Pair]:
         """By their digests."""
@@ -174,7 +182,7 @@ class _Looked:
     def in_forward(self, pairs: Sequence[Pair], earlier: Sequence[Pair]) -> list[Seam]:
         """``earlier``: outputs of the first forward, such as an encoder's."""
         found: list[Seam] = []
-        given = _Given(earlier)
+        given = _Given(earlier, self._is_block)
         for pair in pairs:
             record = pair.reference.record
             result = self.results.get(("free", pair.reference.sample, record.step, record.site))
@@ -198,14 +206,14 @@ class _Looked:
             return self._changed(self.a, mine, others[0].reference.record, others[0], result)
         if not _is_main(mine.site):
             return None
-        here = [p for p in given.pairs if p.reference.record.step == mine.step]
-        return self._grown(here[self._last_block(here) :], result)
+        here = [p for p in given.since_last_block() if p.reference.record.step == mine.step]
+        return self._grown(here, result)
 
     def _sources(self, run: Run, record: Record, given: _Given, side: int) -> list[Pair]:
         """The outputs before it that are this very tensor, the last one first; else one behind the
         last block of which it holds some rows."""
         found = list(reversed(given.equal_to(record, side)))
-        last = given.pairs[self._last_block(given.pairs) :]
+        last = given.since_last_block()
         if not found:  # of a tensor in parts there is no digest: the nearest ones are read
             near = ((pair, _of(pair, side)) for pair in reversed(last))
             found = [
@@ -221,9 +229,6 @@ class _Looked:
             if _narrowed(record, _of(pair, side)) and _equal(run, record, _of(pair, side))
         )
         return [pair] if (pair := next(narrowed, None)) is not None else []
-
-    def _last_block(self, given: Sequence[Pair]) -> int:
-        return max((n for n, p in enumerate(given) if self._is_block(p)), default=0)
 
     def _changed(
         self, run: Run, record: Record, before: Record, source: Pair, result: SiteResult

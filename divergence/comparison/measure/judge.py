@@ -366,8 +366,8 @@ def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
         columns.append(medians(rows, usual))
         columns.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
         columns.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
-    channels = np.stack([one.channels for one in alike])[:, :3]
-    columns += list(np.sqrt(channels.max(axis=2, initial=0.0)).T)
+    peaks = [one.channels[:3].max(axis=1, initial=0.0) for one in alike]
+    columns += list(np.sqrt(np.stack(peaks)).T)
     for name in ("gain_reference", "gain_candidate"):
         gain = np.stack([getattr(one, name) for one in alike])
         columns.append(np.where(usual, gain, 0.0).sum(axis=1) / counts)

@@ -185,47 +185,62 @@ def _measure_rows(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, ...]:
     top_x, top_y = _top(x, max(k, 1)), _top(y, max(k, 1))
     number = np.arange(len(x))
     choice = top_x[:, 0]
-    p, q, t = _log_ratio(x, y)
+    p, log_q, t = _log_ratio(x, y)
     overlap = (top_x[:, :, None] == top_y[:, None, :]).any(axis=2).sum(axis=1) / max(k, 1)
     if x.shape[1] > 1:
         margin = x[number, choice] - x[number, top_x[:, 1]]
     else:
         margin = np.full(len(x), math.inf)
-    return _kl(p, q, t), choice == top_y[:, 0], overlap, margin, np.abs(t[number, choice])
+    return _kl(p, log_q, t), choice == top_y[:, 0], overlap, margin, np.abs(t[number, choice])
 
 
 def _log_ratio(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """p, q and t = log q - log p per element; see the module docstring. t is 0 where p is an
+    """p, log q and t = log q - log p per element; see the module docstring. t is 0 where p is an
     exact 0 (a logit of -inf), and -inf where only q is."""
+    top = x.max(axis=1, keepdims=True)
+    p = np.exp(x - top)
+    whole = p.sum(axis=1, keepdims=True)
+    p /= whole
+    log_p = x - (top + np.log(whole))
+    c = y - x
     dead = np.isneginf(x)
-    log_p, log_q = x - _logsumexp(x)[:, None], y - _logsumexp(y)[:, None]
-    p, q = np.exp(log_p), np.exp(log_q)
-    c = np.where(dead, 0.0, y - x)
-    mean = (p * np.where(np.isneginf(c), 0.0, c)).sum(axis=1, keepdims=True)
+    some_dead = bool(dead.any())
+    if some_dead:
+        c[dead] = 0.0
+    lowest = c.min(axis=1)
+    heard = c if np.isfinite(lowest).all() else np.where(np.isneginf(c), 0.0, c)
+    mean = (p * heard).sum(axis=1, keepdims=True)
     c -= mean
-    # Σ exp(b) also holds what b gives to ids that a rules out: q · exp(LSE b - LSE a - m).
-    extra = np.where(dead, np.exp(y - _logsumexp(x)[:, None] - mean), 0.0)
-    change = np.where(dead, extra, p * np.expm1(c)).sum(axis=1, keepdims=True)
+    change = p * np.expm1(c)
+    if some_dead:
+        # Σ exp(b) also holds what b gives to ids that a rules out: q · exp(LSE b - LSE a - m).
+        change = np.where(dead, np.exp(y - (top + np.log(whole)) - mean), change)
+    change = change.sum(axis=1, keepdims=True)
     t = c - np.log1p(change)
     wild = ~(c.max(axis=1) < 600.0) | ~(change[:, 0] < math.inf)
-    t[wild] = (log_q - log_p)[wild]  # expm1 would overflow; so far apart nothing cancels
-    t[dead] = 0.0
-    return p, q, t
+    if wild.any():  # expm1 would overflow; so far apart nothing cancels
+        t[wild] = y[wild] - _logsumexp(y[wild])[:, None] - log_p[wild]
+    log_q = log_p + t
+    if some_dead:
+        log_q = np.where(dead, y - _logsumexp(y)[:, None], log_q)
+        t[dead] = 0.0
+    return p, log_q, t
 
 
-def _kl(p: np.ndarray, q: np.ndarray, t: np.ndarray) -> np.ndarray:
+def _kl(p: np.ndarray, log_q: np.ndarray, t: np.ndarray) -> np.ndarray:
     """Σ p (expm1(t) - t), in nats, per row; p·expm1(t) is q - p."""
-    series = (
-        t
-        * t
-        * (
-            1 / 2
-            + t
-            * (1 / 6 + t * (1 / 24 + t * (1 / 120 + t * (1 / 720 + t * (1 / 5040 + t / 40320)))))
-        )
-    )
-    far = (q - p) - np.where(p > 0.0, p * t, 0.0)
-    terms = np.where((np.abs(t) < _SERIES_BELOW) & (p > 0.0), p * series, far)
+    terms = t * (1 / 40320)
+    for number in (5040, 720, 120, 24, 6, 2):  # the series, by Horner's rule
+        terms += 1 / number
+        if number > 2:
+            terms *= t
+    terms *= t
+    terms *= t
+    terms *= p
+    far = (np.abs(t) >= _SERIES_BELOW) | ~(p > 0.0) | np.isnan(t)
+    if far.any():
+        p_far, t_far = p[far], t[far]
+        terms[far] = (np.exp(log_q[far]) - p_far) - np.where(p_far > 0.0, p_far * t_far, 0.0)
     divergences: np.ndarray = terms.sum(axis=1)
     return divergences
 

@@ -25,13 +25,15 @@ import torch
 
 from divergence.numerics.formats import format_of
 from divergence.numerics.kernels import Kernel, chosen
-from divergence.numerics.pairs.blocks import Grid
+from divergence.numerics.pairs.blocks import Grid, row_dots
 from divergence.numerics.pairs.pair import SINK_FACTOR
 
 __all__ = ["AgainstTruth", "against_many", "measure_against", "with_rounding"]
 
 _OUTLIER = 8.0
 """A row is left out of the columns when its relative error exceeds this many medians."""
+_SQUARES = 1, 2, 3, 0
+"""Where the row sums of a - R, b - R, a - b and R lie."""
 _CHUNK_NUMEL = 1 << 18
 """Elements per chunk: three operands of 2 MiB in float64 stay in cache."""
 
@@ -115,31 +117,37 @@ def against_many(
         return [None] * count
     with np.errstate(all="ignore"):
         x, y, r, *rest = (_wide(t, columns) for t in (a, b, truth, base) if t is not None)
-        sums = np.zeros((12, len(x)))
-        errors = x - r, y - r, x - y
-        squares = [np.square(error) for error in errors]
-        truth2 = np.square(r)
-        sums[0], sums[1], sums[2], sums[3] = (part.sum(axis=1) for part in (truth2, *squares))
-        sums[4], sums[5] = ((error * r).sum(axis=1) for error in errors[:2])
-        sums[9] = np.square(truth2).sum(axis=1)
+        terms = x - r, y - r, np.subtract(x, y, out=x), r
+        sums = np.zeros((12, len(r)))
+        sums[4], sums[5] = (row_dots(error, r) for error in terms[:2])
         if rest:
-            update = r - rest[0]
-            update2 = np.square(update)
-            sums[6], sums[10] = update2.sum(axis=1), np.square(update2).sum(axis=1)
-            sums[7], sums[8] = ((error * update).sum(axis=1) for error in errors[:2])
-        sums = sums.reshape(12, count, -1)
-        num_rows = sums.shape[2]
-        sink = outlier = np.zeros((count, num_rows), bool)
-        if num_rows > 1:  # the rows' own median is the measure of both
-            norms = np.sqrt(sums[0])
-            limit = SINK_FACTOR * _lower_median(norms)
-            sink = (norms > limit) & (limit > 0)
-            outlier = _outliers_of_many(sums, ~sink)
-        usual = (~(sink | outlier)).reshape(-1, 1)
-        parts = [np.where(usual, part, 0.0) for part in (*squares, truth2)]
-        channels = np.stack(
-            [part.reshape(count, num_rows, columns).sum(axis=1) for part in parts], 1
-        )
+            update = np.subtract(r, rest[0], out=rest[0])
+            sums[6] = row_dots(update, update)
+            sums[7], sums[8] = (row_dots(error, update) for error in terms[:2])
+            np.square(update, out=update)
+            sums[10] = row_dots(update, update)
+        num_rows = len(r) // count
+        if num_rows == 1:
+            channels = np.empty((count, 4, columns))
+            for number, term in enumerate(terms):
+                np.square(term, out=channels[:, number])
+                sums[_SQUARES[number]] = channels[:, number].sum(axis=1)
+            sums[9] = row_dots(channels[:, 3], channels[:, 3])
+            sink = np.zeros((count, 1), bool)
+            sums = sums[:, :, None]
+        else:
+            for number, term in enumerate(terms):
+                sums[_SQUARES[number]] = row_dots(term, term)
+            fourth = np.square(r)
+            sums[9] = row_dots(fourth, fourth)
+            sums = sums.reshape(12, count, num_rows)
+            sink, unusual = _apart(sums)
+            channels = np.empty((count, 4, columns))
+            for number, term in enumerate(terms):
+                term = term.reshape(count, num_rows, columns)
+                if unusual.any():
+                    term = np.where(unusual[:, :, None], 0.0, term)
+                np.einsum("ntd,ntd->nd", term, term, out=channels[:, number])
         rows = np.arange(num_rows)
         good = np.isfinite(sums[:4]).all(axis=(0, 2)) & np.isfinite(sums[6]).all(axis=1)
         derived = _derived(sums, with_base=bool(rest))
@@ -160,18 +168,17 @@ def _wide(tensor: torch.Tensor, columns: int) -> np.ndarray:
     return grid.load(slice(0, grid.num_rows), slice(None), np.empty(tensor.numel()))
 
 
-def _lower_median(values: np.ndarray) -> np.ndarray:
-    """Of each row, (N, T) → (N, 1)."""
-    return np.sort(values, axis=1)[:, (values.shape[1] - 1) // 2, None]
-
-
-def _outliers_of_many(sums: np.ndarray, usual: np.ndarray) -> np.ndarray:
-    """``_outliers`` of (12, N, T), as (N, T)."""
+def _apart(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of N pairs' rows (12, N, T): the sinks, and what stays out of the columns, (N, T)."""
+    norms = np.sqrt(sums[0])
+    middle = (norms.shape[1] - 1) // 2
+    limit = SINK_FACTOR * np.sort(norms, axis=1)[:, middle, None]
+    sink = (norms > limit) & (limit > 0)
     size = np.sqrt(sums[1:3].max(axis=0) / np.maximum(sums[0], 1e-300))
-    ordered = np.sort(np.where(usual, size, math.nan), axis=1)
-    middle = np.maximum(usual.sum(axis=1) - 1, 0) // 2
-    limit = _OUTLIER * np.take_along_axis(ordered, middle[:, None], 1)
-    return usual & (size > limit) & (limit > 0)
+    ordered = np.sort(np.where(sink, math.nan, size), axis=1)
+    middles = np.maximum((~sink).sum(axis=1) - 1, 0) // 2
+    limit = _OUTLIER * np.take_along_axis(ordered, middles[:, None], 1)
+    return sink, sink | ((size > limit) & (limit > 0))
 
 
 def _derived(sums: np.ndarray, *, with_base: bool) -> dict[str, np.ndarray | None]:

@@ -1,0 +1,124 @@
+"""Pairs that ``compare`` takes a second, against the number of records and their size.
+
+    python benchmarks/compare_records.py [--records 1000 10000 100000] [--sizes 64 576 4096]
+                                         [--rounds 3] [--old CHECKOUT] [--keep FOLDER]
+
+The runs: 30 blocks' inputs and outputs in as many decode steps as are needed, bfloat16, no two
+tensors alike: the reference and the candidate are a float64 run rounded twice (by two noises of
+half a unit), which is the truth. Each round compares in a process of its own, with and without the
+truth, and by another checkout of this project in turns. The clock starts when everything is
+imported; opening the runs and writing the report are in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from divergence.recording.api import capture
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import ModuleNote, Sizes
+from divergence.run.writing.writer import CapturedTensor, RunWriter
+from tests.models.tiny import build
+
+NUM_BLOCKS = 30
+TIMED = """
+import sys, time
+from divergence import compare
+from divergence.comparison import api
+import torch
+import divergence.analyses.blocks.find, divergence.analyses.ends.find
+start = time.perf_counter()
+report = compare(*sys.argv[1:3], truth=sys.argv[3] if len(sys.argv) > 3 else None)
+print(time.perf_counter() - start, len(report.sites), report.verdict.kind)
+"""
+
+
+def write_runs(folder: Path, num_records: int, size: int) -> None:
+    """A reference ``a``, a candidate ``b`` and their ``truth``, each of ``num_records``."""
+    model = build("llama", folder / "model")
+    small = capture(str(model), out=folder / "small", prompts=["A bridge"], max_new_tokens=1,
+                    device="cpu", probe=False)  # fmt: skip
+    writers = {}
+    for name in ("a", "b", "truth"):
+        manifest = Run.open(small.path).manifest
+        manifest.sizes, manifest.id = Sizes(), uuid.uuid4().hex
+        manifest.model.dtype = "bfloat16"
+        manifest.plan.logits_site = None
+        manifest.plan.modules = {
+            f"model.layers.{n}": ModuleNote(kind="Block", role="block") for n in range(NUM_BLOCKS)
+        }
+        if name == "truth":
+            manifest.settings.compute_dtype, manifest.like = "float64", writers["a"].manifest.id
+        writers[name] = RunWriter(folder / name, manifest)
+    make = torch.Generator().manual_seed(0)
+    sites = [f"model.layers.{n}:{port}" for n in range(NUM_BLOCKS) for port in ("in", "out")]
+    for step in range(-(-num_records // len(sites))):
+        truth = torch.randn(len(sites), 1, 1, size, generator=make, dtype=torch.float64)
+        noise = 2**-9 * torch.rand(2, *truth.shape, generator=make, dtype=torch.float64)
+        values = {"truth": truth, "a": truth * (1 + noise[0]), "b": truth * (1 + noise[1])}
+        for name, writer in writers.items():
+            dtype = torch.float64 if name == "truth" else torch.bfloat16
+            tensors = values[name].to(dtype)
+            for order, site in enumerate(sites[: num_records - step * len(sites)]):
+                writer.put(CapturedTensor(tensors[order].clone()), pass_="free", sample=0,
+                           step=step, site=site, order=order)  # fmt: skip
+    for writer in writers.values():
+        writer.close(complete=True)
+
+
+def seconds(checkout: Path, *runs: Path) -> tuple[float, int]:
+    """Seconds of one comparison by the code of ``checkout``, and its number of pairs."""
+    done = subprocess.run(
+        [sys.executable, "-c", TIMED, *(str(run.resolve()) for run in runs)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(checkout)}, cwd=checkout,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    taken, pairs, _ = done.stdout.split()
+    return float(taken), int(pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--records", type=int, nargs="+", default=[1000, 10_000, 100_000])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 576, 4096])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--old", type=Path, help="another checkout, measured in turns")
+    parser.add_argument("--keep", type=Path, help="make the runs there, or take those that are")
+    options = parser.parse_args()
+    checkouts = {"now": ROOT} | ({"before": options.old} if options.old else {})
+    names = [f"{name}{more}" for more in ("", ", truth") for name in checkouts]
+    print(f"| records | size | {' | '.join(f'pairs/s {name}' for name in names)} |")
+    print("|---|---|" + "---|" * len(names))
+    with tempfile.TemporaryDirectory() as temporary:
+        for num_records in options.records:
+            for size in options.sizes:
+                folder = (options.keep or Path(temporary)) / f"{num_records}-{size}"
+                if not (folder / "truth").exists():
+                    write_runs(folder, num_records, size)
+                runs = folder / "a", folder / "b"
+                taken: dict[str, list[float]] = {name: [] for name in names}
+                for _ in range(options.rounds):
+                    for name, checkout in checkouts.items():
+                        for more, truth in (("", ()), (", truth", (folder / "truth",))):
+                            spent, pairs = seconds(checkout, *runs, *truth)
+                            taken[f"{name}{more}"].append(pairs / spent)
+                rates = " | ".join(f"{statistics.median(taken[name]):,.0f}" for name in names)
+                print(f"| {num_records:,} | {size} | {rates} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

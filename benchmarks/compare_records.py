@@ -22,8 +22,7 @@ import uuid
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -33,6 +32,7 @@ from divergence.run.schema.manifest import ModuleNote, Sizes
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 from tests.models.tiny import build
 
+ROOT = Path(__file__).resolve().parents[1]
 NUM_BLOCKS = 30
 TIMED = """
 import sys, time
@@ -82,7 +82,8 @@ def write_runs(folder: Path, num_records: int, size: int) -> None:
 def seconds(checkout: Path, *runs: Path) -> tuple[float, int]:
     """Seconds of one comparison by the code of ``checkout``, and its number of pairs."""
     done = subprocess.run(
-        [sys.executable, "-c", TIMED, *(str(run.resolve()) for run in runs)], capture_output=True, text=True,
+        [sys.executable, "-c", TIMED, *(str(run.resolve()) for run in runs)],
+        capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(checkout)}, cwd=checkout,
     )  # fmt: skip
     if done.returncode:

@@ -214,14 +214,14 @@ class Run:
         if type(self).read is not Run.read or any(record.place is None for record in records):
             return torch.stack([self.read(record) for record in records])
         first = parts_of(records[0])[0]
-        form = format_named(first.dtype)
-        num_bytes = math.prod(first.shape) * form.itemsize
+        form, num_bytes = format_named(first.dtype), first.num_bytes
         pieces: list[Bytes] = []
         for record in records:
             part = parts_of(record)[0]
             shard = self._touch(record, part)
-            self._hold(shard, record, part)
-            pieces.append(shard.stretch(part.place.key, num_bytes))
+            data = shard.stretch(part.place.key, num_bytes)
+            self._hold(shard, record, part, data)
+            pieces.append(data)
         shape = (len(records), *first.shape)
         if not num_bytes:
             return torch.empty(shape, dtype=form.torch_dtype)
@@ -253,14 +253,15 @@ class Run:
         shard = self._touched[part.place.shard] = self._shard(record, part.place.shard)
         return shard
 
-    def _hold(self, shard: Shard, record: Record, part: Part) -> None:
+    def _hold(self, shard: Shard, record: Record, part: Part, data: Bytes | None = None) -> None:
         """Raises RunFormatError where the part's bytes do not have its checksum. Bytes are hashed
-        once."""
+        once. ``data``: the bytes, where they are at hand."""
         place = part.place
         digest = self._digests.get((place.shard, place.key))
         if digest is None:
-            digest = xxhash.xxh3_128_hexdigest(shard.stretch(place.key, part.num_bytes))
-            self._digests[place.shard, place.key] = digest
+            if data is None:
+                data = shard.stretch(place.key, part.num_bytes)
+            digest = self._digests[place.shard, place.key] = xxhash.xxh3_128_hexdigest(data)
         if digest == part.xxh3:
             return
         changed = self.far and self._opened().has_changed(place.shard)
@@ -279,13 +280,15 @@ class Run:
             for part in parts_of(record):
                 self._shard(record, part.place.shard).will_need(part.place.key)
 
-    def release(self, record: Record) -> None:
-        """Lets a record's bytes leave memory for now, in portions; views of them stay good."""
-        if record.place is None:
-            return
-        name = record.place.shard
-        self._touched[name] = self._shard(record, name)  # others may have let go of it
-        self._released_bytes += record.num_bytes
+    def release(self, records: Iterable[Record]) -> None:
+        """Lets the records' bytes leave memory for now, in portions; views of them stay good."""
+        for record in records:
+            if record.place is None:
+                continue
+            name = record.place.shard
+            if name not in self._touched:  # others may have let go of it
+                self._touched[name] = self._shard(record, name)
+            self._released_bytes += record.num_bytes
         if self._released_bytes >= _RELEASE_BYTES:
             self._released_bytes = 0
             while self._touched:

@@ -183,9 +183,8 @@ class UnshardedRun(Run):
         for leaf in self._leaves(record):
             self.run.will_read(leaf)
 
-    def release(self, record: Record) -> None:
-        for leaf in self._leaves(record):
-            self.run.release(leaf)
+    def release(self, records: Iterable[Record]) -> None:
+        self.run.release(leaf for record in records for leaf in self._leaves(record))
 
     def verify(self, progress: Progress | None = None) -> list[str]:
         return self.run.verify(progress)

@@ -89,6 +89,16 @@ def test_a_sink_row_and_ulp_tails_are_found_in_every_pair():
     assert [many[0].num_sink_tokens for many in measure_many(a, b)] == [0, 0, 1, 0, 0]
 
 
+def test_nothing_is_written_to_what_is_measured():
+    """float64 tensors are read where they lie."""
+    truth = noise((3, 4, 64))
+    a, b, base = truth * 1.01, truth * 0.99, truth * 0.5
+    kept = [t.clone() for t in (a, b, truth, base)]
+    measure_many(a, b, base=base)
+    against_many(a, b, truth, base)
+    assert all(torch.equal(x, y) for x, y in zip(kept, (a, b, truth, base), strict=True))
+
+
 def test_shapes_must_match():
     """Raises ValueError, as measure_pair does."""
     with pytest.raises(ValueError, match="candidate has shape"):

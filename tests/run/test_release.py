@@ -61,10 +61,10 @@ def test_what_is_released_is_given_back_whoever_let_go_of_it_before(monkeypatch)
     run = Run.open(STORED)
     first, second = [record for record in run.records if record.place is not None][:2]
     run.read(first), run.read(second)
-    run.release(first)
+    run.release([first])
     known = len(given_back)
     assert known
-    run.release(second)
+    run.release([second])
     assert len(given_back) > known
 
 
@@ -72,4 +72,4 @@ def test_a_record_without_bytes_has_nothing_to_release():
     """Releasing it is no error."""
     run = Run.open(STORED)
     record = msgspec.structs.replace(run.records[0], place=None)
-    run.release(record)
+    run.release([record])

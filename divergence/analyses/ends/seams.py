@@ -357,6 +357,5 @@ def _equal(run: Run, record: Record, other: Record) -> bool:
     if not (run.has_bytes(record) and run.has_bytes(other)):
         return False
     x, y = _rows(run, record, other)
-    for one in (record, other):
-        run.release(one)
+    run.release((record, other))
     return torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all())

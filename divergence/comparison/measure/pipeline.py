@@ -139,9 +139,7 @@ def measure_pairs(
             threads = measuring if batch.num_bytes >= _LARGE_BYTES else 1
             return [measurer.measure(pair, threads=threads) for pair in batch.pairs]
         finally:
-            for pair in batch.pairs:
-                for run, record in measurer.reading.reads(pair):
-                    run.release(record)
+            measurer.reading.release(batch.pairs)
 
     ahead: deque[Future[list[PairNumbers | None]]] = deque()
     started = under_way_bytes = 0

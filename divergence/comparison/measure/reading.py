@@ -74,6 +74,14 @@ class Reading:
             pair.candidate.record
         )
 
+    def release(self, pairs: Sequence[Pair]) -> None:
+        """What was read of the pairs may leave memory."""
+        self._reference.release([pair.reference.record for pair in pairs])
+        self._candidate.release([pair.candidate.record for pair in pairs])
+        if self._truth is not None:
+            rights = map(self._truth.record, pairs)
+            self._truth.run.release([record for record in rights if record is not None])
+
     def reads(self, pair: Pair) -> list[tuple[Run, Record]]:
         """What of which run is read for a pair, a block's input apart."""
         one, two = pair.reference.record, pair.candidate.record

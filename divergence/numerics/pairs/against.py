@@ -117,11 +117,11 @@ def against_many(
         return [None] * count
     with np.errstate(all="ignore"):
         x, y, r, *rest = (_wide(t, columns) for t in (a, b, truth, base) if t is not None)
-        terms = x - r, y - r, np.subtract(x, y, out=x), r
+        terms = x - r, y - r, x - y, r
         sums = np.zeros((12, len(r)))
         sums[4], sums[5] = (row_dots(error, r) for error in terms[:2])
         if rest:
-            update = np.subtract(r, rest[0], out=rest[0])
+            update = r - rest[0]
             sums[6] = row_dots(update, update)
             sums[7], sums[8] = (row_dots(error, update) for error in terms[:2])
             np.square(update, out=update)
@@ -163,7 +163,7 @@ def against_many(
 
 
 def _wide(tensor: torch.Tensor, columns: int) -> np.ndarray:
-    """Rows in float64."""
+    """Rows in float64: a view where that is the tensor's own. Never write to it."""
     grid = Grid(tensor.reshape(-1, columns))
     return grid.load(slice(0, grid.num_rows), slice(None), np.empty(tensor.numel()))
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
@@ -41,8 +40,7 @@ Content = tuple[str, str, tuple[int, ...]]
 """(digest of either kind, dtype, shape)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor on disk that is kept of a record: its bytes, or its sketch."""
 
     place: Place

@@ -182,7 +182,7 @@ def test_sides_and_confidences_are_all_explained():
 
 def test_the_table_of_thresholds_is_the_code():
     """Names, order and values."""
-    from divergence.numerics.rounding.floor import THRESHOLDS
+    from divergence.numerics.floor import THRESHOLDS
 
     said = {name: float(row[0]) for name, row in table("docs/verdicts.md", "Thresholds").items()}
     meant = {name: getattr(THRESHOLDS, name) for name in THRESHOLDS.__struct_fields__}
@@ -192,7 +192,7 @@ def test_the_table_of_thresholds_is_the_code():
 
 def test_the_floor_in_the_documents_is_the_code():
     """The counts of stores and products, and the factors."""
-    from divergence.numerics.rounding import floor
+    from divergence.numerics import floor
 
     rows = table("docs/verdicts.md", "The floor")
     by_name = {name.partition(",")[0]: cells for name, cells in rows.items()}

@@ -13,7 +13,7 @@ from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.operators import OperatorsResult
 from divergence.comparison.results.sites import PassCoverage, SiteResult
 from divergence.comparison.results.tokens import TokensResult
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 

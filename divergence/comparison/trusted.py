@@ -18,7 +18,7 @@ from divergence.comparison.measured import Measured, Shown
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import UsageError
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 

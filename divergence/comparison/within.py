@@ -26,7 +26,7 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import Skipped
 from divergence.errors import IncomparableError, UsageError
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.numerics.floor import Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.record import Record

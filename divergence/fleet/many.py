@@ -32,7 +32,7 @@ from divergence.fleet.agreement import (
     outside,
 )
 from divergence.fleet.result import AgreementGroup, CrossCheck, Matrix, MatrixRow
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.layout import expanded

@@ -57,9 +57,8 @@ from divergence.comparison.results.findings import VerdictKind
 from divergence.comparison.results.sites import SiteResult
 from divergence.config import decode, find_config, load_toml
 from divergence.errors import ConfigError, UsageError
+from divergence.numerics.floor import THRESHOLDS, Thresholds, check_range, check_thresholds
 from divergence.numerics.formats import FORMATS
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
-from divergence.numerics.rounding.thresholds import check_range, check_thresholds
 from divergence.run.schema.record import PassName
 from divergence.run.schema.site import compile_patterns, near_names
 

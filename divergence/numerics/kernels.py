@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from divergence.numerics.formats import Format
 
-__all__ = [
-    "READABLE",
-    "RESIDENT_BYTES",
-    "WORTH_BYTES",
-    "Kernel",
-    "chosen",
-    "has_compiled",
-    "kernel_for",
-]
+__all__ = ["READABLE", "RESIDENT_BYTES", "WORTH_BYTES", "Kernel", "chosen", "has_compiled",
+           "kernel_for"]  # fmt: skip
 
 Kernel = Literal["numpy", "compiled"]
 

@@ -33,8 +33,8 @@ import torch
 
 from divergence.errors import first_line
 from divergence.numerics.formats import format_of
+from divergence.numerics.on_device import statistics_on_device
 from divergence.numerics.summaries.fold import fold_sums, is_exact_on
-from divergence.numerics.summaries.on_device import statistics_on_device
 from divergence.numerics.summaries.sketch import num_projections, sketch_tensor, sum_dtype_name
 from divergence.run.writing.buffer import Buffer, Slot
 from divergence.run.writing.captured_tensor import CapturedTensor, Reduced

@@ -17,7 +17,7 @@ from divergence.errors import ConfigError, IncomparableError, UsageError
 from divergence.gate.check import check, coverage_share, evaluate
 from divergence.gate.golden import bless
 from divergence.gate.policy import Policy, Tolerance, load_policy
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.numerics.floor import Thresholds
 
 
 def policy(**tables) -> Policy:

@@ -13,7 +13,7 @@ from divergence.numerics.summaries.fold import (
     folds_of,
     is_exact_on,
 )  # fmt: skip
-from divergence.numerics.summaries.mixing import MASK64, mixed, stream
+from divergence.numerics.summaries.sketch import MASK64, mixed, stream
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

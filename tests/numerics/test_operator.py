@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from divergence.numerics.chance import rare_ratio
 from divergence.numerics.pairs.operator import measure_operator, slices_of, sum_rounding
-from divergence.numerics.rounding.chance import rare_ratio
 
 
 def rows(*values, dtype=torch.float32):

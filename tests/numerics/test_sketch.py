@@ -8,10 +8,10 @@ import torch
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.kernels import has_compiled
 from divergence.numerics.summaries import sketch
-from divergence.numerics.summaries.mixing import mixed
 from divergence.numerics.summaries.sketch import (
     SIGMA,
     TAU,
+    mixed,
     num_projections,
     resolution,
     rows_of,

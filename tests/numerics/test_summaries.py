@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from divergence.numerics.summaries.many import summarize_many
-from divergence.numerics.summaries.summary import summarize
+from divergence.numerics.summaries.summary import summarize, summarize_many
 
 FIELDS = ("min", "max", "mean", "rms", "absmax")
 COUNTS = ("num_nan", "num_posinf", "num_neginf", "num_zero")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from divergence.numerics.summaries import summary as summary_module
-from divergence.numerics.summaries.many import summarize_many
+from divergence.numerics.summaries.summary import summarize_many
 
 KERNEL = ["numpy"]
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from divergence.numerics.summaries import on_device as summary_device
+from divergence.numerics import on_device as summary_device
+from divergence.numerics.on_device import statistics_on_device, summaries_of
 from divergence.numerics.summaries import sketch
-from divergence.numerics.summaries.on_device import statistics_on_device, summaries_of
 from divergence.numerics.summaries.summary import summarize
 
 

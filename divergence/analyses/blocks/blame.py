@@ -29,8 +29,8 @@ from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
 from divergence.comparison.results.sites import SiteResult
-from divergence.numerics.rounding.chance import normal_deviate, spread
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.numerics.chance import normal_deviate, spread
+from divergence.numerics.floor import Thresholds
 from divergence.words import Side, SideOrBoth
 
 if TYPE_CHECKING:

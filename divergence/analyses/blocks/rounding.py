@@ -25,8 +25,8 @@ from divergence.comparison.measure.unmeasured import is_unmeasured
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding
 from divergence.comparison.results.sites import order_of
-from divergence.numerics.rounding.chance import spread
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.numerics.chance import spread
+from divergence.numerics.floor import Thresholds
 from divergence.words import Side
 
 __all__ = ["StandOut", "evidence_of", "find_standouts", "within_rounding"]

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Literal
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.sites import SiteResult
+from divergence.numerics.chance import spread
+from divergence.numerics.floor import Thresholds, floor_weights
 from divergence.numerics.formats import Format, format_named
-from divergence.numerics.rounding.chance import spread
-from divergence.numerics.rounding.floor import Thresholds, floor_weights
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record

@@ -24,7 +24,7 @@ from divergence.comparison.results.operators import (
     OtherInput,
     UnmatchedOperator,
 )
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.site import module_of
 from divergence.words import Side

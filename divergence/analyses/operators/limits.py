@@ -30,8 +30,8 @@ from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
 from divergence.comparison.results.operators import OperatorResult, Question, RegionResult
 from divergence.numerics.pairs.operator import slices_of
-from divergence.numerics.rounding.chance import rare_ratio
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.numerics.chance import rare_ratio
+from divergence.numerics.floor import Thresholds
 from divergence.words import Side
 
 __all__ = ["judge_unit", "region_result"]

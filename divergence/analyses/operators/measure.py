@@ -16,7 +16,7 @@ from divergence.comparison.align.pairs import anchored_passes
 from divergence.comparison.measure.truth import Truth
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.operators import OperatorsResult
-from divergence.numerics.rounding.floor import Thresholds
+from divergence.numerics.floor import Thresholds
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 

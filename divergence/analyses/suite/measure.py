@@ -30,8 +30,7 @@ import torch
 
 from divergence.comparison.result import SuiteSide
 from divergence.numerics.formats import Format, format_of
-from divergence.numerics.pairs.ulp import ulp_distance
-from divergence.numerics.rounding.spacing import ROUNDING_RMS, spacing
+from divergence.numerics.pairs.ulp import ROUNDING_RMS, spacing, ulp_distance
 
 __all__ = [
     "GAIN_LIMIT",

@@ -23,11 +23,11 @@ from divergence.analyses.tokens.flips import (
     kl_fields,
 )
 from divergence.comparison.align.pieces import PromptStep, logits_row
-from divergence.comparison.measure.allowed import Allowed, allowed_errors
+from divergence.comparison.measure.floors import Allowed, allowed_errors
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.pairs.logits import top_choices
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Tokens
 

@@ -3,22 +3,34 @@
 The seam for judging: a Floor turns the rows of pairs into ratios (error made here over floor).
 ModelFloor uses the rounding model of numerics.floor. With a truth, errors against it are judged as
 well (blocks.blame), in units of the same model.
+
+``allowed_errors``: what the blocks together may make of the logits by rounding, forward by forward.
+Each block and each trunk module behind the last block makes an error of its floor (numerics.floor);
+what is rounding adds as squares, so the free run's logits may differ by the root of their sum, as a
+relative L2. That is a scale which no fault moves: it is made of formats, widths and norms, not of
+the two sides' difference. It leaves out what one block makes of another's error, so it is no limit
+by itself; limits are stated multiples of it (``drift`` in numerics.floor).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
-from divergence.numerics.formats import Format
+from divergence.comparison.align.pieces import Pair
+from divergence.comparison.results.sites import SiteResult, order_of
+from divergence.numerics.floor import THRESHOLDS, Thresholds, floor_weights
+from divergence.numerics.formats import Format, format_named
 from divergence.numerics.pairs.metrics import RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds, floor_weights
+from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Floor", "ModelFloor", "Ratios", "medians", "row_floor"]
+__all__ = ["Allowed", "Floor", "ModelFloor", "Ratios", "allowed_errors", "main_path", "medians",
+           "row_floor", "storage_format", "work_format"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +131,7 @@ class ModelFloor:
             elif not some:
                 found.append(None)
             else:
-                members = ()
+                members: tuple[tuple[int, float, int], ...] = ()
                 if num_members > 1:
                     members = _members(ratio[number], usual[number], num_members)
                 found.append(Ratios(middle, typical, worst, sink if has_sink else None, members))
@@ -177,3 +189,58 @@ def row_floor(
     share = 1.0 if update_norm is None else update_norm / norm
     floor: np.ndarray = np.sqrt(store**2 + (update * share) ** 2) + 0.0 * norm
     return floor
+
+
+def storage_format(pair: Pair) -> Format:
+    """The coarser of the two formats that a pair is stored in."""
+    forms = [format_named(piece.record.dtype) for piece in (pair.reference, pair.candidate)]
+    return max(forms, key=lambda form: form.unit_roundoff)
+
+
+def work_format(*manifests: Manifest) -> Format:
+    """The coarser of the formats that the models compute in; 8-bit weights are widened first."""
+    forms = [format_named(manifest.model.dtype) for manifest in manifests]
+    forms = [form for form in forms if form.itemsize >= 2] or [format_named("float32")]
+    return max(forms, key=lambda form: form.unit_roundoff)
+
+
+Allowed = Mapping[tuple[int, int], float]
+"""By (sample, step)."""
+
+
+def main_path(sites: Sequence[SiteResult]) -> dict[tuple[int, int], list[SiteResult]]:
+    """The free pass' results that end in the logits, by forward: the first output of every block,
+    and of what comes after the last one, in execution order."""
+    found: dict[tuple[int, int], list[SiteResult]] = {}
+    for site in sites:
+        if site.pass_ == "free" and site.site.endswith(":out") and site.rel_l2 is not None:
+            found.setdefault((site.sample, site.step), []).append(site)
+    paths: dict[tuple[int, int], list[SiteResult]] = {}
+    for place, mine in found.items():
+        mine = sorted(mine, key=order_of)
+        last = max((n for n, s in enumerate(mine) if s.role == "block"), default=None)
+        if last is not None:
+            paths[place] = [
+                s
+                for n, s in enumerate(mine)
+                if s.role == "block" or (n > last and s.role == "trunk")
+            ]
+    return paths
+
+
+def allowed_errors(sites: Sequence[SiteResult]) -> Allowed:
+    """The relative error of the last site of each forward that rounding explains."""
+    paths = main_path(sites)
+    allowed: dict[tuple[int, int], float] = {}
+    for (sample, step), path in paths.items():
+        square = sum(site.floor**2 for site in path if site.floor is not None)
+        if step:  # an encoder runs in the first forward, and its error is in all
+            here = {site.site for site in path}
+            square += sum(
+                site.floor**2
+                for site in paths.get((sample, 0), ())
+                if site.floor is not None and site.site not in here
+            )
+        if square:
+            allowed[sample, step] = math.sqrt(square)
+    return allowed

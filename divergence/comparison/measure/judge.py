@@ -6,20 +6,19 @@ order. Pairs of one kind (rows, formats, width, role) are then judged together, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
-from divergence.comparison.measure.floors import Floor, Ratios, medians, row_floor
-from divergence.comparison.measure.pair_format import storage_format
+from divergence.comparison.measure.floors import Floor, Ratios, row_floor, storage_format
 from divergence.comparison.measure.reading import Reading, equal_by_record
 from divergence.comparison.measure.site_fields import (
+    ModuleFields,
     SitePlace,
     identical_site,
     nonfinite_in,
@@ -27,6 +26,7 @@ from divergence.comparison.measure.site_fields import (
     shared_fields,
 )
 from divergence.comparison.measure.truth import SamplesBySite
+from divergence.comparison.measure.truth_stats import grouped, truth_diffs
 from divergence.comparison.results.sites import (
     LogitsDiff,
     PromptRatio,
@@ -40,7 +40,7 @@ from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.run.reader import Run
 from divergence.run.schema.site import module_of
 
-__all__ = ["Judge", "PairNumbers", "truth_diffs"]
+__all__ = ["Judge", "PairNumbers"]
 
 _Forward = tuple[int, int, str]
 """(sample, step, module path)."""
@@ -101,7 +101,7 @@ class Judge:
             (path for path, note in self._notes.items() if note.role == "block"),
             key=len, reverse=True,
         )  # fmt: skip
-        self._of_site: dict[str, dict[str, Any]] = {}
+        self._of_site: dict[str, ModuleFields] = {}
         self._entering: dict[_Forward, RowMetrics] = {}
         self._beside: dict[_Forward, float] = {}
         self._earlier: dict[tuple[int, str], float] = {}
@@ -114,7 +114,7 @@ class Judge:
         for pair, numbers in zip(pairs, measured, strict=True):
             if numbers is not None and not self._is_equal(pair):
                 waiting.append(self._entered(pair, numbers))
-        for judged in _grouped(waiting, self._kind_of):
+        for judged in grouped(waiting, self._kind_of):
             self._rate(judged)
         rated = iter(waiting)
         against = [None if numbers is None else numbers.against for numbers in measured]
@@ -209,7 +209,7 @@ class Judge:
 
     # --- results --------------------------------------------------------------------------------
 
-    def _site_fields(self, site: str) -> dict[str, Any]:
+    def _site_fields(self, site: str) -> ModuleFields:
         """Block, role and kind of a site's module."""
         known = self._of_site.get(site)
         if known is None:
@@ -240,7 +240,7 @@ class Judge:
             "reference_dtype": one.dtype,
             "candidate_dtype": two.dtype,
             **self._site_fields(one.site),
-        }  # type: ignore[typeddict-item]
+        }
 
     def _identical(self, pair: Pair, truth: TruthDiff | None) -> SiteResult:
         record = pair.reference.record
@@ -314,7 +314,7 @@ class Judge:
         """How far both sides are from the truth, for the statistics over a site."""
         judged = [item for item in zip(pairs, results, against, strict=True) if item[2]]
         floors: dict[int, np.ndarray] = {}
-        for alike in _grouped(judged, self._kind_of_truth):
+        for alike in grouped(judged, self._kind_of_truth):
             rows = [one for _, _, one in alike if one is not None]
             updates = [one.update for one in rows if one.update is not None]
             found = self._row_floor(
@@ -340,74 +340,6 @@ class Judge:
             storage_format(pair).name, _last(result.shape), self._role(pair), one.num_rows,
             one.update is None,
         )  # fmt: skip
-
-
-def truth_diffs(judged: Sequence[AgainstTruth | None]) -> list[TruthDiff | None]:
-    """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
-    found: dict[int, TruthDiff] = {}
-    numbered = [(n, one) for n, one in enumerate(judged) if one is not None and one.num_rows]
-    for alike in _grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
-        differences = _differences([one for _, one in alike])
-        found |= {number: one for (number, _), one in zip(alike, differences, strict=True)}
-    return [found.get(number) for number in range(len(judged))]
-
-
-def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
-    """Of forwards with as many rows and columns."""
-    sink = np.stack([one.sink for one in alike])
-    usual = np.where(sink.all(axis=1, keepdims=True), sink, ~sink)
-    norm = np.maximum(np.stack([one.norm for one in alike]), 1e-300)
-    counts = usual.sum(axis=1)
-    rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
-    columns: list[np.ndarray] = []
-    for name in ("reference", "candidate", "between"):
-        rows = np.stack([getattr(one, name) for one in alike]) / norm
-        ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
-        columns.append(medians(rows, usual))
-        columns.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
-        columns.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
-    peaks = [one.channels[:3].max(axis=1, initial=0.0) for one in alike]
-    columns += list(np.sqrt(np.stack(peaks)).T)
-    for name in ("gain_reference", "gain_candidate"):
-        gain = np.stack([getattr(one, name) for one in alike])
-        columns.append(np.where(usual, gain, 0.0).sum(axis=1) / counts)
-    for values in zip(*(column.tolist() for column in columns), strict=True):
-        middle, p99, top = (values[n:9:3] for n in range(3))
-        channel, gains = values[9:12], values[12:]
-        yield TruthDiff(
-            reference_error=middle[0],
-            candidate_error=middle[1],
-            r_median=_over(middle[2], middle[0], both_zero=0.0),
-            r_p99=_over(p99[2], p99[0], both_zero=0.0),
-            r_max=_over(top[2], top[0], both_zero=0.0),
-            r_channel=_over(channel[2], channel[0], both_zero=0.0),
-            w_median=_over(middle[1], middle[0]),
-            w_p99=_over(p99[1], p99[0]),
-            w_max=_over(top[1], top[0]),
-            w_channel=_over(channel[1], channel[0]),
-            gain_reference=gains[0],
-            gain_candidate=gains[1],
-        )
-
-
-def _over(top: float, bottom: float, *, both_zero: float = 1.0) -> float:
-    """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
-    if bottom > 0:
-        return top / bottom
-    return both_zero if top == 0 else math.inf
-
-
-_Item = TypeVar("_Item")
-
-
-def _grouped(items: Iterable[_Item], kind_of: Callable[[_Item], object]) -> list[list[_Item]]:
-    """Items of one kind together; those of kind None are left out."""
-    groups: dict[object, list[_Item]] = {}
-    for item in items:
-        kind = kind_of(item)
-        if kind is not None:
-            groups.setdefault(kind, []).append(item)
-    return list(groups.values())
 
 
 def _stacked(rows: Sequence[RowMetrics]) -> RowMetrics:

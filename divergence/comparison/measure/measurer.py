@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from divergence.comparison.align.pieces import Pair, Pieces, same_positions
 from divergence.comparison.experts import Routing
-from divergence.comparison.measure.floors import Floor
+from divergence.comparison.measure.floors import Floor, work_format
 from divergence.comparison.measure.judge import Judge, PairNumbers
-from divergence.comparison.measure.pair_format import work_format
 from divergence.comparison.measure.reading import Reading, equal_by_record
 from divergence.comparison.measure.reduced import look_reduced
 from divergence.comparison.measure.truth import Truth

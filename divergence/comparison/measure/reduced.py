@@ -294,7 +294,6 @@ def _unmeasured(
     one: Record, two: Record, shape: tuple[int, ...]
 ) -> tuple[PairMetrics, RowMetrics, None]:
     """Nothing but that they differ, the norms, and what is no finite number."""
-    import torch
 
     numel = math.prod(shape)
     metrics = PairMetrics(
@@ -308,7 +307,7 @@ def _unmeasured(
         rel_l2_without_sinks=None, pad_rel_l2=None, reference_nan=0, reference_inf=0,
         candidate_nan=0, candidate_inf=0, first_nonfinite_row=None,
     )  # fmt: skip
-    nothing = torch.zeros(0, dtype=torch.float64)
+    nothing = np.zeros(0)
     rows = RowMetrics(rel_l2=nothing, norm=nothing, update_norm=None)
     return _with_counts(metrics, Piece(one, 0), Piece(two, 0)), rows, None
 

@@ -23,8 +23,8 @@ from divergence.comparison.measured import Measured, is_probe
 from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.run.reader import Run
 from divergence.words import Progress
 

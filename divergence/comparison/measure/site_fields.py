@@ -17,11 +17,19 @@ from divergence.run.schema.record import Record, Summary
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SitePlace", "identical_site", "nonfinite_in", "nonfinite_of", "shared_fields",
-           "without_floor"]  # fmt: skip
+__all__ = ["ModuleFields", "SitePlace", "identical_site", "nonfinite_in", "nonfinite_of",
+           "shared_fields", "without_floor"]  # fmt: skip
 
 
-class SitePlace(TypedDict):
+class ModuleFields(TypedDict):
+    """The fields of a SiteResult that say where in the model its site lies."""
+
+    block: str | None
+    role: str | None
+    kind: str | None
+
+
+class SitePlace(ModuleFields):
     """The fields of a SiteResult that say which two tensors it is about."""
 
     pass_: str
@@ -31,9 +39,6 @@ class SitePlace(TypedDict):
     order: int
     candidate_site: str | None
     match: str
-    block: str | None
-    role: str | None
-    kind: str | None
     reference_dtype: str
     candidate_dtype: str
 

@@ -6,15 +6,16 @@ Each side's errors are in floors of the rounding model. blocks.blame asks questi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep
+from divergence.comparison.measure.floors import medians
 from divergence.comparison.measure.truth import TruthSamples
-from divergence.comparison.results.sites import SiteResult
+from divergence.comparison.results.sites import SiteResult, TruthDiff
 from divergence.words import Side
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     _Forwards = Sequence[tuple[SiteResult, AgainstTruth, np.ndarray]]
     """Each with its rows' floor (T,)."""
 
-__all__ = ["LEAST_LONE", "SIDES", "Forward", "TruthStats", "stats_of"]
+__all__ = ["LEAST_LONE", "SIDES", "Forward", "TruthStats", "grouped", "stats_of", "truth_diffs"]
 
 SIDES: tuple[Side, Side] = ("reference", "candidate")
 LEAST_LONE = 0.25
@@ -218,3 +219,71 @@ def _gains(stats: TruthStats, rows: _Rows) -> None:
                 "candidate": float(candidate.mean()),
             }
         )
+
+
+def truth_diffs(judged: Sequence[AgainstTruth | None]) -> list[TruthDiff | None]:
+    """The figures of each forward: r = err(a, b) / err(a, R) and W = err(b, R) / err(a, R)."""
+    found: dict[int, TruthDiff] = {}
+    numbered = [(n, one) for n, one in enumerate(judged) if one is not None and one.num_rows]
+    for alike in grouped(numbered, lambda item: (item[1].num_rows, item[1].channels.shape[1])):
+        differences = _differences([one for _, one in alike])
+        found |= {number: one for (number, _), one in zip(alike, differences, strict=True)}
+    return [found.get(number) for number in range(len(judged))]
+
+
+def _differences(alike: Sequence[AgainstTruth]) -> Iterator[TruthDiff]:
+    """Of forwards with as many rows and columns."""
+    sink = np.stack([one.sink for one in alike])
+    usual = np.where(sink.all(axis=1, keepdims=True), sink, ~sink)
+    norm = np.maximum(np.stack([one.norm for one in alike]), 1e-300)
+    counts = usual.sum(axis=1)
+    rank = np.maximum(1, np.rint(0.99 * counts)).astype(np.int64)
+    columns: list[np.ndarray] = []
+    for name in ("reference", "candidate", "between"):
+        rows = np.stack([getattr(one, name) for one in alike]) / norm
+        ordered = np.sort(np.where(usual, rows, math.nan), axis=1)
+        columns.append(medians(rows, usual))
+        columns.append(np.take_along_axis(ordered, rank[:, None] - 1, 1)[:, 0])
+        columns.append(np.take_along_axis(ordered, counts[:, None] - 1, 1)[:, 0])
+    peaks = [one.channels[:3].max(axis=1, initial=0.0) for one in alike]
+    columns += list(np.sqrt(np.stack(peaks)).T)
+    for name in ("gain_reference", "gain_candidate"):
+        gain = np.stack([getattr(one, name) for one in alike])
+        columns.append(np.where(usual, gain, 0.0).sum(axis=1) / counts)
+    for values in zip(*(column.tolist() for column in columns), strict=True):
+        middle, p99, top = (values[n:9:3] for n in range(3))
+        channel, gains = values[9:12], values[12:]
+        yield TruthDiff(
+            reference_error=middle[0],
+            candidate_error=middle[1],
+            r_median=_over(middle[2], middle[0], both_zero=0.0),
+            r_p99=_over(p99[2], p99[0], both_zero=0.0),
+            r_max=_over(top[2], top[0], both_zero=0.0),
+            r_channel=_over(channel[2], channel[0], both_zero=0.0),
+            w_median=_over(middle[1], middle[0]),
+            w_p99=_over(p99[1], p99[0]),
+            w_max=_over(top[1], top[0]),
+            w_channel=_over(channel[1], channel[0]),
+            gain_reference=gains[0],
+            gain_candidate=gains[1],
+        )
+
+
+def _over(top: float, bottom: float, *, both_zero: float = 1.0) -> float:
+    """x/0 = inf. 0/0 = 1 for W (both are right), 0 for r (they are equal)."""
+    if bottom > 0:
+        return top / bottom
+    return both_zero if top == 0 else math.inf
+
+
+_Item = TypeVar("_Item")
+
+
+def grouped(items: Iterable[_Item], kind_of: Callable[[_Item], object]) -> list[list[_Item]]:
+    """Items of one kind together; those of kind None are left out."""
+    groups: dict[object, list[_Item]] = {}
+    for item in items:
+        kind = kind_of(item)
+        if kind is not None:
+            groups.setdefault(kind, []).append(item)
+    return list(groups.values())

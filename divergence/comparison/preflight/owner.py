@@ -21,8 +21,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from divergence.numerics.floor import floor_weights
 from divergence.numerics.formats import format_named
-from divergence.numerics.rounding.floor import floor_weights
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record

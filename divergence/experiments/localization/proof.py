@@ -24,7 +24,7 @@ from divergence.comparison.results.sites import SiteResult
 from divergence.errors import DivergenceError
 from divergence.experiments.localization.machine import Goal, Maker
 from divergence.experiments.result import OwnError
-from divergence.numerics.rounding.floor import THRESHOLDS
+from divergence.numerics.floor import THRESHOLDS
 from divergence.ops.replay import replay
 from divergence.ops.reproducer.repro import repro
 from divergence.recording.hooks.plant import Substitute

@@ -31,9 +31,9 @@ from divergence.experiments.result import Sensitivity
 from divergence.experiments.sensitivity.faults import DEFAULT_FAULTS, faults_named
 from divergence.experiments.sensitivity.sizes import confirm_sizes, search_sizes
 from divergence.experiments.sensitivity.trials import Trials
+from divergence.numerics.chance import spread
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.numerics.formats import format_named
-from divergence.numerics.rounding.chance import spread
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
 from divergence.recording.anchors import can_anchor
 from divergence.recording.api import capture
 from divergence.run.command import command_line

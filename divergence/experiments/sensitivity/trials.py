@@ -30,7 +30,7 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import SiteResult
 from divergence.experiments.sensitivity.faults import Fault
-from divergence.numerics.rounding.floor import THRESHOLDS, Thresholds
+from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.recording.hooks.plant import FORWARDS
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_tensor

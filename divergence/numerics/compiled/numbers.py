@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     Typed = tuple[Signature, Callable[..., ir.Value]]
     # what numba asks of an intrinsic: the types it takes and gives, and what writes the code
 
-__all__ = [
-    "add_if", "distance", "in_range", "jit", "key", "larger", "magnitude", "number", "or_zero",
-    "sign_of_order",
-]  # fmt: skip
+__all__ = ["add_if", "distance", "in_range", "jit", "key", "larger", "magnitude", "number",
+           "or_zero", "sign_of_order"]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

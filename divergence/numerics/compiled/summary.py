@@ -1,7 +1,12 @@
-"""A tensor's summary in one compiled pass; definitions: divergence.numerics.summaries.summary.
+"""A tensor's summary, device digest and sketch, each in one compiled pass; definitions:
+divergence.numerics.summaries.
 
-Squares are float64, so those of 16- and 32-bit values cannot leave the range; whether those of
-float64 values did is for the caller to see from the largest magnitude.
+The summary's squares are float64, so those of 16- and 32-bit values cannot leave the range; whether
+those of float64 values did is for the caller to see from the largest magnitude.
+
+The sketch's signed features go through a buffer of one row: added up as they are widened, they
+would wait for one another. A row that holds a nan or inf is read a second time, those counting as
+0.
 """
 
 from __future__ import annotations
@@ -19,7 +24,8 @@ from divergence.numerics.compiled.numbers import (
 from divergence.numerics.compiled.sums import stored
 from divergence.numerics.pairs.blocks import Grid
 
-__all__ = ["Totals", "totals_of"]
+__all__ = ["Totals", "chunk_sums", "projections_of", "totals_of"]
+
 
 _RUN = 4096
 _INF = 0x7FF0000000000000
@@ -96,3 +102,73 @@ def totals_of(grid: Grid) -> list[Totals]:
     flipped = np.where(ends < 0, ends ^ np.int64(2**63 - 1), ends).view(np.float64) + 0.0
     rows = zip(sums.tolist(), flipped.tolist(), counts.tolist(), strict=True)
     return [Totals(*row) for row in rows]
+
+
+@jit
+def _add_products(words: np.ndarray, multipliers: np.ndarray, sums: np.ndarray) -> None:
+    """Adds to ``sums`` (chunks, 2), modulo 2^64. ``words``: int32, the same for both sums."""
+    size = multipliers.shape[1]
+    for chunk in range(sums.shape[0]):
+        start = chunk * size
+        one, two = np.int64(0), np.int64(0)
+        for i in range(min(size, len(words) - start)):
+            word = np.int64(words[start + i])
+            one += multipliers[0, i] * word
+            two += multipliers[1, i] * word
+        sums[chunk, 0] += one
+        sums[chunk, 1] += two
+
+
+def chunk_sums(words: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
+    """Both sums of each chunk of ``words`` (int32), int64 (chunks, 2). ``multipliers``: int64
+    (2, words in a chunk)."""
+    sums = np.zeros((-(-len(words) // multipliers.shape[1]), 2), dtype=np.int64)
+    _add_products(words, multipliers, sums)
+    return sums
+
+
+_INF = 0x7FF0000000000000
+
+
+@jit
+def _project_rows(
+    values: np.ndarray, sigma: np.ndarray, tau: np.ndarray, sums: np.ndarray, squares: np.ndarray
+) -> None:
+    """Adds to ``sums`` (rows, k) and ``squares`` (rows,)."""
+    num_cols, k = values.shape[1], sums.shape[1]
+    signed = np.empty(num_cols)
+    for row in range(values.shape[0]):
+        one = values[row]
+        total, most = 0.0, np.int64(0)
+        for j in range(num_cols):
+            x = number(one[j])
+            total += x * x
+            most = larger(most, magnitude(x))
+        for j in range(num_cols):  # a loop of its own: the compiler takes eight at a time in each
+            signed[j] = sigma[j] * number(one[j])
+        if most >= _INF:
+            total = 0.0
+            for j in range(num_cols):
+                x = number(one[j])
+                if magnitude(x) >= _INF:
+                    x = 0.0
+                signed[j] = sigma[j] * x
+                total += x * x
+        squares[row] = total
+        whole = num_cols // k
+        for group in range(whole):
+            sign = tau[row, group]
+            for place in range(k):
+                sums[row, place] += sign * signed[group * k + place]
+        for j in range(whole * k, num_cols):
+            sums[row, j - whole * k] += tau[row, whole] * signed[j]
+
+
+def projections_of(
+    grid: Grid, sigma: np.ndarray, tau: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(projections (rows, k), sums of squares (rows,)) in float64. ``sigma``: ±1 by feature,
+    ``tau``: ±1 by row and group, both float64. The grid must be readable (numerics.kernels)."""
+    sums, squares = np.zeros((grid.num_rows, k)), np.zeros(grid.num_rows)
+    _project_rows(stored(grid), sigma, tau, sums, squares)
+    return sums, squares

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,19 +74,19 @@ class AgainstTruth:
 
     @property
     def channel_reference(self) -> np.ndarray:
-        return self.channels[0]
+        return np.asarray(self.channels[0])
 
     @property
     def channel_candidate(self) -> np.ndarray:
-        return self.channels[1]
+        return np.asarray(self.channels[1])
 
     @property
     def channel_between(self) -> np.ndarray:
-        return self.channels[2]
+        return np.asarray(self.channels[2])
 
     @property
     def channel_norm(self) -> np.ndarray:
-        return self.channels[3]
+        return np.asarray(self.channels[3])
 
 
 def with_rounding(against: AgainstTruth, floor: np.ndarray) -> AgainstTruth:
@@ -115,10 +116,10 @@ def against_many(
     count = len(a)
     if not a.numel():
         return [None] * count
+    sums = np.zeros((12, a.numel() // columns))
     with np.errstate(all="ignore"):
         x, y, r, *rest = (_wide(t, columns) for t in (a, b, truth, base) if t is not None)
         terms = x - r, y - r, x - y, r
-        sums = np.zeros((12, len(r)))
         sums[4], sums[5] = (row_dots(error, r) for error in terms[:2])
         if rest:
             update = r - rest[0]
@@ -126,40 +127,35 @@ def against_many(
             sums[7], sums[8] = (row_dots(error, update) for error in terms[:2])
             np.square(update, out=update)
             sums[10] = row_dots(update, update)
-        num_rows = len(r) // count
-        if num_rows == 1:
-            channels = np.empty((count, 4, columns))
-            for number, term in enumerate(terms):
+        fourth = np.square(r)
+        sums[9] = row_dots(fourth, fourth)
+        for number, term in enumerate(terms):
+            sums[_SQUARES[number]] = row_dots(term, term)
+        by_pair = sums.reshape(12, count, -1)
+        sink, unusual = _apart(by_pair)
+        channels = np.empty((count, 4, columns))
+        for number, term in enumerate(terms):
+            if len(term) == count:
                 np.square(term, out=channels[:, number])
-                sums[_SQUARES[number]] = channels[:, number].sum(axis=1)
-            sums[9] = row_dots(channels[:, 3], channels[:, 3])
-            sink = np.zeros((count, 1), bool)
-            sums = sums[:, :, None]
-        else:
-            for number, term in enumerate(terms):
-                sums[_SQUARES[number]] = row_dots(term, term)
-            fourth = np.square(r)
-            sums[9] = row_dots(fourth, fourth)
-            sums = sums.reshape(12, count, num_rows)
-            sink, unusual = _apart(sums)
-            channels = np.empty((count, 4, columns))
-            for number, term in enumerate(terms):
-                term = term.reshape(count, num_rows, columns)
-                if unusual.any():
-                    term = np.where(unusual[:, :, None], 0.0, term)
-                np.einsum("ntd,ntd->nd", term, term, out=channels[:, number])
-        rows = np.arange(num_rows)
-        good = np.isfinite(sums[:4]).all(axis=(0, 2)) & np.isfinite(sums[6]).all(axis=1)
-        derived = _derived(sums, with_base=bool(rest))
-        return [
-            AgainstTruth(
-                **{name: None if values is None else values[n] for name, values in derived.items()},
-                sink=sink[n], channels=channels[n], row_index=rows,
-            )
-            if good[n]
-            else None
-            for n in range(count)
-        ]  # fmt: skip
+                continue
+            term = term.reshape(count, -1, columns)
+            if unusual.any():
+                term = np.where(unusual[:, :, None], 0.0, term)
+            np.einsum("ntd,ntd->nd", term, term, out=channels[:, number])
+        derived = _derived(by_pair, with_base=bool(rest))
+        good = np.asarray(np.isfinite(by_pair[[0, 1, 2, 3, 6]]).all(axis=(0, 2)))
+        rows = np.arange(by_pair.shape[2])
+    return [
+        AgainstTruth(
+            sink=sink[n], channels=channels[n], row_index=rows,
+            **_of_pair(derived, n),
+        ) if good[n] else None
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def _of_pair(derived: dict[str, Any], number: int) -> dict[str, Any]:
+    return {name: None if values is None else values[number] for name, values in derived.items()}
 
 
 def _wide(tensor: torch.Tensor, columns: int) -> np.ndarray:
@@ -181,7 +177,7 @@ def _apart(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sink, sink | ((size > limit) & (limit > 0))
 
 
-def _derived(sums: np.ndarray, *, with_base: bool) -> dict[str, np.ndarray | None]:
+def _derived(sums: np.ndarray, *, with_base: bool) -> dict[str, Any]:
     """The rows' fields of AgainstTruth, from their twelve sums."""
     norm2, ref, cand, between, ref_r, cand_r, up2, ref_u, cand_u, r4, u4, _ = sums
     top, fourth = (up2, u4) if with_base else (norm2, r4)
@@ -224,9 +220,7 @@ def measure_against(
     columns = a.shape[-1] if a.ndim else 1
     plain = device is None and row_mask is None and kernel == "numpy"
     if plain and 0 < a.numel() <= _CHUNK_NUMEL:
-        small = against_many(
-            *(t[None] for t in (a, b, truth)), None if base is None else base[None]
-        )
+        small = against_many(a[None], b[None], truth[None], None if base is None else base[None])
         if small[0] is not None:
             return small[0]
     x, y, right = (t.reshape(-1, columns) for t in (a, b, truth))

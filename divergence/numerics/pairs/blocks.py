@@ -8,13 +8,18 @@ float64 (integers beyond 2^53 are rounded there, and nowhere else).
 
 Arithmetic on blocks is numpy's: its loops release the interpreter lock and start no
 threads of their own. torch is used where numpy lacks the dtype.
+
+``run_split`` shares blocks out between threads: numpy's loops release the interpreter lock, so
+threads scale. torch's own threads are left alone (a parallel region per 31k elements costs more
+than the work).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -23,7 +28,9 @@ from divergence.numerics.formats import Format, format_of
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BLOCK", "Grid", "Rows", "column_dots", "columns_of_many", "compute_dtype", "row_dots"]
+__all__ = ["BLOCK", "Grid", "Rows", "column_dots", "columns_of_many", "compute_dtype",
+           "row_dots", "run_split"]  # fmt: skip
+
 
 BLOCK = 128 * 1024
 """Elements in a block: large enough that calling numpy (about 40 us a block) costs little, small
@@ -175,5 +182,29 @@ def columns_of_many(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if x.shape[1] == 1:
         return np.asarray((x * y)[:, 0], np.float64)
     if x.shape[1] <= 64:
-        return np.einsum("nij,nij->nj", x, y).astype(np.float64)
-    return np.stack([column_dots(*block) for block in zip(x, y, strict=True)])
+        sums: np.ndarray = np.einsum("nij,nij->nj", x, y)
+        return sums.astype(np.float64)
+    return np.array([column_dots(*block) for block in zip(x, y, strict=True)])
+
+
+class Divisible(Protocol):
+    """What is shared out: a list, range or array; a part of it is one too, items in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Self: ...
+
+
+Items = TypeVar("Items", bound=Divisible)
+Result = TypeVar("Result")
+
+
+def run_split(work: Callable[[Items], Result], items: Items, *, threads: int) -> list[Result]:
+    """``work`` on ``threads`` contiguous parts of ``items``; results in the items' order."""
+    threads = max(1, min(threads, len(items)))
+    edges = [len(items) * number // threads for number in range(threads + 1)]
+    parts = [items[edges[number] : edges[number + 1]] for number in range(threads)]
+    if threads == 1:
+        return [work(parts[0])]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, parts))

@@ -23,8 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from divergence.numerics.pairs.blocks import BLOCK, Grid
-from divergence.numerics.workers import run_split
+from divergence.numerics.pairs.blocks import BLOCK, Grid, run_split
 
 __all__ = ["LogitsMetrics", "kl_divergence", "logit_error", "measure_logits", "top_choices"]
 

@@ -28,8 +28,7 @@ from divergence.numerics.pairs.pair import (
 )
 from divergence.numerics.pairs.sums import HIGH, LOW, TOP_HIGH, TOP_LOW
 from divergence.numerics.pairs.ulp import distance_array, key_array
-from divergence.numerics.pairs.ulp_counts import smallest_key
-from divergence.numerics.pairs.ulp_tails import stored
+from divergence.numerics.pairs.ulp_counts import smallest_key, stored
 
 __all__ = ["MOST_NUMEL", "NUMEL_AT_ONCE", "measure_many"]
 
@@ -76,7 +75,8 @@ class _Block:
         self.good = np.ones(self.count, bool)
 
     def _wide(self, grid: Grid, dtype: type) -> np.ndarray:
-        values = grid.load(slice(0, grid.num_rows), _EVERY, np.empty(grid.bits.size, dtype))
+        buffer: np.ndarray = np.empty(grid.bits.size, dtype)
+        values: np.ndarray = grid.load(slice(0, grid.num_rows), _EVERY, buffer)
         return values.reshape(self.count, self.rows, self.columns)
 
     def _dots(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -92,7 +92,8 @@ class _Block:
         small = sums < LOW
         if small.any():
             small &= block.any(axis=2)
-        return (sums.max(axis=1) < HIGH) & ~small.any(axis=1)
+        fits: np.ndarray = (sums.max(axis=1) < HIGH) & ~small.any(axis=1)
+        return fits
 
     def measure(self) -> list[tuple[PairMetrics, RowMetrics] | None]:
         a = self.a

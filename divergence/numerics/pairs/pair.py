@@ -25,11 +25,10 @@ import torch
 
 from divergence.numerics.formats import Format, format_named, is_float
 from divergence.numerics.kernels import Kernel, chosen
-from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, compute_dtype, row_dots
+from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, compute_dtype, row_dots, run_split
 from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
-from divergence.numerics.pairs.sums import Sums, gather, tiles
+from divergence.numerics.pairs.sums import Sums, common_scale, gather, tiles
 from divergence.numerics.pairs.ulp_counts import count_ulp
-from divergence.numerics.workers import run_split
 
 __all__ = ["ANGLE_SAFE", "SINK_FACTOR", "PairMetrics", "RowMetrics", "channel_ratios",
            "measure_pair", "narrower", "root_ratios"]  # fmt: skip
@@ -315,40 +314,6 @@ def _split_rows(row_mask: torch.Tensor | None, num_rows: int) -> tuple[Rows, Row
         if not mask.all():
             return np.flatnonzero(mask), np.flatnonzero(~mask)
     return slice(0, num_rows), slice(0, 0)
-
-
-def common_scale(grids: list[Grid], *, kernel: Kernel = "numpy") -> float:
-    """A power of two that brings float64 values whose squares would leave float64's range
-    back into it, set on all grids; 1.0 otherwise."""
-    if not any(
-        grid.format.itemsize // grid.width == 8 and grid.format.kind != "int" for grid in grids
-    ):
-        return 1.0
-    if kernel == "compiled":
-        from divergence.numerics.compiled.sums import largest_magnitude
-
-        top = max(map(largest_magnitude, grids))
-    else:
-        top = max(map(_largest_magnitude, grids))
-    if top == 0.0 or 2.0**-250 < top < 2.0**250:
-        return 1.0
-    scale = 2.0 ** -max(-1000, min(1000, math.frexp(top)[1]))
-    for grid in grids:
-        grid.scale = scale
-    return scale
-
-
-def _largest_magnitude(grid: Grid) -> float:
-    """The largest finite |x|; 0 where none is finite."""
-    top, buffer = 0.0, np.empty(BLOCK)
-    for rows, cols in tiles(slice(0, grid.num_rows), grid.num_cols):
-        values = grid.load(rows, cols, buffer)
-        high, low = float(values.max()), float(values.min())
-        if not math.isfinite(high - low):
-            values = values[np.isfinite(values)]
-            high, low = values.max(initial=0.0), values.min(initial=0.0)
-        top = max(top, high, -low)
-    return top
 
 
 def _token_metrics(per_row: np.ndarray) -> dict[str, Any]:

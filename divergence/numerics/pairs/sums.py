@@ -10,6 +10,13 @@ so every product is right to 2e-7; sums of more than 1024 terms are float64. Ran
 what float32 lacks. d is scaled by a power of two where its largest magnitude is
 small or large. Where a row's sum of squares leaves [2^-70, 2^100] without being zero
 throughout, or a value is not finite, the block is done again in float64 ("careful").
+
+Of elements that are no finite number it counts how many there are, where the two sides do not
+agree, and who is alone. Two elements agree where both are finite, both are nan (whatever their
+payload), or both are the same infinity: place and sign count, not the number. -inf against a finite
+value below -10,000 is counted apart (``mask_alike``): in an attention mask both say "never", since
+exp(-10,000) is 0 in every format up to float64, and masks are written with -inf, with the lowest
+finite number or with -10,000 (BERT, GPT-2). Whether a site is a mask is not known here.
 """
 
 from __future__ import annotations
@@ -18,10 +25,12 @@ import math
 
 import numpy as np
 
+from divergence.numerics.kernels import Kernel
 from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, column_dots, row_dots
-from divergence.numerics.pairs.nonfinite import NONFINITE, count_nonfinite
 
-__all__ = ["HIGH", "LOW", "TOP_HIGH", "TOP_LOW", "Sums", "gather", "tiles"]
+__all__ = ["HIGH", "LOW", "NEVER", "NONFINITE", "TOP_HIGH", "TOP_LOW", "Sums", "common_scale",
+           "count_nonfinite", "gather", "tiles"]  # fmt: skip
+
 
 LOW, HIGH = 2.0**-70, 2.0**100
 TOP_LOW, TOP_HIGH = 2.0**-10, 2.0**20
@@ -210,3 +219,69 @@ def gather(sums: Sums, rows: Rows, *, block: int = BLOCK) -> Sums:
 
 def _numbers(rows: Rows) -> np.ndarray:
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+NONFINITE = (
+    "a_nan", "a_inf", "a_neginf", "b_nan", "b_inf", "b_neginf",
+    "differ", "a_alone", "b_alone", "mask_alike",
+)  # fmt: skip
+"""What is counted. ``a_inf``: infinities of both signs, ``a_neginf`` those below; ``differ``:
+places where the sides do not agree; ``a_alone``: of them, those where b is finite."""
+
+NEVER = -10_000.0
+
+
+def count_nonfinite(a: np.ndarray, b: np.ndarray, *, scale: float = 1.0) -> dict[str, int]:
+    """The counts of one block, by the names of ``NONFINITE``; its values were multiplied by
+    ``scale``."""
+    found: dict[str, int] = {}
+    nan, low, high, finite = {}, {}, {}, {}
+    for side, x in (("a", a), ("b", b)):
+        nan[side], finite[side] = np.isnan(x), np.isfinite(x)
+        low[side], high[side] = np.isneginf(x), np.isposinf(x)
+        found[f"{side}_nan"] = int(nan[side].sum())
+        found[f"{side}_neginf"] = int(low[side].sum())
+        found[f"{side}_inf"] = found[f"{side}_neginf"] + int(high[side].sum())
+    differ = (nan["a"] != nan["b"]) | (low["a"] != low["b"]) | (high["a"] != high["b"])
+    found["differ"] = int(differ.sum())
+    found["a_alone"] = int((~finite["a"] & finite["b"]).sum())
+    found["b_alone"] = int((~finite["b"] & finite["a"]).sum())
+    most = NEVER * scale
+    with np.errstate(invalid="ignore"):
+        never = (low["a"] & finite["b"] & (b <= most)) | (low["b"] & finite["a"] & (a <= most))
+    found["mask_alike"] = int(never.sum())
+    return found
+
+
+def common_scale(grids: list[Grid], *, kernel: Kernel = "numpy") -> float:
+    """A power of two that brings float64 values whose squares would leave float64's range
+    back into it, set on all grids; 1.0 otherwise."""
+    if not any(
+        grid.format.itemsize // grid.width == 8 and grid.format.kind != "int" for grid in grids
+    ):
+        return 1.0
+    if kernel == "compiled":
+        from divergence.numerics.compiled.sums import largest_magnitude
+
+        top = max(map(largest_magnitude, grids))
+    else:
+        top = max(map(_largest_magnitude, grids))
+    if top == 0.0 or 2.0**-250 < top < 2.0**250:
+        return 1.0
+    scale = 2.0 ** -max(-1000, min(1000, math.frexp(top)[1]))
+    for grid in grids:
+        grid.scale = scale
+    return scale
+
+
+def _largest_magnitude(grid: Grid) -> float:
+    """The largest finite |x|; 0 where none is finite."""
+    top, buffer = 0.0, np.empty(BLOCK)
+    for rows, cols in tiles(slice(0, grid.num_rows), grid.num_cols):
+        values = grid.load(rows, cols, buffer)
+        high, low = float(values.max()), float(values.min())
+        if not math.isfinite(high - low):
+            values = values[np.isfinite(values)]
+            high, low = values.max(initial=0.0), values.min(initial=0.0)
+        top = max(top, high, -low)
+    return top

@@ -8,22 +8,25 @@ are neighbours. The distance of two values is the difference of their keys.
 
 It refuses to compare across formats silently: the format is always named, and
 values stored in another one are rounded to it first.
+
+``spacing``: how far apart the values of a format lie around a number, the unit of its last
+rounding. Rounding to nearest errs by at most half the spacing; uniformly over that, by 1/√12 = 0.29
+of it in the root mean square. Unlike the unit roundoff, which is relative to the number, the
+spacing stands still within a binade and among subnormals.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
 
 from divergence.numerics.formats import Format, format_of
 
-__all__ = [
-    "NAN_DISTANCE",
-    "byte_keys",
-    "distance_array",
-    "key_array",
-    "ulp_distance",
-]
+__all__ = ["NAN_DISTANCE", "ROUNDING_RMS", "byte_keys", "distance_array", "key_array", "spacing",
+           "ulp_distance"]  # fmt: skip
+
 
 NAN_DISTANCE = 2**63 - 1
 """What ulp_distance answers where exactly one side is nan; also its ceiling."""
@@ -113,3 +116,21 @@ def _isnan(values: torch.Tensor, form: Format) -> torch.Tensor:
     if format_of(values.dtype).name != form.name:
         values = values.to(form.torch_dtype)
     return torch.isnan(values.detach().cpu().to(torch.float64))
+
+
+ROUNDING_RMS = 1 / math.sqrt(12)
+"""Rms error of rounding to nearest, in spacings."""
+
+
+_EXPONENT_BITS = 0x7FF << 52
+
+
+def spacing(x: torch.Tensor, form: Format) -> torch.Tensor:
+    """Distance of neighbouring values of ``form`` around each float64 ``x``.
+
+    Unit: that of x. The subnormals' distance at 0, nan where x is not finite; no upper end.
+    """
+    # the exponent bits alone are the power of two at or below |x|: 0 for 0, inf for inf and nan
+    power = (x.contiguous().view(torch.int64) & _EXPONENT_BITS).view(torch.float64)
+    found = (power * 2.0**-form.mantissa_bits).clamp_min(form.smallest_subnormal)
+    return found.masked_fill_(power == math.inf, math.nan)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from divergence.numerics.summaries.mixing import MASK64, mixed, stream
+from divergence.numerics.summaries.sketch import MASK64, mixed, stream
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def _chunks(words: torch.Tensor, kernel: Kernel) -> torch.Tensor:
     count = words.shape[-1]
     multipliers = _multipliers(str(words.device))  # (2, CHUNK)
     if kernel == "compiled" and not each and words.device.type == "cpu":
-        from divergence.numerics.compiled.fold import chunk_sums
+        from divergence.numerics.compiled.summary import chunk_sums
 
         return torch.from_numpy(chunk_sums(words[0].numpy(), multipliers.numpy()))
     results = []

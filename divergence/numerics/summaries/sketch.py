@@ -31,6 +31,12 @@ a decode step, as many as make 64 projections of all rows together.
 What is not sketched: integers, bool and complex; float64 (the resolution would hide its errors);
 rows so short that the sketch takes more than half of their bytes. Elements that are no finite
 numbers count as 0; a row that float32 cannot hold leaves infinities, and is not estimated.
+
+``stream`` is the integer mixer from which every constant of digests and sketches is made:
+splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
+n-th output of a stream is a bijective mix of seed + (n + 1) · the golden gamma, all modulo 2^64.
+Constants are computed on the host with integers and only then moved, so they are bit-identical on
+every machine whatever its arithmetic does.
 """
 
 from __future__ import annotations
@@ -45,23 +51,14 @@ import numpy as np
 from divergence.numerics.formats import Format, format_of
 from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.pairs.blocks import Grid
-from divergence.numerics.summaries.mixing import stream
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "SIGMA",
-    "TAU",
-    "has_products",
-    "num_projections",
-    "resolution",
-    "rows_of",
-    "sketch_bytes",
-    "sketch_many",
-    "sketch_tensor",
-    "sum_dtype_name",
-]
+__all__ = ["MASK64", "SIGMA", "TAU", "has_products", "mixed", "num_projections", "resolution",
+           "rows_of", "sketch_bytes", "sketch_many", "sketch_tensor", "stream",
+           "sum_dtype_name"]  # fmt: skip
+
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 """Digits of π after those of divergence.numerics.summaries.fold: chosen by nobody."""
@@ -145,7 +142,7 @@ def sketch_tensor(
     sigma = _sigma(features, device, wide)
     out = torch.empty(num_rows, k + 2, dtype=torch.float32, device=x.device)
     if device == "cpu" and chosen(kernel, format_of(x.dtype)) == "compiled":
-        from divergence.numerics.compiled.sketch import projections_of
+        from divergence.numerics.compiled.summary import projections_of
 
         _put(out, *projections_of(Grid(x), sigma.numpy(), tau.numpy(), k))
         return out
@@ -293,3 +290,27 @@ def _signs_of(row_numbers: np.ndarray, groups: int) -> torch.Tensor:
     if not table:
         return torch.zeros(0, groups)
     return torch.from_numpy(np.stack(table)[at.reshape(-1)])
+
+
+MASK64 = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mixed(value: int) -> int:
+    """One number of 64 bits, mixed; a bijection."""
+    value &= MASK64
+    value = ((value ^ (value >> 30)) * _FIRST) & MASK64
+    value = ((value ^ (value >> 27)) * _SECOND) & MASK64
+    return value ^ (value >> 31)
+
+
+def stream(seed: int, count: int, *, start: int = 0) -> np.ndarray:
+    """Numbers ``start`` to ``start + count - 1`` of the stream ``seed``, uint64: the n-th is
+    ``mixed(seed + (n + 1) * gamma)``."""
+    with np.errstate(over="ignore"):
+        at = np.arange(start + 1, start + count + 1, dtype=np.uint64)
+        value = at * np.uint64(_GAMMA) + np.uint64(seed & MASK64)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
+        return value ^ (value >> np.uint64(31))

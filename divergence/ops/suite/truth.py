@@ -33,7 +33,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from divergence.numerics.formats import Format, format_named, format_of
-from divergence.numerics.rounding.spacing import ROUNDING_RMS, spacing
+from divergence.numerics.pairs.ulp import ROUNDING_RMS, spacing
 from divergence.ops.suite.definition import Arguments, Operator, output_port, outputs_of
 
 __all__ = ["RoundingNoise", "samples", "stored", "truth_of", "widened"]

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import Kernel
+from divergence.numerics.on_device import summaries_of
 from divergence.numerics.summaries.fold import fold_tensor, folds_of
-from divergence.numerics.summaries.many import summarize_many
-from divergence.numerics.summaries.on_device import summaries_of
 from divergence.numerics.summaries.sketch import num_projections, rows_of, sketch_many
+from divergence.numerics.summaries.summary import summarize_many
 from divergence.run.schema.contents import Content, contents_of
 from divergence.run.schema.record import Sketch
 from divergence.run.writing.captured_tensor import ShardEntry, flat_parts, piece_of, piece_of_item

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.errors import RunWriteError
-from divergence.numerics.summaries.many import summarize_many
+from divergence.numerics.summaries.summary import summarize_many
 from divergence.run.command import command_line
 from divergence.run.current_device import set_device
 from divergence.run.process_tuning import disable_openmp

@@ -13,8 +13,8 @@ from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.measure.truth_stats import stats_of
 from divergence.comparison.results.findings import figure
 from divergence.comparison.results.sites import SiteResult
+from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.pairs.against import measure_against
-from divergence.numerics.rounding.floor import THRESHOLDS
 
 ROWS, COLUMNS, FLOOR = 32, 256, 1e-3
 

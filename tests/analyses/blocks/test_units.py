@@ -9,7 +9,7 @@ import pytest
 
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.results.sites import SiteResult
-from divergence.numerics.rounding.floor import THRESHOLDS
+from divergence.numerics.floor import THRESHOLDS
 
 
 def site(name: str, ratio: float, *, features: int = 64, rows: int = 8, **changes) -> SiteResult:
@@ -84,7 +84,7 @@ def test_the_width_is_that_of_the_f_distribution():
     width, whatever n is."""
     import torch
 
-    from divergence.numerics.rounding.chance import spread as _spread
+    from divergence.numerics.chance import spread as _spread
 
     assert _spread(64) == _spread(10**6) == 1.0
     draw = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pieces import logits_row
 from divergence.comparison.api import compare
 from divergence.gate.check import check
-from divergence.numerics.rounding.floor import THRESHOLDS
+from divergence.numerics.floor import THRESHOLDS
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

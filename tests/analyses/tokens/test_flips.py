@@ -16,8 +16,8 @@ from divergence.analyses.tokens.measure import compare_tokens
 from divergence.comparison.api import compare
 from divergence.gate.check import evaluate, is_tie
 from divergence.gate.policy import Policy
+from divergence.numerics.floor import THRESHOLDS
 from divergence.numerics.pairs.logits import kl_divergence, logit_error
-from divergence.numerics.rounding.floor import THRESHOLDS
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run

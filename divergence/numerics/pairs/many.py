@@ -19,14 +19,8 @@ import torch
 from divergence.numerics.formats import Format
 from divergence.numerics.pairs.blocks import BLOCK, Grid, columns_of_many, compute_dtype, row_dots
 from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
-from divergence.numerics.pairs.pair import (
-    ANGLE_SAFE,
-    SINK_FACTOR,
-    channel_ratios,
-    narrower,
-    root_ratios,
-)
-from divergence.numerics.pairs.sums import HIGH, LOW, TOP_HIGH, TOP_LOW
+from divergence.numerics.pairs.pair import ANGLE_SAFE, SINK_FACTOR, narrower
+from divergence.numerics.pairs.sums import HIGH, LOW, TOP_HIGH, TOP_LOW, channel_ratios, root_ratios
 from divergence.numerics.pairs.ulp import distance_array, key_array
 from divergence.numerics.pairs.ulp_counts import smallest_key, stored
 

@@ -27,11 +27,18 @@ from divergence.numerics.formats import Format, format_named, is_float
 from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, compute_dtype, row_dots, run_split
 from divergence.numerics.pairs.metrics import PairMetrics, RowMetrics
-from divergence.numerics.pairs.sums import Sums, common_scale, gather, tiles
+from divergence.numerics.pairs.sums import (
+    Sums,
+    channel_ratios,
+    gather,
+    ratio,
+    root_ratio,
+    root_ratios,
+    tiles,
+)
 from divergence.numerics.pairs.ulp_counts import count_ulp
 
-__all__ = ["ANGLE_SAFE", "SINK_FACTOR", "PairMetrics", "RowMetrics", "channel_ratios",
-           "measure_pair", "narrower", "root_ratios"]  # fmt: skip
+__all__ = ["ANGLE_SAFE", "SINK_FACTOR", "PairMetrics", "RowMetrics", "measure_pair", "narrower"]
 
 SINK_FACTOR = 10.0
 """A sink token's norm exceeds this many times the median row norm (massive activations:
@@ -146,10 +153,10 @@ class _Pair:
         pad_rel_l2 = None
         if len(self.row_a[self.padded]):
             self._sums(self.padded)
-            pad_rel_l2 = _root_ratio(self.row_d[self.padded].sum(), self.row_a[self.padded].sum())
+            pad_rel_l2 = root_ratio(self.row_d[self.padded].sum(), self.row_a[self.padded].sum())
         row_a, row_d = self.row_a[self.real], self.row_d[self.real]
         a2, d2 = float(row_a.sum()), float(row_d.sum())
-        rel_l2 = _root_ratio(d2, a2)
+        rel_l2 = root_ratio(d2, a2)
         a2, b2, product, one_minus_cosine = self._angle(sums, a2, d2)
         per_row = np.full(self.a.num_rows, np.nan)
         per_row[self.real] = root_ratios(row_d, row_a)
@@ -174,11 +181,11 @@ class _Pair:
             candidate_norm=math.sqrt(b2) / self.scale,
             gain=0.0 - product / a2 if a2 else 0.0,
             gain_se=math.sqrt(spread) / a2 if a2 and n > 1 else math.inf,
-            update_rel_l2=None if update is None else _ratio(math.sqrt(d2), update),
+            update_rel_l2=None if update is None else ratio(math.sqrt(d2), update),
             update_norm=None if update is None else update / self.scale,
             num_sink_tokens=int(np.count_nonzero(sinks)),
             rel_l2_without_sinks=(
-                _root_ratio(row_d[~sinks].sum(), row_a[~sinks].sum()) if sinks.any() else None
+                root_ratio(row_d[~sinks].sum(), row_a[~sinks].sum()) if sinks.any() else None
             ),
             pad_rel_l2=pad_rel_l2,
             reference_nan=sums.nonfinite["a_nan"],
@@ -346,26 +353,35 @@ def _sinks(row_a: np.ndarray) -> np.ndarray:
     return sinks
 
 
-def _ratio(x: float, y: float) -> float:
-    """x / y with 0/0 = 0 and x/0 = inf."""
-    return x / y if y else (math.inf if x else 0.0)
+def common_scale(grids: list[Grid], *, kernel: Kernel = "numpy") -> float:
+    """A power of two that brings float64 values whose squares would leave float64's range
+    back into it, set on all grids; 1.0 otherwise."""
+    if not any(
+        grid.format.itemsize // grid.width == 8 and grid.format.kind != "int" for grid in grids
+    ):
+        return 1.0
+    if kernel == "compiled":
+        from divergence.numerics.compiled.sums import largest_magnitude
+
+        top = max(map(largest_magnitude, grids))
+    else:
+        top = max(map(_largest_magnitude, grids))
+    if top == 0.0 or 2.0**-250 < top < 2.0**250:
+        return 1.0
+    scale = 2.0 ** -max(-1000, min(1000, math.frexp(top)[1]))
+    for grid in grids:
+        grid.scale = scale
+    return scale
 
 
-def _root_ratio(x2: float, y2: float) -> float:
-    return _ratio(math.sqrt(x2), math.sqrt(y2))
-
-
-def root_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
-    """√x2 / √y2 with 0/0 = 0 and x/0 = inf."""
-    x, y = np.sqrt(x2), np.sqrt(y2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(x == 0.0, 0.0, x / y)
-
-
-def channel_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
-    """x2 / y2 with 0/0 = 0 and x/0 = inf."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios: np.ndarray = x2 / y2
-    if not y2.all():
-        ratios[x2 == 0.0] = 0.0
-    return ratios
+def _largest_magnitude(grid: Grid) -> float:
+    """The largest finite |x|; 0 where none is finite."""
+    top, buffer = 0.0, np.empty(BLOCK)
+    for rows, cols in tiles(slice(0, grid.num_rows), grid.num_cols):
+        values = grid.load(rows, cols, buffer)
+        high, low = float(values.max()), float(values.min())
+        if not math.isfinite(high - low):
+            values = values[np.isfinite(values)]
+            high, low = values.max(initial=0.0), values.min(initial=0.0)
+        top = max(top, high, -low)
+    return top

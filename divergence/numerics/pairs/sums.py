@@ -25,11 +25,10 @@ import math
 
 import numpy as np
 
-from divergence.numerics.kernels import Kernel
 from divergence.numerics.pairs.blocks import BLOCK, Grid, Rows, column_dots, row_dots
 
-__all__ = ["HIGH", "LOW", "NEVER", "NONFINITE", "TOP_HIGH", "TOP_LOW", "Sums", "common_scale",
-           "count_nonfinite", "gather", "tiles"]  # fmt: skip
+__all__ = ["HIGH", "LOW", "NEVER", "NONFINITE", "TOP_HIGH", "TOP_LOW", "Sums", "channel_ratios",
+           "count_nonfinite", "gather", "ratio", "root_ratio", "root_ratios", "tiles"]  # fmt: skip
 
 
 LOW, HIGH = 2.0**-70, 2.0**100
@@ -253,35 +252,26 @@ def count_nonfinite(a: np.ndarray, b: np.ndarray, *, scale: float = 1.0) -> dict
     return found
 
 
-def common_scale(grids: list[Grid], *, kernel: Kernel = "numpy") -> float:
-    """A power of two that brings float64 values whose squares would leave float64's range
-    back into it, set on all grids; 1.0 otherwise."""
-    if not any(
-        grid.format.itemsize // grid.width == 8 and grid.format.kind != "int" for grid in grids
-    ):
-        return 1.0
-    if kernel == "compiled":
-        from divergence.numerics.compiled.sums import largest_magnitude
-
-        top = max(map(largest_magnitude, grids))
-    else:
-        top = max(map(_largest_magnitude, grids))
-    if top == 0.0 or 2.0**-250 < top < 2.0**250:
-        return 1.0
-    scale = 2.0 ** -max(-1000, min(1000, math.frexp(top)[1]))
-    for grid in grids:
-        grid.scale = scale
-    return scale
+def ratio(x: float, y: float) -> float:
+    """x / y with 0/0 = 0 and x/0 = inf."""
+    return x / y if y else (math.inf if x else 0.0)
 
 
-def _largest_magnitude(grid: Grid) -> float:
-    """The largest finite |x|; 0 where none is finite."""
-    top, buffer = 0.0, np.empty(BLOCK)
-    for rows, cols in tiles(slice(0, grid.num_rows), grid.num_cols):
-        values = grid.load(rows, cols, buffer)
-        high, low = float(values.max()), float(values.min())
-        if not math.isfinite(high - low):
-            values = values[np.isfinite(values)]
-            high, low = values.max(initial=0.0), values.min(initial=0.0)
-        top = max(top, high, -low)
-    return top
+def root_ratio(x2: float, y2: float) -> float:
+    return ratio(math.sqrt(x2), math.sqrt(y2))
+
+
+def root_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
+    """√x2 / √y2 with 0/0 = 0 and x/0 = inf."""
+    x, y = np.sqrt(x2), np.sqrt(y2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(x == 0.0, 0.0, x / y)
+
+
+def channel_ratios(x2: np.ndarray, y2: np.ndarray) -> np.ndarray:
+    """x2 / y2 with 0/0 = 0 and x/0 = inf."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios: np.ndarray = x2 / y2
+    if not y2.all():
+        ratios[x2 == 0.0] = 0.0
+    return ratios

@@ -24,8 +24,7 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Evidence, Finding, PreflightLine
 from divergence.comparison.results.sites import Coverage
-from divergence.numerics.floor import THRESHOLDS, Thresholds
-from divergence.numerics.floor import check_thresholds
+from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.reader import Run

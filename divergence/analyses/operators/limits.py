@@ -29,9 +29,9 @@ from msgspec.structs import replace
 from divergence.analyses.operators.errors import OperatorUnit
 from divergence.analyses.operators.operands import argument_names
 from divergence.comparison.results.operators import OperatorResult, Question, RegionResult
-from divergence.numerics.pairs.operator import slices_of
 from divergence.numerics.chance import rare_ratio
 from divergence.numerics.floor import Thresholds
+from divergence.numerics.pairs.operator import slices_of
 from divergence.words import Side
 
 __all__ = ["judge_unit", "region_result"]

@@ -21,6 +21,7 @@ __all__ = ["Advice", "WithinAdvice", "beside"]
 _MOST_SITES = 6
 """Named in one command."""
 _ON_REFERENCE = "on the reference's machine"
+_WITH_MODEL = "on a machine with the model"
 _ON_CANDIDATE = "on the candidate's machine"
 
 
@@ -101,10 +102,7 @@ class Advice:
         ranks = self.divided or self._reference.mesh is not None
         whole = self._reference.plan.store == "full"  # or no run of a descent is anchored to it
         alike = self._reference.tokens.groups == self._candidate.tokens.groups
-        down = command_line(
-            "localize", self._a, self._b, o=_folder(self._b, "-localized"), truth=self._truth,
-            note="on a machine with the model; or by hand:",
-        )  # fmt: skip
+        down = self._localize(truth=self._truth, note=f"{_WITH_MODEL}; or by hand:")
         one, two = beside(self._a, "-deep"), beside(self._b, "-deep")
         inside = (block + ".*", f"ops@{block}") if alike and not ranks else (block + ".*",)
         right = beside(one, "-truth") if hidden or self._truth else None
@@ -123,12 +121,7 @@ class Advice:
         """What looks inside a block that stands out; nothing where no descent is possible."""
         if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
             return []
-        out = _folder(self._b, "-localized")
-        return [
-            command_line(
-                "localize", self._a, self._b, o=out, block=block, note="on a machine with the model"
-            )
-        ]
+        return [self._localize(block=block, note=_WITH_MODEL)]
 
     def truth(self, *, full: bool = False) -> list[str]:
         """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held
@@ -185,6 +178,11 @@ class Advice:
     def force(self) -> list[str]:
         """Measure in spite of a blocking difference."""
         return [command_line("compare", self._a, self._b, force=True, note="measure all the same")]
+
+    def _localize(self, **options: Any) -> str:
+        """The descent into a block."""
+        out = _folder(self._b, "-localized")
+        return command_line("localize", self._a, self._b, o=out, **options)
 
     def _special(self, manifest: Manifest) -> dict[str, Any]:
         """What makes this side's run special, and its device where the sides' are not of a kind."""
@@ -312,19 +310,14 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
         found["attn_implementation"] = mine.attn_implementation
     if not manifest.settings.deterministic and like.settings.deterministic:
         found["no_deterministic"] = True
-    found |= _batch(manifest, like)
+    groups = manifest.tokens.groups
+    if groups != like.tokens.groups:  # the option that puts prompts together as in this run
+        if len(groups) == 1:
+            found["batch"] = True
+        elif all(len(group) == 1 for group in groups):
+            found["no_batch"] = True
     found["plant"] = manifest.plan.plants
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own
         found["label"] = environment.label
     return found
-
-
-def _batch(manifest: Manifest, like: Manifest) -> dict[str, bool]:
-    """The option that puts the other run's prompts together as in this one."""
-    groups = manifest.tokens.groups
-    if groups == like.tokens.groups:
-        return {}
-    if len(groups) == 1:
-        return {"batch": True}
-    return {"no_batch": True} if all(len(group) == 1 for group in groups) else {}

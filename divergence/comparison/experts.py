@@ -345,14 +345,10 @@ def routing_notes(sites: Sequence[SiteResult], routes: Routes) -> list[str]:
     if not moved:
         return []
     blocks = {s.block for s in moved}
-    count = sum(_num_rows(s) for s in outs if s.block in blocks)
+    count = sum(s.numel // max(s.shape[-1], 1) for s in outs if s.block in blocks)
     gap = "" if routes.margin is None else f" (their router logits lay within {routes.margin:.2g})"
     where = ", ".join(sorted(map(str, blocks)))
     return [
         f"{sum(s.num_rerouted or 0 for s in moved)} of {count} tokens went to other experts on "
         f"one side ({where}): rounding{gap}; they are not judged there"
     ]
-
-
-def _num_rows(result: SiteResult) -> int:
-    return result.numel // max(result.shape[-1], 1)

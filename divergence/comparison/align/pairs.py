@@ -55,6 +55,9 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
     a, b = reference.manifest, candidate.manifest
     split = a.tokens.groups != b.tokens.groups
     rename, prefix = renaming(reference, candidate, name_map)
+    rule = "name map"
+    if prefix is not None:
+        rule = f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
     notes: list[str] = []
     passes = compared_passes(a, b, notes)
     replays = a.plan.replayed_pass is not None or b.plan.replayed_pass is not None
@@ -85,7 +88,7 @@ def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) ->
             if reason is not None:
                 skipped.append(Skipped(pass_, sample, step, site, reason, "both"))
                 continue
-            match = "exact" if key[3] == site else _rule(prefix)
+            match = "exact" if key[3] == site else rule
             pairs.append(Pair(reference=piece, candidate=other, pass_=pass_, match=match))
     compared = {theirs_in for _, _, theirs_in in passes}
     for key in theirs:
@@ -199,12 +202,6 @@ def _replayed_passes(a: Manifest, b: Manifest, notes: list[str]) -> tuple[str, s
         return None
     one, two = (REPLAYED if m.plan.replayed_pass is not None else found[1] for m in (a, b))
     return one, two
-
-
-def _rule(prefix: tuple[str, str] | None) -> str:
-    if prefix is None:
-        return "name map"
-    return f"prefix {prefix[0] or '(none)'} → {prefix[1] or '(none)'}"
 
 
 def why_nothing(alignment: Alignment) -> str:

@@ -77,7 +77,10 @@ def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:
             nodes[path].results.append(record)
     found = {forward: list(nodes.values()) for forward, nodes in by_forward.items()}
     for calls in found.values():
-        _connect(calls)
+        known = {node.path for node in calls}
+        for node in calls:
+            makers = dict.fromkeys(maker_of(operand) for operand in node.call.operands)
+            node.feeds += [maker for maker in makers if maker in known]
     return found
 
 
@@ -88,13 +91,6 @@ def maker_of(operand: Operand) -> str | None:
         if port.startswith("out") and is_operator_site(site):
             return maker
     return None
-
-
-def _connect(nodes: list[Node]) -> None:
-    known = {node.path for node in nodes}
-    for node in nodes:
-        makers = dict.fromkeys(maker_of(operand) for operand in node.call.operands)
-        node.feeds += [maker for maker in makers if maker in known]
 
 
 COPIES = ("aten.clone", "aten.copy", "aten._to_copy", "aten.contiguous", "aten.to")

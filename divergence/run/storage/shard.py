@@ -15,7 +15,6 @@ import math
 import os
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,8 +39,7 @@ small shard."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """Where one tensor lies in the file."""
 
     begin: int
@@ -191,15 +189,13 @@ def _read_header(blob: Blob) -> dict[str, Entry]:
         raise damaged("header is not a JSON object")
     header.pop("__metadata__", None)
     entries: dict[str, Entry] = {}
-    for key, value in header.items():
-        try:
-            stated = msgspec.convert(value, _HeaderEntry)
-        except msgspec.ValidationError as error:
-            raise damaged(f"entry {key!r} is malformed: {error}") from error
-        begin, end = stated.data_offsets
-        entry = Entry(
-            begin=8 + length + begin, num_bytes=end - begin, dtype=stated.dtype, shape=stated.shape
-        )
+    try:
+        stated = msgspec.convert(header, dict[str, _HeaderEntry])
+    except msgspec.ValidationError:
+        stated = {key: _header_entry(key, value, damaged) for key, value in header.items()}
+    for key, its in stated.items():
+        begin, end = its.data_offsets
+        entry = Entry(8 + length + begin, end - begin, its.dtype, its.shape)
         if entry.num_bytes < 0 or begin < 0:
             raise damaged(f"entry {key!r} has negative offsets")
         if entry.begin + entry.num_bytes > size:
@@ -208,6 +204,15 @@ def _read_header(blob: Blob) -> dict[str, Entry]:
         entries[key] = entry
     _refuse_overlap(entries, damaged)
     return entries
+
+
+def _header_entry(
+    key: str, value: object, damaged: Callable[[str], RunFormatError]
+) -> _HeaderEntry:
+    try:
+        return msgspec.convert(value, _HeaderEntry)
+    except msgspec.ValidationError as error:
+        raise damaged(f"entry {key!r} is malformed: {error}") from error
 
 
 def _refuse_overlap(entries: dict[str, Entry], damaged: Callable[[str], RunFormatError]) -> None:

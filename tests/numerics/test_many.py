@@ -116,6 +116,13 @@ def test_many_against_a_truth_as_each_alone(shape, dtype, based):
     b.view(shape[0], -1)[1, 0] *= 3  # an outlier
     a.view(shape[0], -1)[2, 0] = math.nan
     base = (truth * 0.5).to(a.dtype) if based else None
+    same = a.clone()
+    both = against_many(a, a, truth, base), against_many(a, same, truth, base)
+    for one, two in zip(*both, strict=True):
+        assert one is two is None or all(
+            np.array_equal(getattr(one, name), getattr(two, name)) for name in one.__slots__
+            if getattr(one, name) is not None
+        )  # fmt: skip
     found = against_many(a, b, truth, base)
     assert [one is None for one in found] == [n == 2 for n in range(shape[0])]
     for n, many in enumerate(found):

@@ -16,7 +16,6 @@ import numpy as np
 from divergence.comparison.align.pieces import Pair, Pieces
 from divergence.comparison.experts import Routed, Routes, Routing, kept_rows
 from divergence.comparison.measure.floors import Floor, Ratios, row_floor, storage_format
-from divergence.comparison.measure.reading import Reading, equal_by_record
 from divergence.comparison.measure.site_fields import (
     ModuleFields,
     SitePlace,
@@ -50,9 +49,11 @@ _Forward = tuple[int, int, str]
 class PairNumbers:
     """What was measured of one pair."""
 
-    metrics: PairMetrics
+    metrics: PairMetrics | None
+    """None where the two are equal, and only the truth was measured."""
     logits: LogitsDiff | None
-    rows: RowMetrics
+    rows: RowMetrics | None
+    """None where ``metrics`` is."""
     shape: tuple[int, ...]
     """The shape compared."""
     against: AgainstTruth | None = None
@@ -68,6 +69,7 @@ class _Judged:
 
     pair: Pair
     numbers: PairNumbers
+    metrics: PairMetrics
     rows: RowMetrics
     routed: Routed | None = None
     inherited: RowMetrics | None = None
@@ -86,7 +88,6 @@ class Judge:
         candidate: Run,
         pieces: Pieces,
         routing: Routing,
-        reading: Reading,
         floor: Floor,
         work: Format,
     ) -> None:
@@ -94,7 +95,7 @@ class Judge:
         self.truth_samples = SamplesBySite()
         self.routes = Routes()
         self._reference, self._pieces = reference, pieces
-        self._routing, self._reading, self._floor, self._work = routing, reading, floor, work
+        self._routing, self._floor, self._work = routing, floor, work
         self._same_dtype = reference.manifest.model.dtype == candidate.manifest.model.dtype
         self._notes = reference.manifest.plan.modules
         self._blocks = sorted(
@@ -112,35 +113,34 @@ class Judge:
         """A result for each pair, from what was measured of it. Call in the alignment's order."""
         waiting: list[_Judged] = []
         for pair, numbers in zip(pairs, measured, strict=True):
-            if numbers is not None and not self._is_equal(pair):
-                waiting.append(self._entered(pair, numbers))
+            if numbers is not None and numbers.metrics is not None:
+                waiting.append(self._entered(pair, numbers, numbers.metrics))
         for judged in grouped(waiting, self._kind_of):
             self._rate(judged)
         rated = iter(waiting)
         against = [None if numbers is None else numbers.against for numbers in measured]
         results = [
             self._identical(pair, truth)
-            if numbers is None or self._is_equal(pair)
+            if numbers is None or numbers.metrics is None
             else self._result(next(rated), truth)
             for pair, numbers, truth in zip(pairs, measured, truth_diffs(against), strict=True)
         ]
         self._keep_samples(pairs, results, against)
         return results
 
-    def _is_equal(self, pair: Pair) -> bool:
-        return equal_by_record(pair) and self._reading.has_both(pair)
-
     # --- floors and ratios ----------------------------------------------------------------------
 
-    def _entered(self, pair: Pair, numbers: PairNumbers) -> _Judged:
+    def _entered(self, pair: Pair, numbers: PairNumbers, metrics: PairMetrics) -> _Judged:
         """A pair with what came into its module, in the order of the alignment. In the free pass a
         block answers only for what it adds."""
-        judged = _Judged(pair, numbers, numbers.rows)
-        if numbers.metrics.rel_l2 is None:
+        rows = numbers.rows
+        assert rows is not None
+        judged = _Judged(pair, numbers, metrics, rows)
+        if metrics.rel_l2 is None:
             return judged
-        judged.routed = self._routing.of(pair, len(numbers.rows.rel_l2))
+        judged.routed = self._routing.of(pair, len(rows.rel_l2))
         if judged.routed is not None:
-            judged.rows = kept_rows(numbers.rows, judged.routed)
+            judged.rows = kept_rows(rows, judged.routed)
         one, two = (format_named(p.record.dtype) for p in (pair.reference, pair.candidate))
         if one.kind != "float" or two.kind != "float":
             return judged
@@ -152,7 +152,7 @@ class Judge:
         sample = pair.reference.sample
         forward = sample, pair.candidate.record.step, path
         if port.startswith("in"):
-            size = numbers.metrics.token_rel_l2_median or 0.0
+            size = metrics.token_rel_l2_median or 0.0
             if port == "in":
                 self._entering[forward] = judged.rows
                 self._earlier[sample, path] = max(self._earlier.get((sample, path), 0.0), size)
@@ -263,7 +263,7 @@ class Judge:
         # a sketch's rows are all that lies behind the first two axes
         shape = numbers.shape
         rows = shape if numbers.estimate is None else (*shape[:2], 1)[: len(shape)]
-        sample, position = self._pieces.locate(pair.reference, rows, numbers.metrics.worst_row)
+        sample, position = self._pieces.locate(pair.reference, rows, judged.metrics.worst_row)
         more: dict[str, Any] = {"truth": truth}
         if ratios is not None:
             more |= {
@@ -286,12 +286,12 @@ class Judge:
                 sample, position = self._pieces.locate(pair.reference, shape, worst)
         result = SiteResult(
             **self._place(pair),
-            **shared_fields(numbers.metrics),
+            **shared_fields(judged.metrics),
             shape=shape,
-            identical=numbers.metrics.identical,
+            identical=judged.metrics.identical,
             worst_sample=sample,
             worst_position=position,
-            nonfinite=nonfinite_of(numbers.metrics),
+            nonfinite=nonfinite_of(judged.metrics),
             logits=numbers.logits,
             estimated=numbers.estimate,
             at_least=numbers.least,

@@ -66,7 +66,7 @@ class Measurer:
         self.device: torch.device | None = None  # measure there, not by the kernel
         self._routing = Routing(reference, candidate)
         self.judge = Judge(
-            reference, candidate, self._pieces, self._routing, self.reading, floor,
+            reference, candidate, self._pieces, self._routing, floor,
             work or work_format(reference.manifest, candidate.manifest),
         )  # fmt: skip
         self._notes = reference.manifest.plan.modules
@@ -82,12 +82,14 @@ class Measurer:
         if not self.reading.has_both(pair):
             return self._reduced(pair)
         right = None if self._truth is None else self._truth.record(pair)
+        is_block = self._is_block(pair)
         if equal_by_record(pair):
             self.reading.check(pair)  # true only if the bytes agree with what was recorded
+            numbers = PairNumbers(None, None, None, pair.reference.record.shape)
             if right is None:
                 return None
-        is_block = self._is_block(pair)
-        numbers = self._numbers(pair, is_block, threads)
+        else:
+            numbers = self._numbers(pair, is_block, threads)
         if right is None or format_named(right.dtype).kind != "float":
             return numbers
         return replace(numbers, against=self._against(pair, right, is_block))
@@ -100,7 +102,7 @@ class Measurer:
             operands = self._operands(pair)
             if operands is None:
                 measured[number] = self.measure(pair)
-            elif operands.right is None and equal_by_record(pair):
+            elif operands.right is None and operands.equal:
                 self.reading.check(pair)
             else:
                 alike.setdefault(operands.kind, []).append((number, pair, operands))
@@ -132,37 +134,44 @@ class Measurer:
             if not float_ or right.shape != one.shape or (routed and routed.kept is not None):
                 return None
         base = self._pieces.base_source(pair) if self._is_block(pair) else None
-        return _Operands(one, two, base, right)
+        return _Operands(one, two, base, right, equal=equal_by_record(pair))
 
     def _measure_alike(self, pairs: Sequence[tuple[Pair, _Operands]]) -> list[PairNumbers | None]:
         """Pairs of one kind; None for one that must be measured by itself, also where its bytes
         are bad: measuring it says what is wrong."""
         first = pairs[0][1]
+        base, right = None, None
         try:
             a = self._reference.read_many([operands.one for _, operands in pairs])
-            b = self._candidate.read_many([operands.two for _, operands in pairs])
-            base = None
+            if first.equal:
+                b = a
+                for pair, _ in pairs:
+                    self.reading.check(pair)
+            else:
+                b = self._candidate.read_many([operands.two for _, operands in pairs])
             if first.base is not None:
                 bases = [operands.base[1] for _, operands in pairs if operands.base is not None]
                 base = first.base[0].read_many(bases)
-            right = None
             if first.right is not None and self._truth is not None:
                 rights = [operands.right for _, operands in pairs if operands.right is not None]
                 right = self._truth.run.read_many(rights)
         except RunFormatError:
             return [None] * len(pairs)
-        found: list[PairNumbers | None] = []
-        every = measure_many(a, b, base=base)
         against: Sequence[AgainstTruth | None] = [None] * len(pairs)
         if right is not None:
             against = against_many(a, b, right, base)
-        for measured, beside in zip(every, against, strict=True):
-            if measured is None or (right is not None and beside is None):
-                found.append(None)
-                continue
-            metrics, rows = measured
-            found.append(PairNumbers(metrics, None, rows, first.one.shape, against=beside))
-        return found
+        shape = first.one.shape
+        if first.equal:
+            return [
+                None if one is None else PairNumbers(None, None, None, shape, against=one)
+                for one in against
+            ]
+        return [
+            None
+            if measured is None or (right is not None and beside is None)
+            else PairNumbers(measured[0], None, measured[1], shape, against=beside)
+            for measured, beside in zip(measure_many(a, b, base=base), against, strict=True)
+        ]
 
     def _reduced(self, pair: Pair) -> PairNumbers | None:
         """What can be known without the bytes of both sides."""
@@ -253,14 +262,20 @@ class _Operands:
     """The records that a small pair is measured with. ``kind``: equal for those that can be
     measured together."""
 
-    __slots__ = ("base", "kind", "one", "right", "two")
+    __slots__ = ("base", "equal", "kind", "one", "right", "two")
 
     def __init__(
-        self, one: Record, two: Record, base: tuple[Run, Record] | None, right: Record | None
+        self,
+        one: Record,
+        two: Record,
+        base: tuple[Run, Record] | None,
+        right: Record | None,
+        *,
+        equal: bool,
     ) -> None:
-        self.one, self.two, self.base, self.right = one, two, base, right
+        self.one, self.two, self.base, self.right, self.equal = one, two, base, right, equal
         self.kind: _Key = (
-            one.shape, one.dtype, two.dtype,
+            equal, one.shape, one.dtype, two.dtype,
             None if base is None else (id(base[0]), base[1].dtype),
             None if right is None else right.dtype,
         )  # fmt: skip

@@ -33,8 +33,6 @@ __all__ = ["AgainstTruth", "against_many", "measure_against", "with_rounding"]
 
 _OUTLIER = 8.0
 """A row is left out of the columns when its relative error exceeds this many medians."""
-_SQUARES = 1, 2, 3, 0
-"""Where the row sums of a - R, b - R, a - b and R lie."""
 _CHUNK_NUMEL = 1 << 18
 """Elements per chunk: three operands of 2 MiB in float64 stay in cache."""
 
@@ -111,30 +109,40 @@ def against_many(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None = None
 ) -> list[AgainstTruth | None]:
     """``measure_against`` of each of N tensors of one shape, (N, …); None for one that holds a nan
-    or inf, or whose squares leave float64."""
+    or inf, or whose squares leave float64. ``b`` may be ``a`` itself: equal sides take half the
+    work."""
     columns = a.shape[-1] if a.ndim > 1 else 1
     count = len(a)
     if not a.numel():
         return [None] * count
     sums = np.zeros((12, a.numel() // columns))
     with np.errstate(all="ignore"):
-        x, y, r, *rest = (_wide(t, columns) for t in (a, b, truth, base) if t is not None)
-        terms = x - r, y - r, x - y, r
-        sums[4], sums[5] = (row_dots(error, r) for error in terms[:2])
+        x, r, *rest = (_wide(t, columns) for t in (a, truth, base) if t is not None)
+        # by the number of the row sum, and of the row of ``channels`` that it adds to
+        terms = {(1, 0): x - r, (0, 3): r}
+        if b is not a:
+            y = _wide(b, columns)
+            terms |= {(2, 1): y - r, (3, 2): x - y}
+        sides = [(number, terms[number, number - 1]) for number in ((1,) if b is a else (1, 2))]
+        for number, error in sides:
+            sums[3 + number] = row_dots(error, r)
         if rest:
             update = r - rest[0]
             sums[6] = row_dots(update, update)
-            sums[7], sums[8] = (row_dots(error, update) for error in terms[:2])
+            for number, error in sides:
+                sums[6 + number] = row_dots(error, update)
             np.square(update, out=update)
             sums[10] = row_dots(update, update)
         fourth = np.square(r)
         sums[9] = row_dots(fourth, fourth)
-        for number, term in enumerate(terms):
-            sums[_SQUARES[number]] = row_dots(term, term)
+        for (number, _), term in terms.items():
+            sums[number] = row_dots(term, term)
+        if b is a:
+            sums[[2, 5, 8]] = sums[[1, 4, 7]]
         by_pair = sums.reshape(12, count, -1)
         sink, unusual = _apart(by_pair)
-        channels = np.empty((count, 4, columns))
-        for number, term in enumerate(terms):
+        channels = np.zeros((count, 4, columns))
+        for (_, number), term in terms.items():
             if len(term) == count:
                 np.square(term, out=channels[:, number])
                 continue
@@ -142,6 +150,8 @@ def against_many(
             if unusual.any():
                 term = np.where(unusual[:, :, None], 0.0, term)
             np.einsum("ntd,ntd->nd", term, term, out=channels[:, number])
+        if b is a:
+            channels[:, 1] = channels[:, 0]
         derived = _derived(by_pair, with_base=bool(rest))
         good = np.asarray(np.isfinite(by_pair[[0, 1, 2, 3, 6]]).all(axis=(0, 2)))
         rows = np.arange(by_pair.shape[2])

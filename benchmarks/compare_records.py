@@ -1,6 +1,6 @@
 """Pairs that ``compare`` takes a second, against the number of records and their size.
 
-    python benchmarks/compare_records.py [--records 1000 10000 100000] [--sizes 64 576 4096]
+    python benchmarks/compare_records.py [--records 1000 10000 100000] [--sizes 576 ...]
                                          [--rounds 3] [--old CHECKOUT] [--keep FOLDER]
 
 The runs: 30 blocks' inputs and outputs in as many decode steps as are needed, bfloat16, no two
@@ -95,7 +95,7 @@ def seconds(checkout: Path, *runs: Path) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, nargs="+", default=[1000, 10_000, 100_000])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 576, 4096])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[576])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--old", type=Path, help="another checkout, measured in turns")
     parser.add_argument("--keep", type=Path, help="make the runs there, or take those that are")

@@ -189,7 +189,7 @@ class OnDevice:
 
 
 def _count_nonfinite(counts: dict[str, int], a: torch.Tensor, b: torch.Tensor) -> None:
-    """Adds what numerics.nonfinite counts."""
+    """Adds what numerics.pairs.sums counts."""
     bad = ~(a.isfinite() & b.isfinite())
     a, b = a[bad], b[bad]  # mostly few; what is finite on both sides counts as nothing
     for name, count in count_nonfinite(a.cpu().numpy(), b.cpu().numpy()).items():

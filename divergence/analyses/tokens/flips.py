@@ -15,7 +15,7 @@ is taken as healthy, so a flip is a fault only beyond 3 W (the threshold ``flip`
 between the two nothing is claimed.
 
 Without a truth s comes from the rounding model: what all blocks together may make
-(measure.allowed), times the spread of the row, times 2.2 for the coarsest kernels that are taken
+(measure.floors), times the spread of the row, times 2.2 for the coarsest kernels that are taken
 as healthy, since no side is known to be as good as the model; the gap is the larger of the two
 sides', since the difference has bridged both. A tie is a tie then, and nothing else is claimed.
 Without either nothing is: in units of the two sides' own difference every flip is small.

@@ -112,7 +112,7 @@ def results_of_pairs(
 def measure_pairs(
     measurer: Measurer, pairs: Sequence[Pair], progress: Progress | None = None
 ) -> Generator[PairNumbers | None]:
-    """What ``Measurer.look`` finds of each pair, in order; None where the bytes are equal.
+    """What ``Measurer.measure`` gives of each pair, in order; None where the bytes are equal.
 
     ``pairs`` may be any part of an alignment. Lazy: nothing is read before the first is asked
     for, and a few pairs beyond the one asked for are under way. Raises RunFormatError on bad bytes.

@@ -69,7 +69,7 @@ class PairMetrics(msgspec.Struct, frozen=True, kw_only=True):
     first row with any, on either side. Of the infinities ``*_neginf`` are those below;
     nonfinite_differ: places where the sides do not agree in kind or sign, ``*_alone`` those of
     them where the other side is finite, mask_alike those where -inf stands against a finite value
-    that means the same in a mask (numerics.nonfinite). identical: same dtype, shape and bytes,
+    that means the same in a mask (numerics.pairs.sums). identical: same dtype, shape and bytes,
     masked or not.
     numel: elements of the unmasked rows; num_finite: those of them that were measured.
     What is estimated from sketches (numerics.summaries.estimate) leaves None what needs elements.

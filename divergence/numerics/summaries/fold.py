@@ -7,7 +7,7 @@ operations that every backend of torch has and that are exact: 64-bit products a
     h_s(w) = Σ_i m_s,i · w_i   mod 2^64,        s = 1, 2
 
 over the 32-bit words w_i of the bytes (little-endian, taken as signed, the last one padded with
-zeros), with multipliers m_s,i = stream(SEEDS[s], i) of numerics.summaries.mixing. Words are taken
+zeros), with multipliers m_s,i = stream(SEEDS[s], i) of numerics.summaries.sketch. Words are taken
 in chunks of 2^16, so that the multipliers are few and kept; the 64-bit results of the chunks, as
 words (low, high), are hashed again in the same way until one chunk is left. In the end the
 number of bytes is mixed in: mixed(h_s + gamma_s · num_bytes). 2 × 64 bits, 32 hex digits.

@@ -7,7 +7,7 @@ feature j goes to bucket b = j mod k,
     s_b = Σ_m  tau(t, m) · sigma(m·k + b) · x[m·k + b],        m = j // k,
 
 with signs sigma(j) and tau(t, m) = ±1, t being the row's number. They are the top bits of integer
-streams (numerics.summaries.mixing): sigma(j) of number j of stream SIGMA, tau(t, m) of number
+streams (``stream``): sigma(j) of number j of stream SIGMA, tau(t, m) of number
 t·2^32 + m of stream TAU, -1 where the bit is set. So the matrix is defined by integers and
 bit-identical on every machine; the sums are float64 in any order (float32 on devices without it;
 plain products and sums on those that have float64 but no matrix product of it, as Ascend) and

@@ -6,8 +6,8 @@ For whoever changes the house and not its answers. The old version (a revision o
 in a work tree of its own) makes some forty pairs of runs: three architectures in two dtypes on two
 machines (this CPU under two sets of switches), healthy and planted, anchored and free, with a truth
 and without, operators, a suite, the probe, ranks, every way to store, and runs that cannot be
-compared. Then both versions answer the same questions, and the answers' JSON must be equal, but for
-keys and words that were renamed on purpose: RENAMED_KEYS, RENAMED_WORDS.
+compared. Then both versions answer the same questions, and the answers' JSON must be equal, numbers
+to 1e-12, but for keys and words that were renamed on purpose: RENAMED_KEYS, RENAMED_WORDS.
 
 Exits with 1 where an answer differs, and prints where.
 """
@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -237,8 +238,15 @@ def differences(one: object, two: object, where: str = "") -> Iterator[str]:
     elif isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
         for number, pair in enumerate(zip(one, two, strict=True)):
             yield from differences(*pair, f"{where}[{number}]")
-    elif one != two:
+    elif not _same(one, two):
         yield f"{where}: {str(one)[:150]!r} / {str(two)[:150]!r}"
+
+
+def _same(one: object, two: object) -> bool:
+    """Numbers to 1e-12, or 1e-18 where a sum cancels; all else as it is."""
+    if isinstance(one, float) and isinstance(two, float):
+        return one == two or math.isclose(one, two, rel_tol=1e-12, abs_tol=1e-18)
+    return one == two
 
 
 def answer(machine: Machine, command: list, *, old: bool) -> object:

@@ -193,3 +193,16 @@ def test_threads_that_measure_set_the_device(dumps, monkeypatch):
     compare(*dumps, device="cpu:0")
     assert {name.rpartition("_")[0] for name, _ in asked} == {"divergence-measure"}
     assert {device for _, device in asked} == {torch.device("cpu:0")}
+
+
+def test_small_pairs_together_give_what_each_gives_alone(case):
+    """Laid side by side or one after the other, the results are the same to 1e-12."""
+    measurer, pairs = case()
+    together = measurer.judge.results(pairs, measurer.measure_small(pairs))
+    other, pairs = case()
+    alone = other.judge.results(pairs, [other.measure(pair) for pair in pairs])
+    assert any(result.ratio for result in together)
+    for one, two in zip(plain(together), plain(alone), strict=True):
+        for name, value in one.items():
+            wanted = pytest.approx(two[name], rel=1e-12) if isinstance(value, float) else two[name]
+            assert value == wanted, name

@@ -84,6 +84,7 @@ class Execution:
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
+        self._made: list[Pass] = []
         self.plants = request.plants
         ranks = self.ranks = loaded.ranks
         check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)

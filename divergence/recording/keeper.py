@@ -143,8 +143,8 @@ class DeviceCopies:
         self.num_bytes += clone.nbytes
 
 
-_REMEMBERED = 16
-"""Tensors kept for recognition; a block hands its input to at most a few readers."""
+_REMEMBERED = 64
+"""Tensors remembered for recognition; a block hands its input to at most a few readers."""
 
 
 class Keeper(Protocol):
@@ -187,13 +187,14 @@ class BufferKeeper:
         self._copies: dict[torch.device, DeviceCopies | None] = {}
 
     def keep(self, tensor: torch.Tensor) -> CapturedTensor:
-        if not tensor.is_cpu:
-            copies = self._copies_of(tensor.device)
-            if copies is not None:
-                return self._keep_later(tensor, copies)
         if not _plain(tensor):
+            if not tensor.is_cpu:
+                copies = self._copies_of(tensor.device)
+                if copies is not None:
+                    return self._keep_later(tensor, copies)
             tensor = CopyKeeper.copy(tensor)
-        slot = self._place(tensor.nbytes)
+        num_bytes = tensor.nbytes
+        slot = self._buffer.take(num_bytes) or self._place(num_bytes)
         if slot is None:
             return CapturedTensor(CopyKeeper.copy(tensor))
         slot.fill(tensor.data_ptr())
@@ -222,6 +223,9 @@ class BufferKeeper:
         return slot
 
 
+_REAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})
+
+
 def _plain(tensor: torch.Tensor) -> bool:
     """Are its bytes in host memory as stored, with no mode active that would widen them?"""
     return (
@@ -229,7 +233,7 @@ def _plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        and not tensor.is_conj()
+        and (tensor.dtype in _REAL or not tensor.is_conj())
         and not torch._C._len_torch_dispatch_stack()
     )
 
@@ -245,42 +249,29 @@ class Recent:
     """Items of the tensors that came by last. Holds no tensor alive."""
 
     def __init__(self) -> None:
-        self._items: dict[int, tuple[weakref.ref[torch.Tensor], int, CapturedTensor]] = {}
+        self.items: dict[int, tuple[weakref.ref[torch.Tensor], int, CapturedTensor]] = {}
+        """By id of the tensor, which may be another's by now: (reference, version, item)."""
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Perhaps: did a tensor come by at this address?"""
-        return id(tensor) in self._items
-
-    def find(self, tensor: torch.Tensor) -> CapturedTensor | None:
-        """The item made of this very tensor, if nothing has been written to it since."""
-        known = self._items.get(id(tensor))
-        # the reference is gone with its tensor, so that the id cannot be another's
-        if known is None or known[0]() is not tensor or known[1] != _version(tensor):
-            return None
-        return known[2]
-
-    def add(self, tensor: torch.Tensor, item: CapturedTensor) -> None:
-        version = _version(tensor)
-        if version is None:
-            return
-        self._items.pop(id(tensor), None)
-        self._items[id(tensor)] = (weakref.ref(tensor), version, item)
-        if len(self._items) > _REMEMBERED:
-            del self._items[next(iter(self._items))]
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        self._items.pop(id(tensor), None)
-
-    def clear(self) -> None:
-        self._items.clear()
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """torch's in-place write counter; None where it is not kept (inference mode)."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
+    def kept(
+        self, tensor: torch.Tensor, keep: Callable[[torch.Tensor], CapturedTensor]
+    ) -> CapturedTensor:
+        """The item made of this very tensor, if nothing has been written to it since; else what
+        ``keep`` makes of it now."""
+        try:
+            version = tensor._version  # torch's count of writes in place
+        except RuntimeError:  # it is not counted (inference mode)
+            return keep(tensor)
+        items, key = self.items, id(tensor)
+        if key in items:
+            reference, known, item = items[key]
+            # the reference is gone with its tensor, so that the id cannot be another's
+            if known == version and reference() is tensor:
+                return item
+        elif len(items) >= _REMEMBERED:
+            items.clear()
+        item = keep(tensor)
+        items[key] = (weakref.ref(tensor), version, item)
+        return item
 
 
 class ReducedKeeper:

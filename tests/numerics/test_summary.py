@@ -10,6 +10,7 @@ import torch
 
 from divergence.numerics.summaries import summary as summary_module
 from divergence.numerics.summaries.summary import summarize_many
+from divergence.run.writing.captured_tensor import piece_of
 
 KERNEL = ["numpy"]
 
@@ -110,7 +111,8 @@ def test_one_nonfinite_value_spoils_nothing(dtype, value):
 def test_a_summary_is_the_same_alone_and_among_others(dtype, numel, kernel):
     """How many tensors waited for the writer must not show in the last digits."""
     generator = torch.Generator().manual_seed(numel)
-    tensors = [torch.randn(numel, generator=generator).to(dtype) for _ in range(5)]
+    pieces = [piece_of(torch.randn(numel, generator=generator).to(dtype)) for _ in range(5)]
+    tensors = [(piece.dtype, piece.data) for piece in pieces]
     alone = [summarize_many([tensor], kernel=kernel)[0] for tensor in tensors]
     assert summarize_many(tensors, kernel=kernel) == alone
 

@@ -229,29 +229,27 @@ def test_a_copy_holds_the_values_and_nobody_writes_to_it(tensor):
 
 def test_a_tensor_is_recognised_until_it_is_written_to():
     """By identity and version: a view, an equal tensor and a changed one are others."""
-    recent, tensor = Recent(), torch.ones(3)
-    item = CopyKeeper().keep(tensor)
-    recent.add(tensor, item)
-    assert recent.find(tensor) is item
-    assert recent.find(tensor[:]) is None
-    assert recent.find(torch.ones(3)) is None
+    recent, tensor, keep = Recent(), torch.ones(3), CopyKeeper().keep
+    item = recent.kept(tensor, keep)
+    assert recent.kept(tensor, keep) is item
+    assert recent.kept(tensor[:], keep) is not item
+    assert recent.kept(torch.ones(3), keep) is not item
     tensor.add_(1)
-    assert recent.find(tensor) is None
+    assert recent.kept(tensor, keep) is not item
 
 
 def test_recognition_keeps_no_tensor_alive():
     """Its memory is the model's to give back; an address used again is no recognition."""
     recent, tensor = Recent(), torch.ones(3)
-    recent.add(tensor, CopyKeeper().keep(tensor))
-    (reference,) = (entry[0] for entry in recent._items.values())
+    recent.kept(tensor, CopyKeeper().keep)
+    (reference,) = (entry[0] for entry in recent.items.values())
     del tensor
     assert reference() is None
 
 
 def test_without_a_version_counter_nothing_is_recognised():
     """In inference mode torch counts no writes, so nobody knows."""
-    recent = Recent()
+    recent, keep = Recent(), CopyKeeper().keep
     with torch.inference_mode():
         tensor = torch.ones(3)
-        recent.add(tensor, CopyKeeper().keep(tensor))
-        assert recent.find(tensor) is None
+        assert recent.kept(tensor, keep) is not recent.kept(tensor, keep)

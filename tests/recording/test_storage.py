@@ -61,8 +61,7 @@ def capture(out, steps, kernel):
         for step in range(steps):
             for number in range(sites):
                 source.add_(1)
-                item = keeper.keep(source)
-                recent.add(source, item)
+                item = recent.kept(source, keeper.keep)
                 for port in ("in", "out"):
                     writer.put(item, pass_="free", sample=0, step=step, site=f"m.{number}:{port}",
                                order=number)

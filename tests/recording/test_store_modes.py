@@ -225,8 +225,8 @@ def test_as_on_an_accelerator(runs, mode):
     stored = {}
 
     def store(digest, piece):
-        stored[digest.hex()] = piece.holder
-        return Place(shard="tensors/r00000-000000.safetensors", key=digest.hex())
+        stored[digest] = piece.holder
+        return Place(shard="tensors/r00000-000000.safetensors", key=digest)
 
     whole = Reducer(mode).take(items, store)
     assert [item.shape for item in whole] == ([(5,)] if mode == "sketch" else [])

@@ -17,20 +17,23 @@ float64's range, goes there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from divergence.numerics.formats import format_of
+from divergence.numerics.formats import FORMATS
 from divergence.numerics.kernels import Kernel, chosen
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import torch
 
     from divergence.numerics.compiled.summary import Totals
     from divergence.numerics.pairs.blocks import Grid
+
+    Buffer = bytes | bytearray | memoryview
 
 __all__ = ["Summary", "summarize", "summarize_many", "summarize_rows"]
 
@@ -195,56 +198,71 @@ def _sum64(block: np.ndarray) -> float:
     return sum((float(piece.sum(dtype=torch.float64)) for piece in torch.split(flat, 32767)), 0.0)
 
 
-_BLOCK_ELEMENTS = 1 << 15
-_SMALL_ELEMENTS = 1 << 13
-_STACKED = frozenset({"float64", "float32", "float16", "bfloat16"})
+_STACKED = ("float64", "float32", "float16", "bfloat16")
+_SMALL_BYTES = {name: FORMATS[name].itemsize << 13 for name in _STACKED}
+"""The largest tensors that are summarised together with others."""
+_BLOCK_BYTES = {name: FORMATS[name].itemsize << 15 for name in _STACKED}
 
 
-def summarize_many(tensors: Sequence[torch.Tensor], *, kernel: Kernel = "numpy") -> list[Summary]:
-    """``[summarize(t) for t in tensors]``, faster where many are small and alike; CPU tensors.
+def summarize_many(
+    tensors: Sequence[tuple[str, Buffer]], *, kernel: Kernel = "numpy"
+) -> list[Summary]:
+    """Summaries of tensors given as (dtype, little-endian bytes), faster than one by one where many
+    are small and alike.
 
     mean and rms of a tensor have the same bits whatever it is summarised with; those of
     ``summarize`` may differ in the last digits of the tensor's compute dtype.
     """
     results: list[Summary | None] = [None] * len(tensors)
-    groups: dict[tuple[torch.dtype, int], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if 0 < tensor.numel() <= _SMALL_ELEMENTS and format_of(tensor.dtype).name in _STACKED:
-            groups.setdefault((tensor.dtype, tensor.numel()), []).append(index)
-    for (_, numel), indices in groups.items():
-        rows = max(1, _BLOCK_ELEMENTS // numel)
+    groups: dict[tuple[str, int], list[int]] = {}
+    for index, (dtype, data) in enumerate(tensors):
+        num_bytes = len(data)
+        if 0 < num_bytes <= _SMALL_BYTES.get(dtype, 0):
+            groups.setdefault((dtype, num_bytes), []).append(index)
+    for (dtype, num_bytes), indices in groups.items():
+        rows = max(1, _BLOCK_BYTES[dtype] // num_bytes)
         for start in range(0, len(indices), rows):
             part = indices[start : start + rows]
             # one alone too: the last digits must not depend on how many happened to wait
-            found = _stacked([tensors[index] for index in part], kernel)
+            together = bytearray().join([tensors[index][1] for index in part])
+            found = _stacked(_flat(dtype, together).view(len(part), -1), kernel)
             for index, summary in zip(part, found, strict=True):
                 results[index] = summary
     return [
-        summarize(tensor, kernel=kernel) if found is None else found
-        for tensor, found in zip(tensors, results, strict=True)
+        summarize(_flat(dtype, data), kernel=kernel) if found is None else found
+        for (dtype, data), found in zip(tensors, results, strict=True)
     ]
 
 
-def _stacked(tensors: list[torch.Tensor], kernel: Kernel) -> list[Summary | None]:
-    """One summary a tensor; None where it needs the careful way."""
+def _flat(dtype: str, data: Buffer) -> torch.Tensor:
+    """The elements on one axis, without a copy."""
+    import torch
+
+    if len(data) == 0:
+        return torch.empty(0, dtype=FORMATS[dtype].torch_dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(FORMATS[dtype].torch_dtype)
+
+
+def _stacked(stack: torch.Tensor, kernel: Kernel) -> list[Summary | None]:
+    """One summary a row; None where it needs the careful way."""
     import numpy as np
     import torch
 
-    flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
-    stack = torch.stack(flat).detach()
-    if kernel == "compiled":
-        from divergence.numerics.pairs.blocks import Grid
+    from divergence.numerics.pairs.blocks import Grid, row_dots
 
+    if kernel == "compiled":
         return summarize_rows(Grid(stack))
     x = stack.to(torch.float64).numpy()
+    values = stack.numpy() if stack.dtype == torch.float32 else x
     with np.errstate(over="ignore", invalid="ignore"):
-        low, high = x.min(axis=1), x.max(axis=1)
+        low, high = values.min(axis=1).astype(np.float64), values.max(axis=1).astype(np.float64)
         top = np.maximum(np.abs(low), np.abs(high))
         plain = np.isfinite(low) & np.isfinite(high) & (top < _FLOAT64_HIGH)
         plain &= (top > _FLOAT64_LOW) | (top == 0)
         mean = x.mean(axis=1)
-        rms = np.sqrt(np.einsum("ij,ij->i", x, x) / x.shape[1])
-        zeros = x.shape[1] - np.count_nonzero(x, axis=1)
+        rms = np.sqrt(row_dots(x, x) / x.shape[1])
+        zero = values == 0
+        zeros = zero.sum(axis=1) if zero.any() else np.zeros(len(x), np.int64)
     columns = zip(
         plain.tolist(), low.tolist(), high.tolist(), mean.tolist(), rms.tolist(), top.tolist(),
         zeros.tolist(), strict=True,

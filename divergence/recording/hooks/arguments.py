@@ -19,7 +19,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,17 +61,18 @@ def _positional(forward: Callable[..., Any]) -> list[str]:
 
 def input_leaves(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
-) -> Iterator[Leaf]:
+) -> list[Leaf]:
     """(port, tensor) for each tensor among the arguments, in order."""
-    first = True
+    leaves: list[Leaf] = []
     for index, value in enumerate(args):
-        for port, tensor in _leaves(value, f"in.{names[index] if index < len(names) else index}"):
-            yield ("in" if first else port), tensor
-            first = False
+        if isinstance(value, _HOLDERS):
+            _collect(value, f"in.{names[index] if index < len(names) else index}", leaves)
     for name, value in kwargs.items():
-        for port, tensor in _leaves(value, f"in.{name}"):
-            yield ("in" if first else port), tensor
-            first = False
+        if isinstance(value, _HOLDERS):
+            _collect(value, f"in.{name}", leaves)
+    if leaves:
+        leaves[0] = "in", leaves[0][1]
+    return leaves
 
 
 def map_inputs(
@@ -89,15 +90,13 @@ def map_inputs(
     return new_args, {name: _walk(value, f"in.{name}", named) for name, value in kwargs.items()}
 
 
-def output_leaves(output: Any) -> Iterator[Leaf]:
+def output_leaves(output: Any) -> list[Leaf]:
     """(port, tensor) for each tensor of a module's result, in order."""
-    if isinstance(output, torch.Tensor):
-        yield "out", output
-        return
-    first = True
-    for port, tensor in _leaves(output, "out"):
-        yield ("out" if first else port), tensor
-        first = False
+    leaves: list[Leaf] = []
+    _collect(output, "out", leaves)
+    if leaves:
+        leaves[0] = "out", leaves[0][1]
+    return leaves
 
 
 def map_output(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
@@ -105,16 +104,21 @@ def map_output(output: Any, change: Callable[[str, torch.Tensor], torch.Tensor])
     return _walk(output, "out", _first_named(change, "out"))
 
 
-def _leaves(value: Any, name: str) -> Iterator[Leaf]:
+_HOLDERS = (torch.Tensor, tuple, list, dict)
+
+
+def _collect(value: Any, name: str, leaves: list[Leaf]) -> None:
     """The same walk as _walk, without building anything: it runs at every module call."""
     if isinstance(value, torch.Tensor):
-        yield name, value
+        leaves.append((name, value))
     elif type(value) in (tuple, list):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}.{index}")
+            if item is not None:
+                _collect(item, f"{name}.{index}", leaves)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}")
+            if item is not None:
+                _collect(item, f"{name}.{key}", leaves)
 
 
 def _first_named(

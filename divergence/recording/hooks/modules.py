@@ -124,7 +124,9 @@ class Recorder:
         self.fired: set[str] = set()
         self.anchored = self.num_emitted = 0
         self._recent = Recent()
-        self._sites: dict[tuple[str, str], str | None] = {}
+        self._sites: dict[tuple[str, str, str], tuple[str | None, bool]] = {}
+        """By path, call and port: the site, or None where nothing is recorded; and whether its rows
+        are all samples' tokens."""
         self.begin(sample=0, batch=1, num_tokens=0)
 
     def begin(
@@ -138,7 +140,7 @@ class Recorder:
         self._selected = step_selected(self._steps, 0)
         self._anchor_broken = False
         self._calls: dict[str, str] = {}
-        self._num_calls: dict[str, int] = {}
+        self._num_calls: dict[str, dict[str, int]] = {}
         if self.operators is not None:
             self.operators.end_of_forward()
 
@@ -147,7 +149,7 @@ class Recorder:
         """Hooks on; off again on any exit."""
         compiled = bool(compiled_regions(self._model))
         with contextlib.ExitStack() as stack:
-            stack.callback(self._recent.clear)
+            stack.callback(self._recent.items.clear)
             for name, module in self._model.named_modules():
                 path = escape_path(name)
                 if path in self._hooked:
@@ -166,10 +168,10 @@ class Recorder:
         plain = not (anchors or plants)
 
         def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = self._next_call(path, args, kwargs)
-            if plain and len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-                self._emit(path, call, "in", args[0])  # nearly always
+            if plain and not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):
+                self._emit(path, self._numbered(path, ""), "in", args[0])  # nearly always
                 return None
+            call = self._next_call(path, args, kwargs)
             changed = None
             done: set[str] = set()
             if anchors and not self._anchor_broken:
@@ -191,23 +193,26 @@ class Recorder:
 
     def _post_hook(self, path: str) -> Callable[..., Any]:
         plants = [one for one in self._plants if one.path == path and one.port.startswith("out")]
+        recent = self._recent
+        on_block = self._on_block if self._notes[path].role == "block" else None
 
         def post_hook(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
         ) -> Any:
             new = map_output(output, self._planter(plants)) if plants else output
             call = self._calls.get(path, "")
-            leaves = list(output_leaves(new))
-            if any(tensor in self._recent for _, tensor in leaves):
-                given = {id(tensor) for _, tensor in input_leaves(args, kwargs)}
-                for _, tensor in leaves:
-                    if id(tensor) in given:
-                        # Given back, so perhaps written to by a kernel that advances no counter.
-                        self._recent.forget(tensor)
-            for port, tensor in leaves:
-                self._emit(path, call, port, tensor)
-            if self._on_block is not None and self._notes[path].role == "block":
-                self._on_block(path)
+            if isinstance(new, torch.Tensor):  # nearly always
+                if id(new) in recent.items:
+                    self._forget_given(args, kwargs)
+                self._emit(path, call, "out", new)
+            else:
+                leaves = output_leaves(new)
+                if any(id(tensor) in recent.items for _, tensor in leaves):
+                    self._forget_given(args, kwargs)
+                for port, tensor in leaves:
+                    self._emit(path, call, port, tensor)
+            if on_block is not None:
+                on_block(path)
             if path == ROOT:
                 self._end_of_forward()
             return new if plants else None
@@ -224,20 +229,33 @@ class Recorder:
                 if type(value) is str and value.isidentifier():
                     call = f"#{value}"
                     break
-        count = self._num_calls[path + call] = self._num_calls.get(path + call, 0) + 1
-        if count > 1:
-            call += f"#{count}"
-        self._calls[path] = call
+        return self._numbered(path, call)
+
+    def _numbered(self, path: str, call: str) -> str:
+        calls = self._calls
+        if path in calls:  # not its first call in this forward
+            counts = self._num_calls.setdefault(path, {calls[path]: 1})
+            count = counts[call] = counts.get(call, 0) + 1
+            if count > 1:
+                call += f"#{count}"
+        calls[path] = call
         return call
+
+    def _forget_given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """What a module was given it may have written to, by a kernel that advances no counter:
+        where it gives it back, it is kept anew."""
+        for _, tensor in input_leaves(args, kwargs):
+            self._recent.items.pop(id(tensor), None)
 
     def _end_of_forward(self) -> None:
         self._step += 1
+        self.num_emitted += self._order
         self._order = 0
         self._selected = step_selected(self._steps, self._step)
         self._calls.clear()
         if self.operators is not None:
             self.operators.end_of_forward()
-        self._recent.clear()  # nothing of a forward is held beyond it
+        self._recent.items.clear()  # nothing of a forward is held beyond it
         self._num_calls.clear()
         if self._on_step is not None:
             self._on_step(self._step)
@@ -288,24 +306,35 @@ class Recorder:
         """Hand one tensor to the sink if it is wanted. Runs for every port: kept lean."""
         if not self._selected or self._anchor_broken:
             return
-        key = (path, port)
         try:
-            site = self._sites[key]
+            site, flat = self._sites[path, call, port]
         except KeyError:
-            wanted = self._wanted(path, port, tensor)
-            site = self._sites[key] = join_site(path, port) if wanted else None
+            site, flat = self._sites[path, call, port] = self._site(path, call, port, tensor)
         if site is None:
             return
-        if call:
-            site = join_site(path + call, port)
-        if self._flat is not None and self._flat(path, port, tensor):
+        if flat:
             tensor = by_token(tensor, self._batch)
-        if self.operators is None:
-            item, positions = self._kept(path, tensor)
+        positions = None
+        if self._step and self.operators is None:
+            item = self._recent.kept(tensor, self._keep)
         else:
-            with self.operators.paused():
+            with self._quiet():
                 item, positions = self._kept(path, tensor)
-        self._put(site, item, positions=positions)
+        order = self._order
+        self.sink.put(
+            item, pass_=self._pass, sample=self._sample, step=self._step, site=site, order=order,
+            positions=positions,
+        )  # fmt: skip
+        self._order = order + 1
+
+    def _site(
+        self, path: str, call: str, port: str, tensor: torch.Tensor
+    ) -> tuple[str | None, bool]:
+        """The site of a tensor seen for the first time, if it is recorded; are its rows tokens?"""
+        if not self._wanted(path, port, tensor):
+            return None, False
+        flat = self._flat is not None and self._flat(path, port, tensor)
+        return join_site(path + call, port), flat
 
     def _kept(
         self, path: str, tensor: torch.Tensor
@@ -316,31 +345,14 @@ class Recorder:
             tensor, positions = self._narrowed(path, tensor)
             if positions is not None:
                 return self._keep(tensor), positions
-        item = self._recent.find(tensor)
-        if item is None:
-            item = self._keep(tensor)
-            self._recent.add(tensor, item)
-        return item, None
+        return self._recent.kept(tensor, self._keep), None
 
-    def _put(
-        self,
-        site: str,
-        item: CapturedTensor,
-        call: Call | None = None,
-        positions: tuple[int, ...] | None = None,
-    ) -> None:
+    def _put(self, site: str, item: CapturedTensor, call: Call | None = None) -> None:
         self.sink.put(
-            item,
-            pass_=self._pass,
-            sample=self._sample,
-            step=self._step,
-            site=site,
-            order=self._order,
-            positions=positions,
-            call=call,
-        )
+            item, pass_=self._pass, sample=self._sample, step=self._step, site=site,
+            order=self._order, call=call,
+        )  # fmt: skip
         self._order += 1
-        self.num_emitted += 1
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Operators that this recorder runs itself are not the model's."""

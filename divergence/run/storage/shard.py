@@ -14,7 +14,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,7 +118,8 @@ def write_shard(
     Wide elements come first, so that each tensor is aligned to its own element size; a
     dtype that the format does not name goes as raw bytes (the record knows what it is).
     """
-    ordered = sorted(pieces.items(), key=lambda pair: -FORMATS[pair[1].dtype].itemsize)
+    sizes = {name: -FORMATS[name].itemsize for name in {piece.dtype for piece in pieces.values()}}
+    ordered = sorted(pieces.items(), key=lambda pair: sizes[pair[1].dtype])
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for key, piece in ordered:
@@ -133,11 +134,32 @@ def write_shard(
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     parts = [memoryview(struct.pack("<Q", len(text)) + text)]
-    parts += [piece.data for _, piece in ordered if piece.data.nbytes]
+    parts += _joined([piece.data for _, piece in ordered])
     if direct is not None and offset >= DIRECT_BYTES and direct.write(path, parts):
         return
     with open(path, "wb", buffering=0) as file:
         _write_all(file.fileno(), parts)
+
+
+def _joined(parts: list[memoryview]) -> Iterator[memoryview]:
+    """The parts in order, neighbours that are short joined: each costs more than its bytes."""
+    short: list[memoryview] = []
+    num_bytes = 0
+    for part in parts:
+        if part.nbytes <= _SHORT_BYTES:
+            short.append(part)
+            num_bytes += part.nbytes
+        if short and (part.nbytes > _SHORT_BYTES or num_bytes >= _JOINED_BYTES):
+            yield memoryview(b"".join(short))
+            short, num_bytes = [], 0
+        if part.nbytes > _SHORT_BYTES:
+            yield part
+    if num_bytes:
+        yield memoryview(b"".join(short))
+
+
+_SHORT_BYTES = 1 << 15
+_JOINED_BYTES = 1 << 19
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:

@@ -112,15 +112,12 @@ class Slot:
     ``ready``: waits until a copy under way has arrived, where one is.
     """
 
-    __slots__ = ("_copy", "_region", "_ring", "address", "begin", "memory", "num_bytes", "ready")
+    __slots__ = ("_region", "_ring", "begin", "num_bytes", "ready")
 
     def __init__(self, ring: Buffer, region: _Region, num_bytes: int) -> None:
-        self.memory, self.begin, self.num_bytes = ring.memory, region[0], num_bytes
-        self.address = ring.address + self.begin
-        self._ring = ring.tensor
-        self._copy = ring.short_copy if num_bytes < _SHORT_BYTES else ctypes.memmove
+        self._ring, self._region, self.num_bytes = ring, region, num_bytes
+        self.begin = region[0]
         self.ready: Callable[[], object] | None = None
-        self._region = region
 
     def __del__(self) -> None:
         if self.ready is not None:  # nobody wanted it, and it arrives all the same
@@ -129,14 +126,16 @@ class Slot:
 
     def fill(self, address: int) -> None:
         """Copy the slot's bytes from host memory at ``address``."""
-        self._copy(self.address, address, self.num_bytes)
+        ring = self._ring
+        copy = ring.short_copy if self.num_bytes < _SHORT_BYTES else ctypes.memmove
+        copy(ring.address + self.begin, address, self.num_bytes)
 
     def bytes(self) -> memoryview:
         """What lies here, complete."""
         if self.ready is not None:
             self.ready()
             self.ready = None
-        return self.memory[self.begin : self.begin + self.num_bytes]
+        return self._ring.memory[self.begin : self.begin + self.num_bytes]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The same memory as a tensor, whether or not its bytes are there yet (``ready``).
@@ -148,7 +147,8 @@ class Slot:
 
         # not an operator of the model's: no mode above may widen it
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            return self._ring[self.begin : self.begin + self.num_bytes].view(dtype).view(shape)
+            place = self._ring.tensor[self.begin : self.begin + self.num_bytes]
+            return place.view(dtype).view(shape)
 
 
 class Buffer:
@@ -177,7 +177,8 @@ class Buffer:
         regions = self._regions
         while regions and regions[0][1]:
             regions.popleft()
-        size = max(-(-num_bytes // _ALIGNMENT_BYTES), 1) * _ALIGNMENT_BYTES
+        size = (num_bytes + _ALIGNMENT_BYTES - 1) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        size = size or _ALIGNMENT_BYTES
         if not regions:
             begin, room = 0, self.num_bytes  # the lowest addresses are in the caches
         else:
@@ -190,8 +191,9 @@ class Buffer:
                 room = self.num_bytes - begin
         if size > room:
             return None
-        self._head = begin + size
-        self._touched = max(self._touched, self._head)
+        self._head = head = begin + size
+        if head > self._touched:
+            self._touched = head
         region = [begin, False]
         regions.append(region)
         return Slot(self, region, num_bytes)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from divergence.numerics.formats import FORMATS, format_of
@@ -43,9 +44,12 @@ class CapturedTensor:
                  "shape", "sketch", "slot", "summary")  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, slot: Slot | None = None) -> None:
-        self._tensor = tensor if slot is None else None
         self.slot = slot
-        self.num_bytes = tensor.numel() * tensor.element_size()
+        if slot is None:
+            self._tensor: torch.Tensor | None = tensor
+            self.num_bytes = tensor.numel() * tensor.element_size()
+        else:
+            self._tensor, self.num_bytes = None, slot.num_bytes
         self.dtype = _NAMES.get(tensor.dtype) or _named(tensor.dtype)
         self.shape = tuple(tensor.shape)
         self.digest: str | None = None
@@ -101,13 +105,13 @@ def _named(dtype: torch.dtype) -> str:
     return name
 
 
-class ShardEntry(NamedTuple):
+class ShardEntry(msgspec.Struct, frozen=True):
     """dtype (as records name it), shape and bytes. ``holder`` keeps the bytes what they are."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
-    holder: torch.Tensor | Slot
+    holder: torch.Tensor | Slot | bytes
 
     def digest(self) -> bytes:
         """xxh3-128 of the bytes."""
@@ -117,11 +121,13 @@ class ShardEntry(NamedTuple):
         """The elements on one axis, without a copy."""
         if isinstance(self.holder, Slot):
             return self.holder.tensor(FORMATS[self.dtype].torch_dtype, (math.prod(self.shape),))
+        assert not isinstance(self.holder, bytes)  # it waits for its shard, and is summarised
         return self.holder.reshape(-1)
 
     def apart(self) -> ShardEntry:
         """A copy in memory of its own."""
-        return piece_of(self.flat().clone().view(self.shape))
+        data = bytes(self.data)
+        return ShardEntry(self.dtype, self.shape, memoryview(data), data)
 
 
 def piece_of(tensor: torch.Tensor) -> ShardEntry:

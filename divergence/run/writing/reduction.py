@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reducer", "reducer_for", "wants_fold"]
 
-StoreBytes = Callable[[bytes, ShardEntry], "Place"]
+StoreBytes = Callable[[str, ShardEntry], "Place"]
 
 _REMEMBERED = 4096
 """Reduced tensors kept for recognition: an output comes by again as the next input, or not."""
@@ -126,26 +126,35 @@ class Reducer:
             content = _content(item)
             if content not in self._known:
                 fresh[content] = piece
-        contents = iter(fresh)
-        for part in [] if self._store_mode == "hash" else flat_parts(fresh.values()):
-            summaries = summarize_many(part, kernel=self._kernel)
-            flat = {content: tensor for tensor, content in zip(part, contents, strict=False)}
-            sketches = self._sketches(flat, store)
-            for content, summary in zip(flat, summaries, strict=True):
+        if self._store_mode == "hash":
+            self._known |= dict.fromkeys(fresh, (None, None))
+        else:
+            tensors = [(piece.dtype, piece.data) for piece in fresh.values()]
+            summaries = summarize_many(tensors, kernel=self._kernel)
+            sketches = self._sketches(fresh, store)
+            for content, summary in zip(fresh, summaries, strict=True):
                 self._known[content] = (summary, sketches.get(content))
-        for content in contents:  # of a digest alone
-            self._known[content] = (None, None)
         for item, _ in items:
             item.summary, item.sketch = self._known[_content(item)]
         while len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
 
     def _sketches(
+        self, pieces: dict[Content, ShardEntry], store: StoreBytes
+    ) -> dict[Content, Sketch]:
+        if self._store_mode != "sketch":
+            return {}
+        sketches: dict[Content, Sketch] = {}
+        contents = iter(pieces)
+        for part in flat_parts(pieces.values()):
+            flat = {content: tensor for tensor, content in zip(part, contents, strict=False)}
+            sketches |= self._sketched(flat, store)
+        return sketches
+
+    def _sketched(
         self, flat: dict[Content, torch.Tensor], store: StoreBytes
     ) -> dict[Content, Sketch]:
         """By content, of its elements on one axis."""
-        if self._store_mode != "sketch":
-            return {}
         wanted = {
             content: k
             for content in flat
@@ -187,8 +196,8 @@ def stored_sketch(
 ) -> Sketch:
     """Queue a sketch's own bytes, and say where they will be."""
     piece = piece_of(projections)
-    digest = piece.digest()
-    return Sketch(place=store(digest, piece), xxh3=digest.hex(), num_projections=k, sums=sums)
+    digest = piece.digest().hex()
+    return Sketch(place=store(digest, piece), xxh3=digest, num_projections=k, sums=sums)
 
 
 def _content(item: CapturedTensor) -> Content:

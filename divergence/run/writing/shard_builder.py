@@ -26,18 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DedupIndex",
-    "Kind",
     "ShardBuilder",
 ]
 
 
-def place_of(digest: bytes, clash: int, *, rank: int, shard: int) -> Place:
-    """``clash``: how many tensors of these bytes, but of another kind, the shard held before."""
-    key = digest.hex()
-    return Place(shard=_shard_name(rank, shard), key=f"{key}-{clash}" if clash else key)
-
-
 _shard_name = lru_cache(maxsize=64)(shard_name)
+
+
+def _key(digest: str, clash: int) -> str:
+    """``clash``: how many tensors of these bytes, but of another kind, the shard held before."""
+    return f"{digest}-{clash}" if clash else digest
+
 
 _SHORT_BYTES = 1 << 14
 _APART_BYTES = 1 << 20
@@ -60,24 +59,23 @@ class ShardBuilder:
         self._apart_bytes = 0
         self.num_bytes = self.num_records = self.line_bytes = self.seen_bytes = 0
 
-    def add(self, digest: bytes, piece: ShardEntry) -> tuple[Place, int]:
+    def add(self, digest: str, piece: ShardEntry) -> tuple[Place, int]:
         """Where its bytes will be, and how many equal ones of another dtype or shape are there."""
-        clash = 0
-        place = place_of(digest, clash, rank=self._rank, shard=self.shard)
-        while place.key in self._pieces:
+        clash, key = 0, digest
+        while key in self._pieces:
             clash += 1
-            place = place_of(digest, clash, rank=self._rank, shard=self.shard)
+            key = _key(digest, clash)
         num_bytes = piece.data.nbytes
         if (
-            isinstance(piece.holder, Slot)
-            and num_bytes <= _SHORT_BYTES
+            num_bytes <= _SHORT_BYTES
             and self._apart_bytes + num_bytes <= _APART_BYTES
+            and isinstance(piece.holder, Slot)
         ):
             piece = piece.apart()
             self._apart_bytes += num_bytes
-        self._pieces[place.key] = piece
+        self._pieces[key] = piece
         self.num_bytes += num_bytes
-        return place, clash
+        return Place(shard=_shard_name(self._rank, self.shard), key=key), clash
 
     def add_records(self, records: Sequence[Record], *, seen_bytes: int) -> None:
         """Adds their lines. ``seen_bytes``: of the tensors they describe, stored or not."""
@@ -107,15 +105,16 @@ ENTRY_BYTES = 320
 """Of one remembered tensor: its key, its packed value and their places in a dict."""
 
 _PACKED = struct.Struct("<IIB5d4Q")
+_DIGEST_BYTES = 16
 _NUM_STATISTICS = 5
 """Shard, clash, are there no statistics, then Summary's fields: five statistics, four counts."""
 
-Kind = tuple[str, tuple[int, ...]]
+_Kind = tuple[str, tuple[int, ...]]
 """dtype and shape: equal bytes of another kind are another tensor."""
 
 
 class DedupIndex:
-    """``find`` and ``add`` by (digest, dtype, shape); at most ``max_bytes`` in all.
+    """``find`` and ``add`` by the ``key`` of (digest, dtype, shape); at most ``max_bytes`` in all.
 
     Equal tensors are stored once, so the writer remembers each that it wrote: packed, some 300
     bytes a tensor, and of bounded number, because a capture may make as many as it likes. When the
@@ -126,13 +125,12 @@ class DedupIndex:
     def __init__(self, *, max_bytes: int, rank: int) -> None:
         self._rank = rank
         self._half = max(1, max_bytes // ENTRY_BYTES // 2)
-        self._kinds: dict[Kind, bytes] = {}
+        self._kinds: dict[_Kind, bytes] = {}
         # Two halves instead of an order: a full young one becomes the old one, which is dropped.
         self._young: dict[bytes, bytes] = {}
         self._old: dict[bytes, bytes] = {}
 
-    def find(self, digest: bytes, kind: Kind) -> tuple[Place, Summary] | None:
-        key = self._key(digest, kind)
+    def find(self, key: bytes) -> tuple[Place, Summary] | None:
         packed = self._young.get(key)
         if packed is None:
             packed = self._old.pop(key, None)
@@ -142,23 +140,24 @@ class DedupIndex:
         shard, clash, empty, *values = _PACKED.unpack(packed)
         if empty:
             values[:_NUM_STATISTICS] = [None] * _NUM_STATISTICS
-        return place_of(digest, clash, rank=self._rank, shard=shard), Summary(
-            **dict(zip(Summary.__struct_fields__, values, strict=True))
-        )
+        digest = key[:_DIGEST_BYTES].hex()
+        place = Place(shard=_shard_name(self._rank, shard), key=_key(digest, clash))
+        return place, Summary(**dict(zip(Summary.__struct_fields__, values, strict=True)))
 
-    def add(self, digest: bytes, kind: Kind, *, shard: int, clash: int, summary: Summary) -> None:
+    def add(self, key: bytes, *, shard: int, clash: int, summary: Summary) -> None:
         values = msgspec.structs.astuple(summary)
         empty = summary.min is None
         if empty:
             values = (0.0,) * _NUM_STATISTICS + values[_NUM_STATISTICS:]
-        self._insert(self._key(digest, kind), _PACKED.pack(shard, clash, empty, *values))
+        self._insert(key, _PACKED.pack(shard, clash, empty, *values))
 
     def _insert(self, key: bytes, packed: bytes) -> None:
         if len(self._young) >= self._half:
             self._old, self._young = self._young, {}
         self._young[key] = packed
 
-    def _key(self, digest: bytes, kind: Kind) -> bytes:
+    def key(self, digest: bytes, kind: _Kind) -> bytes:
+        """The digest, and a number for its kind."""
         number = self._kinds.get(kind)
         if number is None:
             number = self._kinds[kind] = len(self._kinds).to_bytes(4, "little")

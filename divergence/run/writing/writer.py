@@ -35,11 +35,10 @@ from divergence.run.writing.buffer import DEFAULT_BUFFER_BYTES, Buffer, Limits, 
 from divergence.run.writing.captured_tensor import (
     CapturedTensor,
     ShardEntry,
-    flat_parts,
     piece_of_item,
 )
 from divergence.run.writing.reduction import Reducer
-from divergence.run.writing.shard_builder import DedupIndex, Kind, ShardBuilder
+from divergence.run.writing.shard_builder import DedupIndex, ShardBuilder
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +101,7 @@ class RunWriter:
         self._queue: deque[Put] = deque()
         self._wake_bytes = min(WAKE_BYTES, self._limits.ring_bytes // 8)
         self._put_bytes = self._put_count = 0  # the caller's thread's alone, as the next two
-        self._new_bytes = self._new_count = 0
+        self._new_bytes, self._wake_count = 0, self._limits.num_queued // 2
         self._done_bytes = self._done_count = 0  # the background thread's
         self._wake, self._progress = threading.Event(), threading.Event()
         self._closing = self._flush_asked = False
@@ -151,20 +150,24 @@ class RunWriter:
         placement: tuple[Placement, ...] | None = None,
     ) -> None:
         """Record ``item`` (which may have been put before) under these coordinates."""
-        self._raise_failure()
-        own_bytes = item.num_bytes if item.slot is None and item.has_bytes else 0
+        own_bytes = 0
+        if item.slot is None and item.has_bytes:
+            own_bytes = item.num_bytes
+            self._put_bytes += own_bytes
         self._queue.append(
             (item, own_bytes, pass_, sample, step, site, order, positions, call, placement)
         )
         self._put_count += 1
-        self._put_bytes += own_bytes
         self._new_bytes += item.num_bytes
-        self._new_count += 1
-        if self._new_bytes > self._wake_bytes or self._new_count > self._limits.num_queued // 2:
-            self._new_bytes = self._new_count = 0
+        if self._new_bytes > self._wake_bytes or self._put_count > self._wake_count:
+            self._new_bytes = 0
+            self._wake_count = self._put_count + self._limits.num_queued // 2
             self._wake.set()
-        if self._too_much():
+        full = self._put_count - self._done_count > self._limits.num_queued
+        if (own_bytes or full) and self._too_much():
             self._wait_until(lambda: not self._too_much())
+        if self._failure is not None:
+            raise self._failure
 
     def _too_much(self) -> bool:
         """Do more tensors or bytes wait than may? ``make_room`` bounds those in the ring."""
@@ -290,14 +293,17 @@ class RunWriter:
         shard_bytes = min(SHARD_BYTES, self._limits.shard_bytes)
         while self._queue:
             batch: list[Put] = []
-            num_bytes = 0
+            num_bytes = own_bytes = 0
             while self._queue and num_bytes < shard_bytes and len(batch) < BATCH_ITEMS:
-                batch.append(self._queue.popleft())
-                num_bytes += batch[-1][0].num_bytes
-            num, own_bytes = len(batch), sum(entry[1] for entry in batch)
+                entry = self._queue.popleft()
+                batch.append(entry)
+                num_bytes += entry[0].num_bytes
+                own_bytes += entry[1]
+                del entry  # held by the batch alone
+            num = len(batch)
             try:
                 if self._failure is None:
-                    self._take(batch)
+                    self._take(batch, seen_bytes=num_bytes)
                     lines = self._pending.line_bytes
                     if self._pending.num_bytes >= shard_bytes or lines >= self._limits.line_bytes:
                         self._flush()
@@ -307,27 +313,30 @@ class RunWriter:
                 self._done_count += num
                 self._progress.set()
 
-    def _take(self, batch: list[Put]) -> None:
-        slots = [entry[0].slot for entry in batch]  # held until all is done
-        items = [entry[0] for entry in batch]
+    def _take(self, batch: list[Put], *, seen_bytes: int) -> None:
+        items = list({id(entry[0]): entry[0] for entry in batch}.values())
+        slots = [item.slot for item in items]  # held until all is done
         if self._reducer is not None:
             items = self._reducer.take(items, self._store)
         self._complete(items)
+        # Python passes more than 15 keywords in a dict of its own, which takes five times as long
         records = [
             Record(
                 pass_=pass_, sample=sample, step=step, site=site, order=order, shape=item.shape,
                 dtype=item.dtype, summary=item.summary, place=item.place, xxh3=item.digest,
-                fold=item.fold, sketch=item.sketch, rank=self._rank, positions=positions,
-                call=call, placement=placement,
+                fold=item.fold, sketch=item.sketch, rank=self._rank, positions=positions, call=call,
             )
-            for item, _, pass_, sample, step, site, order, positions, call, placement in batch
+            for item, _, pass_, sample, step, site, order, positions, call, _ in batch
         ]  # fmt: skip
-        self._pending.add_records(records, seen_bytes=sum(entry[0].num_bytes for entry in batch))
+        for index, entry in enumerate(batch):
+            if entry[-1] is not None:
+                records[index] = msgspec.structs.replace(records[index], placement=entry[-1])
+        self._pending.add_records(records, seen_bytes=seen_bytes)
         del slots
 
     def _complete(self, items: list[CapturedTensor]) -> None:
         """Digest, place and summary of items that hold their bytes, which are then let go."""
-        fresh: dict[tuple[bytes, Kind], tuple[CapturedTensor, ShardEntry]] = {}
+        fresh: dict[bytes, tuple[CapturedTensor, ShardEntry]] = {}
         same: list[tuple[CapturedTensor, CapturedTensor]] = []
         for item in items:
             if not item.has_bytes:  # it was put before, or keeps none
@@ -338,27 +347,25 @@ class RunWriter:
                 item.digest = digest.hex()
             else:
                 digest = bytes.fromhex(item.digest)
-            identity = (digest, (item.dtype, item.shape))
-            first = fresh.get(identity)
-            if first is not None:
-                same.append((item, first[0]))
-            elif (known := self._stored.find(*identity)) is not None:
+            key = self._stored.key(digest, (item.dtype, item.shape))
+            if key in fresh:
+                same.append((item, fresh[key][0]))
+            elif (known := self._stored.find(key)) is not None:
                 item.place, item.summary = known
             else:
-                fresh[identity] = (item, piece)
+                fresh[key] = (item, piece)
             item.tensor = None
-        parts = flat_parts(piece for _, piece in fresh.values())
-        kernel = self._limits.kernel
-        summaries = [summary for part in parts for summary in summarize_many(part, kernel=kernel)]
-        for ((digest, kind), (item, piece)), summary in zip(fresh.items(), summaries, strict=True):
+        tensors = [(piece.dtype, piece.data) for _, piece in fresh.values()]
+        summaries = summarize_many(tensors, kernel=self._limits.kernel)
+        for (key, (item, piece)), summary in zip(fresh.items(), summaries, strict=True):
             shard = self._pending.shard
-            item.place, clash = self._pending.add(digest, piece)
+            item.place, clash = self._pending.add(item.digest or "", piece)
             item.summary = summary
-            self._stored.add(digest, kind, shard=shard, clash=clash, summary=summary)
+            self._stored.add(key, shard=shard, clash=clash, summary=summary)
         for item, other in same:
             item.place, item.summary = other.place, other.summary
 
-    def _store(self, digest: bytes, piece: ShardEntry) -> Place:
+    def _store(self, digest: str, piece: ShardEntry) -> Place:
         """Queues bytes of the reducer's own (a sketch) and returns where they will be."""
         return self._pending.add(digest, piece)[0]
 

@@ -41,7 +41,7 @@ from divergence.run.schema.site import natural_key, near_names
 from divergence.run.storage.blob import Bytes
 from divergence.run.storage.location import Location, Url, location_of
 from divergence.run.storage.ranges import SPAN_BYTES
-from divergence.run.storage.shard import Entry, Shard
+from divergence.run.storage.shard import Entry, Headers, Shard
 from divergence.run.storage.store import Store, open_store
 from divergence.words import Progress
 
@@ -69,6 +69,7 @@ class Run:
         self.records = records
         self.torn_tail = torn_tail
         self._shards: dict[str, Shard] = {}
+        self._headers = None if store is None or store.far else Headers()
         self._touched: dict[str, Shard] = {}
         self._released_bytes = 0
         self._digests: dict[tuple[str, str], str] = {}
@@ -121,10 +122,10 @@ class Run:
         few requests. Other records may be read all the same."""
         if self._store is not None and self._store.far:
             self._store.expect(
-                (place.shard, entry.begin, entry.begin + entry.num_bytes)
+                (place.shard, *span)
                 for record in records
                 for place in (part.place for part in parts_of(record))
-                if (entry := self._shard(record, place.shard).entries.get(place.key)) is not None
+                if (span := self._shard(record, place.shard).span(place.key)) is not None
             )
 
     def files(self) -> dict[str, int]:
@@ -337,7 +338,7 @@ class Run:
     def _shard(self, record: Record, name: str) -> Shard:
         if name not in self._shards:
             checked_shard_name(name, where=name_of(record))
-            self._shards[name] = Shard(self._opened().blob(name))
+            self._shards[name] = Shard(self._opened().blob(name), self._headers)
         return self._shards[name]
 
     def _check_places(self) -> None:

@@ -391,8 +391,9 @@ def test_a_changed_byte_is_found_when_read_and_by_verify(small_run):
     """File and record are named; other tensors of the shard are still read."""
     data = bytearray(the_shard(small_run).read_bytes())
     run = Run.open(small_run)
-    place = run._shard(run.records[0], run.records[0].place.shard).entries[run.records[0].place.key]
-    data[place.begin + 5] ^= 1
+    place = run.records[0].place
+    begin, _ = run._shard(run.records[0], place.shard).span(place.key)
+    data[begin + 5] ^= 1
     the_shard(small_run).write_bytes(data)
     run = Run.open(small_run)
     with pytest.raises(RunFormatError, match="wrong checksum") as caught:

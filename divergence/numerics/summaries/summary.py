@@ -46,7 +46,7 @@ _FLOAT64_LOW, _FLOAT64_HIGH = 2.0**-400, 2.0**400
 """The same for float64 squares."""
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Statistics of one tensor over its finite elements, accumulated in float64.
 
     ``min``, ``max``, ``mean``, ``rms``, ``absmax`` are None where no element is

@@ -5,8 +5,6 @@ What breaks docs/dump-format.md is named with its file and line, never guessed a
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections.abc import Iterator
 
@@ -19,22 +17,32 @@ from divergence.run.schema.layout import (
     MAX_FORWARD_TOKENS,
     MAX_LINE_BYTES,
     MAX_MANIFEST_BYTES,
-    MAX_NUMEL,
     MAX_RANKS,
     records_name,
 )
 from divergence.run.schema.manifest import SCHEMA_VERSION, Manifest
-from divergence.run.schema.record import Operand, Record
-from divergence.run.schema.site import escape_path, near_names, unescape_path
+from divergence.run.schema.record import (
+    Operand,
+    Record,
+    RecordCheck,
+    StrictRecord,
+    UnsoundError,
+)
+from divergence.run.schema.site import escape_path, unescape_path
 from divergence.run.storage.store import Store
 
 __all__ = [
+    "BROKEN_JSON",
+    "UNSOUND",
+    "has_old_names",
     "name_of",
+    "portions",
     "read_manifest",
     "read_records",
+    "record_check",
 ]
 
-_BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+BROKEN_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Version(msgspec.Struct):
@@ -60,7 +68,7 @@ def read_manifest(store: Store) -> Manifest:
         )
     try:
         version = msgspec.json.decode(data, type=_Version).schema_version
-    except _BROKEN_JSON as error:
+    except BROKEN_JSON as error:
         raise RunFormatError(
             f"{MANIFEST} is damaged: {error}" if data else f"{MANIFEST} is empty",
             where=where,
@@ -79,7 +87,7 @@ def read_manifest(store: Store) -> Manifest:
         problem = _broken_manifest(manifest)
         if problem is not None:
             raise msgspec.ValidationError(problem)
-    except _BROKEN_JSON as error:
+    except BROKEN_JSON as error:
         raise RunFormatError(
             f"{MANIFEST} breaks the format: {error}",
             where=where,
@@ -159,20 +167,21 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     name = records_name(rank)
     if not manifest.complete and not store.has(name):
         return [], False
-    first_samples = {group[0] for group in manifest.tokens.groups}
-    decoder = msgspec.json.Decoder(Record)
     renaming = _Renaming(manifest)
     if not renaming:
-        sound = _sound_records(store, name, decoder, manifest, rank, first_samples)
+        sound = _sound_records(store, name, manifest, rank)
         if sound is not None:
             return sound, False
+    check = record_check(manifest, rank)
+    decoder, strict = msgspec.json.Decoder(Record), msgspec.json.Decoder(StrictRecord)
     records: list[Record] = []
     seen: dict[tuple[str, int, int, str, int], int] = {}
     for number, line in _lines(store, name):
         where = f"{store.where(name)}, line {number}"
         try:
+            strict.decode(line)
             record = decoder.decode(line)
-        except _BROKEN_JSON as error:
+        except BROKEN_JSON as error:
             if not line.endswith(b"\n") and not manifest.complete:
                 return records, True  # killed while appending: the line never counted
             raise RunFormatError(
@@ -182,7 +191,7 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
             ) from error
         if renaming:
             record = renaming(record)
-        problem = _broken_record(record, first_samples) or _misplaced(record, rank, manifest)
+        problem = check.broken(record) or check.misplaced(record)
         if problem is not None:
             raise RunFormatError(f"broken record: {problem}", where=where)
         identity = (*record.coordinates, record.rank)
@@ -195,89 +204,51 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     return records, False
 
 
-def _sound_records(
-    store: Store,
-    name: str,
-    decoder: msgspec.json.Decoder[Record],
-    manifest: Manifest,
-    rank: int,
-    first_samples: set[int],
-) -> list[Record] | None:
+def record_check(manifest: Manifest, rank: int) -> RecordCheck:
+    """The check of one rank's records."""
+    first_samples = {group[0] for group in manifest.tokens.groups}
+    mesh = manifest.mesh
+    return RecordCheck(first_samples, None if mesh is None else len(mesh.axes), rank)
+
+
+def _sound_records(store: Store, name: str, manifest: Manifest, rank: int) -> list[Record] | None:
     """All records of a file, many lines at a time; None where anything is wrong with one: reading
     line by line says what."""
     records: list[Record] = []
-    rest = b""
+    check = record_check(manifest, rank)
+    decoder = msgspec.json.Decoder(Record)
     try:
-        with store.open(name) as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                lines, newline, rest = (rest + chunk).rpartition(b"\n")
-                if not newline:
-                    if len(rest) > MAX_LINE_BYTES:
-                        return None
-                    continue
-                decoded = decoder.decode_lines(lines)
-                lengths = [len(line) for line in lines.split(b"\n")]
-                if len(decoded) != len(lengths) or max(lengths) >= MAX_LINE_BYTES:
-                    return None
-                records += decoded
-        if rest:
-            records.append(decoder.decode(rest))
-    except _BROKEN_JSON:
-        return None
-    known: set[tuple[object, ...]] = set()
-    for record in records:
-        # what makes a record broken, but for its sample
-        kind = (
-            record.dtype,
-            record.shape,
-            record.positions,
-            record.place is None,
-            record.xxh3 is None,
-        )
-        if kind not in known:
-            if _broken_record(record, {record.sample}) is not None:
+        for lines, _ in portions(store, name):
+            decoded = decoder.decode_lines(lines)
+            lengths = [len(line) for line in lines.split(b"\n")]
+            if len(decoded) != len(lengths) or max(lengths) >= MAX_LINE_BYTES:
                 return None
-            known.add(kind)
-        if record.sample not in first_samples or _misplaced(record, rank, manifest) is not None:
-            return None
+            check.fields(decoded)
+            records += decoded
+    except UNSOUND:
+        return None
     identities = {(*record.coordinates, record.rank) for record in records}
     return records if len(identities) == len(records) else None
 
 
-def _misplaced(record: Record, rank: int, manifest: Manifest) -> str | None:
-    """Why a record does not fit the mesh or this file, or None."""
-    if manifest.mesh is None:
-        return "a placement in a run without a mesh" if record.placement is not None else None
-    if record.rank != rank:
-        return f"a record of rank {record.rank} in {records_name(rank)}"
-    if record.placement is not None and len(record.placement) != len(manifest.mesh.axes):
-        return (
-            f"a placement on {len(record.placement)} axes; the mesh has {len(manifest.mesh.axes)}"
-        )
-    return None
+def portions(store: Store, name: str) -> Iterator[tuple[bytes, bool]]:
+    """A file's lines in portions, without the last line end; whether it was there. Raises
+    UnsoundError for a line beyond the limit, some time after it."""
+    rest = b""
+    with store.open(name) as file:
+        while chunk := file.read(_PORTION_BYTES):
+            lines, newline, rest = (rest + chunk).rpartition(b"\n")
+            if newline:
+                yield lines, True
+            elif len(rest) > MAX_LINE_BYTES:
+                raise UnsoundError
+    if rest:
+        yield rest, False
 
 
-def _broken_record(record: Record, first_samples: set[int]) -> str | None:
-    """What a record breaks that its type cannot say, or None."""
-    if record.dtype not in FORMATS:
-        near = near_names(record.dtype, FORMATS)
-        return f"no dtype is called {record.dtype!r}" + (f", only {near[0]}" if near else "")
-    if record.sample not in first_samples:
-        return f"sample {record.sample} is not the first of any group in {MANIFEST}"
-    if math.prod(size for size in record.shape if size) > MAX_NUMEL:
-        return f"shape {list(record.shape)} is larger than any memory"
-    if record.place is not None and record.xxh3 is None:
-        return "bytes in `place` without their `xxh3`"
-    positions = record.positions
-    if positions is not None:
-        if len(record.shape) < 2 or record.shape[1] != len(positions):
-            return f"{len(positions)} positions for shape {list(record.shape)}"
-        if any(a >= b for a, b in itertools.pairwise(positions)):
-            return "positions do not ascend"
-    return None
-
-
-_CHUNK_BYTES = 1 << 20
+_PORTION_BYTES = 1 << 18
+"""Some 500 records: few enough to stay in a core's cache."""
+UNSOUND = (*BROKEN_JSON, UnsoundError)
 
 _RAW = re.compile(r"[/:#\s\x00-\x1f\x7f-\x9f]")
 
@@ -290,6 +261,11 @@ def _with_escaped_modules(manifest: Manifest) -> Manifest:
             escape_path(path) if _RAW.search(path) else path: note for path, note in modules.items()
         }
     return manifest
+
+
+def has_old_names(manifest: Manifest) -> bool:
+    """Do its records call modules by names that are written otherwise today?"""
+    return bool(_Renaming(manifest))
 
 
 class _Renaming:

@@ -24,40 +24,50 @@ where the value comes from: the site whose memory it lies in, and the views take
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from divergence.numerics.formats import FORMATS, format_named
 from divergence.numerics.summaries.summary import Summary
-from divergence.run.schema.layout import SHARD_PATTERN
+from divergence.run.schema.layout import MANIFEST, MAX_NUMEL, SHARD_PATTERN, records_name
+from divergence.run.schema.site import near_names
 
 __all__ = [
     "Call",
     "Coordinates",
     "Count",
+    "Fields",
     "Operand",
     "PassName",
     "Place",
     "Placement",
     "Record",
+    "RecordCheck",
     "Sketch",
+    "StrictRecord",
     "Summary",
+    "UnsoundError",
     "operand_indices",
 ]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number of things, a size or an index: what torch holds in 64 bits."""
 
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+DIGEST_PATTERN = "^[0-9a-f]{32}$"
+Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN)]
 _SAID = "plain JSON, or an object of one key that stands for what JSON has no word for"
 Json = Annotated[object, msgspec.Meta(extra_json_schema={"description": _SAID})]
 
 
 class Operand(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    gc=False,
+):  # fmt: skip
     """One tensor argument of a call."""
 
     site: str | None = None
@@ -85,8 +95,9 @@ class Operand(
 
 
 class Call(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    gc=False,
+):  # fmt: skip
     """One operator as it was run, with its arguments."""
 
     operator: str
@@ -114,11 +125,13 @@ def operand_indices(call: Call, name: str) -> list[int]:
     return indices
 
 
-SiteName = Annotated[
-    str,
-    # no control characters: a site is printed as it stands, also in terminals
-    msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]+:(in|out)(\.[^\x00-\x1f\x7f-\x9f]+)?$"),
-]
+SITE_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]+:(in|out)(\.[^\x00-\x1f\x7f-\x9f]+)?$"
+"""No control characters: a site is printed as it stands, also in terminals."""
+SiteName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SITE_PATTERN})]
+_AT_END = r"(?!\n)"
+"""Python's ``$`` is also before a last line feed."""
+_ExactDigest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN + _AT_END)]
+RecordDigest = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": DIGEST_PATTERN})]
 DtypeName = Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(FORMATS)})]
 ShardName = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": SHARD_PATTERN})]
 
@@ -128,14 +141,14 @@ Coordinates = tuple[str, int, int, str]
 """(pass, sample, step, site): unique within a run and rank."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """Where the bytes are: a safetensors shard (relative to the run) and a key in it."""
 
     shard: ShardName
     key: str
 
 
-class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """What is kept of a tensor in place of its bytes: random projections and norms, row by row.
     divergence.numerics.summaries.sketch defines the matrix and the rows."""
 
@@ -159,12 +172,16 @@ Two axes that divide the same dimension divide it one within the other, the firs
 
 
 class Record(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True,
+    gc=False,
+):  # fmt: skip
     """One captured tensor.
 
     At least one of ``xxh3`` and ``fold`` is set.
     """
+
+    # The patterns of site and digests are checked many at a time (RecordCheck): one by one they
+    # cost as much as all the rest. No cycles, so nothing for the garbage collector (gc=False).
 
     pass_: PassName = msgspec.field(name="pass")
     sample: Count
@@ -179,9 +196,9 @@ class Record(
     """Statistics. None where digests alone are kept."""
     place: Place | None = None
     """Where the bytes are. None where no bytes are kept."""
-    xxh3: Digest | None = None
+    xxh3: RecordDigest | None = None
     """Digest of the bytes."""
-    fold: Digest | None = None
+    fold: RecordDigest | None = None
     """Digest of the bytes by numerics.summaries.fold, for devices that xxh3 does not run on."""
     sketch: Sketch | None = None
     """What is kept in place of the bytes, with ``--store sketch``."""
@@ -207,3 +224,105 @@ class Record(
     def num_bytes(self) -> int:
         """Of the tensor, kept or not."""
         return self.numel * format_named(self.dtype).itemsize
+
+
+class StrictRecord(Record, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A record with its patterns, for the message that says which one a line breaks."""
+
+    site: Annotated[str, msgspec.Meta(pattern=SITE_PATTERN + _AT_END)]
+    xxh3: _ExactDigest | None = None
+    fold: _ExactDigest | None = None
+
+
+class UnsoundError(Exception):
+    """Something is wrong with a record; which and what, reading line by line says."""
+
+
+Fields = tuple[tuple[Any, ...], ...]
+"""Many records' fields: one tuple a field, in the order of ``Record``."""
+
+
+class RecordCheck:
+    """Checks what the types of records do not, one by one or many at a time.
+
+    ``first_samples``: of each group; ``num_axes``: of the mesh, or None without one; ``rank``:
+    whose file it is. That no two records have the same coordinates is left to whoever has them all.
+    """
+
+    def __init__(self, first_samples: set[int], num_axes: int | None, rank: int) -> None:
+        self._first_samples, self._num_axes, self._rank = first_samples, num_axes, rank
+        self._sites: set[str] = set()
+        self._kinds: set[tuple[str, tuple[int, ...]]] = set()
+
+    def fields(self, records: Sequence[Record]) -> Fields:
+        """The fields of records (at least one) that are all sound. Raises UnsoundError."""
+        found = tuple(zip(*map(msgspec.structs.astuple, records), strict=True))
+        (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, ranks, positions, _,
+         placements) = found  # fmt: skip
+        kinds = set(zip(dtypes, shapes, strict=True))
+        new_sites = set(sites) - self._sites
+        sound = (
+            all(map(_SITE.fullmatch, new_sites))
+            and self._first_samples.issuperset(samples)
+            and _are_digests(xxh3s)
+            and _are_digests(folds)
+            and all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
+            and self._fit(ranks, placements)
+        )
+        if sound and (not kinds <= self._kinds or positions.count(None) < len(positions)):
+            sound = not any(map(self.broken, records))
+        if not sound:
+            raise UnsoundError
+        self._sites |= new_sites
+        self._kinds |= kinds
+        return found
+
+    def broken(self, record: Record) -> str | None:
+        """What a record breaks that its type cannot say, or None."""
+        if record.dtype not in FORMATS:
+            near = near_names(record.dtype, FORMATS)
+            return f"no dtype is called {record.dtype!r}" + (f", only {near[0]}" if near else "")
+        if record.sample not in self._first_samples:
+            return f"sample {record.sample} is not the first of any group in {MANIFEST}"
+        if math.prod(size for size in record.shape if size) > MAX_NUMEL:
+            return f"shape {list(record.shape)} is larger than any memory"
+        if record.place is not None and record.xxh3 is None:
+            return "bytes in `place` without their `xxh3`"
+        positions = record.positions
+        if positions is not None:
+            if len(record.shape) < 2 or record.shape[1] != len(positions):
+                return f"{len(positions)} positions for shape {list(record.shape)}"
+            if any(a >= b for a, b in itertools.pairwise(positions)):
+                return "positions do not ascend"
+        return None
+
+    def misplaced(self, record: Record) -> str | None:
+        """Why a record does not fit the mesh or this file, or None."""
+        if self._num_axes is None:
+            return None if record.placement is None else "a placement in a run without a mesh"
+        if record.rank != self._rank:
+            return f"a record of rank {record.rank} in {records_name(self._rank)}"
+        if record.placement is not None and len(record.placement) != self._num_axes:
+            return f"a placement on {len(record.placement)} axes; the mesh has {self._num_axes}"
+        return None
+
+    def _fit(self, ranks: Sequence[int], placements: Sequence[tuple[str, ...] | None]) -> bool:
+        """Is none of them misplaced?"""
+        if self._num_axes is None:
+            return placements.count(None) == len(placements)
+        return ranks.count(self._rank) == len(ranks) and all(
+            placement is None or len(placement) == self._num_axes for placement in set(placements)
+        )
+
+
+_SITE = re.compile(SITE_PATTERN)
+
+
+def _are_digests(texts: Sequence[str | None]) -> bool:
+    """Is each 32 hexadecimal digits, or None?"""
+    known = [text for text in texts if text is not None]
+    joined = "".join(known)
+    try:
+        return set(map(len, known)) <= {32} and bytes.fromhex(joined).hex() == joined
+    except ValueError:
+        return False

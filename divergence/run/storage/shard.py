@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from divergence.run.writing.captured_tensor import ShardEntry
 
-__all__ = ["Shard", "write_shard"]
+__all__ = ["Entry", "Headers", "Shard", "write_shard"]
 
 HEADER_BYTES = 64 << 10
 """What is read before the header's length is known: room for some 500 tensors, and the whole of a
@@ -39,13 +40,20 @@ small shard."""
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
-    """Where one tensor lies in the file."""
+class Entry(msgspec.Struct, gc=False):
+    """Where one tensor lies in the file, as the header says it."""
 
-    begin: int
-    num_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str = ""
+    shape: tuple[int, ...] = (-1,)
+    data_offsets: tuple[int, int] = (-1, -1)
+    """Of its first byte and of the byte behind it, counted from the end of the header."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+_UNSAID = Entry()
 
 
 class _HeaderEntry(msgspec.Struct):
@@ -56,13 +64,56 @@ class _HeaderEntry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-class Shard:
-    """An open shard. ``entries`` by key; ``view`` gives a tensor over its bytes."""
+class Headers:
+    """Of the headers that were read, those of few tensors or of the last shard alone are kept."""
 
-    def __init__(self, blob: Blob) -> None:
+    def __init__(self, max_entries: int = 1 << 17) -> None:
+        self._max_entries, self._num_entries = max_entries, 0
+        self._shards: list[Shard] = []
+
+    def keep(self, shard: Shard, num_entries: int) -> None:
+        """``shard`` was just read."""
+        self._num_entries += num_entries
+        if self._num_entries > self._max_entries:
+            for other in self._shards:
+                other.forget()
+            self._shards, self._num_entries = [], num_entries
+        self._shards.append(shard)
+
+
+class Shard:
+    """An open shard. ``entries`` by key; ``view`` gives a tensor over its bytes.
+
+    ``headers``: forgets entries, which are then read again when they are wanted.
+    """
+
+    def __init__(self, blob: Blob, headers: Headers | None = None) -> None:
         self.name = blob.name
-        self.entries = _read_header(blob)
-        self._blob = blob
+        self._blob, self._headers = blob, headers
+        self._entries: dict[str, Entry] | None = None
+        self._data_begin = 0
+        self.entries  # noqa: B018 - a damaged header is found now
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """What the header says of each tensor. Raises RunFormatError."""
+        if self._entries is None:
+            self._entries, self._data_begin = _read_header(self._blob)
+            if self._headers is not None:
+                self._headers.keep(self, len(self._entries))
+        return self._entries
+
+    def forget(self) -> None:
+        """Lets the entries leave memory."""
+        self._entries = None
+
+    def span(self, key: str) -> tuple[int, int] | None:
+        """Where in the file the tensor at ``key`` begins and ends; None if it has none."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        begin, end = entry.data_offsets
+        return self._data_begin + begin, self._data_begin + end
 
     def view(self, key: str, *, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor at ``key`` as a view (never write to it). Raises RunFormatError."""
@@ -79,16 +130,16 @@ class Shard:
 
     def stretch(self, key: str, wanted: int) -> Bytes:
         """The bytes at ``key``, which are ``wanted``. Raises RunFormatError."""
-        entry = self.entries[key]
-        if entry.num_bytes != wanted:
+        begin, end = self.span(key) or (0, -1)
+        if end - begin != wanted:
+            holds = "is gone" if end < 0 else f"holds {end - begin} bytes"
             raise RunFormatError(
-                f"tensor {key} holds {entry.num_bytes} bytes, its record needs {wanted}",
-                where=self.name,
+                f"tensor {key} {holds}, its record needs {wanted} bytes", where=self.name
             )
         if wanted == 0:
             return b""
         try:
-            buffer = self._blob.view(entry.begin, wanted)
+            buffer = self._blob.view(begin, wanted)
         except OSError as error:  # removed or emptied since it was opened
             raise RunFormatError(f"shard cannot be read: {error}", where=self.name) from error
         if len(buffer) < wanted:
@@ -97,9 +148,9 @@ class Shard:
 
     def will_need(self, key: str) -> None:
         """The tensor at ``key`` will be viewed soon. Raises OSError."""
-        entry = self.entries.get(key)
-        if entry is not None:
-            self._blob.will_need(entry.begin, entry.num_bytes)
+        span = self.span(key)
+        if span is not None:
+            self._blob.will_need(span[0], span[1] - span[0])
 
     def release(self) -> None:
         """Let what was viewed leave memory; views stay good."""
@@ -182,7 +233,8 @@ _PARTS_AT_ONCE = 512
 """Systems take at least 1024."""
 
 
-def _read_header(blob: Blob) -> dict[str, Entry]:
+def _read_header(blob: Blob) -> tuple[dict[str, Entry], int]:
+    """The entries, and where the header ends. Raises RunFormatError."""
     where, size = blob.name, blob.size
 
     def damaged(what: str) -> RunFormatError:
@@ -202,46 +254,69 @@ def _read_header(blob: Blob) -> dict[str, Entry]:
         text = head[8 : 8 + length]
         if len(text) < length:
             text += blob.read(len(head), 8 + length - len(head))
+    except OSError as error:
+        raise damaged(f"cannot be read ({error.strerror or error})") from error
+    entries = _quick_entries(text, size - 8 - length)
+    return entries or _entries(text, size - 8 - length, damaged), 8 + length
+
+
+def _quick_entries(text: bytes, num_bytes: int) -> dict[str, Entry]:
+    """The entries of a sound header whose tensors lie in the order in which it names them. Empty
+    for any other."""
+    try:
+        entries = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    entries.pop("__metadata__", None)
+    every = entries.values()
+    offsets = [offset for entry in every for offset in entry.data_offsets]
+    sound = (
+        all(map(operator.le, offsets, offsets[1:]))  # so that none overlap
+        and all([entry.dtype and entry.shape is not _UNSAID.shape for entry in every])
+        and (not offsets or (offsets[0] >= 0 and offsets[-1] <= num_bytes))
+    )
+    return entries if sound else {}
+
+
+_DECODER = msgspec.json.Decoder(dict[str, Entry])
+"""What is not said of an entry takes its default."""
+
+
+def _entries(
+    text: bytes, num_bytes: int, damaged: Callable[[str], RunFormatError]
+) -> dict[str, Entry]:
+    """The entries one by one: what is wrong with one is named."""
+    try:
         header = json.loads(text)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise damaged(f"header is not JSON ({error})") from error
-    except OSError as error:
-        raise damaged(f"cannot be read ({error.strerror or error})") from error
     if not isinstance(header, dict):
         raise damaged("header is not a JSON object")
     header.pop("__metadata__", None)
     entries: dict[str, Entry] = {}
-    try:
-        stated = msgspec.convert(header, dict[str, _HeaderEntry])
-    except msgspec.ValidationError:
-        stated = {key: _header_entry(key, value, damaged) for key, value in header.items()}
-    for key, its in stated.items():
+    for key, value in header.items():
+        try:
+            its = msgspec.convert(value, _HeaderEntry)
+        except msgspec.ValidationError as error:
+            raise damaged(f"entry {key!r} is malformed: {error}") from error
+        entry = Entry(its.dtype, its.shape, its.data_offsets)
         begin, end = its.data_offsets
-        entry = Entry(8 + length + begin, end - begin, its.dtype, its.shape)
         if entry.num_bytes < 0 or begin < 0:
             raise damaged(f"entry {key!r} has negative offsets")
-        if entry.begin + entry.num_bytes > size:
-            missing = entry.begin + entry.num_bytes - size
+        if end > num_bytes:
+            missing = end - num_bytes
             raise damaged(f"tensor {key} is cut off, {missing} bytes are missing (truncated file)")
         entries[key] = entry
     _refuse_overlap(entries, damaged)
     return entries
 
 
-def _header_entry(
-    key: str, value: object, damaged: Callable[[str], RunFormatError]
-) -> _HeaderEntry:
-    try:
-        return msgspec.convert(value, _HeaderEntry)
-    except msgspec.ValidationError as error:
-        raise damaged(f"entry {key!r} is malformed: {error}") from error
-
-
 def _refuse_overlap(entries: dict[str, Entry], damaged: Callable[[str], RunFormatError]) -> None:
     last_end, last_key = 0, ""
-    for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
-        if entry.num_bytes == 0:
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin == end:
             continue
-        if entry.begin < last_end:
+        if begin < last_end:
             raise damaged(f"tensors {last_key} and {key} overlap")
-        last_end, last_key = entry.begin + entry.num_bytes, key
+        last_end, last_key = end, key

@@ -21,9 +21,13 @@ from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.schema.contents import (
     Content,
     Part,
+    StoredRecords,
     check_part,
+    count_sites,
+    each_of,
     find_content,
     parts_of,
+    records_at,
     records_by_content,
     sizes_of,
     why_no_bytes,
@@ -35,7 +39,7 @@ from divergence.run.schema.layout import (
     records_name,
 )
 from divergence.run.schema.manifest import Manifest
-from divergence.run.schema.parsing import name_of, read_manifest, read_records
+from divergence.run.schema.parsing import is_large, name_of, read_manifest, read_records
 from divergence.run.schema.record import Coordinates, Record
 from divergence.run.schema.site import natural_key, near_names
 from divergence.run.storage.blob import Bytes
@@ -51,6 +55,8 @@ if TYPE_CHECKING:
 __all__ = ["Run"]
 
 _RELEASE_BYTES = 16 << 20
+_FEW = 256
+"""Of so many records, or one of so many, each is looked for alone; for more all are indexed."""
 
 
 class Run:
@@ -60,7 +66,7 @@ class Run:
     """
 
     def __init__(
-        self, path: Location, manifest: Manifest, records: list[Record], *,
+        self, path: Location, manifest: Manifest, records: Sequence[Record], *,
         torn_tail: bool = False, store: Store | None = None,
     ) -> None:  # fmt: skip
         self.path = path
@@ -73,6 +79,7 @@ class Run:
         self._touched: dict[str, Shard] = {}
         self._released_bytes = 0
         self._digests: dict[tuple[str, str], str] = {}
+        self._num_found = 0
         self._by_coordinates: dict[Coordinates, Record] = {}
         self._by_content: dict[Content, Record] = {}
         self._fallback: Run | None = None
@@ -100,10 +107,12 @@ class Run:
                 stack.callback(store.close)
                 manifest = read_manifest(store)
                 run = cls(place, manifest, [], store=store)
-                run.records, run.torn_tail = read_records(store, manifest)
+                run.records, run.torn_tail = _read_records(store, manifest)
                 run._check_places()
                 if not manifest.complete:  # a killed capture's says what was there long before
                     manifest.sizes = sizes_of(run.records)
+                if isinstance(run.records, StoredRecords):
+                    run.records.forget_places()
             except OSError as error:
                 raise RunFormatError(
                     f"cannot be read: {error.strerror or error}",
@@ -130,7 +139,10 @@ class Run:
 
     def files(self) -> dict[str, int]:
         """The files that make the run, with their sizes: manifest, lines, the shards in use."""
-        shards = {part.place.shard for record in self.records for part in parts_of(record)}
+        if isinstance(self.records, StoredRecords):
+            shards = self.records.shards()
+        else:
+            shards = {part.place.shard for record in self.records for part in parts_of(record)}
         lines = map(records_name, range(self.manifest.num_ranks))
         store = self._opened()
         names = [MANIFEST, *filter(store.has, lines), *sorted(shards)]
@@ -159,6 +171,10 @@ class Run:
     def find(self, coordinates: Coordinates) -> Record | None:
         """The record at (pass, sample, step, site), or None."""
         if not self._by_coordinates:
+            if isinstance(self.records, StoredRecords):
+                self._num_found += 1
+                if self._num_found < max(_FEW, len(self.records) // _FEW):
+                    return self.records.find(coordinates)
             self._by_coordinates = {record.coordinates: record for record in self.records}
         return self._by_coordinates.get(coordinates)
 
@@ -298,11 +314,11 @@ class Run:
 
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""
-        return sorted({record.site for record in self.records}, key=natural_key)
+        return sorted((counts.site for counts in count_sites(self.records)), key=natural_key)
 
     def at_site(self, site: str) -> list[Record]:
         """All records of one site. Raises UsageError with near names if there are none."""
-        records = [record for record in self.records if record.site == site]
+        records = records_at(self.records, [site])
         if not records:
             near = near_names(site, self.sites())
             raise UsageError(
@@ -317,8 +333,8 @@ class Run:
         """Check every checksum; returns the problems found, one line each."""
         problems: list[str] = []
         seen: set[tuple[str, str, str | None]] = set()
-        self.expect(self.records)
-        for number, record in enumerate(self.records):
+        self.expect(each_of(self.records))
+        for number, record in enumerate(each_of(self.records)):
             if progress is not None:
                 progress("verify", number, len(self.records), record.site)
             for part in parts_of(record):
@@ -342,9 +358,13 @@ class Run:
         return self._shards[name]
 
     def _check_places(self) -> None:
+        if isinstance(self.records, StoredRecords) and self.records.places_are_sound(
+            self._shard, self._opened().blob
+        ):
+            return
         entries: dict[str, dict[str, Entry]] = {}
         sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-        for record in self.records:
+        for record in each_of(self.records):
             place, kind = record.place, (record.dtype, record.shape)
             if place is not None and record.sketch is None:
                 if place.shard not in entries:
@@ -362,3 +382,14 @@ class Run:
                     continue  # as nearly all are
             for part in parts_of(record):
                 check_part(self._shard(record, part.place.shard), part, where=name_of(record))
+
+
+def _read_records(store: Store, manifest: Manifest) -> tuple[Sequence[Record], bool]:
+    """The records, and whether a last line was cut off. Raises RunFormatError."""
+    if is_large(store, manifest):
+        from divergence.run.table import read_table
+
+        stored = read_table(store, manifest)
+        if stored is not None:
+            return stored
+    return read_records(store, manifest)

@@ -7,7 +7,9 @@ out bytes that another one has (``capture --only-changed``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from divergence.errors import RunFormatError
@@ -15,23 +17,32 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.summaries.sketch import rows_of
 from divergence.run.schema.layout import SHARD_DTYPES
 from divergence.run.schema.manifest import Manifest, Sizes
-from divergence.run.schema.record import Place, Record
+from divergence.run.schema.record import Coordinates, Place, Record
 from divergence.run.schema.site import is_operator_site, module_of
 
 if TYPE_CHECKING:
+    from divergence.run.storage.blob import Blob
     from divergence.run.storage.shard import Shard
 
 __all__ = [
     "Content",
     "Part",
+    "SiteCounts",
+    "StoredRecords",
     "check_part",
     "contents_of",
+    "count_passes",
+    "count_sites",
+    "each_of",
     "find_content",
     "first_nonfinite",
     "is_mask",
     "nonfinite_text",
+    "operator_passes",
     "parts_of",
+    "records_at",
     "records_by_content",
+    "sizes_counted",
     "sizes_of",
     "why_no_bytes",
 ]
@@ -110,15 +121,146 @@ def find_content(known: dict[Content, Record], record: Record) -> Record | None:
     return next((known[content] for content in contents_of(record) if content in known), None)
 
 
+class SiteCounts(NamedTuple):
+    """What there is of one site."""
+
+    site: str
+    dtype: str
+    """Of its first record."""
+    shape: tuple[int, ...]
+    """Of its first record."""
+    passes: dict[str, int]
+    """Number of records by pass, in the order of first appearance."""
+    num_nonfinite: int
+    """nan and inf in all of its records, as far as statistics were kept."""
+
+
+class StoredRecords(Sequence[Record]):
+    """The records of a large run, which lie in its files until they are asked for.
+
+    What most often is asked of all of them is known without (run/table.py); a list answers the same
+    by the functions below. Going through all of them keeps them, but for ``each``.
+    """
+
+    @abstractmethod
+    def each(self) -> Iterator[Record]:
+        """All in order; none is kept."""
+
+    @abstractmethod
+    def count_passes(self) -> dict[str, int]:
+        """Number of records by pass, in the order of first appearance."""
+
+    @abstractmethod
+    def count_sites(self) -> list[SiteCounts]:
+        """What there is of each site, in the order of first appearance."""
+
+    @abstractmethod
+    def operator_passes(self) -> set[str]:
+        """The passes that hold operators' calls."""
+
+    @abstractmethod
+    def records_at(self, sites: Collection[str]) -> list[Record]:
+        """The records of these sites, in order."""
+
+    @abstractmethod
+    def nonfinite(self) -> list[Record]:
+        """The records with nan or inf, as far as statistics were kept."""
+
+    @abstractmethod
+    def find(self, coordinates: Coordinates) -> Record | None:
+        """The last record there, or None."""
+
+    @abstractmethod
+    def shards(self) -> set[str]:
+        """The names of all shards in use."""
+
+    @abstractmethod
+    def num_kept(self) -> int:
+        """Number of records of which anything is on disk."""
+
+    @abstractmethod
+    def sizes(self) -> Sizes:
+        """As ``sizes_of``."""
+
+    @abstractmethod
+    def places_are_sound(
+        self, shard_of: Callable[[Record, str], Shard], blob_of: Callable[[str], Blob]
+    ) -> bool:
+        """Is in the shards what the records say? False where one is not sound: going through all
+        records says which and why."""
+
+    @abstractmethod
+    def forget_places(self) -> None:
+        """Lets go of what only checking places and counting sizes needs."""
+
+
+def each_of(records: Sequence[Record]) -> Iterable[Record]:
+    """All in order, once; none stays in memory that was not there before."""
+    return records.each() if isinstance(records, StoredRecords) else records
+
+
+def count_passes(records: Sequence[Record]) -> dict[str, int]:
+    """As StoredRecords.count_passes."""
+    if isinstance(records, StoredRecords):
+        return records.count_passes()
+    return dict(Counter(record.pass_ for record in records))
+
+
+def count_sites(records: Sequence[Record]) -> list[SiteCounts]:
+    """As StoredRecords.count_sites."""
+    if isinstance(records, StoredRecords):
+        return records.count_sites()
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.site, []).append(record)
+    return [
+        SiteCounts(
+            site, group[0].dtype, group[0].shape, count_passes(group), sum(map(_nonfinite, group))
+        )
+        for site, group in groups.items()
+    ]
+
+
+def _nonfinite(record: Record) -> int:
+    summary = record.summary
+    return 0 if summary is None else summary.num_nan + summary.num_posinf + summary.num_neginf
+
+
+def operator_passes(records: Sequence[Record]) -> set[str]:
+    """As StoredRecords.operator_passes."""
+    if isinstance(records, StoredRecords):
+        return records.operator_passes()
+    return {record.pass_ for record in records if record.call is not None}
+
+
+def records_at(records: Sequence[Record], sites: Collection[str]) -> list[Record]:
+    """As StoredRecords.records_at."""
+    if isinstance(records, StoredRecords):
+        return records.records_at(sites)
+    return [record for record in records if record.site in sites]
+
+
 def sizes_of(records: Sequence[Record]) -> Sizes:
     """Sizes counted over a run's records: the manifest that a crash left behind has older ones."""
-    tensors = {part.place: part.num_bytes for record in records for part in parts_of(record)}
+    if isinstance(records, StoredRecords):
+        return records.sizes()
+    return sizes_counted(records)
+
+
+def sizes_counted(records: Iterable[Record]) -> Sizes:
+    """As ``sizes_of``, going through the records once."""
+    tensors: dict[Place, int] = {}
+    num_records = seen_bytes = 0
+    for record in records:
+        num_records += 1
+        seen_bytes += record.num_bytes
+        tensors.update((part.place, part.num_bytes) for part in parts_of(record))
     return Sizes(
-        num_records=len(records),
+        num_records=num_records,
         num_tensors=len(tensors),
         num_shards=len({place.shard for place in tensors}),
         stored_bytes=sum(tensors.values()),
-        seen_bytes=sum(record.num_bytes for record in records),
+        seen_bytes=seen_bytes,
     )
 
 
@@ -137,7 +279,7 @@ def is_mask(site: str) -> bool:
     return any(word in part for word in ("mask", "bias") for part in words)
 
 
-def first_nonfinite(manifest: Manifest, records: Iterable[Record]) -> Record | None:
+def first_nonfinite(manifest: Manifest, records: Sequence[Record]) -> Record | None:
     """The first record, in execution order of the free pass, with nan or inf that is no mask's.
 
     From statistics alone, which every run holds but those of ``--store hash``. -inf is left to
@@ -146,7 +288,7 @@ def first_nonfinite(manifest: Manifest, records: Iterable[Record]) -> Record | N
     """
     bad = [
         record
-        for record in records
+        for record in (records.nonfinite() if isinstance(records, StoredRecords) else records)
         if record.pass_ == "free" and _counts(record) and not _may_be_padding(record, manifest)
     ]
     return min(bad, key=lambda record: (record.sample, record.step, record.order), default=None)

@@ -34,7 +34,7 @@ from divergence.run.storage.store import Store
 __all__ = [
     "BROKEN_JSON",
     "UNSOUND",
-    "has_old_names",
+    "is_large",
     "name_of",
     "portions",
     "read_manifest",
@@ -136,6 +136,22 @@ def _lines(store: Store, name: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
+LARGE_BYTES = 8 << 20
+"""Of lines: some 16,000 records. Fewer are soon decoded, and take no more than numpy's code."""
+
+
+def is_large(store: Store, manifest: Manifest) -> bool:
+    """Is it a run that is better read by columns: of many lines, in files that can be read again in
+    parts?"""
+    if store.far or has_old_names(manifest):
+        return False
+    names = filter(store.has, map(records_name, range(manifest.num_ranks)))
+    try:
+        return sum(store.blob(name).size for name in names) >= LARGE_BYTES
+    except (RunFormatError, OSError):  # compressed, or no file: opening it says what
+        return False
+
+
 def read_records(store: Store, manifest: Manifest) -> tuple[list[Record], bool]:
     """The records of all ranks, rank by rank; whether a last line of an incomplete run was cut off.
 
@@ -172,7 +188,8 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
         sound = _sound_records(store, name, manifest, rank)
         if sound is not None:
             return sound, False
-    check = record_check(manifest, rank)
+    check = record_check(manifest)
+    check.rank = rank
     decoder, strict = msgspec.json.Decoder(Record), msgspec.json.Decoder(StrictRecord)
     records: list[Record] = []
     seen: dict[tuple[str, int, int, str, int], int] = {}
@@ -204,18 +221,19 @@ def _read_rank(store: Store, manifest: Manifest, rank: int) -> tuple[list[Record
     return records, False
 
 
-def record_check(manifest: Manifest, rank: int) -> RecordCheck:
-    """The check of one rank's records."""
-    first_samples = {group[0] for group in manifest.tokens.groups}
+def record_check(manifest: Manifest) -> RecordCheck:
+    """The check of the run's records; set its ``rank`` before each file."""
     mesh = manifest.mesh
-    return RecordCheck(first_samples, None if mesh is None else len(mesh.axes), rank)
+    first_samples = {group[0] for group in manifest.tokens.groups}
+    return RecordCheck(first_samples, None if mesh is None else len(mesh.axes))
 
 
 def _sound_records(store: Store, name: str, manifest: Manifest, rank: int) -> list[Record] | None:
     """All records of a file, many lines at a time; None where anything is wrong with one: reading
     line by line says what."""
     records: list[Record] = []
-    check = record_check(manifest, rank)
+    check = record_check(manifest)
+    check.rank = rank
     decoder = msgspec.json.Decoder(Record)
     try:
         for lines, _ in portions(store, name):
@@ -223,7 +241,7 @@ def _sound_records(store: Store, name: str, manifest: Manifest, rank: int) -> li
             lengths = [len(line) for line in lines.split(b"\n")]
             if len(decoded) != len(lengths) or max(lengths) >= MAX_LINE_BYTES:
                 return None
-            check.fields(decoded)
+            check.all(decoded)
             records += decoded
     except UNSOUND:
         return None

@@ -28,7 +28,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -39,9 +39,10 @@ from divergence.run.schema.site import near_names
 
 __all__ = [
     "Call",
+    "Checked",
+    "Codes",
     "Coordinates",
     "Count",
-    "Fields",
     "Operand",
     "PassName",
     "Place",
@@ -238,44 +239,67 @@ class UnsoundError(Exception):
     """Something is wrong with a record; which and what, reading line by line says."""
 
 
-Fields = tuple[tuple[Any, ...], ...]
-"""Many records' fields: one tuple a field, in the order of ``Record``."""
+class Codes(dict[Any, int]):
+    """Numbers things in the order in which they appear."""
+
+    def __missing__(self, key: Any) -> int:
+        code = self[key] = len(self)
+        return code
+
+
+class Checked(NamedTuple):
+    """Sound records, by their fields."""
+
+    fields: tuple[tuple[Any, ...], ...]
+    """One tuple a field, in the order of ``Record``."""
+    sites: list[int]
+    """Of each record's site the number in ``RecordCheck.sites``."""
+    kinds: list[int]
+    """Of each record's dtype and shape the number in ``RecordCheck.kinds``."""
+    xxh3: bytes
+    """The digests, 16 bytes each; where a record has none, zeros."""
 
 
 class RecordCheck:
     """Checks what the types of records do not, one by one or many at a time.
 
-    ``first_samples``: of each group; ``num_axes``: of the mesh, or None without one; ``rank``:
-    whose file it is. That no two records have the same coordinates is left to whoever has them all.
+    ``first_samples``: of each group; ``num_axes``: of the mesh, or None without one. ``rank``: whose
+    file it is. That no two records have the same coordinates is left to whoever has them all.
     """
 
-    def __init__(self, first_samples: set[int], num_axes: int | None, rank: int) -> None:
-        self._first_samples, self._num_axes, self._rank = first_samples, num_axes, rank
-        self._sites: set[str] = set()
-        self._kinds: set[tuple[str, tuple[int, ...]]] = set()
+    def __init__(self, first_samples: set[int], num_axes: int | None) -> None:
+        self._first_samples, self._num_axes = first_samples, num_axes
+        self.rank = 0
+        self.sites, self.kinds = Codes(), Codes()
+        self._num_sites = self._num_kinds = 0
 
-    def fields(self, records: Sequence[Record]) -> Fields:
-        """The fields of records (at least one) that are all sound. Raises UnsoundError."""
-        found = tuple(zip(*map(msgspec.structs.astuple, records), strict=True))
+    def all(self, records: Sequence[Record]) -> Checked:
+        """Checks records, at least one. Raises UnsoundError where one is not sound."""
+        fields = tuple(zip(*map(msgspec.structs.astuple, records), strict=True))
         (_, samples, _, sites, _, shapes, dtypes, _, places, xxh3s, folds, _, ranks, positions, _,
-         placements) = found  # fmt: skip
-        kinds = set(zip(dtypes, shapes, strict=True))
-        new_sites = set(sites) - self._sites
+         placements) = fields  # fmt: skip
+        site_codes = list(map(self.sites.__getitem__, sites))
+        kind_codes = list(map(self.kinds.__getitem__, zip(dtypes, shapes, strict=True)))
+        digests = _digests(xxh3s)
         sound = (
-            all(map(_SITE.fullmatch, new_sites))
-            and self._first_samples.issuperset(samples)
-            and _are_digests(xxh3s)
-            and _are_digests(folds)
-            and all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
+            self._first_samples.issuperset(samples)
+            and digests is not None
+            and (folds.count(None) == len(folds) or _digests(folds) is not None)
+            and (
+                xxh3s.count(None) == 0
+                or all(place is None for x, place in zip(xxh3s, places, strict=True) if x is None)
+            )
             and self._fit(ranks, placements)
         )
-        if sound and (not kinds <= self._kinds or positions.count(None) < len(positions)):
-            sound = not any(map(self.broken, records))
-        if not sound:
+        if len(self.sites) > self._num_sites:
+            sound = sound and all(map(_SITE.fullmatch, list(self.sites)[self._num_sites :]))
+            self._num_sites = len(self.sites)
+        if len(self.kinds) > self._num_kinds or positions.count(None) < len(positions):
+            sound = sound and not any(map(self.broken, records))
+            self._num_kinds = len(self.kinds)
+        if not sound or digests is None:
             raise UnsoundError
-        self._sites |= new_sites
-        self._kinds |= kinds
-        return found
+        return Checked(fields, site_codes, kind_codes, digests)
 
     def broken(self, record: Record) -> str | None:
         """What a record breaks that its type cannot say, or None."""
@@ -300,8 +324,8 @@ class RecordCheck:
         """Why a record does not fit the mesh or this file, or None."""
         if self._num_axes is None:
             return None if record.placement is None else "a placement in a run without a mesh"
-        if record.rank != self._rank:
-            return f"a record of rank {record.rank} in {records_name(self._rank)}"
+        if record.rank != self.rank:
+            return f"a record of rank {record.rank} in {records_name(self.rank)}"
         if record.placement is not None and len(record.placement) != self._num_axes:
             return f"a placement on {len(record.placement)} axes; the mesh has {self._num_axes}"
         return None
@@ -310,7 +334,7 @@ class RecordCheck:
         """Is none of them misplaced?"""
         if self._num_axes is None:
             return placements.count(None) == len(placements)
-        return ranks.count(self._rank) == len(ranks) and all(
+        return ranks.count(self.rank) == len(ranks) and all(
             placement is None or len(placement) == self._num_axes for placement in set(placements)
         )
 
@@ -318,11 +342,15 @@ class RecordCheck:
 _SITE = re.compile(SITE_PATTERN)
 
 
-def _are_digests(texts: Sequence[str | None]) -> bool:
-    """Is each 32 hexadecimal digits, or None?"""
-    known = [text for text in texts if text is not None]
+def _digests(texts: Sequence[str | None]) -> bytes | None:
+    """Their bytes, with zeros for None. None where one is not 32 hexadecimal digits."""
+    known = [_ZEROS if text is None else text for text in texts]
     joined = "".join(known)
     try:
-        return set(map(len, known)) <= {32} and bytes.fromhex(joined).hex() == joined
+        found = bytes.fromhex(joined)
     except ValueError:
-        return False
+        return None
+    return found if set(map(len, known)) == {32} and found.hex() == joined else None
+
+
+_ZEROS = "0" * 32

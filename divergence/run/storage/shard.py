@@ -10,12 +10,13 @@ The files are plain safetensors; tests read them with the library.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from divergence.run.writing.captured_tensor import ShardEntry
 
-__all__ = ["Entry", "Headers", "Shard", "write_shard"]
+__all__ = ["Entry", "Headers", "Shard", "has_header", "write_shard"]
 
 HEADER_BYTES = 64 << 10
 """What is read before the header's length is known: room for some 500 tensors, and the whole of a
@@ -171,19 +172,13 @@ def write_shard(
     """
     sizes = {name: -FORMATS[name].itemsize for name in {piece.dtype for piece in pieces.values()}}
     ordered = sorted(pieces.items(), key=lambda pair: sizes[pair[1].dtype])
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    offset, entries = 0, []
     for key, piece in ordered:
         num_bytes = piece.data.nbytes
-        code = COMMON_SHARD_DTYPES.get(piece.dtype)
-        header[key] = {
-            "dtype": code or "U8",
-            "shape": piece.shape if code else (num_bytes,),
-            "data_offsets": (offset, offset + num_bytes),
-        }
+        said = _said(piece.dtype, piece.shape, num_bytes)
+        entries.append(f'"{key}"{said}[{offset},{offset + num_bytes}]}}')
         offset += num_bytes
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
+    text = _header_text(entries)
     parts = [memoryview(struct.pack("<Q", len(text)) + text)]
     parts += _joined([piece.data for _, piece in ordered])
     if direct is not None and offset >= DIRECT_BYTES and direct.write(path, parts):
@@ -211,6 +206,40 @@ def _joined(parts: list[memoryview]) -> Iterator[memoryview]:
 
 _SHORT_BYTES = 1 << 15
 _JOINED_BYTES = 1 << 19
+
+
+def _said(dtype: str, shape: tuple[int, ...], num_bytes: int) -> str:
+    """What a header says of a tensor's kind, between its key and its offsets."""
+    code = COMMON_SHARD_DTYPES.get(dtype)
+    sizes = ",".join(map(str, shape if code else (num_bytes,)))
+    return f':{{"dtype":"{code or "U8"}","shape":[{sizes}],"data_offsets":'
+
+
+def _header_text(entries: Sequence[str]) -> bytes:
+    text = ",".join(['{"__metadata__":{"format":"pt"}', *entries]).encode() + b"}"
+    return text + b" " * (-len(text) % 8)
+
+
+def has_header(
+    blob: Blob, tensors: Sequence[tuple[str, int]], kinds: Sequence[tuple[str, tuple[int, ...]]]
+) -> bool:
+    """Is the header, byte for byte, what ``write_shard`` writes of these tensors in this order, and
+    are their bytes there? ``tensors``: key (plain letters and digits) and number in ``kinds``
+    (dtype, shape). Raises OSError."""
+    widths = [FORMATS[dtype].itemsize for dtype, _ in kinds]
+    sizes = [math.prod(shape) * width for width, (_, shape) in zip(widths, kinds, strict=True)]
+    said = [_said(*kind, size) for kind, size in zip(kinds, sizes, strict=True)]
+    if len({widths[kind] for _, kind in tensors}) > 1:
+        tensors = sorted(tensors, key=lambda tensor: -widths[tensor[1]])
+    ends = list(itertools.accumulate([sizes[kind] for _, kind in tensors]))
+    text = _header_text(
+        [
+            f'"{key}"{said[kind]}[{begin},{end}]}}'
+            for (key, kind), begin, end in zip(tensors, [0, *ends], ends, strict=False)
+        ]
+    )
+    head = struct.pack("<Q", len(text)) + text
+    return blob.size >= len(head) + ends[-1] and blob.read(0, len(head)) == head
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:

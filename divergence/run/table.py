@@ -1,0 +1,467 @@
+"""The records of a large run, by columns.
+
+Opening a run reads and checks every line. As objects, a million records take more than half a
+gigabyte and most are never asked for, so of a large run some 25 bytes a record are kept: what tells
+them apart, and where each line begins (``Columns``). A record is decoded again when it is asked for
+(``Table``). The files are read in portions of whole lines; each must then still have the bytes that
+were checked, by a digest.
+
+The columns are made from the lines whenever a run is opened and are stored nowhere: an index beside
+the lines could differ from them, and to find that out takes reading them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+import msgspec
+import numpy as np
+import xxhash
+
+from divergence.errors import RunFormatError
+from divergence.numerics.formats import format_named
+from divergence.run.schema.contents import (
+    SiteCounts,
+    StoredRecords,
+    check_part,
+    parts_of,
+    sizes_counted,
+)
+from divergence.run.schema.layout import (
+    MAX_LINE_BYTES,
+    SHARD_DTYPES,
+    checked_shard_name,
+    records_name,
+)
+from divergence.run.schema.manifest import Manifest, Sizes
+from divergence.run.schema.parsing import BROKEN_JSON, UNSOUND, portions, record_check
+from divergence.run.schema.record import (
+    Checked,
+    Codes,
+    Coordinates,
+    Record,
+    RecordCheck,
+    UnsoundError,
+)
+from divergence.run.storage.blob import Blob
+from divergence.run.storage.shard import Shard, has_header
+from divergence.run.storage.store import Store
+
+__all__ = ["Table", "read_table"]
+
+Array = np.ndarray[Any, Any]
+
+_CALL, _KEPT, _SKETCH = 1, 2, 4
+"""Bits of the column ``flags``: is there a call, is anything on disk, is there a sketch?"""
+
+
+def read_table(store: Store, manifest: Manifest) -> tuple[Table, bool] | None:
+    """The records of all ranks, and whether a last line of an incomplete run was cut off. None
+    where anything is wrong: reading line by line says what."""
+    check, blobs, torn = record_check(manifest), list[Blob](), False
+    columns = Columns(check)
+    decoder = msgspec.json.Decoder(Record)
+    try:
+        for rank in range(manifest.num_ranks):
+            name = records_name(rank)
+            if not manifest.complete and not store.has(name):
+                continue
+            blobs.append(store.blob(name))
+            check.rank, begin = rank, 0
+            for lines, ended in portions(store, name):
+                try:
+                    decoded = decoder.decode_lines(lines)
+                except BROKEN_JSON:
+                    if ended or manifest.complete:
+                        return None
+                    torn = True
+                    break
+                if not decoded:
+                    return None
+                columns.add(check.all(decoded), lines, _Source(len(blobs) - 1, begin))
+                begin += len(lines) + 1
+        columns.join()
+    except (*UNSOUND, OverflowError):
+        return None
+    if manifest.complete and columns.num_rows != manifest.sizes.num_records:
+        return None
+    return Table(columns, blobs), torn
+
+
+class _Source(NamedTuple):
+    """Where a portion of lines begins: in which file, and at which byte."""
+
+    blob: int
+    begin: int
+
+
+class _Portion(NamedTuple):
+    """Whole lines of one file, without the last line end."""
+
+    source: _Source
+    num_bytes: int
+    digest: int
+    first: int
+    """Row of its first record."""
+
+
+def _codes(codes: Codes, things: Sequence[object]) -> Array:
+    return _numbers(list(map(codes.__getitem__, things)))
+
+
+def _numbers(numbers: Sequence[int]) -> Array:
+    if numbers.count(numbers[0]) == len(numbers):  # as samples and ranks mostly are
+        return np.full(len(numbers), numbers[0], np.min_scalar_type(numbers[0]))
+    return _narrowed(np.fromiter(numbers, np.int64, len(numbers)))
+
+
+def _narrowed(numbers: Array) -> Array:
+    """As the smallest type without sign that holds them."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))), copy=False)
+
+
+class Columns:
+    """What is kept of every record. ``add`` portions in order, then ``join``."""
+
+    def __init__(self, check: RecordCheck) -> None:
+        self.num_rows = 0
+        self.portions: list[_Portion] = []
+        self.sites, self.kinds = check.sites, check.kinds
+        self.passes, self.shards = Codes(), Codes()
+        self.nonfinite: dict[int, int] = {}
+        """By row, where there are any."""
+        self.odd_keys: dict[int, str] = {}
+        """By row: keys of places that are not the digest of the bytes."""
+        self.col: dict[str, Array] = {}
+        self._parts: defaultdict[str, list[Array]] = defaultdict(list)
+
+    def add(self, checked: Checked, lines: bytes, source: _Source) -> None:
+        """Raises UnsoundError where there is not a line for each record."""
+        (passes, samples, steps, _, _, _, _, summaries, places, xxh3s, _, sketches, ranks, _, calls,
+         _) = checked.fields  # fmt: skip
+        first, num = self.num_rows, len(passes)
+        digest = xxhash.xxh3_64_intdigest(lines)
+        self.portions.append(_Portion(source, len(lines), digest, first))
+        self.num_rows += num
+        keys = [None if place is None else place.key for place in places]
+        shards = [None if place is None else place.shard for place in places]
+        kept = _codes(self.shards, shards)
+        flags = _KEPT * (kept != self.shards.get(None, -1)).astype(np.uint8)
+        for bits, ones in ((_CALL, calls), (_KEPT | _SKETCH, sketches)):
+            if ones.count(None) < num:
+                flags |= bits * np.array([one is not None for one in ones], np.uint8)
+        for name, column in (
+            ("begin", _begins(lines, num)),
+            ("pass", _codes(self.passes, passes)),
+            ("sample", _numbers(samples)),
+            ("step", _numbers(steps)),
+            ("rank", _numbers(ranks)),
+            ("site", _numbers(checked.sites)),
+            ("kind", _numbers(checked.kinds)),
+            ("shard", kept),
+            ("xxh3", np.frombuffer(checked.xxh3, "V16")),
+            ("flags", flags),
+        ):
+            self._parts[name].append(column)
+        if keys != list(xxh3s):
+            for row, (key, xxh3) in enumerate(zip(keys, xxh3s, strict=True), first):
+                if key != xxh3 and key is not None:
+                    self.odd_keys[row] = key
+        if any([s and (s.num_nan or s.num_posinf or s.num_neginf) for s in summaries]):
+            for row, s in enumerate(summaries, first):
+                if s is not None and (number := s.num_nan + s.num_posinf + s.num_neginf):
+                    self.nonfinite[row] = number
+
+    def join(self) -> None:
+        """Makes one column of the portions'. Raises UnsoundError where two records have the same
+        coordinates, or where telling that would take more than 64 bits."""
+        for name in list(self._parts):
+            self.col[name] = np.concatenate(self._parts.pop(name))
+        identity, num = np.zeros(self.num_rows, np.int64), 1
+        for name in ("rank", "pass", "sample", "step", "site"):
+            size = int(self.col[name].max()) + 1
+            num *= size
+            if num >= 1 << 63:
+                raise UnsoundError
+            identity *= size
+            identity += self.col[name].astype(np.int64)
+        identity.sort()
+        if (identity[1:] == identity[:-1]).any():
+            raise UnsoundError
+
+    def keys(self, rows: Array) -> list[str]:
+        """The keys of the places of these rows, which all have one."""
+        text = self.col["xxh3"][rows].tobytes().hex()
+        keys = [text[at : at + 32] for at in range(0, len(text), 32)]
+        if self.odd_keys:
+            keys = [
+                self.odd_keys.get(row, key) for row, key in zip(rows.tolist(), keys, strict=True)
+            ]
+        return keys
+
+
+def _begins(lines: bytes, num: int) -> Array:
+    """Where each of ``num`` lines begins. Raises UnsoundError."""
+    ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == 10)
+    begins = np.zeros(len(ends) + 1, np.uint32)
+    begins[1:] = ends + 1
+    longest = int(np.diff(begins, append=len(lines) + 1).max())
+    if len(begins) != num or longest > MAX_LINE_BYTES:
+        raise UnsoundError
+    return begins
+
+
+class Table(StoredRecords):
+    """``columns`` of the lines in ``blobs``, and the records that were asked for."""
+
+    def __init__(self, columns: Columns, blobs: Sequence[Blob]) -> None:
+        self._columns, self._blobs = columns, blobs
+        self._col = columns.col
+        self._decoder = msgspec.json.Decoder(Record)
+        self._firsts = [portion.first for portion in columns.portions]
+        self._held: dict[int, list[Record]] = {}
+        """By portion."""
+        self._single: dict[int, Record] = {}
+        """By row: asked for alone."""
+        self._rows_at: dict[int, Array] = {}
+        """By the code of a site."""
+        self._same: dict[Any, Any] = {}
+        """Names and shapes that records share."""
+        self._last: tuple[int, bytes] = (-1, b"")
+        self._lock = threading.RLock()
+
+    # -- a sequence ------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._columns.num_rows
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [self._at(row) for row in range(len(self))[index]]
+        return self._at(range(len(self))[index])
+
+    def __iter__(self) -> Iterator[Record]:
+        for number in range(len(self._firsts)):
+            yield from self._portion(number)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(Record.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def each(self) -> Iterator[Record]:
+        for number in range(len(self._firsts)):
+            yield from self._held.get(number) or self._decoder.decode_lines(self._lines(number))
+
+    def _portion(self, number: int) -> list[Record]:
+        """The records of a portion, which are kept from now on."""
+        with self._lock:
+            records = self._held.get(number)
+            if records is None:
+                records = self._decoder.decode_lines(self._lines(number))
+                for record in records:
+                    self._share(record)
+                first = self._firsts[number]
+                if self._single:
+                    records = [self._single.pop(row, one) for row, one in enumerate(records, first)]
+                self._held[number] = records
+            return records
+
+    def _at(self, row: int) -> Record:
+        number = bisect.bisect_right(self._firsts, row) - 1
+        with self._lock:
+            if number in self._held:
+                return self._held[number][row - self._firsts[number]]
+            record = self._single.get(row)
+            if record is None:
+                lines, begin = self._lines(number), int(self._col["begin"][row])
+                end = lines.find(b"\n", begin)
+                line = lines[begin : end if end >= 0 else None]
+                record = self._single[row] = self._decoder.decode(line)
+                self._share(record)
+            return record
+
+    def _lines(self, number: int) -> bytes:
+        """A portion as it was checked. Raises RunFormatError where it is another one now."""
+        with self._lock:
+            if self._last[0] != number:
+                portion = self._columns.portions[number]
+                blob = self._blobs[portion.source.blob]
+                try:
+                    lines = blob.read(portion.source.begin, portion.num_bytes)
+                except OSError as error:
+                    raise RunFormatError(f"cannot be read: {error}", where=blob.name) from error
+                if xxhash.xxh3_64_intdigest(lines) != portion.digest:
+                    raise RunFormatError(
+                        "it was changed while it was read", where=blob.name,
+                        hint="run the command again",
+                    )  # fmt: skip
+                self._last = number, lines
+            return self._last[1]
+
+    def _share(self, record: Record) -> None:
+        """Puts one object in place of equal names and shapes."""
+        same, put, place = self._same, msgspec.structs.force_setattr, record.place
+        put(record, "site", same.setdefault(record.site, record.site))
+        put(record, "dtype", same.setdefault(record.dtype, record.dtype))
+        put(record, "shape", same.setdefault(record.shape, record.shape))
+        if place is not None:
+            put(place, "shard", same.setdefault(place.shard, place.shard))
+            if place.key == record.xxh3:
+                put(place, "key", record.xxh3)
+
+    # -- what is asked of all --------------------------------------------------------------------
+
+    def count_passes(self) -> dict[str, int]:
+        counts, firsts = _tally(self._col["pass"], len(self._columns.passes))
+        names = list(self._columns.passes)
+        return {names[code]: int(counts[code]) for code in np.argsort(firsts, kind="stable")}
+
+    def count_sites(self) -> list[SiteCounts]:
+        passes, kinds = list(self._columns.passes), list(self._columns.kinds)
+        num = len(passes)
+        both = self._col["site"].astype(np.int64) * num + self._col["pass"]
+        counts, firsts = _tally(both, num * len(self._columns.sites))
+        bad: defaultdict[int, int] = defaultdict(int)
+        for row, number in self._columns.nonfinite.items():
+            bad[int(self._col["site"][row])] += number
+        found = []
+        for code, site in enumerate(self._columns.sites):
+            own, at = counts[code * num :][:num], firsts[code * num :][:num]
+            held = {passes[n]: int(own[n]) for n in np.argsort(at, kind="stable") if own[n]}
+            kind = kinds[self._col["kind"][at.min()]]
+            found.append(SiteCounts(site, kind[0], kind[1], held, bad[code]))
+        return found
+
+    def operator_passes(self) -> set[str]:
+        codes = np.unique(self._col["pass"][self._col["flags"] & _CALL != 0])
+        names = list(self._columns.passes)
+        return {names[code] for code in codes}
+
+    def records_at(self, sites: Collection[str]) -> list[Record]:
+        known = self._columns.sites
+        rows = [self._rows_of(known[site]) for site in set(sites) if site in known]
+        return [self._at(row) for row in np.sort(np.concatenate(rows)).tolist()] if rows else []
+
+    def nonfinite(self) -> list[Record]:
+        return [self._at(row) for row in self._columns.nonfinite]
+
+    def find(self, coordinates: Coordinates) -> Record | None:
+        pass_, sample, step, site = coordinates
+        code, at = self._columns.sites.get(site), self._columns.passes.get(pass_)
+        if code is None or at is None:
+            return None
+        rows = self._rows_of(code)
+        for name, wanted in (("step", step), ("sample", sample), ("pass", at)):
+            rows = rows[self._col[name][rows] == wanted]
+        return self._at(int(rows[-1])) if len(rows) else None
+
+    def _rows_of(self, code: int) -> Array:
+        rows = self._rows_at.get(code)
+        if rows is None:
+            rows = self._rows_at[code] = np.flatnonzero(self._col["site"] == code)
+        return rows
+
+    def shards(self) -> set[str]:
+        names = {name for name in self._columns.shards if name is not None}
+        return names | {part.place.shard for one in self._sketched() for part in parts_of(one)}
+
+    def num_kept(self) -> int:
+        return int(np.count_nonzero(self._col["flags"] & _KEPT))
+
+    def _sketched(self) -> list[Record]:
+        return [self._at(row) for row in np.flatnonzero(self._col["flags"] & _SKETCH).tolist()]
+
+    # -- places ----------------------------------------------------------------------------------
+
+    def places_are_sound(
+        self, shard_of: Callable[[Record, str], Shard], blob_of: Callable[[str], Blob]
+    ) -> bool:
+        """Is in the shards what the records say? False where one is not sound: going through all
+        records says which and why."""
+        try:
+            for code, name in enumerate(self._columns.shards):
+                if name is not None:
+                    rows = np.flatnonzero(self._col["shard"] == code)
+                    first = self._at(int(rows[0]))
+                    checked_shard_name(name, where="")
+                    if not self._is_as_written(blob_of(name), rows):
+                        self._check_shard(shard_of(first, name), rows)
+            for record in self._sketched():
+                part = parts_of(record)[-1]
+                check_part(shard_of(record, part.place.shard), part, where="")
+        except (RunFormatError, KeyError, OSError, OverflowError):
+            return False
+        return True
+
+    def _is_as_written(self, blob: Blob, rows: Array) -> bool:
+        """Has the shard, byte for byte, the header that ``write_shard`` makes of these records?
+        That is sooner told than read."""
+        if self._columns.odd_keys:
+            return False
+        kinds = self._col["kind"][rows].tolist()
+        pairs = list(dict.fromkeys(zip(self._columns.keys(rows), kinds, strict=True)))
+        return has_header(blob, pairs, list(self._columns.kinds))
+
+    def _check_shard(self, shard: Shard, rows: Array) -> None:
+        """Raises RunFormatError, or KeyError for a missing tensor."""
+        entries = list(map(shard.entries.__getitem__, self._columns.keys(rows)))
+        codes = {(SHARD_DTYPES.get(k[0]), k[1]): code for k, code in self._columns.kinds.items()}
+        said = np.array([codes.get((entry.dtype, entry.shape), -1) for entry in entries])
+        held = np.array([end - begin for begin, end in [entry.data_offsets for entry in entries]])
+        kinds = self._col["kind"][rows]
+        right = (said == kinds) & (held == self._sizes()[kinds])
+        for row in rows[~right].tolist():
+            check_part(shard, parts_of(self._at(row))[0], where="")
+
+    def _sizes(self) -> Array:
+        """Bytes of a tensor, by kind."""
+        if "size" not in self._col:
+            kinds = self._columns.kinds
+            sizes = [math.prod(shape) * format_named(dtype).itemsize for dtype, shape in kinds]
+            self._col["size"] = np.array(sizes, np.int64)
+        return self._col["size"]
+
+    def sizes(self) -> Sizes:
+        if (
+            self._columns.odd_keys
+            or "xxh3" not in self._col
+            or (self._col["flags"] & _SKETCH).any()
+        ):
+            return sizes_counted(self.each())
+        placed = np.flatnonzero(self._col["flags"] & _KEPT)
+        places = np.empty(len(placed), [("shard", np.uint32), ("xxh3", "V16")])
+        places["shard"], places["xxh3"] = self._col["shard"][placed], self._col["xxh3"][placed]
+        _, kept = np.unique(places.view(f"V{places.itemsize}"), return_index=True)
+        sizes, kinds = self._sizes(), self._col["kind"]
+        return Sizes(
+            num_records=len(self),
+            num_tensors=len(kept),
+            num_shards=len(np.unique(places["shard"])),
+            stored_bytes=sum(sizes[kinds[placed[kept]]].tolist()),
+            seen_bytes=sum(sizes[kinds].tolist()),
+        )
+
+    def forget_places(self) -> None:
+        """Lets go of what only the checks above need."""
+        self._col.pop("xxh3")
+        self._col.pop("shard")
+        self._columns.odd_keys.clear()
+
+
+def _tally(codes: Array, num: int) -> tuple[Array, Array]:
+    """How often each of ``num`` codes appears, and where first (behind the end: nowhere)."""
+    firsts = np.full(num, len(codes))
+    firsts[codes[::-1]] = np.arange(len(codes))[::-1]
+    return np.bincount(codes, minlength=num), firsts

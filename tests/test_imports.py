@@ -66,13 +66,15 @@ REPORT_READS = (
     "divergence.analyses",
     "divergence.comparison.answer",
     "divergence.comparison.results",
+    "divergence.run.schema.contents",
     "divergence.run.schema.site",
     "divergence.run.schema.arithmetic",
     "divergence.run.schema.record",
     "divergence.run.command",
     "divergence.run.schema.manifest",
 )
-"""All that report may take from run and from levels 3 and 4: types. It never opens a run."""
+"""All that report may take from run and from levels 3 and 4: types, and counts over
+records. It never opens a run."""
 
 OWNERS = {
     "transformers": ("recording/engines/",),

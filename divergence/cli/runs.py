@@ -41,13 +41,13 @@ def inspect(
     from divergence.report.inspection import run_lines, select_records, site_lines, verified_text
     from divergence.report.machine import strict_json
     from divergence.run.reader import Run
-    from divergence.run.schema.contents import parts_of, why_no_bytes
+    from divergence.run.schema.contents import num_kept, why_no_bytes
 
     opened = Run.open(run)
     records = opened.records if site is None else select_records(opened.records, site)
     audit = None if site is not None else audit_runs(opened)
     problems: list[str] | None = None
-    kept = sum(bool(parts_of(record)) for record in opened.records) if verify else 0
+    kept = num_kept(opened.records) if verify else 0
     if verify:
         with progress_bars(quiet=quiet or json) as progress:
             problems = opened.verify(progress=progress)
@@ -56,7 +56,7 @@ def inspect(
             "schema_version": 1,
             "path": str(opened.path),
             "manifest": msgspec.to_builtins(opened.manifest),
-            "records": msgspec.to_builtins(records),
+            "records": msgspec.to_builtins(list(records)),
         }
         if audit is not None:
             answer["audit"] = msgspec.to_builtins(audit)

@@ -15,6 +15,7 @@ from divergence.comparison.results.sites import PassCoverage, SiteResult
 from divergence.comparison.results.tokens import TokensResult
 from divergence.numerics.floor import THRESHOLDS, Thresholds
 from divergence.run.reader import Run
+from divergence.run.schema.contents import call_passes
 from divergence.run.schema.manifest import Manifest
 
 __all__ = ["Measured", "Shown", "is_probe"]
@@ -68,7 +69,7 @@ class Measured:
     def has_operators(self) -> bool:
         """Did a side record operators?"""
         runs = (self.reference, self.candidate)
-        return any(record.call is not None for run in runs for record in run.records)
+        return any(call_passes(run.records) for run in runs)
 
     @property
     def partial(self) -> bool:

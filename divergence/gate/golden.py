@@ -105,17 +105,18 @@ def _changes(
     """The fields of a Blessing that hold the old golden against the new one."""
     from divergence.comparison.api import compare
     from divergence.run.reader import Run
+    from divergence.run.schema.contents import site_names
 
     changes: dict[str, Any] = {}
     old_sites: set[str] = set()
     try:
-        old_sites = {record.site for record in Run.open(target).records}
+        old_sites = site_names(Run.open(target).records)
         report = compare(target, source, name_map=name_map, progress=progress)
         changes = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
     # a golden that cannot be compared any more is what blessing is for
     except (IncomparableError, RunFormatError, UsageError) as error:
         changes = {"reason": error.message}
-    new_sites = {record.site for record in run.records}
+    new_sites = site_names(run.records)
     changes["added_sites"] = sorted(new_sites - old_sites, key=natural_key)
     changes["removed_sites"] = sorted(old_sites - new_sites, key=natural_key)
     return changes

@@ -13,6 +13,7 @@ from divergence.ops.allowed import Refusal
 from divergence.ops.arguments import contiguous_stride, span_of
 from divergence.run.command import command_line
 from divergence.run.reader import Run
+from divergence.run.schema.contents import call_passes
 from divergence.run.schema.record import Call, Operand, PassName, Record
 from divergence.run.schema.site import compile_patterns, near_names
 
@@ -52,7 +53,7 @@ def replayable_pass(run: Run, wanted: str | None = None) -> PassName:
 
     Raises UsageError where the run holds none.
     """
-    held = {record.pass_ for record in run.records if record.call is not None}
+    held: set[PassName] = call_passes(run.records)
     if run.manifest.plan.replayed_pass is not None:
         raise UsageError(
             f"{run.path} is a replay itself",

@@ -7,7 +7,7 @@ be looked at without torch.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +24,7 @@ from divergence.report.environment import (
     switch_lines,
 )
 from divergence.run.command import command_line, requoted
+from divergence.run.schema.contents import count_passes, count_sites, records_at, site_names
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
 from divergence.run.schema.site import compile_patterns, natural_key, near_names
@@ -198,23 +199,13 @@ def _prompt_lines(manifest: Manifest) -> list[Line]:
 
 def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
     """One row per site: its passes, steps, shape in the first step, and size."""
-    passes = Counter(record.pass_ for record in records)
+    passes = count_passes(records)
     lines = [heading("records", ", ".join(f"{num:,} {name}" for name, num in passes.items()))]
-    by_site: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_site[record.site].append(record)
     rows = []
-    for site, group in by_site.items():
-        first = group[0]
-        counts = Counter(record.pass_ for record in group)
-        bad = sum(
-            record.summary.num_nan + record.summary.num_posinf + record.summary.num_neginf
-            for record in group
-            if record.summary is not None
-        )
-        recorded = ", ".join(f"{num}x {name}" for name, num in counts.items())
-        recorded += f", {bad:,} nan or inf" if bad else ""
-        rows.append((site, first.dtype, shape_text(first.shape), recorded))
+    for held in count_sites(records):
+        recorded = ", ".join(f"{num}x {name}" for name, num in held.passes.items())
+        recorded += f", {held.num_nonfinite:,} nan or inf" if held.num_nonfinite else ""
+        rows.append((held.site, held.dtype, shape_text(held.shape), recorded))
     shown = rows if verbose else rows[:MAX_SITES]
     lines += columns([("site", "dtype", "first shape", "recorded"), *shown], widest=44)
     if len(shown) < len(rows):
@@ -224,13 +215,11 @@ def _record_lines(records: Sequence[Record], *, verbose: bool) -> list[Line]:
 
 def select_records(records: Sequence[Record], site: str) -> list[Record]:
     """The records of one site, or of the sites that a pattern matches; UsageError if none is."""
-    found = [record for record in records if record.site == site]
+    names = site_names(records)
+    wanted = {site} if site in names else set(filter(compile_patterns([site]), names))
+    found = records_at(records, wanted)
     if not found:
-        matches = compile_patterns([site])
-        found = [record for record in records if matches(record.site)]
-    if not found:
-        names = sorted({record.site for record in records}, key=natural_key)
-        near = near_names(site, names)
+        near = near_names(site, sorted(names, key=natural_key))
         hint = "`divergence inspect RUN -v` lists every site"
         hint = f"did you mean {' or '.join(near)}?" if near else hint
         raise UsageError(f"the run has no record of {site!r}", hint=hint)

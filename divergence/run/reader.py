@@ -23,12 +23,12 @@ from divergence.run.schema.contents import (
     Part,
     StoredRecords,
     check_part,
-    count_sites,
     each_of,
     find_content,
     parts_of,
     records_at,
     records_by_content,
+    site_names,
     sizes_of,
     why_no_bytes,
 )
@@ -314,7 +314,7 @@ class Run:
 
     def sites(self) -> list[str]:
         """Every recorded site, in natural order."""
-        return sorted((counts.site for counts in count_sites(self.records)), key=natural_key)
+        return sorted(site_names(self.records), key=natural_key)
 
     def at_site(self, site: str) -> list[Record]:
         """All records of one site. Raises UsageError with near names if there are none."""

@@ -1,10 +1,10 @@
-"""The records of a large run, by columns.
+"""The records of a large run, decoded when they are asked for.
 
 Opening a run reads and checks every line. As objects, a million records take more than half a
-gigabyte and most are never asked for, so of a large run some 25 bytes a record are kept: what tells
-them apart, and where each line begins (``Columns``). A record is decoded again when it is asked for
-(``Table``). The files are read in portions of whole lines; each must then still have the bytes that
-were checked, by a digest.
+gigabyte and most are never asked for, so of a large run columns are kept (columns.py): what tells
+records apart, and where each line begins. A record is decoded again when it is asked for. The files
+are read in portions of whole lines; each must then still have the bytes that were checked, by a
+digest.
 
 The columns are made from the lines whenever a run is opened and are stored nowhere: an index beside
 the lines could differ from them, and to find that out takes reading them.
@@ -17,7 +17,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ import xxhash
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
+from divergence.run.columns import CALL, KEPT, SKETCH, Array, Columns, Source
 from divergence.run.schema.contents import (
     SiteCounts,
     StoredRecords,
@@ -32,32 +33,15 @@ from divergence.run.schema.contents import (
     parts_of,
     sizes_counted,
 )
-from divergence.run.schema.layout import (
-    MAX_LINE_BYTES,
-    SHARD_DTYPES,
-    checked_shard_name,
-    records_name,
-)
+from divergence.run.schema.layout import SHARD_DTYPES, checked_shard_name, records_name
 from divergence.run.schema.manifest import Manifest, Sizes
 from divergence.run.schema.parsing import BROKEN_JSON, UNSOUND, portions, record_check
-from divergence.run.schema.record import (
-    Checked,
-    Codes,
-    Coordinates,
-    Record,
-    RecordCheck,
-    UnsoundError,
-)
+from divergence.run.schema.record import Coordinates, PassName, Record
 from divergence.run.storage.blob import Blob
 from divergence.run.storage.shard import Shard, has_header
 from divergence.run.storage.store import Store
 
 __all__ = ["Table", "read_table"]
-
-Array = np.ndarray[Any, Any]
-
-_CALL, _KEPT, _SKETCH = 1, 2, 4
-"""Bits of the column ``flags``: is there a call, is anything on disk, is there a sketch?"""
 
 
 def read_table(store: Store, manifest: Manifest) -> tuple[Table, bool] | None:
@@ -83,7 +67,7 @@ def read_table(store: Store, manifest: Manifest) -> tuple[Table, bool] | None:
                     break
                 if not decoded:
                     return None
-                columns.add(check.all(decoded), lines, _Source(len(blobs) - 1, begin))
+                columns.add(check.all(decoded), lines, Source(len(blobs) - 1, begin))
                 begin += len(lines) + 1
         columns.join()
     except (*UNSOUND, OverflowError):
@@ -91,129 +75,6 @@ def read_table(store: Store, manifest: Manifest) -> tuple[Table, bool] | None:
     if manifest.complete and columns.num_rows != manifest.sizes.num_records:
         return None
     return Table(columns, blobs), torn
-
-
-class _Source(NamedTuple):
-    """Where a portion of lines begins: in which file, and at which byte."""
-
-    blob: int
-    begin: int
-
-
-class _Portion(NamedTuple):
-    """Whole lines of one file, without the last line end."""
-
-    source: _Source
-    num_bytes: int
-    digest: int
-    first: int
-    """Row of its first record."""
-
-
-def _codes(codes: Codes, things: Sequence[object]) -> Array:
-    return _numbers(list(map(codes.__getitem__, things)))
-
-
-def _numbers(numbers: Sequence[int]) -> Array:
-    if numbers.count(numbers[0]) == len(numbers):  # as samples and ranks mostly are
-        return np.full(len(numbers), numbers[0], np.min_scalar_type(numbers[0]))
-    return _narrowed(np.fromiter(numbers, np.int64, len(numbers)))
-
-
-def _narrowed(numbers: Array) -> Array:
-    """As the smallest type without sign that holds them."""
-    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))), copy=False)
-
-
-class Columns:
-    """What is kept of every record. ``add`` portions in order, then ``join``."""
-
-    def __init__(self, check: RecordCheck) -> None:
-        self.num_rows = 0
-        self.portions: list[_Portion] = []
-        self.sites, self.kinds = check.sites, check.kinds
-        self.passes, self.shards = Codes(), Codes()
-        self.nonfinite: dict[int, int] = {}
-        """By row, where there are any."""
-        self.odd_keys: dict[int, str] = {}
-        """By row: keys of places that are not the digest of the bytes."""
-        self.col: dict[str, Array] = {}
-        self._parts: defaultdict[str, list[Array]] = defaultdict(list)
-
-    def add(self, checked: Checked, lines: bytes, source: _Source) -> None:
-        """Raises UnsoundError where there is not a line for each record."""
-        (passes, samples, steps, _, _, _, _, summaries, places, xxh3s, _, sketches, ranks, _, calls,
-         _) = checked.fields  # fmt: skip
-        first, num = self.num_rows, len(passes)
-        digest = xxhash.xxh3_64_intdigest(lines)
-        self.portions.append(_Portion(source, len(lines), digest, first))
-        self.num_rows += num
-        keys = [None if place is None else place.key for place in places]
-        shards = [None if place is None else place.shard for place in places]
-        kept = _codes(self.shards, shards)
-        flags = _KEPT * (kept != self.shards.get(None, -1)).astype(np.uint8)
-        for bits, ones in ((_CALL, calls), (_KEPT | _SKETCH, sketches)):
-            if ones.count(None) < num:
-                flags |= bits * np.array([one is not None for one in ones], np.uint8)
-        for name, column in (
-            ("begin", _begins(lines, num)),
-            ("pass", _codes(self.passes, passes)),
-            ("sample", _numbers(samples)),
-            ("step", _numbers(steps)),
-            ("rank", _numbers(ranks)),
-            ("site", _numbers(checked.sites)),
-            ("kind", _numbers(checked.kinds)),
-            ("shard", kept),
-            ("xxh3", np.frombuffer(checked.xxh3, "V16")),
-            ("flags", flags),
-        ):
-            self._parts[name].append(column)
-        if keys != list(xxh3s):
-            for row, (key, xxh3) in enumerate(zip(keys, xxh3s, strict=True), first):
-                if key != xxh3 and key is not None:
-                    self.odd_keys[row] = key
-        if any([s and (s.num_nan or s.num_posinf or s.num_neginf) for s in summaries]):
-            for row, s in enumerate(summaries, first):
-                if s is not None and (number := s.num_nan + s.num_posinf + s.num_neginf):
-                    self.nonfinite[row] = number
-
-    def join(self) -> None:
-        """Makes one column of the portions'. Raises UnsoundError where two records have the same
-        coordinates, or where telling that would take more than 64 bits."""
-        for name in list(self._parts):
-            self.col[name] = np.concatenate(self._parts.pop(name))
-        identity, num = np.zeros(self.num_rows, np.int64), 1
-        for name in ("rank", "pass", "sample", "step", "site"):
-            size = int(self.col[name].max()) + 1
-            num *= size
-            if num >= 1 << 63:
-                raise UnsoundError
-            identity *= size
-            identity += self.col[name].astype(np.int64)
-        identity.sort()
-        if (identity[1:] == identity[:-1]).any():
-            raise UnsoundError
-
-    def keys(self, rows: Array) -> list[str]:
-        """The keys of the places of these rows, which all have one."""
-        text = self.col["xxh3"][rows].tobytes().hex()
-        keys = [text[at : at + 32] for at in range(0, len(text), 32)]
-        if self.odd_keys:
-            keys = [
-                self.odd_keys.get(row, key) for row, key in zip(rows.tolist(), keys, strict=True)
-            ]
-        return keys
-
-
-def _begins(lines: bytes, num: int) -> Array:
-    """Where each of ``num`` lines begins. Raises UnsoundError."""
-    ends = np.flatnonzero(np.frombuffer(lines, np.uint8) == 10)
-    begins = np.zeros(len(ends) + 1, np.uint32)
-    begins[1:] = ends + 1
-    longest = int(np.diff(begins, append=len(lines) + 1).max())
-    if len(begins) != num or longest > MAX_LINE_BYTES:
-        raise UnsoundError
-    return begins
 
 
 class Table(StoredRecords):
@@ -344,8 +205,8 @@ class Table(StoredRecords):
             found.append(SiteCounts(site, kind[0], kind[1], held, bad[code]))
         return found
 
-    def operator_passes(self) -> set[str]:
-        codes = np.unique(self._col["pass"][self._col["flags"] & _CALL != 0])
+    def call_passes(self) -> set[PassName]:
+        codes = np.unique(self._col["pass"][self._col["flags"] & CALL != 0])
         names = list(self._columns.passes)
         return {names[code] for code in codes}
 
@@ -378,10 +239,10 @@ class Table(StoredRecords):
         return names | {part.place.shard for one in self._sketched() for part in parts_of(one)}
 
     def num_kept(self) -> int:
-        return int(np.count_nonzero(self._col["flags"] & _KEPT))
+        return int(np.count_nonzero(self._col["flags"] & KEPT))
 
     def _sketched(self) -> list[Record]:
-        return [self._at(row) for row in np.flatnonzero(self._col["flags"] & _SKETCH).tolist()]
+        return [self._at(row) for row in np.flatnonzero(self._col["flags"] & SKETCH).tolist()]
 
     # -- places ----------------------------------------------------------------------------------
 
@@ -391,13 +252,15 @@ class Table(StoredRecords):
         """Is in the shards what the records say? False where one is not sound: going through all
         records says which and why."""
         try:
+            shard = self._col["shard"]
+            order = np.argsort(shard, kind="stable")
+            bounds = np.searchsorted(shard[order], np.arange(len(self._columns.shards) + 1))
             for code, name in enumerate(self._columns.shards):
                 if name is not None:
-                    rows = np.flatnonzero(self._col["shard"] == code)
-                    first = self._at(int(rows[0]))
+                    rows = order[bounds[code] : bounds[code + 1]]
                     checked_shard_name(name, where="")
                     if not self._is_as_written(blob_of(name), rows):
-                        self._check_shard(shard_of(first, name), rows)
+                        self._check_shard(shard_of(self._at(int(rows[0])), name), rows)
             for record in self._sketched():
                 part = parts_of(record)[-1]
                 check_part(shard_of(record, part.place.shard), part, where="")
@@ -408,7 +271,7 @@ class Table(StoredRecords):
     def _is_as_written(self, blob: Blob, rows: Array) -> bool:
         """Has the shard, byte for byte, the header that ``write_shard`` makes of these records?
         That is sooner told than read."""
-        if self._columns.odd_keys:
+        if not self._columns.odd_keys.keys().isdisjoint(rows.tolist()):
             return False
         kinds = self._col["kind"][rows].tolist()
         pairs = list(dict.fromkeys(zip(self._columns.keys(rows), kinds, strict=True)))
@@ -434,13 +297,9 @@ class Table(StoredRecords):
         return self._col["size"]
 
     def sizes(self) -> Sizes:
-        if (
-            self._columns.odd_keys
-            or "xxh3" not in self._col
-            or (self._col["flags"] & _SKETCH).any()
-        ):
+        if self._columns.odd_keys or "xxh3" not in self._col or (self._col["flags"] & SKETCH).any():
             return sizes_counted(self.each())
-        placed = np.flatnonzero(self._col["flags"] & _KEPT)
+        placed = np.flatnonzero(self._col["flags"] & KEPT)
         places = np.empty(len(placed), [("shard", np.uint32), ("xxh3", "V16")])
         places["shard"], places["xxh3"] = self._col["shard"][placed], self._col["xxh3"][placed]
         _, kept = np.unique(places.view(f"V{places.itemsize}"), return_index=True)

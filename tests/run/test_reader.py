@@ -14,7 +14,14 @@ import torch
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.run.reader import Run
-from divergence.run.schema import layout
+from divergence.run.schema import layout, parsing
+
+
+@pytest.fixture(autouse=True, params=["as a list", "by columns"])
+def opened(request, monkeypatch):
+    """Runs of few and of many records are opened in two ways, which answer alike."""
+    if request.param == "by columns":
+        monkeypatch.setattr(parsing, "LARGE_BYTES", 0)
 
 
 def refused(path, *texts: str) -> RunFormatError:
@@ -200,6 +207,10 @@ WRONG_RECORDS = {
     "negative rank": (lambda r: r.update(rank=-1), "`$.rank`"),
     "sample of no group": (lambda r: r.update(sample=7), "sample 7 is not the first of any group"),
     "no site": (lambda r: r.update(site="a"), "`$.site`"),
+    "site with a line end": (lambda r: r.update(site="a:out\n"), "`$.site`"),
+    "checksum with a line end": (lambda r: r.update(xxh3="0" * 32 + "\n"), "`$.xxh3`"),
+    "checksum in capitals": (lambda r: r.update(xxh3="A" * 32), "`$.xxh3`"),
+    "checksum with spaces": (lambda r: r.update(xxh3="00 " * 10 + "00"), "`$.xxh3`"),
     "site with escapes": (lambda r: r.update(site="a\x1b[2J:out"), "`$.site`"),
     "checksum": (lambda r: r.update(xxh3="ff"), "`$.xxh3`"),
     "positions": (lambda r: r.update(positions=[0]), "1 positions for shape [1, 3, 4]"),

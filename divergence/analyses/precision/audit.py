@@ -39,6 +39,7 @@ from divergence.comparison.results.operators import (
 )
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
+from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import is_operator_site, module_of
 from divergence.words import SideOrBoth
@@ -192,7 +193,7 @@ def _again(seen: AuditedPlace, place: AuditedPlace) -> AuditedPlace:
 
 def _recorded_logits(run: Run, site: str, family: OperatorFamily | None) -> Iterable[AuditedPlace]:
     """The logits as the model gave them, where the operators of the head were not recorded."""
-    found = [r for r in run.records if r.site == site and not is_operator_site(r.site)]
+    found = [] if is_operator_site(site) else records_at(run.records, [site])
     if not found:
         return []
     manifest = run.manifest

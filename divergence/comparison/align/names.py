@@ -22,6 +22,7 @@ import msgspec
 
 from divergence.errors import ConfigError
 from divergence.run.reader import Run
+from divergence.run.schema.contents import site_names
 from divergence.run.schema.site import module_of
 
 __all__ = ["NameMap", "find_prefix", "load_name_map", "renaming"]
@@ -120,11 +121,11 @@ def renaming(
 ) -> tuple[NameMap, tuple[str, str] | None]:
     if name_map is not None:
         return name_map, None
-    prefix = find_prefix({r.site for r in reference.records}, {r.site for r in candidate.records})
+    known = site_names(candidate.records)
+    prefix = find_prefix(site_names(reference.records), known)
     if prefix is None:
         return lambda site: site, None
     own, other = prefix
-    known = {r.site for r in candidate.records}
 
     def rename(site: str) -> str:
         if site.startswith(own) and other + site[len(own) :] in known:

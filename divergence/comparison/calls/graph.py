@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from divergence.run.reader import Run
+from divergence.run.schema.contents import call_passes
 from divergence.run.schema.record import Call, Operand, Record
 from divergence.run.schema.site import is_operator_site
 
@@ -56,7 +57,7 @@ class Node:
 
 def operator_passes(run: Run) -> set[str]:
     """The passes in which a run recorded operators."""
-    return {record.pass_ for record in run.records if record.call is not None}
+    return set[str](call_passes(run.records))
 
 
 def forwards_of(run: Run, pass_: str) -> dict[Forward, list[Node]]:

@@ -24,6 +24,7 @@ import torch
 from divergence.errors import PlantError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
+from divergence.run.schema.contents import site_names
 from divergence.run.schema.site import is_operator_site, near_names, one_or_more, split_site
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def parse_substitutes(
             )
         if not isinstance(source, Substitute):
             source = _opened(site, source)
-        held = {record.site for record in source.run.records}
+        held = site_names(source.run.records)
         if source.site not in held:
             near = near_names(source.site, held)
             raise UsageError(

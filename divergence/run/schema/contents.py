@@ -17,7 +17,7 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.summaries.sketch import rows_of
 from divergence.run.schema.layout import SHARD_DTYPES
 from divergence.run.schema.manifest import Manifest, Sizes
-from divergence.run.schema.record import Coordinates, Place, Record
+from divergence.run.schema.record import Coordinates, PassName, Place, Record
 from divergence.run.schema.site import is_operator_site, module_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "Part",
     "SiteCounts",
     "StoredRecords",
+    "call_passes",
     "check_part",
     "contents_of",
     "count_passes",
@@ -38,10 +39,11 @@ __all__ = [
     "first_nonfinite",
     "is_mask",
     "nonfinite_text",
-    "operator_passes",
+    "num_kept",
     "parts_of",
     "records_at",
     "records_by_content",
+    "site_names",
     "sizes_counted",
     "sizes_of",
     "why_no_bytes",
@@ -155,7 +157,7 @@ class StoredRecords(Sequence[Record]):
         """What there is of each site, in the order of first appearance."""
 
     @abstractmethod
-    def operator_passes(self) -> set[str]:
+    def call_passes(self) -> set[PassName]:
         """The passes that hold operators' calls."""
 
     @abstractmethod
@@ -226,10 +228,17 @@ def _nonfinite(record: Record) -> int:
     return 0 if summary is None else summary.num_nan + summary.num_posinf + summary.num_neginf
 
 
-def operator_passes(records: Sequence[Record]) -> set[str]:
-    """As StoredRecords.operator_passes."""
+def site_names(records: Sequence[Record]) -> set[str]:
+    """Of all sites that there are records of."""
     if isinstance(records, StoredRecords):
-        return records.operator_passes()
+        return {held.site for held in records.count_sites()}
+    return {record.site for record in records}
+
+
+def call_passes(records: Sequence[Record]) -> set[PassName]:
+    """As StoredRecords.call_passes."""
+    if isinstance(records, StoredRecords):
+        return records.call_passes()
     return {record.pass_ for record in records if record.call is not None}
 
 
@@ -238,6 +247,13 @@ def records_at(records: Sequence[Record], sites: Collection[str]) -> list[Record
     if isinstance(records, StoredRecords):
         return records.records_at(sites)
     return [record for record in records if record.site in sites]
+
+
+def num_kept(records: Sequence[Record]) -> int:
+    """As StoredRecords.num_kept."""
+    if isinstance(records, StoredRecords):
+        return records.num_kept()
+    return sum(bool(parts_of(record)) for record in records)
 
 
 def sizes_of(records: Sequence[Record]) -> Sizes:

@@ -263,8 +263,8 @@ class Checked(NamedTuple):
 class RecordCheck:
     """Checks what the types of records do not, one by one or many at a time.
 
-    ``first_samples``: of each group; ``num_axes``: of the mesh, or None without one. ``rank``: whose
-    file it is. That no two records have the same coordinates is left to whoever has them all.
+    ``first_samples``: of each group; ``num_axes``: of the mesh, or None without one. ``rank``:
+    whose file it is. That no two records have the same coordinates is left to whoever has them all.
     """
 
     def __init__(self, first_samples: set[int], num_axes: int | None) -> None:

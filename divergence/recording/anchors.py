@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from divergence.recording.engines.generate import pad_id
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks.modules import Anchor
+from divergence.recording.hooks.sink import Anchor
 from divergence.recording.prompts import group_samples
 from divergence.recording.selection import step_selected
 from divergence.run.reader import Run

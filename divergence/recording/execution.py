@@ -22,8 +22,10 @@ from divergence.recording.engines.generate import GroupResult, check_ids
 from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.placement import map_text
-from divergence.recording.hooks.modules import Anchor, Recorder
+from divergence.recording.engines.together import Together
+from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.plant import check_places, substitute_from
+from divergence.recording.hooks.sink import Anchor
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
 from divergence.recording.machine.hardware import free_bytes
@@ -105,6 +107,9 @@ class Execution:
         """Write the run to ``out``, and open it."""
         request = self.request
         passes = self._made = self._passes()
+        plain = not (self.selection.operators or self.plants or request.substitutes)
+        truth = self.compute_dtype == torch.float64 and plain
+        self._together = Together(self.loaded) if truth else None
         manifest = self._manifest(self._plan(passes), command)
         watch = CompiledWatch(self.loaded.module)
         for note in watch.beforehand(self.selection.operators, self.selection.hooked):
@@ -293,7 +298,7 @@ class Execution:
         total, done = forwards * (num_blocks if by_block else 1), itertools.count(1)
 
         def advance(what: str) -> None:
-            self.on_progress(one.name, next(done), total, what)
+            self.on_progress(one.name, min(next(done), total), total, what)
 
         return Recorder(
             self.loaded.module,
@@ -358,6 +363,7 @@ class Execution:
                 max_new_tokens=self.request.max_new_tokens,
                 forced=self.forced,
                 on_group=None if writer is None else note_tokens,
+                together=self._together,
             )
         if writer is not None and self.division is not None:
             self.division.join_tokens(self.samples, writer.manifest)

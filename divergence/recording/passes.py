@@ -24,7 +24,9 @@ import msgspec
 from divergence.numerics.summaries.fold import folds_of
 from divergence.recording.engines.generate import GroupResult, run_group
 from divergence.recording.engines.load import LoadedModel
-from divergence.recording.hooks.modules import Anchor, Recorder
+from divergence.recording.engines.together import Together
+from divergence.recording.hooks.modules import Recorder
+from divergence.recording.hooks.sink import Anchor
 from divergence.recording.selection import step_selected
 from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
@@ -115,8 +117,9 @@ def run_pass(
     max_new_tokens: int,
     forced: Sequence[list[int]] | None = None,
     on_group: Callable[[list[int], GroupResult], None] | None = None,
+    together: Together | None = None,
 ) -> None:
-    """Run every group once under the recorder's hooks."""
+    """Run every group once under the recorder's hooks; forced steps ``together`` where it suits."""
     with recorder.installed(), quick_thread_switches(), frozen_heap():
         for group in groups:
             members = [samples[number] for number in group]
@@ -129,7 +132,10 @@ def run_pass(
             wanted = (
                 None if forced is None else [forced[number][:max_new_tokens] for number in group]
             )
-            result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
+            if together is not None and wanted and together.suits(len(wanted[0])):
+                result = together.run_group(recorder, members, wanted)
+            else:
+                result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
             if on_group is not None:
                 on_group(group, result)
 

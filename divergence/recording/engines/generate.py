@@ -8,8 +8,9 @@ would hide what the forward pass computes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,17 @@ if TYPE_CHECKING:
     from divergence.recording.ranks.processes import Ranks
     from divergence.run.schema.manifest import SampleTokens
 
-__all__ = ["GroupResult", "check_ids", "pad_id", "run_group"]
+__all__ = [
+    "GroupResult",
+    "can_generate",
+    "check_ids",
+    "control",
+    "failures",
+    "generate",
+    "inputs",
+    "pad_id",
+    "run_group",
+]
 
 _TOP = 5
 _KEEP = "logits_to_keep"
@@ -57,22 +68,28 @@ def run_group(
     model, and so does a model that cannot be asked.
     Raises ModelError when the forward itself fails.
     """
-    ids, mask = _inputs(loaded, samples)
+    ids, mask = inputs(loaded, samples)
     count = max_new_tokens if forced is None else len(forced[0])
     model: Any = loaded.module
     if loaded.ranks is not None:
         loaded.ranks.idle = False
+    with failures(loaded, samples, count), torch.no_grad():
+        if loaded.task != "encoder" and count > 0 and can_generate(model):
+            return _decode(loaded, ids, mask, count, forced, num_logits)
+        kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        prompt: list[list[int]] = [[] for _ in samples]
+        if loaded.task == "encoder-decoder":
+            prompt = [[_decoder_start(model)] for _ in samples]
+            kwargs["decoder_input_ids"] = torch.tensor(prompt, device=ids.device)
+        model(**kwargs)
+        return GroupResult([[] for _ in samples], [[] for _ in samples], prompt)
+
+
+@contextlib.contextmanager
+def failures(loaded: LoadedModel, samples: Sequence[SampleTokens], count: int) -> Iterator[None]:
+    """What a forward raises, as ModelError; ``count`` tokens were to follow each sample."""
     try:
-        with torch.no_grad():
-            if loaded.task != "encoder" and count > 0 and _can_generate(model):
-                return _decode(loaded, ids, mask, count, forced, num_logits)
-            kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
-            prompt: list[list[int]] = [[] for _ in samples]
-            if loaded.task == "encoder-decoder":
-                prompt = [[_decoder_start(model)] for _ in samples]
-                kwargs["decoder_input_ids"] = torch.tensor(prompt, device=ids.device)
-            model(**kwargs)
-            return GroupResult([[] for _ in samples], [[] for _ in samples], prompt)
+        yield
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"out of memory on {loaded.device} during the forward pass",
@@ -86,7 +103,8 @@ def run_group(
         ) from error
     except (IndexError, ValueError, RuntimeError) as error:
         length = max(len(sample.prompt_ids) for sample in samples)
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        config: Any = loaded.module.config
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         hint = None
         if limit is not None and length + count > limit:
             hint = (
@@ -119,19 +137,48 @@ def _decode(
     forced: list[list[int]] | None,
     num_logits: int | None,
 ) -> GroupResult:
+    model: Any = loaded.module
+    eos = model.generation_config.eos_token_id if forced is None else None
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    made = control(forced, count, ends, loaded.ranks)
+    output = generate(loaded, ids, mask, count, eos=eos, control=made, num_logits=num_logits)
+    num_steps = len(made.chosen)
+    before, fed_ids = output.tensor_split([output.shape[1] - num_steps], dim=1)
+    generated = fed_ids.tolist()
+    decoder = before.tolist() if loaded.task == "encoder-decoder" else [[] for _ in generated]
+    chosen = [list(row) for row in zip(*made.chosen, strict=True)]
+    for row, fed in zip(chosen, generated, strict=True):
+        # A sample that has ended is fed padding while its batch goes on: no choice any more.
+        last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
+        del row[last + 1 :]
+    return GroupResult(generated, chosen, decoder, made.seen)
+
+
+def generate(
+    loaded: LoadedModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    count: int,
+    *,
+    control: Any = None,
+    eos: int | list[int] | None = None,
+    num_logits: int | None = None,
+    with_cache: bool = False,
+    cache: Any = None,
+) -> Any:
+    """transformers' own result for ``count`` more tokens, which ``control`` may choose: the ids, or
+    what holds the cache too (``past_key_values``). ``cache``: of the first ``ids``, which are not
+    fed again."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     model: Any = loaded.module
-    own = model.generation_config
-    eos = own.eos_token_id if forced is None else None
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
-    control = _control(forced, count, ends, loaded.ranks)
-    pad = pad_id(loaded)
+    own, pad = model.generation_config, pad_id(loaded)
     plain = GenerationConfig(
         do_sample=False,
         num_beams=1,
         max_new_tokens=count,
         use_cache=True,
+        return_dict_in_generate=with_cache,
         eos_token_id=eos,
         pad_token_id=pad,
         bos_token_id=own.bos_token_id,
@@ -139,31 +186,21 @@ def _decode(
     )
     known = inspect.signature(model.forward).parameters
     model.generation_config = plain  # generate() fills gaps from here; keep it equally plain
+    more = {} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}
     try:
-        output = model.generate(
+        return model.generate(
             inputs=ids,
             attention_mask=mask,
             generation_config=plain,
-            logits_processor=LogitsProcessorList([control]),
-            **({} if num_logits is None or _KEEP not in known else {_KEEP: num_logits}),
+            logits_processor=LogitsProcessorList([] if control is None else [control]),
+            **more,
+            **({} if cache is None else {"past_key_values": cache}),
         )
     finally:
         model.generation_config = own
-    num_steps = len(control.chosen)
-    before, fed_ids = output.tensor_split([output.shape[1] - num_steps], dim=1)
-    generated = fed_ids.tolist()
-    decoder = before.tolist() if loaded.task == "encoder-decoder" else [[] for _ in generated]
-    chosen = [list(row) for row in zip(*control.chosen, strict=True)]
-    for row, fed in zip(chosen, generated, strict=True):
-        # A sample that has ended is fed padding while its batch goes on: no choice any more.
-        last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
-        del row[last + 1 :]
-    return GroupResult(generated, chosen, decoder, control.seen)
 
 
-def _control(
-    forced: list[list[int]] | None, count: int, ends: set[int], ranks: Ranks | None
-) -> Any:
+def control(forced: list[list[int]] | None, count: int, ends: set[int], ranks: Ranks | None) -> Any:
     """A logits processor: notes the greedy choice, and forces the recorded one if there is one.
 
     Of ``ranks`` with the same prompts one chooses. After ``count`` steps, or when each row has met
@@ -202,7 +239,7 @@ def _control(
     return Control()
 
 
-def _inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(loaded: LoadedModel, samples: list[SampleTokens]) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask), both (B, T), padded as the samples say."""
     pad, ids, mask = pad_id(loaded), [], []
     for sample in samples:
@@ -226,7 +263,7 @@ def pad_id(loaded: LoadedModel) -> int:
     return 0
 
 
-def _can_generate(model: Any) -> bool:
+def can_generate(model: Any) -> bool:
     check: Callable[[], bool] | None = getattr(model, "can_generate", None)
     return bool(check and check() and getattr(model, "generation_config", None) is not None)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,43 +25,18 @@ from divergence.recording.hooks.arguments import (
 )
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.hooks.plant import FORWARDS, Plant
+from divergence.recording.hooks.rows import Rows
+from divergence.recording.hooks.sink import Anchor, Sink
 from divergence.recording.keeper import CopyKeeper, Keeper, Recent
 from divergence.recording.model.compiled import compiled_regions, hooked
 from divergence.recording.model.structure import by_token, inside
 from divergence.recording.selection import select_positions, step_selected
 from divergence.run.schema.manifest import ModuleNote
-from divergence.run.schema.record import Call, PassName, Placement
+from divergence.run.schema.record import Call, PassName
 from divergence.run.schema.site import ROOT, escape_path, join_site
 from divergence.run.writing.captured_tensor import CapturedTensor
 
-__all__ = ["Anchor", "Recorder", "Sink"]
-
-
-class Sink(Protocol):
-    """Where records go: a RunWriter, or something that only compares digests."""
-
-    def put(
-        self,
-        item: CapturedTensor,
-        *,
-        pass_: PassName,
-        sample: int,
-        step: int,
-        site: str,
-        order: int,
-        positions: tuple[int, ...] | None = None,
-        call: Call | None = None,
-        placement: tuple[Placement, ...] | None = None,
-    ) -> None: ...
-
-
-class Anchor(Protocol):
-    """Recorded inputs by coordinates; None where nothing was recorded. ``own``: what this run has
-    there."""
-
-    def __call__(
-        self, sample: int, step: int, site: str, own: torch.Tensor
-    ) -> torch.Tensor | None: ...
+__all__ = ["Recorder"]
 
 
 class Recorder:
@@ -136,13 +111,43 @@ class Recorder:
         the last ``num_kept`` are recorded (logits of the last one alone where that is None)."""
         self._sample, self._batch, self._num_tokens = sample, batch, num_tokens
         self._num_kept = num_kept
-        self._step = self._order = 0
-        self._selected = step_selected(self._steps, 0)
+        self.go_to(0)
         self._anchor_broken = False
         self._calls: dict[str, str] = {}
         self._num_calls: dict[str, dict[str, int]] = {}
         if self.operators is not None:
             self.operators.end_of_forward()
+
+    def go_to(self, step: int) -> None:
+        """The next forward is this one."""
+        self._step, self._order = step, 0
+        self._selected = step_selected(self._steps, step)
+
+    @contextlib.contextmanager
+    def held(
+        self, sink: Sink | None, *, step: int, num_told: int, rows: Rows | None = None
+    ) -> Iterator[None]:
+        """The next forward is ``step``, or the steps of ``rows`` from there on; copies of what it
+        gives go to ``sink`` alone, or nowhere. Progress is told ``num_told`` times."""
+        before = dict(self.__dict__)
+        self.go_to(step)
+        self.sink, self._selected = sink or self.sink, self._selected and sink is not None
+        self._keep = CopyKeeper().keep
+        if rows is not None and self._anchor is not None:
+            self._anchor = rows.of(self._anchor)
+        self._on_step = _repeated(self._on_step, num_told)
+        self._on_block = _repeated(self._on_block, num_told)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
+
+    def record(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Record what forward ``step`` gave, by site."""
+        self.go_to(step)
+        for site, tensor in tensors.items():
+            self._put(site, self._kept(ROOT, tensor)[0])
+        self._recent.clear()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
@@ -248,10 +253,7 @@ class Recorder:
             self._recent.items.pop(id(tensor), None)
 
     def _end_of_forward(self) -> None:
-        self._step += 1
-        self.num_emitted += self._order
-        self._order = 0
-        self._selected = step_selected(self._steps, self._step)
+        self.go_to(self._step + 1)
         self._calls.clear()
         if self.operators is not None:
             self.operators.end_of_forward()
@@ -326,6 +328,7 @@ class Recorder:
             positions=positions,
         )  # fmt: skip
         self._order = order + 1
+        self.num_emitted += 1
 
     def _site(
         self, path: str, call: str, port: str, tensor: torch.Tensor
@@ -353,6 +356,7 @@ class Recorder:
             order=self._order, call=call,
         )  # fmt: skip
         self._order += 1
+        self.num_emitted += 1
 
     def _quiet(self) -> contextlib.AbstractContextManager[Any]:
         """Operators that this recorder runs itself are not the model's."""
@@ -387,3 +391,12 @@ class Recorder:
                     hint="`divergence inspect RUN` lists the sites of a run "
                     "captured with --sites modules",
                 )
+
+
+def _repeated(tell: Callable[[Any], None] | None, times: int) -> Callable[[Any], None] | None:
+    def told(what: Any) -> None:
+        for _ in range(times):
+            assert tell is not None
+            tell(what)
+
+    return None if tell is None else told

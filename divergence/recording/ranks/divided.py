@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import torch
 
     from divergence.recording.engines.load import LoadedModel
-    from divergence.recording.hooks.modules import Sink
     from divergence.recording.hooks.plant import Plant
+    from divergence.recording.hooks.sink import Sink
     from divergence.recording.ranks.processes import Ranks
     from divergence.recording.request import Request
     from divergence.recording.selection import SiteSelection

@@ -1,0 +1,214 @@
+"""The decode steps of a truth, many in one forward.
+
+A truth feeds tokens that are known beforehand, and in float64 it does not matter to the result, but
+for rounding at 2^-53, whether they go through the model one by one or together. One by one each
+forward reads every weight for a single row, which is what its time goes into. So after the prefill,
+which is made as ever, up to ``MOST_STEPS`` tokens are fed at once behind the same cache, and what
+each step would have given is cut out.
+
+Of each such forward the first and the last step are made alone as well, the last one behind a cache
+that was filled in another division, and all that is recorded must agree (hooks.rows). Where it does
+not, in a model with a state, with rotary tables that depend on the length, with sites whose tensors
+have no row a token, the cache is set back and all further steps of the truth are made one by one.
+Caches of other kinds than keys and values, whole or of a sliding window, are not tried.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from divergence.recording.engines.generate import (
+    GroupResult,
+    can_generate,
+    control,
+    failures,
+    generate,
+    inputs,
+)
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.hooks.rows import HeldSink, Rows, agree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from divergence.recording.hooks.modules import Recorder
+    from divergence.run.schema.manifest import SampleTokens
+
+__all__ = ["Together"]
+
+MOST_STEPS = 32
+FEWEST_STEPS = 6
+"""Checked, fewer steps take longer together than one by one."""
+HELD_BYTES = 64 << 20
+"""Of what one forward gives, held until it is known to be right."""
+
+
+class Together:
+    """Runs groups of prompts, and knows whether this model's steps can (still) be made together."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._works = (
+            loaded.ranks is None
+            and loaded.task == "causal-lm"
+            and can_generate(loaded.module)
+            and _continues(loaded)
+        )
+
+    def suits(self, count: int) -> bool:
+        """Are the forwards of ``count`` tokens worth it?"""
+        return self._works and count > FEWEST_STEPS  # the first is the prefill's
+
+    def run_group(
+        self, recorder: Recorder, samples: list[SampleTokens], forced: list[list[int]]
+    ) -> GroupResult:
+        """The prompts in one forward, then the ``forced`` tokens."""
+        count = len(forced[0])
+        with failures(self._loaded, samples, count), torch.no_grad():
+            group = _Group(self._loaded, samples, forced)
+            step = 1
+            while step < count:
+                made = 0
+                if self._works and count - step >= FEWEST_STEPS:
+                    made = _made_together(group, recorder, step, count - step)
+                    self._works = made > 0
+                if not made:
+                    group.choose(group.forward(step))
+                step += made or 1
+        none: list[list[int]] = [[] for _ in samples]
+        chosen = [list(row) for row in zip(*group.control.chosen, strict=True)]
+        return GroupResult([list(row) for row in forced], chosen, none, group.control.seen)
+
+
+def _continues(loaded: LoadedModel) -> bool:
+    """Does the model go on from a cache that can be set back? Tried with two tokens and one more,
+    in the model's own dtype."""
+    ids = torch.zeros(1, 3, dtype=torch.long, device=loaded.device)
+    mask = torch.ones_like(ids)
+    try:
+        with torch.no_grad():
+            begun = generate(loaded, ids[:, :2], mask[:, :2], 1, with_cache=True)
+            cache = getattr(begun, "past_key_values", None)
+            if _marks(cache, num_fed=2) is None:
+                return False
+            generate(loaded, ids, mask, 1, cache=cache)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return False  # not this way: one by one it fails with its own words, or does not
+    return _marks(cache, num_fed=3) is not None
+
+
+class _Group:
+    """Prompts under way: their tokens, and the cache of what was fed."""
+
+    def __init__(
+        self, loaded: LoadedModel, samples: list[SampleTokens], forced: list[list[int]]
+    ) -> None:
+        self._loaded = loaded
+        ids, mask = inputs(loaded, samples)
+        self.batch, self.num_prompt = ids.shape
+        self._ids = torch.cat([ids, ids.new_tensor(forced)], dim=1)
+        self._mask = torch.cat([mask, torch.ones_like(self._ids[:, self.num_prompt :])], dim=1)
+        self.control = control(forced, len(forced[0]), set(), None)
+        output = generate(
+            loaded, ids, mask, 1, control=self.control, with_cache=True
+        )  # fmt: skip
+        self._cache, self._num_fed = output.past_key_values, self.num_prompt
+
+    def forward(self, step: int, *, num_steps: int = 1) -> torch.Tensor:
+        """Feed what the cache lacks up to ``step``'s token; the logits (B, num_steps, V)."""
+        upto = self.num_prompt + step
+        found: list[torch.Tensor] = []
+        hook = self._loaded.module.register_forward_hook(
+            lambda module, args, output: found.append(output.logits)
+        )
+        try:
+            generate(
+                self._loaded, self._ids[:, :upto], self._mask[:, :upto], 1,
+                num_logits=num_steps, cache=self._cache,
+            )  # fmt: skip
+        finally:
+            hook.remove()
+        self._num_fed = upto
+        return found[-1][:, -num_steps:]
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """Note the greedy choices of one step or several."""
+        for row in logits.unbind(dim=1):
+            self.control(None, row)
+
+    def mark(self) -> list[Any] | None:
+        """Where the cache stands; None for one that cannot be set back."""
+        return _marks(self._cache, num_fed=self._num_fed)
+
+    def set_back(self, marks: Sequence[Any]) -> None:
+        """Forget what was fed since ``mark``."""
+        layers = self._cache.layers
+        for number, mark in enumerate(marks):
+            if not isinstance(mark, int):
+                layers[number] = copy.copy(mark)
+            else:
+                layer = layers[number]
+                layer.keys, layer.values = layer.keys[..., :mark, :], layer.values[..., :mark, :]
+            self._num_fed = layers[number].get_seq_length()
+
+
+def _marks(cache: Any, *, num_fed: int) -> list[Any] | None:
+    """By layer, what is needed to set it back to here. None for a cache that is not of keys and
+    values of ``num_fed`` tokens alone."""
+    if type(cache).__name__ != "DynamicCache" or not getattr(cache, "layers", None):
+        return None
+    marks: list[Any] = []
+    for layer in cache.layers:
+        kind = type(layer).__name__
+        if not kind.startswith("Dynamic") or layer.get_seq_length() != num_fed:
+            return None
+        if kind == "DynamicLayer":
+            marks.append(num_fed)
+        elif kind == "DynamicSlidingWindowLayer":  # it forgets, so it is kept: a window's worth
+            marks.append(copy.copy(layer))
+        else:
+            return None
+    return marks
+
+
+def _made_together(group: _Group, recorder: Recorder, first: int, most: int) -> int:
+    """Make and record steps from ``first`` on, at most ``most``; how many, 0 if it cannot be."""
+    marks = group.mark()
+    if marks is None:
+        return 0
+    alone, end, whole = HeldSink(), HeldSink(), HeldSink()
+    with recorder.held(alone, step=first, num_told=1):
+        begun = group.forward(first)
+    fit = HELD_BYTES // max(alone.num_bytes, begun.nbytes)
+    count = min(most, MOST_STEPS, fit)
+    last, past = first + count - 1, group.num_prompt + first - 1
+    steps = None
+    if alone.tensors and count >= FEWEST_STEPS:
+        middle = Rows(count - 2, batch=group.batch, past=past + 1)
+        with recorder.held(None, step=first + 1, num_told=count - 2, rows=middle):
+            group.forward(last - 1)
+        with recorder.held(end, step=last, num_told=1):
+            ended = group.forward(last)
+        group.set_back(marks)
+        rows = Rows(count, batch=group.batch, past=past)
+        with recorder.held(whole, step=first, num_told=0, rows=rows):
+            logits = group.forward(last, num_steps=count)
+        if (
+            middle.anchored
+            and rows.anchored
+            and agree(logits[:, :1], begun)
+            and agree(logits[:, -1:], ended)
+        ):
+            steps = rows.cut(whole.tensors, alone.tensors, end.tensors)
+    if steps is None:
+        group.set_back(marks)
+        recorder.go_to(first)
+        return 0
+    for number, tensors in enumerate(steps):
+        recorder.record(first + number, tensors)
+    recorder.go_to(last + 1)
+    group.choose(logits)
+    return count

@@ -109,7 +109,7 @@ class Execution:
         passes = self._made = self._passes()
         plain = not (self.selection.operators or self.plants or request.substitutes)
         truth = self.compute_dtype == torch.float64 and plain
-        self._together = Together(self.loaded) if truth else None
+        self._together = Together(self.loaded, self.samples) if truth else None
         manifest = self._manifest(self._plan(passes), command)
         watch = CompiledWatch(self.loaded.module)
         for note in watch.beforehand(self.selection.operators, self.selection.hooked):

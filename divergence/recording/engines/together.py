@@ -16,9 +16,11 @@ Caches of other kinds than keys and values, whole or of a sliding window, are no
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from divergence.recording.engines.generate import (
     GroupResult,
@@ -49,13 +51,13 @@ HELD_BYTES = 64 << 20
 class Together:
     """Runs groups of prompts, and knows whether this model's steps can (still) be made together."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, samples: Sequence[SampleTokens]) -> None:
         self._loaded = loaded
         self._works = (
             loaded.ranks is None
             and loaded.task == "causal-lm"
             and can_generate(loaded.module)
-            and _continues(loaded)
+            and _continues(loaded, samples[0].prompt_ids)
         )
 
     def suits(self, count: int) -> bool:
@@ -83,11 +85,11 @@ class Together:
         return GroupResult([list(row) for row in forced], chosen, none, group.control.seen)
 
 
-def _continues(loaded: LoadedModel) -> bool:
+def _continues(loaded: LoadedModel, prompt_ids: Sequence[int]) -> bool:
     """Does the model go on from a cache that can be set back? Tried with two tokens and one more,
-    in the model's own dtype."""
-    ids = torch.zeros(1, 3, dtype=torch.long, device=loaded.device)
-    mask = torch.ones_like(ids)
+    in its own dtype."""
+    ids = torch.tensor([(list(prompt_ids) * 3)[:3]], device=loaded.device)
+    mask, modules = torch.ones_like(ids), _states(loaded.module)
     try:
         with torch.no_grad():
             begun = generate(loaded, ids[:, :2], mask[:, :2], 1, with_cache=True)
@@ -95,9 +97,11 @@ def _continues(loaded: LoadedModel) -> bool:
             if _marks(cache, num_fed=2) is None:
                 return False
             generate(loaded, ids, mask, 1, cache=cache)
+        return _marks(cache, num_fed=3) is not None
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-        return False  # not this way: one by one it fails with its own words, or does not
-    return _marks(cache, num_fed=3) is not None
+        return False  # one by one it fails with its own words, or does not
+    finally:
+        _restore(modules)
 
 
 class _Group:
@@ -107,21 +111,20 @@ class _Group:
         self, loaded: LoadedModel, samples: list[SampleTokens], forced: list[list[int]]
     ) -> None:
         self._loaded = loaded
+        self._model: torch.nn.Module = loaded.module
         ids, mask = inputs(loaded, samples)
         self.batch, self.num_prompt = ids.shape
         self._ids = torch.cat([ids, ids.new_tensor(forced)], dim=1)
         self._mask = torch.cat([mask, torch.ones_like(self._ids[:, self.num_prompt :])], dim=1)
         self.control = control(forced, len(forced[0]), set(), None)
-        output = generate(
-            loaded, ids, mask, 1, control=self.control, with_cache=True
-        )  # fmt: skip
+        output = generate(loaded, ids, mask, 1, control=self.control, with_cache=True)
         self._cache, self._num_fed = output.past_key_values, self.num_prompt
 
     def forward(self, step: int, *, num_steps: int = 1) -> torch.Tensor:
         """Feed what the cache lacks up to ``step``'s token; the logits (B, num_steps, V)."""
         upto = self.num_prompt + step
         found: list[torch.Tensor] = []
-        hook = self._loaded.module.register_forward_hook(
+        hook = self._model.register_forward_hook(
             lambda module, args, output: found.append(output.logits)
         )
         try:
@@ -139,25 +142,70 @@ class _Group:
         for row in logits.unbind(dim=1):
             self.control(None, row)
 
-    def mark(self) -> list[Any] | None:
-        """Where the cache stands; None for one that cannot be set back."""
-        return _marks(self._cache, num_fed=self._num_fed)
+    def mark(self) -> _Mark | None:
+        """Where it stands; None for a cache that cannot be set back."""
+        layers = _marks(self._cache, num_fed=self._num_fed)
+        if layers is None:
+            return None
+        return _Mark(self._num_fed, layers, _states(self._model))
 
-    def set_back(self, marks: Sequence[Any]) -> None:
-        """Forget what was fed since ``mark``."""
-        layers = self._cache.layers
-        for number, mark in enumerate(marks):
-            if not isinstance(mark, int):
-                layers[number] = copy.copy(mark)
-            else:
-                layer = layers[number]
-                layer.keys, layer.values = layer.keys[..., :mark, :], layer.values[..., :mark, :]
-            self._num_fed = layers[number].get_seq_length()
+    def set_back(self, mark: _Mark) -> None:
+        """Forget what was fed since ``mark``: in the cache, and in modules that note lengths
+        (dynamic rotary tables)."""
+        self._num_fed = mark.num_fed
+        for number, kept in enumerate(mark.layers):
+            layer = self._cache.layers[number]
+            if kept is not None:
+                self._cache.layers[number] = copy.copy(kept)
+                continue
+            layer.keys, layer.values = (
+                tensor[..., : mark.num_fed, :] for tensor in (layer.keys, layer.values)
+            )
+        _restore(mark.modules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    num_fed: int
+    layers: list[Any]
+    modules: _States
+
+
+_States = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any], dict[str, torch.Tensor]]]
+
+
+def _states(model: torch.nn.Module) -> _States:
+    """Each module's attributes and buffers, and what is in these (masks apart, which stay)."""
+    with _disable_current_modes():  # as stored, not widened
+        return [
+            (
+                one,
+                dict(one.__dict__),
+                dict(one._buffers),
+                {
+                    name: buffer.clone()
+                    for name, buffer in one._buffers.items()
+                    if buffer is not None and buffer.dtype != torch.bool
+                },
+            )
+            for one in model.modules()
+        ]
+
+
+def _restore(states: _States) -> None:
+    with _disable_current_modes():
+        for module, attributes, buffers, contents in states:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name, content in contents.items():
+                buffers[name].copy_(content)
 
 
 def _marks(cache: Any, *, num_fed: int) -> list[Any] | None:
-    """By layer, what is needed to set it back to here. None for a cache that is not of keys and
-    values of ``num_fed`` tokens alone."""
+    """By layer, what must be kept to set it back to here. None for a cache that is not one of keys
+    and values of ``num_fed`` tokens."""
     if type(cache).__name__ != "DynamicCache" or not getattr(cache, "layers", None):
         return None
     marks: list[Any] = []
@@ -166,7 +214,7 @@ def _marks(cache: Any, *, num_fed: int) -> list[Any] | None:
         if not kind.startswith("Dynamic") or layer.get_seq_length() != num_fed:
             return None
         if kind == "DynamicLayer":
-            marks.append(num_fed)
+            marks.append(None)  # it is cut off
         elif kind == "DynamicSlidingWindowLayer":  # it forgets, so it is kept: a window's worth
             marks.append(copy.copy(layer))
         else:
@@ -176,8 +224,8 @@ def _marks(cache: Any, *, num_fed: int) -> list[Any] | None:
 
 def _made_together(group: _Group, recorder: Recorder, first: int, most: int) -> int:
     """Make and record steps from ``first`` on, at most ``most``; how many, 0 if it cannot be."""
-    marks = group.mark()
-    if marks is None:
+    mark = group.mark()
+    if mark is None:
         return 0
     alone, end, whole = HeldSink(), HeldSink(), HeldSink()
     with recorder.held(alone, step=first, num_told=1):
@@ -192,7 +240,7 @@ def _made_together(group: _Group, recorder: Recorder, first: int, most: int) -> 
             group.forward(last - 1)
         with recorder.held(end, step=last, num_told=1):
             ended = group.forward(last)
-        group.set_back(marks)
+        group.set_back(mark)
         rows = Rows(count, batch=group.batch, past=past)
         with recorder.held(whole, step=first, num_told=0, rows=rows):
             logits = group.forward(last, num_steps=count)
@@ -204,7 +252,7 @@ def _made_together(group: _Group, recorder: Recorder, first: int, most: int) -> 
         ):
             steps = rows.cut(whole.tensors, alone.tensors, end.tensors)
     if steps is None:
-        group.set_back(marks)
+        group.set_back(mark)
         recorder.go_to(first)
         return 0
     for number, tensors in enumerate(steps):

@@ -104,7 +104,12 @@ def test_steps_made_together_are_the_steps(architecture, options, both_ways):
     assert assert_same(truth, alone) > 0
 
 
-ROPE = {"factor": 4.0, "rope_theta": 10000.0}
+def rope(kind, **values):
+    """Rotary tables of this kind, as transformers 5 and 4 call them."""
+    values = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0} | values
+    return {"rope_parameters": values, "rope_scaling": values}
+
+
 ONE_BY_ONE = [
     # a state instead of keys and values: not tried
     ("mamba", {}, []),
@@ -119,16 +124,7 @@ ONE_BY_ONE = [
     ("llama", {"steps": "prefill"}, [0]),
     ("llama", {"steps": "0,1-4"}, [0]),
     # the frequencies follow the length, and the model remembers the longest
-    (
-        "llama",
-        {
-            "config": {
-                "rope_parameters": ROPE | {"rope_type": "dynamic"},
-                "max_position_embeddings": 32,
-            }
-        },
-        [0],
-    ),
+    ("llama", {"config": rope("dynamic") | {"max_position_embeddings": 32}}, [0]),
 ]
 
 
@@ -144,13 +140,9 @@ def test_what_does_not_fit_is_made_one_by_one(architecture, options, tries, both
 def test_tables_that_change_with_the_length_are_seen(limit, tries, both_ways):
     """Frequencies that are others beyond so many tokens: met while decoding, before it or never.
     The prompt has 33."""
-    rope = ROPE | {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "original_max_position_embeddings": limit,
-    }
-    config = {"rope_parameters": rope}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = rope("longrope", original_max_position_embeddings=limit, **factors)
+    config |= {"original_max_position_embeddings": limit}
     truth, alone, found = both_ways("llama", config=config, prompts=PROMPTS[:1])
     assert len(truth.manifest.tokens.samples[0].prompt_ids) == 33
     assert found == tries
@@ -165,7 +157,7 @@ def test_progress_counts_every_step(tiny_model, tmp_path):
         if event in told and total is not None:
             told[event].append((done, total, detail))
 
-    model = str(tiny_model("llama"))
+    model = str(tiny_model("llama", num_blocks=2))
     run = capture(model, out=tmp_path / "run", prompts=PROMPTS[:1], max_new_tokens=10)
     make_truth(run, out=tmp_path / "truth", progress=progress)
     blocks = [f"model.layers.{number}" for number in range(2)]

@@ -7,7 +7,8 @@ The model is the trained one (_trained.py), or with --random a random one of its
 chat prompts. Each capture and each truth runs in a process of its own, and by another checkout of
 this project in turns. The clock starts when everything is imported and ends with the written run:
 loading, digests and, in a capture, the probe of the arithmetic are in it. The peak is the process's
-own memory (the largest anonymous resident size), beyond what it had when the passes began.
+own (the largest anonymous resident size) beyond what it had when the passes began. Processor
+seconds, of all threads, say more than seconds where other work keeps the machine busy.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def progress(event, count, total, detail):
         loaded[0] = own()
 
 threading.Thread(target=watch, daemon=True).start()
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 (capture if what == "capture" else truth)(source, out=out, force=True, progress=progress, **options)
-spent = time.perf_counter() - start
+spent, cpu = time.perf_counter() - start, time.process_time() - cpu
 done.set()
-print(json.dumps([spent, peak[0] - loaded[0]]))
+print(json.dumps([spent, cpu, peak[0] - loaded[0]]))
 """
 
 
@@ -73,7 +74,7 @@ def random_model(folder: Path) -> Path:
 
 
 def timed(checkout: Path, what: str, source: Path, out: Path, **options: object) -> list[float]:
-    """Seconds, and MiB beyond what was loaded."""
+    """Seconds, seconds of processors, and MiB beyond what was loaded."""
     done = subprocess.run(
         [sys.executable, "-c", TIMED, what, str(source), str(out), json.dumps(options)],
         capture_output=True, text=True, cwd=checkout,
@@ -111,13 +112,16 @@ def main() -> None:
                 taken[name].append(timed(checkout, "truth", work / "run", work / "out"))
             print(f"round {number + 1}", *(round(rows[-1][0], 1) for rows in taken.values()),
                   file=sys.stderr)  # fmt: skip
-    print("| | median s | least s | × capture | peak over loaded, MiB |")
-    print("|---|---|---|---|---|")
-    base = statistics.median(seconds for seconds, _ in taken["capture"])
+    print("| | s | × capture | processor s | × capture | peak over loaded, MiB |")
+    print("|---|---|---|---|---|---|")
+    base = None
     for name, rows in taken.items():
-        times = [seconds for seconds, _ in rows]
-        median, peak = statistics.median(times), statistics.median(mib for _, mib in rows)
-        print(f"| {name} | {median:.1f} | {min(times):.1f} | {median / base:.2f} | {peak:,.0f} |")
+        wall, cpu, peak = (statistics.median(column) for column in zip(*rows, strict=True))
+        base = base or (wall, cpu)
+        print(
+            f"| {name} | {wall:.1f} | {wall / base[0]:.2f} | {cpu:.1f} | {cpu / base[1]:.2f} "
+            f"| {peak:,.0f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class Recorder:
         self.go_to(step)
         for site, tensor in tensors.items():
             self._put(site, self._kept(ROOT, tensor)[0])
-        self._recent.clear()
+        self._recent.items.clear()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
@@ -199,7 +199,7 @@ class Recorder:
     def _post_hook(self, path: str) -> Callable[..., Any]:
         plants = [one for one in self._plants if one.path == path and one.port.startswith("out")]
         recent = self._recent
-        on_block = self._on_block if self._notes[path].role == "block" else None
+        is_block = self._notes[path].role == "block"
 
         def post_hook(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -216,8 +216,8 @@ class Recorder:
                     self._forget_given(args, kwargs)
                 for port, tensor in leaves:
                     self._emit(path, call, port, tensor)
-            if on_block is not None:
-                on_block(path)
+            if is_block and self._on_block is not None:
+                self._on_block(path)
             if path == ROOT:
                 self._end_of_forward()
             return new if plants else None
@@ -322,13 +322,7 @@ class Recorder:
         else:
             with self._quiet():
                 item, positions = self._kept(path, tensor)
-        order = self._order
-        self.sink.put(
-            item, pass_=self._pass, sample=self._sample, step=self._step, site=site, order=order,
-            positions=positions,
-        )  # fmt: skip
-        self._order = order + 1
-        self.num_emitted += 1
+        self._put(site, item, None, positions)
 
     def _site(
         self, path: str, call: str, port: str, tensor: torch.Tensor
@@ -350,10 +344,13 @@ class Recorder:
                 return self._keep(tensor), positions
         return self._recent.kept(tensor, self._keep), None
 
-    def _put(self, site: str, item: CapturedTensor, call: Call | None = None) -> None:
+    def _put(
+        self, site: str, item: CapturedTensor, call: Call | None = None,
+        positions: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
         self.sink.put(
             item, pass_=self._pass, sample=self._sample, step=self._step, site=site,
-            order=self._order, call=call,
+            order=self._order, positions=positions, call=call,
         )  # fmt: skip
         self._order += 1
         self.num_emitted += 1

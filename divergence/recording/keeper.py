@@ -35,7 +35,12 @@ from divergence.errors import first_line
 from divergence.numerics.formats import format_of
 from divergence.numerics.on_device import statistics_on_device
 from divergence.numerics.summaries.fold import fold_sums, is_exact_on
-from divergence.numerics.summaries.sketch import num_projections, sketch_tensor, sum_dtype_name
+from divergence.numerics.summaries.sketch import (
+    num_pooled,
+    num_projections,
+    sketch_tensor,
+    sum_dtype_name,
+)
 from divergence.run.writing.buffer import Buffer, Slot
 from divergence.run.writing.captured_tensor import CapturedTensor, Reduced
 from divergence.run.writing.writer import RunWriter
@@ -323,6 +328,8 @@ class ReducedKeeper:
         return Reduced(
             sums=fold_sums(tensor),
             statistics=None if self._store == "hash" else statistics_on_device(tensor),
-            projections=None if k is None else sketch_tensor(tensor, k),
+            projections=None
+            if k is None
+            else sketch_tensor(tensor, k, num_pooled=num_pooled(tensor.shape, k)),
             sum_dtype=sum_dtype_name(str(tensor.device)),
         )

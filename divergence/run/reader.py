@@ -16,6 +16,7 @@ import xxhash
 
 from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
+from divergence.numerics.summaries.sketch import Projections
 from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
 from divergence.run.schema.contents import (
@@ -246,9 +247,12 @@ class Run:
         joined = torch.frombuffer(bytearray().join(pieces), dtype=form.torch_dtype)
         return joined.view(shape)
 
-    def read_sketch(self, record: Record, *, verify: bool = True) -> torch.Tensor:
-        """The record's sketch, float32 (rows, num_projections + 2). Errors: as ``read``."""
-        return self._view(record, parts_of(record)[-1], verify=verify)
+    def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
+        """The record's sketch. Errors: as ``read``."""
+        sketch = record.sketch
+        assert sketch is not None
+        stored = self._view(record, parts_of(record)[-1], verify=verify)
+        return Projections.of(stored, record.shape, sketch.num_projections, sketch.num_pooled)
 
     def check(self, record: Record) -> None:
         """Checks the checksum of what is kept of the record, its bytes or else its sketch, without

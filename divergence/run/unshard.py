@@ -41,6 +41,7 @@ from divergence.run.schema.record import Coordinates, Record
 if TYPE_CHECKING:
     import torch
 
+    from divergence.numerics.summaries.sketch import Projections
     from divergence.run.storage.blob import Bytes
     from divergence.words import Progress
 
@@ -176,7 +177,7 @@ class UnshardedRun(Run):
     def holding(self, other: Record) -> Record | None:
         return self.run.holding(other)
 
-    def read_sketch(self, record: Record, *, verify: bool = True) -> torch.Tensor:
+    def read_sketch(self, record: Record, *, verify: bool = True) -> Projections:
         return self.run.read_sketch(record, verify=verify)
 
     def will_read(self, record: Record) -> None:

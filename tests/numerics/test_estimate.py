@@ -13,12 +13,11 @@ from divergence.numerics.summaries.sketch import resolution, sketch_tensor
 K = 8
 
 
-def both(a, b, **more):
+def both(a, b, pooled=0, **more):
     base = more.pop("base", None)
     exact = measure_pair(a, b, base=base, **more)
     found = estimate_pair(
-        sketch_tensor(a, K), sketch_tensor(b, K), num_features=a.shape[-1],
-        resolution=resolution(a.shape[-1], K),
+        *(sketch_tensor(x, K, num_pooled=pooled) for x in (a, b)), num_features=a.shape[-1],
         base=None if base is None else sketch_tensor(base, K), **more,
     )  # fmt: skip
     return exact, found

@@ -82,8 +82,10 @@ def test_sketches_are_of_the_tensors(runs):
             continue
         count += 1
         found = sketched.read_sketch(record)
-        wanted = sketch_tensor(tensor, record.sketch.num_projections)
-        assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-6)
+        k, pooled = record.sketch.num_projections, record.sketch.num_pooled
+        wanted = sketch_tensor(tensor, k, num_pooled=pooled)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
     assert count > 100
 
 
@@ -220,7 +222,10 @@ def test_dry_run(model, runs, mode):
 def test_as_on_an_accelerator(runs, mode):
     """What a device computes where the tensor lies is what a host makes of its bytes."""
     keeper = ReducedKeeper(mode, CopyKeeper(), hosts=True)
-    tensors = [torch.randn(1, 9, 256).bfloat16(), torch.arange(5), torch.randn(1, 3, 1024)]
+    tensors = [
+        torch.randn(1, 9, 256).bfloat16(), torch.arange(5), torch.randn(1, 3, 1024),
+        torch.randn(2, 40, 256).bfloat16(),
+    ]  # fmt: skip
     items = [keeper.keep(tensor) for tensor in tensors]
     stored = {}
 
@@ -236,8 +241,9 @@ def test_as_on_an_accelerator(runs, mode):
         assert item.fold == fold_tensor(tensor) and item.digest is None and item.tensor is None
         assert (item.summary is None) == (mode == "hash")
         if mode == "sketch":
-            k = item.sketch.num_projections
-            assert torch.equal(stored[item.sketch.xxh3], sketch_tensor(tensor, k))
+            k, pooled = item.sketch.num_projections, item.sketch.num_pooled
+            wanted = sketch_tensor(tensor, k, num_pooled=pooled)
+            assert torch.equal(stored[item.sketch.xxh3], wanted.joined())
 
 
 def test_fold_beside_xxh3():

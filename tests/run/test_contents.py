@@ -41,7 +41,7 @@ def test_sketches_are_read_back(sketched):
     run = Run.open(path)
     for record, tensor in zip(run.records, tensors, strict=True):
         assert record.place is None and not run.has_bytes(record)
-        assert torch.equal(run.read_sketch(record), sketch_tensor(tensor, 8))
+        assert torch.equal(run.read_sketch(record).rows, sketch_tensor(tensor, 8).rows)
     assert run.verify() == []
 
 

@@ -166,7 +166,7 @@ def test_what_the_third_version_holds():
     assert (part.placement, part.shape) == (("shard:2",), (1, 23, 128))
     whole = run.find(("free", 0, 0, "model.layers.0:out"))
     assert (whole.placement, whole.place) == (("replicate",), None)
-    assert run.read_sketch(whole).shape == (23, whole.sketch.num_projections + 2)
+    assert run.read_sketch(whole).rows.shape == (23, whole.sketch.num_projections + 2)
     assert any(record.place is not None for record in run.records)  # token ids, short rows
 
 
@@ -204,7 +204,7 @@ def test_the_examples_of_reduced_runs_are_right():
 
     text = " ".join(PAGE.split())
     assert f"`{fold.fold_tensor(torch.arange(8, dtype=torch.uint8))}`" in text
-    rows = sketch.sketch_tensor(torch.arange(1.0, 17.0).expand(1, 2, 16), 8)
+    rows = sketch.sketch_tensor(torch.arange(1.0, 17.0).expand(1, 2, 16), 8).rows
     first = [int(value) for value in rows[0, :8]]
     assert ", ".join(map(str, first)) in text
     assert torch.equal(rows[1, :8], -rows[0, :8])

@@ -158,8 +158,10 @@ def test_results_have_the_same_bits_without_it(
         for x, y in zip(on.records, without.records, strict=True):
             assert (x.site, x.step, x.pass_, x.xxh3) == (y.site, y.step, y.pass_, y.xxh3)
             assert x.summary == y.summary
-            read = Run.read if store == "full" else Run.read_sketch
-            p, q = read(on, x), read(without, y)
+            p, q = (
+                run.read(record) if store == "full" else run.read_sketch(record).joined()
+                for run, record in ((on, x), (without, y))
+            )
             assert p.dtype == q.dtype
             assert torch.equal(
                 p.contiguous().reshape(-1).view(torch.uint8),

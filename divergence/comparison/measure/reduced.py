@@ -26,7 +26,13 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.numerics.summaries.estimate import estimate_pair
 from divergence.numerics.summaries.fold import fold_tensor
-from divergence.numerics.summaries.sketch import resolution, rows_of, sketch_tensor
+from divergence.numerics.summaries.sketch import (
+    Projections,
+    SumDtype,
+    grid_of,
+    rows_of,
+    sketch_tensor,
+)
 from divergence.run.reader import Run
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.record import Record
@@ -146,21 +152,35 @@ def look_reduced(pieces: Pieces, pair: Pair, *, base: Record | None) -> Looked |
 
 
 class _Sketched:
-    """One side's sketch: read, or made of its bytes like the other side's."""
+    """One side's sketch: read, or made of its bytes like the other side's, with ``num_pooled``."""
 
     def __init__(
-        self, run: Run, piece: Piece, k: int, rows: np.ndarray, like: Piece, *, made: bool
-    ) -> None:
+        self, run: Run, piece: Piece, k: int, rows: np.ndarray, like: Piece, *,
+        made: bool, num_pooled: int = 0,
+    ) -> None:  # fmt: skip
         self.k, self.rows, self.made = k, rows, made
-        self._run, self._piece, self._like = run, piece, like
+        self._run, self._piece, self._like, self._num_pooled = run, piece, like, num_pooled
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> Projections:
         record = self._piece.record
         if not self.made:
             whole = self._run.read_sketch(record)
-            return whole if len(self.rows) == len(whole) else whole[self.rows]
+            blocks = _whole_blocks(self.rows, record) or slice(0)
+            rows = whole.rows if len(self.rows) == len(whole.rows) else whole.rows[self.rows]
+            return Projections(rows, whole.pooled[blocks])
         tensor = _rows(self._run.read(record), self._piece, self._like)
-        return sketch_tensor(tensor, self.k, row_numbers=self.rows)
+        return sketch_tensor(tensor, self.k, num_pooled=self._num_pooled, row_numbers=self.rows)
+
+
+def _whole_blocks(rows: np.ndarray, record: Record) -> slice | None:
+    """Which of the record's blocks these are, where they are whole blocks one after another."""
+    each = grid_of(record.shape)[1]
+    if not len(rows) or rows[0] % each or len(rows) % each:
+        return None
+    start = int(rows[0])
+    if not np.array_equal(rows, np.arange(start, start + len(rows))):
+        return None
+    return slice(start // each, (start + len(rows)) // each)
 
 
 def _sketch_of(run: Run, piece: Piece, other: Piece) -> _Sketched | None:
@@ -182,9 +202,11 @@ def _sketch_of(run: Run, piece: Piece, other: Piece) -> _Sketched | None:
         return None
     if not run.has_bytes(piece.record) or format_named(piece.record.dtype).kind != "float":
         return None
-    return _Sketched(
-        run, piece, theirs.num_projections, _row_numbers(other, piece), other, made=True
-    )
+    rows, k = _row_numbers(other, piece), theirs.num_projections
+    num_pooled = theirs.num_pooled
+    if num_pooled % k or _whole_blocks(rows, other.record) is None:
+        num_pooled = 0
+    return _Sketched(run, piece, k, rows, other, made=True, num_pooled=num_pooled)
 
 
 def _row_numbers(piece: Piece, other: Piece) -> np.ndarray:
@@ -234,14 +256,14 @@ def _estimated(
     pieces: Pieces,
     pair: Pair,
     sides: list[_Sketched],
-    sketches: tuple[torch.Tensor, torch.Tensor],
+    sketches: tuple[Projections, Projections],
     base: Record | None,
     shape: tuple[int, ...],
 ) -> tuple[PairMetrics, RowMetrics, Estimate]:
     run, piece = pieces.reference, pair.reference
     features = rows_of(shape)[1]
     known = [p.record.sketch for p in (pair.reference, pair.candidate) if p.record.sketch]
-    sums = "float32" if any(sketch.sums == "float32" for sketch in known) else "float64"
+    sums: SumDtype = "float32" if any(sketch.sums == "float32" for sketch in known) else "float64"
     entering = None
     if base is not None:
         inner = Piece(base, piece.sample, piece.row, piece.left, piece.right, piece.pads)
@@ -255,7 +277,7 @@ def _estimated(
     metrics, rows, estimate = estimate_pair(
         *sketches,
         num_features=features,
-        resolution=resolution(features, sides[0].k, sums=sums),
+        sums=sums,
         row_mask=mask,
         base=None if entering is None else entering.read(),
     )

@@ -132,11 +132,19 @@ _INF = 0x7FF0000000000000
 
 @jit
 def _project_rows(
-    values: np.ndarray, sigma: np.ndarray, tau: np.ndarray, sums: np.ndarray, squares: np.ndarray
+    values: np.ndarray,
+    sigma: np.ndarray,
+    tau: np.ndarray,
+    shifts: np.ndarray,
+    sums: np.ndarray,
+    squares: np.ndarray,
+    pooled: np.ndarray,
 ) -> None:
-    """Adds to ``sums`` (rows, k) and ``squares`` (rows,)."""
-    num_cols, k = values.shape[1], sums.shape[1]
-    signed = np.empty(num_cols)
+    """Adds to ``sums`` (rows, k) and ``pooled`` (blocks, K or 0); sets ``squares`` (rows,)."""
+    num_cols, k, num_pooled = values.shape[1], sums.shape[1], pooled.shape[1]
+    each = values.shape[0] // max(1, pooled.shape[0])
+    width = max(k, num_pooled)
+    signed, wide = np.empty(num_cols), np.empty(width)
     for row in range(values.shape[0]):
         one = values[row]
         total, most = 0.0, np.int64(0)
@@ -155,20 +163,43 @@ def _project_rows(
                 signed[j] = sigma[j] * x
                 total += x * x
         squares[row] = total
-        whole = num_cols // k
-        for group in range(whole):
+        whole = num_cols // k * k
+        for group in range(num_cols // k):
             sign = tau[row, group]
             for place in range(k):
-                sums[row, place] += sign * signed[group * k + place]
-        for j in range(whole * k, num_cols):
-            sums[row, j - whole * k] += tau[row, whole] * signed[j]
+                signed[group * k + place] *= sign
+        for j in range(whole, num_cols):
+            signed[j] *= tau[row, num_cols // k]
+        wide[:] = 0.0
+        whole = num_cols // width * width
+        for start in range(0, whole, width):
+            for place in range(width):
+                wide[place] += signed[start + place]
+        for j in range(whole, num_cols):
+            wide[j - whole] += signed[j]
+        for start in range(0, width, k):
+            for place in range(k):
+                sums[row, place] += wide[start + place]
+        if num_pooled:
+            block, shift = row // each, shifts[row]
+            for place in range(num_pooled - shift):
+                pooled[block, place + shift] += wide[place]
+            for place in range(num_pooled - shift, num_pooled):
+                pooled[block, place + shift - num_pooled] += wide[place]
 
 
 def projections_of(
-    grid: Grid, sigma: np.ndarray, tau: np.ndarray, k: int
+    grid: Grid,
+    sigma: np.ndarray,
+    tau: np.ndarray,
+    k: int,
+    *,
+    shifts: np.ndarray,
+    pooled: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(projections (rows, k), sums of squares (rows,)) in float64. ``sigma``: ±1 by feature,
-    ``tau``: ±1 by row and group, both float64. The grid must be readable (numerics.kernels)."""
+    """(projections (rows, k), sums of squares (rows,)) in float64; pooled sums are added to
+    ``pooled`` (blocks, K or 0). ``sigma``: ±1 by feature, ``tau``: ±1 by row and group, both
+    float64; ``shifts``: by row, int64, below K. The grid must be readable (numerics.kernels)."""
     sums, squares = np.zeros((grid.num_rows, k)), np.zeros(grid.num_rows)
-    _project_rows(stored(grid), sigma, tau, sums, squares)
+    _project_rows(stored(grid), sigma, tau, shifts, sums, squares, pooled)
     return sums, squares

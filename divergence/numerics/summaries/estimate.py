@@ -6,16 +6,28 @@ of length: with beta = ‖b‖ / ‖a‖,
     ‖d‖² = (‖a‖ - ‖b‖)² + ‖b - beta a‖² / beta,
 
 and only the second term, how far the directions are apart, is left to estimate, from the sketches
-(numerics.summaries.sketch) by ‖s_b - beta s_a‖² / beta with a relative variance of 2/k. So a scale
-error is told exactly. Rows' signs are independent, so for the sum E of the second terms E_t
+(numerics.summaries.sketch) by A_t = ‖s_b - beta s_a‖² / beta with a relative variance of 2/k. So a
+scale error is told exactly. Rows' signs are independent, so for the sum A of a block's rows
 
-    variance / square = (2/k) Σ E_t² / E² = 2 / freedom,    freedom = k · E² / Σ E_t²,
+    v1 = variance / square = (2/k) q,    q = Σ A_t² / A²,
 
-k times the number of rows that make up the sum (Kish's effective number), from the estimates of
-the rows themselves. E is then spread like chi-square over its ``freedom`` degrees, and the
-interval holds the true ‖d‖ in 95 of 100 cases: freedom · E / chi-square at 2.5% and 97.5% (its
-quantiles by Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931). Errors in few
-features are estimated better than that: the interval errs to the wide side.
+one over the number of rows that make up the sum (Kish's effective number), from the estimates of
+the rows themselves. Where the block's rows are pooled, ‖S_b - S_a‖² less the rows' differences of
+length estimates the sum once more, well also where few rows differ; in units of A²
+
+    v2 = (2/K) (A + Σ (‖a‖ - ‖b‖)²)² / A²,    covariance c = (2/K) q
+
+(what both have of a row is the square of the same sums), and of the two comes what has the least
+variance: E = w A_pooled + (1 - w) A, w = (v1 - c) / (v1 + v2 - 2c), with the variance v = (v1 v2 -
+c²) / (v1 + v2 - 2c) relative to E². The difference E - A goes to the rows by their own variances,
+in proportion to A_t². Pooled sums are left aside where rows of the block are (``row_mask``, rows
+that float32 could not hold), and where A is so small that their rounding matters: below 8 times
+their resolution.
+
+The sum over blocks is then spread like chi-square over its degrees of freedom, 2 (Σ E)² / Σ v E²,
+and the interval holds the true ‖d‖ in 95 of 100 cases: freedom · E / chi-square at 2.5% and 97.5%
+(its quantiles by Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931). Errors in
+few features are mostly estimated better than that: the interval errs to the wide side.
 
 1 - cos = (‖d‖² - (‖a‖ - ‖b‖)²) / (2 ‖a‖ ‖b‖), and gain = (‖b‖² - ‖a‖² - ‖d‖²) / (2 ‖a‖²), from
 exact norms. Elementwise metrics (ulp, the largest difference, channels) cannot be known: None.
@@ -30,6 +42,7 @@ import numpy as np
 
 from divergence.numerics.pairs.metrics import Estimate, PairMetrics, RowMetrics
 from divergence.numerics.pairs.pair import SINK_FACTOR
+from divergence.numerics.summaries.sketch import Projections, SumDtype, resolution
 
 if TYPE_CHECKING:
     import torch
@@ -37,23 +50,26 @@ if TYPE_CHECKING:
 __all__ = ["estimate_pair"]
 
 _TWO_SIDED_95 = 1.959964
+_ROUNDINGS = 8.0
+"""From how many times the resolution on pooled sums count: their rounding is 1/64 of ‖d‖² then."""
 
 
 def estimate_pair(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Projections,
+    b: Projections,
     *,
     num_features: int,
-    resolution: float,
+    sums: SumDtype = "float64",
     row_mask: torch.Tensor | None = None,
-    base: torch.Tensor | None = None,
+    base: Projections | None = None,
 ) -> tuple[PairMetrics, RowMetrics, Estimate]:
-    """From sketches (rows, k + 2) of equal rows and k; ``row_mask``: True = measure, by row.
+    """From sketches of equal rows and k; ``row_mask``: True = measure, by row. ``sums``: the
+    coarser precision that either was added up in.
 
     ``base``: the sketch of the block's input. Rows that float32 could not hold are left out.
     """
 
-    k = a.shape[1] - 2
+    k = a.rows.shape[1] - 2
     sides = [_Side(one) for one in (a, b)]
     one, two = sides
     with np.errstate(all="ignore"):
@@ -65,10 +81,13 @@ def estimate_pair(
     if row_mask is not None:
         real = row_mask.detach().cpu().reshape(-1).numpy().astype(bool)
     kept = usable & real
+    apart, variance = _with_pooled(one, two, gaps, apart, kept, num_features, sums)
+    d2 = gaps + apart
     a2, b2 = float(np.square(one.norm[kept]).sum()), float(np.square(two.norm[kept]).sum())
     total = float(d2[kept].sum())
     rel_l2 = _root(total, a2)
-    estimate = _interval(apart[kept], float(gaps[kept].sum()), a2, k, resolution)
+    estimate = _interval(apart[kept], float(gaps[kept].sum()), a2, k,
+                         variance, resolution(num_features, k, sums=sums))  # fmt: skip
     # ‖a‖² - ‖b‖², as a difference of near numbers
     nearer = float(((one.norm - two.norm) * (one.norm + two.norm))[kept].sum())
     norms = math.sqrt(a2), math.sqrt(b2)
@@ -99,7 +118,7 @@ def estimate_pair(
         reference_norm=norms[0],
         candidate_norm=norms[1],
         gain=0.0 - (nearer + total) / (2 * a2) if a2 else 0.0,
-        gain_se=_spread_of(apart[kept], k) / (2 * a2) if a2 else math.inf,
+        gain_se=math.sqrt(variance) / (2 * a2) if a2 else math.inf,
         ulp_format=None,
         ulp_share_over_1=None,
         ulp_p99=None,
@@ -136,11 +155,12 @@ def estimate_pair(
 
 
 class _Side:
-    """One sketch in float64: its projections and its rows' norms."""
+    """One sketch in float64: its projections, its rows' norms and its pooled sums."""
 
-    def __init__(self, sketch: torch.Tensor) -> None:
-        values = sketch.numpy().astype(np.float64)
+    def __init__(self, sketch: Projections) -> None:
+        values = sketch.rows.numpy().astype(np.float64)
         self.sums, self.norm = values[:, :-2], values[:, -2] + values[:, -1]
+        self.pooled = sketch.pooled.numpy().astype(np.float64)
 
 
 def _apart(one: _Side, two: _Side) -> np.ndarray:
@@ -151,24 +171,59 @@ def _apart(one: _Side, two: _Side) -> np.ndarray:
     return np.where(some | ~np.isfinite(one.norm) | ~np.isfinite(two.norm), found, 0.0)
 
 
-def _interval(apart: np.ndarray, gaps: float, a2: float, k: int, resolution: float) -> Estimate:
-    """``apart``: of each row, what is estimated of its ‖d‖²; ``gaps``: the sum of what is known."""
+def _with_pooled(
+    one: _Side,
+    two: _Side,
+    gaps: np.ndarray,
+    apart: np.ndarray,
+    kept: np.ndarray,
+    num_features: int,
+    sums: SumDtype,
+) -> tuple[np.ndarray, float]:
+    """What is estimated of each row's ‖d‖², and the variance of the sum over rows ``kept``."""
+    k, (num_blocks, num_pooled) = one.sums.shape[1], one.pooled.shape
+    if not one.pooled.size or two.pooled.shape != one.pooled.shape:
+        return apart, 2.0 / k * float(np.square(apart[kept]).sum())
+    blocks = (num_blocks, -1)
+    rows = np.where(kept, apart, 0.0).reshape(blocks)
+    known = np.where(kept, gaps, 0.0).reshape(blocks).sum(1)
+    sizes = np.square(np.where(kept, one.norm, 0.0)).reshape(blocks)
+    finest = resolution(num_features * sizes.shape[1], num_pooled, sums=sums)
+    total, squares = rows.sum(1), np.square(rows).sum(1)
+    with np.errstate(all="ignore"):
+        pooled = np.square(one.pooled - two.pooled).sum(1) - known
+        own, shared = 2.0 / k * squares, 2.0 / num_pooled * squares
+        other = 2.0 / num_pooled * np.square(total + known)
+        sum_of_both = own + other - 2.0 * shared
+        best = total + (own - shared) / sum_of_both * (pooled - total)
+        variance = (own * other - shared**2) / sum_of_both * np.square(best / total)
+    usable = kept.reshape(blocks).all(1) & (best > 0.0) & np.isfinite(best + variance)
+    usable &= total + known >= np.square(_ROUNDINGS * finest) * sizes.sum(1)
+    shift = np.divide(best - total, squares, out=np.zeros(num_blocks), where=usable)
+    moved = np.maximum(0.0, rows + shift[:, None] * np.square(rows)).reshape(-1)
+    return np.where(kept, moved, apart), float(np.where(usable, variance, own).sum())
+
+
+def _interval(
+    apart: np.ndarray, gaps: float, a2: float, k: int, variance: float, finest: float
+) -> Estimate:
+    """``apart``: of each row, what is estimated of its ‖d‖²; ``gaps``: the sum of what is known;
+    ``variance``: of the estimated sum; ``finest``: the resolution."""
     total = float(apart.sum())
     rel = _root(gaps + total, a2)
-    squares = float(np.square(apart).sum())
     low = high = rel
-    if 0.0 < squares < math.inf and math.isfinite(rel):
-        freedom = k * total**2 / squares
+    if 0.0 < variance < math.inf and math.isfinite(rel):
+        freedom = 2.0 * total**2 / variance
         low = _root(gaps + total / _chi_square_share(freedom, _TWO_SIDED_95), a2)
         high = _root(gaps + total / _chi_square_share(freedom, -_TWO_SIDED_95), a2)
-    high = math.hypot(high, resolution)
+    high = math.hypot(high, finest)
     return Estimate(
         relative_error=max(high - rel, rel - low) / rel if 0 < rel < math.inf else None,
         low=low,
         high=high,
         num_projections=k,
         num_values=len(apart) * k,
-        resolution=resolution,
+        resolution=finest,
     )
 
 
@@ -176,11 +231,6 @@ def _chi_square_share(freedom: float, deviate: float) -> float:
     """The quantile of chi-square over its ``freedom`` degrees, at a normal deviate."""
     part = 2.0 / (9.0 * freedom)
     return (1.0 - part + deviate * math.sqrt(part)) ** 3
-
-
-def _spread_of(apart: np.ndarray, k: int) -> float:
-    """The standard deviation of the sum."""
-    return math.sqrt(2.0 / k * float(np.square(apart).sum()))
 
 
 def _sink_limit(norms: np.ndarray) -> float:

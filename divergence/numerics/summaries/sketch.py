@@ -9,9 +9,19 @@ feature j goes to bucket b = j mod k,
 with signs sigma(j) and tau(t, m) = ±1, t being the row's number. They are the top bits of integer
 streams (``stream``): sigma(j) of number j of stream SIGMA, tau(t, m) of number
 t·2^32 + m of stream TAU, -1 where the bit is set. So the matrix is defined by integers and
-bit-identical on every machine; the sums are float64 in any order (float32 on devices without it;
-plain products and sums on those that have float64 but no matrix product of it, as Ascend) and
-rounded to float32. Beside them the row's norm, as a float32 and the float32 of what is left.
+bit-identical on every machine; the sums are float64 in any order (float32 on devices without it)
+and rounded to float32. Beside them the row's norm, as a float32 and the float32 of what is left.
+
+Where few rows differ, few of these sums are left to tell by how much: one row of k = 8 is known to
+±50%. So rows are pooled as well, those of one block (what lies behind the first of three axes or
+more, a sample; else all) into K further sums:
+
+    S_c = Σ  sigma(j) · tau(t, j // k) · x_t[j]  over the block's rows t and j with
+          (j + 79 t) mod K = c,
+
+with the same signs. They estimate the block's ‖d‖² with the variance (2/K) ‖d‖⁴, in however few
+rows it lies, and cost a row's sums of K in place of k buckets: folded to k those are the row's own.
+79 is odd and near K / golden ratio: a channel's errors in K rows go to K buckets.
 
 The sketch is linear: sketch(a) - sketch(b) is that of d = a - b, and E ‖sketch(d)‖² = ‖d‖² with
 the variance (2/k) (‖d‖⁴ - Σ d_j⁴) at most, that of a dense random projection at a k-th of its cost
@@ -22,11 +32,13 @@ features in one bucket are independent). tau makes the rows' errors independent 
 rows differ in one direction, so that over T rows of comparable size the relative error of ‖d‖²
 is √(2/(kT)).
 
-Resolution: a projection rounds to float32 on either side, so no estimate below 0.58 · 2^-24 ‖a‖ is
+Resolution: a sum rounds to float32 on either side, so no estimate below 0.58 · 2^-24 ‖a‖ is
 told from 0 (numerics.floor's model of two roundings); sums in float32 add √(n/2k) such errors.
 
 k is the power of two below n/128, 8 at least and 64 at most; but where rows are fewer than 8, as in
-a decode step, as many as make 64 projections of all rows together.
+a decode step, as many as make 64 projections of all rows together. K is the power of two below a
+2048th of a block's elements, between 64 and 128; no more than a 256th of them, and none where rows
+stand alone or K would be no larger than k: some 0.1% of the bytes of a long prompt.
 
 What is not sketched: integers, bool and complex; float64 (the resolution would hide its errors);
 rows so short that the sketch takes more than half of their bytes. Elements that are no finite
@@ -44,7 +56,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -55,24 +67,60 @@ from divergence.numerics.pairs.blocks import Grid
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MASK64", "SIGMA", "TAU", "has_products", "mixed", "num_projections", "resolution",
-           "rows_of", "sketch_bytes", "sketch_many", "sketch_tensor", "stream",
-           "sum_dtype_name"]  # fmt: skip
+__all__ = ["MASK64", "SHIFT", "SIGMA", "TAU", "Projections", "grid_of", "mixed", "num_pooled",
+           "num_projections", "resolution", "rows_of", "sketch_bytes", "sketch_many",
+           "sketch_tensor", "stream", "sum_dtype_name"]  # fmt: skip
 
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
 """Digits of π after those of divergence.numerics.summaries.fold: chosen by nobody."""
 
+SHIFT = 79
+"""By how many buckets a row's pooled sums lie beside those of the row before."""
+
 SumDtype = Literal["float64", "float32"]
 """The precision that a sketch's sums are made in."""
 
 _FEWEST, _MOST, _FEATURES_EACH = 8, 64, 128
+_MOST_POOLED, _EACH_POOLED, _EACH_POOLED_LEAST = 128, 2048, 256
 _USUAL_BYTES = 2
 """Of a feature, whatever its dtype: runs of two dtypes have the same projections."""
-_BLOCK = 1 << 17
-"""Elements widened to float64 at a time on a host: 1 MiB, what stays in a core's cache."""
+_BLOCK = 1 << 18
+"""Elements widened to float64 at a time on a host: 2 MiB, one buffer for all."""
 _DEVICE_BLOCK = 1 << 25
 _UNIT = 2.0**-24
+
+
+class Projections(NamedTuple):
+    """A sketch, float32."""
+
+    rows: torch.Tensor
+    """(rows, k + 2): projections, and the norm as high and low part."""
+    pooled: torch.Tensor
+    """(blocks, K): sums of all rows of a block. K = 0: none."""
+
+    def joined(self) -> torch.Tensor:
+        """As it is stored: the rows, or all on one axis where there are pooled sums."""
+        import torch
+
+        if not self.pooled.numel():
+            return self.rows
+        return torch.cat([self.rows.reshape(-1), self.pooled.reshape(-1)])
+
+    @classmethod
+    def of(cls, stored: torch.Tensor, shape: Sequence[int], k: int, num_pooled: int) -> Projections:
+        """``joined()`` taken apart, of a tensor of ``shape``."""
+        num_blocks = grid_of(shape)[0]
+        flat = stored.reshape(-1)
+        end = len(flat) - num_blocks * num_pooled
+        return cls(flat[:end].view(-1, k + 2), flat[end:].view(num_blocks, num_pooled))
+
+
+def grid_of(shape: Sequence[int]) -> tuple[int, int, int]:
+    """(blocks, rows in each, features in each row)."""
+    if len(shape) < 3:
+        return (1, *rows_of(shape))
+    return shape[0], shape[1], math.prod(shape[2:])
 
 
 def rows_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -94,6 +142,15 @@ def num_projections(shape: Sequence[int], form: Format) -> int | None:
     return k if _worth_while(features * form.itemsize, k) else None
 
 
+def num_pooled(shape: Sequence[int], k: int) -> int:
+    """K; 0 where rows are not pooled."""
+    _, num_rows, features = grid_of(shape)
+    numel = num_rows * features
+    most = min(_MOST_POOLED, max(_MOST, numel // _EACH_POOLED), numel // _EACH_POOLED_LEAST)
+    found = _power_below(most)
+    return found if num_rows > 1 and found > k else 0
+
+
 def _power_below(number: int) -> int:
     """The largest power of two that is no larger; 1 at least."""
     return 1 << (max(number, 1).bit_length() - 1)
@@ -108,7 +165,7 @@ def sketch_bytes(shape: Sequence[int], form: Format) -> int:
     k = num_projections(shape, form)
     if k is None:
         return math.prod(shape) * form.itemsize
-    return rows_of(shape)[0] * (k + 2) * 4
+    return 4 * (rows_of(shape)[0] * (k + 2) + grid_of(shape)[0] * num_pooled(shape, k))
 
 
 def resolution(num_features: int, k: int, *, sums: str = "float64") -> float:
@@ -121,72 +178,96 @@ def sketch_tensor(
     tensor: torch.Tensor,
     k: int,
     *,
+    num_pooled: int = 0,
     row_numbers: Sequence[int] | np.ndarray | None = None,
     kernel: Kernel = "numpy",
-) -> torch.Tensor:
-    """The sketch, (rows, k + 2) float32 on the tensor's device; nothing is waited for.
+) -> Projections:
+    """The sketch, on the tensor's device; nothing is waited for.
 
-    ``row_numbers``: what the rows are called in another tensor that holds them as well.
-    ``kernel``: see numerics.kernels; of tensors on a host alone.
+    ``num_pooled``: K, a multiple of k. ``row_numbers``: what the rows are called in another tensor
+    that holds them as well. ``kernel``: see numerics.kernels; of tensors on a host alone.
     """
     import torch
 
-    num_rows, features = rows_of(tensor.shape)
-    x = tensor.detach().reshape(num_rows, features)
+    num_blocks, num_rows, features = grid_of(tensor.shape)
+    x = tensor.detach().reshape(num_blocks * num_rows, features)
     device = str(x.device)
     wide = _sum_dtype(device)
     if row_numbers is None:
-        tau = _tau(num_rows, -(-features // k), device, wide)
+        numbers = np.arange(len(x))
+        tau = _tau(len(x), -(-features // k), device, wide)
     else:
-        tau = _signs_of(np.asarray(row_numbers), -(-features // k)).to(device=device, dtype=wide)
+        numbers = np.asarray(row_numbers, np.int64)
+        tau = _signs_of(numbers, -(-features // k)).to(device=device, dtype=wide)
     sigma = _sigma(features, device, wide)
-    out = torch.empty(num_rows, k + 2, dtype=torch.float32, device=x.device)
+    out = torch.empty(len(x), k + 2, dtype=torch.float32, device=x.device)
+    totals = torch.zeros(num_blocks, num_pooled, dtype=wide, device=x.device)
     if device == "cpu" and chosen(kernel, format_of(x.dtype)) == "compiled":
         from divergence.numerics.compiled.summary import projections_of
 
-        _put(out, *projections_of(Grid(x), sigma.numpy(), tau.numpy(), k))
-        return out
-    block = _BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK
-    step = max(1, block // features)
-    for start in range(0, num_rows, step):
-        part = slice(start, start + step)
-        _sketch_rows(x[part], sigma, tau[part], out[part], wide)
-    return out
+        shifts = numbers * SHIFT % max(num_pooled, 1)
+        signs = sigma.numpy(), tau.numpy()
+        _put(out, *projections_of(Grid(x), *signs, k, shifts=shifts, pooled=totals.numpy()))
+        return Projections(out, totals.float())
+    each = num_rows if num_pooled else max(len(x), 1)
+    step = max(1, (_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK) // max(features, 1))
+    buffer = torch.empty(min(step, each), features, dtype=wide, device=x.device)
+    for first in range(0, len(x), each):
+        for start in range(first, first + each, step):
+            part = slice(start, min(start + step, first + each))
+            sums = _sketch_rows(x[part], sigma, tau[part], out[part], buffer, num_pooled or k)
+            if num_pooled:
+                at = torch.from_numpy(numbers[part] % num_pooled)
+                turns = _turns(num_pooled, device)[at]
+                totals[first // each] += sums.gather(1, turns).sum(0)
+    return Projections(out, totals.float())
 
 
 def sketch_many(
-    tensors: Sequence[torch.Tensor], ks: Sequence[int], *, kernel: Kernel = "numpy"
-) -> list[torch.Tensor]:
-    """``[sketch_tensor(t, k) for t, k in ...]``, faster where many are one row each, as in a
-    decode step: rows of one length are stacked."""
+    tensors: Sequence[torch.Tensor],
+    ks: Sequence[int],
+    pooled: Sequence[int] | None = None,
+    *,
+    kernel: Kernel = "numpy",
+) -> list[Projections]:
+    """``[sketch_tensor(t, k, num_pooled=p) for t, k, p in ...]``, faster where many are one row
+    each, as in a decode step: rows of one length are stacked."""
     import torch
 
-    results: list[torch.Tensor | None] = [None] * len(tensors)
+    results: list[Projections | None] = [None] * len(tensors)
     groups: dict[tuple[torch.dtype, str, int, int], list[int]] = {}
     for index, (tensor, k) in enumerate(zip(tensors, ks, strict=True)):
         num_rows, features = rows_of(tensor.shape)
-        if num_rows == 1:
+        more = 0 if pooled is None else pooled[index]
+        if num_rows == 1 and not more:
             key = (tensor.dtype, str(tensor.device), features, k)
             groups.setdefault(key, []).append(index)
         else:
-            results[index] = sketch_tensor(tensor, k, kernel=kernel)
+            results[index] = sketch_tensor(tensor, k, num_pooled=more, kernel=kernel)
     for (_, _, features, k), members in groups.items():
         stack = torch.cat([tensors[index].detach().reshape(1, features) for index in members])
         numbers = np.zeros(len(members), np.int64)
         found = sketch_tensor(stack, k, row_numbers=numbers, kernel=kernel)
-        for index, one in zip(members, torch.split(found, 1), strict=True):
-            results[index] = one
+        for index, one in zip(members, torch.split(found.rows, 1), strict=True):
+            results[index] = Projections(one, found.pooled)
     return [one for one in results if one is not None]
 
 
 def _sketch_rows(
-    x: torch.Tensor, sigma: torch.Tensor, tau: torch.Tensor, out: torch.Tensor, wide: torch.dtype
-) -> None:
-    """Rows (T, n) into ``out`` (T, k + 2)."""
+    x: torch.Tensor,
+    sigma: torch.Tensor,
+    tau: torch.Tensor,
+    out: torch.Tensor,
+    buffer: torch.Tensor,
+    width: int,
+) -> torch.Tensor:
+    """Rows (T, n) into ``out`` (T, k + 2); their sums in ``width`` buckets, a multiple of k, in
+    the precision of ``buffer``."""
     import torch
 
+    num_rows, features = x.shape
     k = out.shape[1] - 2
-    values = x.to(wide, copy=True)
+    values = buffer[:num_rows].copy_(x)
     if x.device.type == "cpu":
         squares = _squares(values)
         if not bool(torch.isfinite(squares).all()):
@@ -195,17 +276,24 @@ def _sketch_rows(
     else:
         values = torch.where(torch.isfinite(values), values, 0.0)
         squares = (values * values).sum(-1)
-    signed = values.mul_(sigma)
-    whole = signed.shape[1] // k * k
-    parts = signed[:, :whole].view(len(x), whole // k, k)
-    if has_products(wide, str(x.device)):
-        sums = torch.bmm(tau[:, None, : whole // k], parts)[:, 0]  # (T, k)
-    else:
-        sums = (tau[:, : whole // k, None] * parts).sum(1)
-    if whole < signed.shape[1]:
-        rest = signed[:, whole:]
-        sums[:, : rest.shape[1]] += rest * tau[:, whole // k, None]
-    _put(out, sums, squares)
+    values.mul_(sigma)
+    groups = features // k
+    values[:, : groups * k].view(num_rows, groups, k).mul_(tau[:, :groups, None])
+    values[:, groups * k :].mul_(tau[:, groups:])
+    whole = features // width * width
+    sums = values[:, :whole].view(num_rows, features // width, width).sum(1)
+    sums[:, : features - whole] += values[:, whole:]
+    _put(out, sums.view(num_rows, width // k, k).sum(1), squares)
+    return sums
+
+
+@functools.lru_cache(maxsize=8)
+def _turns(num_pooled: int, device: str) -> torch.Tensor:
+    """By row number modulo K: of each pooled sum, which of the row's own goes there."""
+    import torch
+
+    buckets = torch.arange(num_pooled)
+    return ((buckets - SHIFT * buckets[:, None]) % num_pooled).to(device)
 
 
 def _put(
@@ -235,18 +323,6 @@ def sum_dtype_name(device: str) -> SumDtype:
     import torch
 
     return "float64" if _sum_dtype(device) == torch.float64 else "float32"
-
-
-@functools.cache
-def has_products(dtype: torch.dtype, device: str) -> bool:
-    """Does ``device`` multiply matrices of ``dtype``? Asked by multiplying two."""
-    import torch
-
-    try:
-        two = torch.full((1, 1, 1), 1 + 2.0**-20, dtype=dtype, device=device)
-        return float(torch.bmm(two, two)) != 0.0
-    except (RuntimeError, TypeError):
-        return False
 
 
 @functools.cache

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from divergence.errors import RunFormatError
 from divergence.numerics.formats import format_named
-from divergence.numerics.summaries.sketch import rows_of
+from divergence.numerics.summaries.sketch import grid_of, rows_of
 from divergence.run.schema.layout import SHARD_DTYPES
 from divergence.run.schema.manifest import Manifest, Sizes
-from divergence.run.schema.record import Coordinates, PassName, Place, Record
+from divergence.run.schema.record import Coordinates, PassName, Place, Record, Sketch
 from divergence.run.schema.site import is_operator_site, module_of
 
 if TYPE_CHECKING:
@@ -73,9 +73,16 @@ def parts_of(record: Record) -> list[Part]:
     if record.place is not None:
         parts.append(Part(record.place, record.xxh3, record.dtype, record.shape))
     if (sketch := record.sketch) is not None:
-        shape = rows_of(record.shape)[0], sketch.num_projections + 2
-        parts.append(Part(sketch.place, sketch.xxh3, "float32", shape))
+        parts.append(Part(sketch.place, sketch.xxh3, "float32", _shape_of(sketch, record.shape)))
     return parts
+
+
+def _shape_of(sketch: Sketch, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of what is stored: numerics.summaries.sketch.Projections.joined."""
+    num_rows, num_cols = rows_of(shape)[0], sketch.num_projections + 2
+    if not sketch.num_pooled:
+        return num_rows, num_cols
+    return (num_rows * num_cols + grid_of(shape)[0] * sketch.num_pooled,)
 
 
 def check_part(shard: Shard, part: Part, *, where: str) -> None:

@@ -155,12 +155,15 @@ class Sketch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     place: Place
     """A float32 tensor (rows, ``num_projections`` + 2). The last two columns hold each row's norm
-    as high and low part."""
+    as high and low part. Where rows are pooled, all of it on one axis, and behind it the pooled
+    sums, (blocks, ``num_pooled``)."""
     xxh3: Digest
     """Digest of that tensor's bytes."""
     num_projections: Count
     sums: Literal["float64", "float32"] = "float64"
     """The precision that the projections were added up in."""
+    num_pooled: Count = 0
+    """How many sums there are of all rows of a block together."""
 
 
 Placement = Annotated[

@@ -23,7 +23,7 @@ from divergence.run.writing.buffer import Slot
 if TYPE_CHECKING:
     import torch
 
-    from divergence.numerics.summaries.sketch import SumDtype
+    from divergence.numerics.summaries.sketch import Projections, SumDtype
     from divergence.run.schema.record import Call, PassName, Place, Placement, Sketch, Summary
 
 __all__ = [
@@ -85,7 +85,7 @@ class Reduced:
 
     sums: tuple[torch.Tensor, int]
     statistics: tuple[torch.Tensor, torch.Tensor] | None = None
-    projections: torch.Tensor | None = None
+    projections: Projections | None = None
     sum_dtype: SumDtype = "float64"
 
 

@@ -21,7 +21,13 @@ from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import Kernel
 from divergence.numerics.on_device import summaries_of
 from divergence.numerics.summaries.fold import fold_tensor, folds_of
-from divergence.numerics.summaries.sketch import num_projections, rows_of, sketch_many
+from divergence.numerics.summaries.sketch import (
+    Projections,
+    grid_of,
+    num_pooled,
+    num_projections,
+    sketch_many,
+)
 from divergence.numerics.summaries.summary import summarize_many
 from divergence.run.schema.contents import Content, contents_of
 from divergence.run.schema.record import Sketch
@@ -160,11 +166,12 @@ class Reducer:
             for content in flat
             if (k := num_projections(content[2], format_named(content[1]))) is not None
         }
-        tensors = [flat[content].view(rows_of(content[2])) for content in wanted]
-        sketches = sketch_many(tensors, list(wanted.values()), kernel=self._kernel)
+        tensors = [flat[content].view(grid_of(content[2])) for content in wanted]
+        pooled = [num_pooled(content[2], k) for content, k in wanted.items()]
+        sketches = sketch_many(tensors, list(wanted.values()), pooled, kernel=self._kernel)
         return {
-            content: stored_sketch(sketch, k, store, sums="float64")
-            for (content, k), sketch in zip(wanted.items(), sketches, strict=True)
+            content: stored_sketch(sketch, store, sums="float64")
+            for content, sketch in zip(wanted, sketches, strict=True)
         }
 
 
@@ -184,20 +191,26 @@ def _fetch(items: list[tuple[CapturedTensor, Reduced]], store: StoreBytes) -> No
     ]
     if not sketched:
         return
-    flat = torch.cat([projections.reshape(-1) for _, projections, _ in sketched]).cpu()
-    parts = torch.split(flat, [projections.numel() for _, projections, _ in sketched])
+    joined = [projections.joined() for _, projections, _ in sketched]
+    flat = torch.cat([one.reshape(-1) for one in joined]).cpu()
+    parts = torch.split(flat, [one.numel() for one in joined])
     for (item, there, sums), part in zip(sketched, parts, strict=True):
-        projections = part.reshape(there.shape).clone()
-        item.sketch = stored_sketch(projections, projections.shape[1] - 2, store, sums=sums)
+        k, num_pooled = there.rows.shape[1] - 2, there.pooled.shape[1]
+        here = Projections.of(part.clone(), item.shape, k, num_pooled)
+        item.sketch = stored_sketch(here, store, sums=sums)
 
 
-def stored_sketch(
-    projections: torch.Tensor, k: int, store: StoreBytes, *, sums: SumDtype
-) -> Sketch:
+def stored_sketch(projections: Projections, store: StoreBytes, *, sums: SumDtype) -> Sketch:
     """Queue a sketch's own bytes, and say where they will be."""
-    piece = piece_of(projections)
+    piece = piece_of(projections.joined())
     digest = piece.digest().hex()
-    return Sketch(place=store(digest, piece), xxh3=digest, num_projections=k, sums=sums)
+    return Sketch(
+        place=store(digest, piece),
+        xxh3=digest,
+        num_projections=projections.rows.shape[1] - 2,
+        sums=sums,
+        num_pooled=projections.pooled.shape[1],
+    )
 
 
 def _content(item: CapturedTensor) -> Content:

@@ -57,6 +57,82 @@ def test_rows():
     assert float(ratio.mean()) == pytest.approx(1.0, abs=4 * math.sqrt(2 / K / 64))
 
 
+def one_row(size=1e-2, tokens=64):
+    """A pair that differs in one row alone."""
+    a, b = random_pair(tokens, size=size)
+    other = torch.zeros(1, tokens, 1)
+    other[0, torch.randint(tokens, ())] = 1.0
+    return a, a + other * (b - a)
+
+
+def test_few_rows():
+    """Where one row differs the pooled sums tell by how much, to ±1/√(2K), which is what the
+    interval says; 8 projections do not. The row has all of it."""
+    torch.manual_seed(5)
+    off, held, off_alone = [], 0, []
+    for _ in range(60):
+        a, b = one_row()
+        (exact, rows), (found, estimated, estimate) = both(a, b, pooled=64)
+        off.append(found.rel_l2 / exact.rel_l2 - 1)
+        held += estimate.low < exact.rel_l2 < estimate.high
+        assert found.worst_row == exact.worst_row
+        assert estimated.rel_l2[found.worst_row] == pytest.approx(found.token_rel_l2_max)
+        ratio = found.token_rel_l2_max / float(rows.rel_l2.max())
+        assert ratio == pytest.approx(1 + off[-1], rel=1e-6)
+        assert estimate.relative_error < 0.25
+        off_alone.append(both(a, b)[1][0].rel_l2 / exact.rel_l2 - 1)
+    assert np.std(off) == pytest.approx(1 / math.sqrt(2 * 64), rel=0.35)
+    assert np.std(off_alone) > 2 * np.std(off)
+    assert held >= 54
+
+
+@pytest.mark.parametrize("kind", ["all rows", "one channel", "scale"])
+def test_many_rows_are_told_as_well_as_without(kind):
+    """Pooled sums count by what they know: little where all rows differ, least of a scale."""
+    torch.manual_seed(6)
+    a, b = random_pair()
+    if kind == "one channel":
+        b = torch.where(torch.arange(1024) == 5, b, a)
+    elif kind == "scale":
+        b = 1.01 * a
+    (exact, _), (found, _, estimate) = both(a, b, pooled=64)
+    _, (_, _, alone) = both(a, b)
+    assert estimate.low * (1 - 1e-6) <= exact.rel_l2 <= estimate.high * (1 + 1e-6)
+    assert estimate.high - estimate.low <= 1.02 * (alone.high - alone.low)
+    assert found.rel_l2 == pytest.approx(exact.rel_l2, rel=0.1)
+
+
+def test_blocks():
+    """Each sample has pooled sums of its own, and the intervals of both make up the whole."""
+    torch.manual_seed(7)
+    pairs = [one_row(), one_row(size=2e-2)]
+    a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
+    (exact, _), (_, _, estimate) = both(a, b, pooled=64)
+    assert estimate.low < exact.rel_l2 < estimate.high
+    assert estimate.relative_error < 0.25 < both(a, b)[1][2].relative_error
+
+
+def test_without_all_rows_pooled_sums_are_left_aside():
+    """A masked row is in the pooled sums, and cannot be taken out of them."""
+    torch.manual_seed(8)
+    a, b = one_row()
+    mask = torch.ones(1, 64, 1, dtype=torch.bool)
+    mask[0, 3] = False
+    _, (found, rows, estimate) = both(a, b, pooled=64, row_mask=mask)
+    _, (wanted, same, interval) = both(a, b, row_mask=mask)
+    assert (found.rel_l2, estimate) == (wanted.rel_l2, interval)
+    assert np.array_equal(rows.rel_l2, same.rel_l2, equal_nan=True)
+
+
+def test_what_pooled_sums_cannot_resolve():
+    """They round by the whole block: a row that differs by as little is told by its own sums."""
+    torch.manual_seed(9)
+    a, b = one_row(size=1e-6)
+    _, (found, _, estimate) = both(a, b, pooled=64)
+    _, (wanted, _, interval) = both(a, b)
+    assert (found.rel_l2, estimate) == (wanted.rel_l2, interval)
+
+
 def test_gain():
     """A scale error is known from the exact norms, far below the noise of the sketch."""
     torch.manual_seed(3)

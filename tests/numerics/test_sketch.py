@@ -8,8 +8,11 @@ import torch
 from divergence.numerics.formats import format_named, format_of
 from divergence.numerics.kernels import has_compiled
 from divergence.numerics.summaries.sketch import (
+    SHIFT,
     SIGMA,
     TAU,
+    Projections,
+    grid_of,
     mixed,
     num_pooled,
     num_projections,
@@ -52,6 +55,31 @@ def test_the_definition(features, kernel):
     assert found.rows[:, :8].tolist() == by_definition(x[0].tolist(), 8, list(range(5)))
 
 
+def test_the_definition_of_pooled_sums(kernel):
+    """Every pooled sum is the defined one, of each block's rows, also where K does not divide
+    the row."""
+    x = torch.randint(-9, 9, (2, 5, 67)).float()
+    found = sketch_tensor(x, 8, num_pooled=16, kernel=kernel)
+    wanted = [[0.0] * 16, [0.0] * 16]
+    for t, row in enumerate(x.view(10, 67).tolist()):
+        for j, value in enumerate(row):
+            sign_of_it = sign(SIGMA, j) * sign(TAU, (t << 32) + j // 8)
+            wanted[t // 5][(j + SHIFT * t) % 16] += sign_of_it * value
+    assert found.pooled.tolist() == wanted
+    assert torch.equal(found.rows, sketch_tensor(x, 8, kernel=kernel).rows)
+
+
+def test_stored_and_taken_apart():
+    """On one axis where there are pooled sums, rows first."""
+    x = torch.randn(2, 5, 67)
+    for num_sums in (0, 16):
+        found = sketch_tensor(x, 8, num_pooled=num_sums)
+        stored = found.joined()
+        assert stored.shape == ((10 * 10 + 2 * 16,) if num_sums else (10, 10))
+        again = Projections.of(stored, x.shape, 8, num_sums)
+        assert torch.equal(again.rows, found.rows) and torch.equal(again.pooled, found.pooled)
+
+
 def test_the_documented_example():
     """The row 1, 2, ..., 16 as row 0 and as row 1, in 8 projections: see docs/dump-format.md."""
     row = torch.arange(1.0, 17.0)
@@ -67,6 +95,9 @@ def test_row_numbers():
     whole = sketch_tensor(x, 8).rows
     part = sketch_tensor(x[:, 4:7], 8, row_numbers=[4, 5, 6]).rows
     assert torch.equal(whole[4:7], part)
+    x = torch.randint(-9, 9, (3, 4, 128)).float()
+    block = sketch_tensor(x[1:2], 8, num_pooled=32, row_numbers=[4, 5, 6, 7]).pooled
+    assert torch.equal(block, sketch_tensor(x, 8, num_pooled=32).pooled[1:2])
 
 
 def test_many_rows_alone():
@@ -118,6 +149,20 @@ def test_few_rows(rows, features, k):
     assert num_projections((1, rows, features), format_named("float32")) == k
 
 
+@pytest.mark.parametrize(
+    "shape, k, number",
+    [((1, 128, 1024), 8, 64), ((1, 128, 2048), 16, 128), ((4, 512, 4096), 32, 128),
+     ((1, 16, 1024), 8, 64), ((1, 8, 1024), 8, 32), ((40, 1024), 8, 64), ((1, 1, 1024), 64, 0),
+     ((1, 4, 128, 128), 64, 0), ((1, 16, 64), 8, 0), ((300000,), 64, 0)],
+    ids=str,
+)  # fmt: skip
+def test_how_many_pooled_sums(shape, k, number):
+    """Few of a block's bytes; none of rows alone, nor where they are no more than a row has."""
+    assert num_pooled(shape, k) == number
+    _, num_rows, features = grid_of(shape)
+    assert 4 * number <= num_rows * features * 2 / 100
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_norms(dtype):
     """High and low part together are the row's norm far below float32's unit."""
@@ -167,8 +212,13 @@ def test_compiled_loops_find_the_same(shape, dtype):
     x.view(-1)[::37] = math.inf
     x.view(-1)[5] = math.nan
     k = num_projections(shape, format_of(x.dtype)) or 8
-    one, two = (sketch_tensor(x, k, kernel=kernel) for kernel in ("numpy", "compiled"))
-    assert torch.allclose(one.rows, two.rows, rtol=1e-5, atol=1e-4)
+    for num_sums in (0, 2 * k):
+        one, two = (
+            sketch_tensor(x, k, num_pooled=num_sums, kernel=kernel)
+            for kernel in ("numpy", "compiled")
+        )
+        assert torch.allclose(one.rows, two.rows, rtol=1e-5, atol=1e-4)
+        assert torch.allclose(one.pooled, two.pooled, rtol=1e-5, atol=1e-3)
     many = sketch_many([x[:1], x[:1]], [8, 8], kernel="compiled")
     assert torch.equal(many[0].rows, many[1].rows)
     assert torch.allclose(many[0].rows, sketch_tensor(x[:1], 8).rows, rtol=1e-5, atol=1e-4)

@@ -186,7 +186,17 @@ def test_what_the_fourth_version_holds():
     assert manifest.environment.torch_build["compiler"]
 
 
-@pytest.mark.parametrize("name", ["run-v1", "run-v2", "run-v3", "run-v4"])
+def test_what_the_fifth_version_holds():
+    """Sums of all rows of a prompt, beside those of each row."""
+    run = Run.open(FIXTURES / "run-v5")
+    record = run.find(("free", 0, 0, "model.layers.0.mlp.up_proj:out"))
+    assert (record.shape, record.sketch.num_projections) == ((2, 40, 768), 8)
+    assert record.sketch.num_pooled == 64
+    found = run.read_sketch(record)
+    assert (found.rows.shape, found.pooled.shape) == ((80, 10), (2, 64))
+
+
+@pytest.mark.parametrize("name", ["run-v1", "run-v2", "run-v3", "run-v4", "run-v5"])
 def test_the_stored_run_names_no_path_of_a_machine(name):
     """Small, portable, and nobody's home."""
     files = [path for path in (FIXTURES / name).rglob("*") if path.is_file()]
@@ -208,6 +218,8 @@ def test_the_examples_of_reduced_runs_are_right():
     first = [int(value) for value in rows[0, :8]]
     assert ", ".join(map(str, first)) in text
     assert torch.equal(rows[1, :8], -rows[0, :8])
+    pooled = sketch.sketch_tensor(torch.arange(1.0, 17.0).expand(1, 2, 16), 8, num_pooled=16)
+    assert ", ".join(str(int(value)) for value in pooled.pooled[0]) in text
     for number in (*fold.SEEDS, sketch.SIGMA, sketch.TAU):
         assert f"0x{number:016x}" in text
     assert f"{fold.CHUNK:,} words" in text

@@ -40,7 +40,7 @@ __all__ = [
     "Tokens",
 ]
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
 

@@ -7,13 +7,15 @@ from divergence.numerics.kernels import has_compiled
 from divergence.numerics.summaries import fold
 from divergence.numerics.summaries.fold import (
     CHUNK,
+    MASK64,
     SEEDS,
     fold_sums,
     fold_tensor,
     folds_of,
     is_exact_on,
+    mixed,
+    stream,
 )  # fmt: skip
-from divergence.numerics.summaries.sketch import MASK64, mixed, stream
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

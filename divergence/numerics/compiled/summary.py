@@ -135,7 +135,7 @@ def _project_rows(
     values: np.ndarray,
     sigma: np.ndarray,
     tau: np.ndarray,
-    shifts: np.ndarray,
+    turns: np.ndarray,
     sums: np.ndarray,
     squares: np.ndarray,
     pooled: np.ndarray,
@@ -171,21 +171,22 @@ def _project_rows(
         for j in range(whole, num_cols):
             signed[j] *= tau[row, num_cols // k]
         wide[:] = 0.0
-        whole = num_cols // width * width
-        for start in range(0, whole, width):
+        for group in range(num_cols // width):
             for place in range(width):
-                wide[place] += signed[start + place]
+                wide[place] += signed[group * width + place]
+        whole = num_cols // width * width
         for j in range(whole, num_cols):
             wide[j - whole] += signed[j]
-        for start in range(0, width, k):
+        for group in range(width // k):
             for place in range(k):
-                sums[row, place] += wide[start + place]
-        if num_pooled:
-            block, shift = row // each, shifts[row]
-            for place in range(num_pooled - shift):
-                pooled[block, place + shift] += wide[place]
-            for place in range(num_pooled - shift, num_pooled):
-                pooled[block, place + shift - num_pooled] += wide[place]
+                sums[row, place] += wide[group * k + place]
+        if num_pooled:  # views: an index that may be negative keeps loops from being vector code
+            turn, total = turns[row], pooled[row // each]
+            head, tail, over = total[turn:], total[:turn], wide[num_pooled - turn :]
+            for place in range(len(head)):
+                head[place] += wide[place]
+            for place in range(len(tail)):
+                tail[place] += over[place]
 
 
 def projections_of(
@@ -193,13 +194,18 @@ def projections_of(
     sigma: np.ndarray,
     tau: np.ndarray,
     k: int,
-    *,
-    shifts: np.ndarray,
-    pooled: np.ndarray,
+    turns: np.ndarray | None = None,
+    pooled: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(projections (rows, k), sums of squares (rows,)) in float64; pooled sums are added to
-    ``pooled`` (blocks, K or 0). ``sigma``: ±1 by feature, ``tau``: ±1 by row and group, both
-    float64; ``shifts``: by row, int64, below K. The grid must be readable (numerics.kernels)."""
+    """(projections (rows, k), sums of squares (rows,)) in float64. ``sigma``: ±1 by feature,
+    ``tau``: ±1 by row and group, both float64. ``pooled`` (blocks, K): a row's sums of K buckets
+    are added to its block's, by its number in ``turns`` (int64, below K) farther on. The grid must
+    be readable (numerics.kernels)."""
     sums, squares = np.zeros((grid.num_rows, k)), np.zeros(grid.num_rows)
-    _project_rows(stored(grid), sigma, tau, shifts, sums, squares, pooled)
+    if turns is None or pooled is None:
+        turns, pooled = _NO_TURNS, _NOT_POOLED
+    _project_rows(stored(grid), sigma, tau, turns, sums, squares, pooled)
     return sums, squares
+
+
+_NO_TURNS, _NOT_POOLED = np.zeros(0, np.int64), np.zeros((1, 0))

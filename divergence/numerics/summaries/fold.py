@@ -7,7 +7,7 @@ operations that every backend of torch has and that are exact: 64-bit products a
     h_s(w) = Σ_i m_s,i · w_i   mod 2^64,        s = 1, 2
 
 over the 32-bit words w_i of the bytes (little-endian, taken as signed, the last one padded with
-zeros), with multipliers m_s,i = stream(SEEDS[s], i) of numerics.summaries.sketch. Words are taken
+zeros), with multipliers m_s,i = stream(SEEDS[s], i), see below. Words are taken
 in chunks of 2^16, so that the multipliers are few and kept; the 64-bit results of the chunks, as
 words (low, high), are hashed again in the same way until one chunk is left. In the end the
 number of bytes is mixed in: mixed(h_s + gamma_s · num_bytes). 2 × 64 bits, 32 hex digits.
@@ -18,6 +18,12 @@ v ≤ 31 leaves 2^v of 2^64 multipliers; Carter and Wegman, "Universal classes o
 1979; Lemire and Kaser, "Strongly universal string hashing is fast", 2014, section 3), so under both
 of them at L levels with at most (L · 2^-33)² (L is 2 up to 8 GiB, 3 beyond): about 2^-64. The
 multipliers are fixed, so it is no defence against someone who looks for a collision.
+
+``stream`` is the integer mixer from which every constant of digests and sketches is made:
+splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
+n-th output of a stream is a bijective mix of seed + (n + 1) · the golden gamma, all modulo 2^64.
+Constants are computed on the host with integers and only then moved, so they are bit-identical on
+every machine whatever its arithmetic does.
 """
 
 from __future__ import annotations
@@ -25,14 +31,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from divergence.numerics.summaries.sketch import MASK64, mixed, stream
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
     from divergence.numerics.kernels import Kernel
 
-__all__ = ["CHUNK", "SEEDS", "fold_tensor", "folds_of", "is_exact_on"]
+__all__ = ["CHUNK", "MASK64", "SEEDS", "fold_tensor", "folds_of", "is_exact_on", "mixed", "stream"]
 
 CHUNK = 1 << 16
 """Words in a chunk."""
@@ -164,3 +170,27 @@ def _multipliers(device: str) -> torch.Tensor:
 
     host = np.stack([stream(seed, CHUNK) for seed in SEEDS]).view(np.int64)
     return torch.from_numpy(host).to(device)
+
+
+MASK64 = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mixed(value: int) -> int:
+    """One number of 64 bits, mixed; a bijection."""
+    value &= MASK64
+    value = ((value ^ (value >> 30)) * _FIRST) & MASK64
+    value = ((value ^ (value >> 27)) * _SECOND) & MASK64
+    return value ^ (value >> 31)
+
+
+def stream(seed: int, count: int, *, start: int = 0) -> np.ndarray:
+    """Numbers ``start`` to ``start + count - 1`` of the stream ``seed``, uint64: the n-th is
+    ``mixed(seed + (n + 1) * gamma)``."""
+    with np.errstate(over="ignore"):
+        at = np.arange(start + 1, start + count + 1, dtype=np.uint64)
+        value = at * np.uint64(_GAMMA) + np.uint64(seed & MASK64)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
+        return value ^ (value >> np.uint64(31))

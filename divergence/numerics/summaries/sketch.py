@@ -7,7 +7,7 @@ feature j goes to bucket b = j mod k,
     s_b = Σ_m  tau(t, m) · sigma(m·k + b) · x[m·k + b],        m = j // k,
 
 with signs sigma(j) and tau(t, m) = ±1, t being the row's number. They are the top bits of integer
-streams (``stream``): sigma(j) of number j of stream SIGMA, tau(t, m) of number
+streams (``fold.stream``): sigma(j) of number j of stream SIGMA, tau(t, m) of number
 t·2^32 + m of stream TAU, -1 where the bit is set. So the matrix is defined by integers and
 bit-identical on every machine; the sums are float64 in any order (float32 on devices without it)
 and rounded to float32. Beside them the row's norm, as a float32 and the float32 of what is left.
@@ -43,12 +43,6 @@ stand alone or K would be no larger than k: some 0.1% of the bytes of a long pro
 What is not sketched: integers, bool and complex; float64 (the resolution would hide its errors);
 rows so short that the sketch takes more than half of their bytes. Elements that are no finite
 numbers count as 0; a row that float32 cannot hold leaves infinities, and is not estimated.
-
-``stream`` is the integer mixer from which every constant of digests and sketches is made:
-splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the
-n-th output of a stream is a bijective mix of seed + (n + 1) · the golden gamma, all modulo 2^64.
-Constants are computed on the host with integers and only then moved, so they are bit-identical on
-every machine whatever its arithmetic does.
 """
 
 from __future__ import annotations
@@ -63,13 +57,14 @@ import numpy as np
 from divergence.numerics.formats import Format, format_of
 from divergence.numerics.kernels import Kernel, chosen
 from divergence.numerics.pairs.blocks import Grid
+from divergence.numerics.summaries.fold import stream
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MASK64", "SHIFT", "SIGMA", "TAU", "Projections", "grid_of", "mixed", "num_pooled",
+__all__ = ["SHIFT", "SIGMA", "TAU", "Projections", "grid_of", "num_pooled",
            "num_projections", "resolution", "rows_of", "sketch_bytes", "sketch_many",
-           "sketch_tensor", "stream", "sum_dtype_name"]  # fmt: skip
+           "sketch_tensor", "sum_dtype_name"]  # fmt: skip
 
 
 SIGMA, TAU = 0xA4093822299F31D0, 0x082EFA98EC4E6C89
@@ -185,7 +180,8 @@ def sketch_tensor(
     """The sketch, on the tensor's device; nothing is waited for.
 
     ``num_pooled``: K, a multiple of k. ``row_numbers``: what the rows are called in another tensor
-    that holds them as well. ``kernel``: see numerics.kernels; of tensors on a host alone.
+    that holds them as well; one after another where rows are pooled. ``kernel``: see
+    numerics.kernels; of tensors on a host alone.
     """
     import torch
 
@@ -193,34 +189,27 @@ def sketch_tensor(
     x = tensor.detach().reshape(num_blocks * num_rows, features)
     device = str(x.device)
     wide = _sum_dtype(device)
+    groups = -(-features // k)
     if row_numbers is None:
-        numbers = np.arange(len(x))
-        tau = _tau(len(x), -(-features // k), device, wide)
+        tau = _tau(len(x), groups, device, wide)
     else:
-        numbers = np.asarray(row_numbers, np.int64)
-        tau = _signs_of(numbers, -(-features // k)).to(device=device, dtype=wide)
+        tau = _signs_of(np.asarray(row_numbers), groups).to(device=device, dtype=wide)
     sigma = _sigma(features, device, wide)
     out = torch.empty(len(x), k + 2, dtype=torch.float32, device=x.device)
-    totals = torch.zeros(num_blocks, num_pooled, dtype=wide, device=x.device)
+    totals, first = None, 0
+    if num_pooled:
+        first = 0 if row_numbers is None else int(row_numbers[0])
+        totals = torch.zeros(num_blocks, num_pooled, dtype=wide, device=x.device)
     if device == "cpu" and chosen(kernel, format_of(x.dtype)) == "compiled":
         from divergence.numerics.compiled.summary import projections_of
 
-        shifts = numbers * SHIFT % max(num_pooled, 1)
-        signs = sigma.numpy(), tau.numpy()
-        _put(out, *projections_of(Grid(x), *signs, k, shifts=shifts, pooled=totals.numpy()))
-        return Projections(out, totals.float())
-    each = num_rows if num_pooled else max(len(x), 1)
-    step = max(1, (_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK) // max(features, 1))
-    buffer = torch.empty(min(step, each), features, dtype=wide, device=x.device)
-    for first in range(0, len(x), each):
-        for start in range(first, first + each, step):
-            part = slice(start, min(start + step, first + each))
-            sums = _sketch_rows(x[part], sigma, tau[part], out[part], buffer, num_pooled or k)
-            if num_pooled:
-                at = torch.from_numpy(numbers[part] % num_pooled)
-                turns = _turns(num_pooled, device)[at]
-                totals[first // each] += sums.gather(1, turns).sum(0)
-    return Projections(out, totals.float())
+        pooled = turns = None
+        if totals is not None:
+            pooled, turns = totals.numpy(), (first + np.arange(len(x))) * SHIFT % num_pooled
+        _put(out, *projections_of(Grid(x), sigma.numpy(), tau.numpy(), k, turns, pooled))
+    else:
+        _sketch_blocks(x, sigma, tau, out, totals, first)
+    return Projections(out, out.new_empty(num_blocks, 0) if totals is None else totals.float())
 
 
 def sketch_many(
@@ -253,6 +242,31 @@ def sketch_many(
     return [one for one in results if one is not None]
 
 
+def _sketch_blocks(
+    x: torch.Tensor,
+    sigma: torch.Tensor,
+    tau: torch.Tensor,
+    out: torch.Tensor,
+    totals: torch.Tensor | None,
+    first_row: int,
+) -> None:
+    """Rows into ``out``; where there are ``totals``, adds the pooled sums of each block to them."""
+    import torch
+
+    num_rows, features = x.shape
+    k = out.shape[1] - 2
+    each = max(num_rows, 1) if totals is None else num_rows // len(totals)
+    step = max(1, (_BLOCK if x.device.type == "cpu" else _DEVICE_BLOCK) // max(features, 1))
+    buffer = torch.empty(min(step, each), features, dtype=sigma.dtype, device=x.device)
+    width = k if totals is None else totals.shape[1]
+    for first in range(0, num_rows, each):
+        for start in range(first, first + each, step):
+            part = slice(start, min(start + step, first + each))
+            sums = _sketch_rows(x[part], sigma, tau[part], out[part], buffer, width)
+            if totals is not None:
+                _add_turned(totals[first // each], sums, first_row + start)
+
+
 def _sketch_rows(
     x: torch.Tensor,
     sigma: torch.Tensor,
@@ -279,21 +293,35 @@ def _sketch_rows(
     values.mul_(sigma)
     groups = features // k
     values[:, : groups * k].view(num_rows, groups, k).mul_(tau[:, :groups, None])
-    values[:, groups * k :].mul_(tau[:, groups:])
+    if groups * k < features:
+        values[:, groups * k :].mul_(tau[:, groups:])
     whole = features // width * width
     sums = values[:, :whole].view(num_rows, features // width, width).sum(1)
-    sums[:, : features - whole] += values[:, whole:]
-    _put(out, sums.view(num_rows, width // k, k).sum(1), squares)
+    if whole < features:
+        sums[:, : features - whole] += values[:, whole:]
+    _put(out, sums if width == k else sums.view(num_rows, width // k, k).sum(1), squares)
     return sums
 
 
-@functools.lru_cache(maxsize=8)
-def _turns(num_pooled: int, device: str) -> torch.Tensor:
-    """By row number modulo K: of each pooled sum, which of the row's own goes there."""
+def _add_turned(total: torch.Tensor, sums: torch.Tensor, first: int) -> None:
+    """Adds rows (T, K), of numbers from ``first`` on, to ``total`` (K,). Rows K apart are turned
+    by as much."""
+    width = len(total)
+    at = _turned(first % width, width, str(sums.device))
+    whole = len(sums) // width * width
+    if whole:
+        total += sums[:whole].view(-1, width, width).sum(0).gather(1, at).sum(0)
+    if whole < len(sums):
+        total += sums[whole:].gather(1, at[: len(sums) - whole]).sum(0)
+
+
+@functools.lru_cache(maxsize=16)
+def _turned(first: int, num_pooled: int, device: str) -> torch.Tensor:
+    """By row from ``first`` on, and by pooled sum: which of the row's sums goes there."""
     import torch
 
     buckets = torch.arange(num_pooled)
-    return ((buckets - SHIFT * buckets[:, None]) % num_pooled).to(device)
+    return ((buckets - SHIFT * (first + buckets[:, None])) % num_pooled).to(device)
 
 
 def _put(
@@ -366,27 +394,3 @@ def _signs_of(row_numbers: np.ndarray, groups: int) -> torch.Tensor:
     if not table:
         return torch.zeros(0, groups)
     return torch.from_numpy(np.stack(table)[at.reshape(-1)])
-
-
-MASK64 = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def mixed(value: int) -> int:
-    """One number of 64 bits, mixed; a bijection."""
-    value &= MASK64
-    value = ((value ^ (value >> 30)) * _FIRST) & MASK64
-    value = ((value ^ (value >> 27)) * _SECOND) & MASK64
-    return value ^ (value >> 31)
-
-
-def stream(seed: int, count: int, *, start: int = 0) -> np.ndarray:
-    """Numbers ``start`` to ``start + count - 1`` of the stream ``seed``, uint64: the n-th is
-    ``mixed(seed + (n + 1) * gamma)``."""
-    with np.errstate(over="ignore"):
-        at = np.arange(start + 1, start + count + 1, dtype=np.uint64)
-        value = at * np.uint64(_GAMMA) + np.uint64(seed & MASK64)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(_FIRST)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(_SECOND)
-        return value ^ (value >> np.uint64(31))

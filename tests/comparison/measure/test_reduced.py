@@ -174,6 +174,23 @@ def test_equal_digests_are_identical(recorded, tmp_path, pair):
     assert report.coverage.num_compared == len(first.records)
 
 
+def test_sketches_without_pooled_sums(recorded, tmp_path, monkeypatch):
+    """As versions before wrote them: they are compared by what both have, their rows."""
+    full, new = recorded(), recorded(store="sketch")
+    assert any(record.sketch.num_pooled for record in new.records if record.sketch)
+    monkeypatch.setattr("divergence.run.writing.reduction.num_pooled", lambda shape, k: 0)
+    old = repeated(full, tmp_path / "old", store="sketch")
+    assert not any(record.sketch.num_pooled for record in old.records if record.sketch)
+    known = sites_of(compare(full, repeated(full, tmp_path / "other")))
+    by_rows, again = sites_of(compare(new, old)), sites_of(compare(full, old))
+    both = [site for site in by_rows.values() if site.estimated is not None]
+    assert len(both) > 4
+    for site in both:
+        key = (site.pass_, site.sample, site.step, site.site)
+        assert site.rel_l2 == pytest.approx(again[key].rel_l2, rel=1e-4)
+        assert site.estimated.low / 1.3 < known[key].rel_l2 < site.estimated.high * 1.3
+
+
 def test_never_identical_without_equal_digests(recorded, tmp_path):
     """Equal sketches of other digests are a difference below the resolution, not identity."""
     run = recorded(store="sketch")

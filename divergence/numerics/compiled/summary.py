@@ -163,20 +163,15 @@ def _project_rows(
                 signed[j] = sigma[j] * x
                 total += x * x
         squares[row] = total
-        whole = num_cols // k * k
-        for group in range(num_cols // k):
-            sign = tau[row, group]
-            for place in range(k):
-                signed[group * k + place] *= sign
-        for j in range(whole, num_cols):
-            signed[j] *= tau[row, num_cols // k]
         wide[:] = 0.0
-        for group in range(num_cols // width):
-            for place in range(width):
-                wide[place] += signed[group * width + place]
-        whole = num_cols // width * width
-        for j in range(whole, num_cols):
-            wide[j - whole] += signed[j]
+        at = 0
+        for group in range(num_cols // k):
+            sign, there = tau[row, group], wide[at : at + k]
+            for place in range(k):
+                there[place] += sign * signed[group * k + place]
+            at = at + k if at + k < width else 0
+        for j in range(num_cols // k * k, num_cols):
+            wide[j % width] += tau[row, num_cols // k] * signed[j]
         for group in range(width // k):
             for place in range(k):
                 sums[row, place] += wide[group * k + place]

@@ -15,6 +15,7 @@ import torch
 from divergence.errors import RunFormatError, UsageError
 from divergence.run.reader import Run
 from divergence.run.schema import layout, parsing
+from divergence.run.schema.manifest import SCHEMA_VERSION
 
 
 @pytest.fixture(autouse=True, params=["as a list", "by columns"])
@@ -133,7 +134,7 @@ def test_what_is_no_run_is_said_to_be_none(tmp_path):
         ("null", "is damaged"),
         ("{}", "schema_version"),
         ('{"schema_version": "1"}', "schema_version"),
-        ('{"schema_version": 5, "anything": 1}', "schema version 5"),
+        (f'{{"schema_version": {SCHEMA_VERSION + 1}, "anything": 1}}', "schema version"),
         ('{"schema_version": 0}', "schema version 0"),
         ('{"schema_version": 1}', "missing required field `id`"),
         ("[" * 100_000, "is damaged"),
@@ -151,8 +152,9 @@ def test_a_broken_manifest_is_named(small_run, text, said):
 
 def test_a_newer_run_asks_for_a_newer_tool(small_run):
     """Before anything else is complained about."""
-    edit_manifest(small_run, lambda m: m.update(schema_version=5, later="key"))
-    refused(small_run, "schema version 5", "reads up to 4", "pip install -U")
+    edit_manifest(small_run, lambda m: m.update(schema_version=SCHEMA_VERSION + 1, later="key"))
+    newer, known = f"schema version {SCHEMA_VERSION + 1}", f"reads up to {SCHEMA_VERSION}"
+    refused(small_run, newer, known, "pip install -U")
 
 
 @pytest.mark.parametrize(

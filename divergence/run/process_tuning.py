@@ -253,7 +253,7 @@ class DirectFiles:
             self._staging = mmap.mmap(-1, _STAGING_BYTES)  # aligned to a page
         staging = memoryview(self._staging)
         filled = 0
-        for part in parts:
+        for part in _joined(parts):
             part = part.cast("B")
             while part.nbytes:
                 taken = min(part.nbytes, _STAGING_BYTES - filled)
@@ -266,6 +266,28 @@ class DirectFiles:
             whole = -(-filled // _BLOCK_BYTES) * _BLOCK_BYTES
             staging[filled:whole] = bytes(whole - filled)
             _write_whole(file, staging[:whole])
+
+
+def _joined(parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    """The parts in order, neighbours that are short joined, up to 512 KiB at a time: to stage each
+    alone costs more than its bytes."""
+    short: list[memoryview] = []
+    num_bytes = 0
+    for part in parts:
+        if part.nbytes <= _SHORT_BYTES:
+            short.append(part)
+            num_bytes += part.nbytes
+        if short and (part.nbytes > _SHORT_BYTES or num_bytes >= _JOINED_BYTES):
+            yield memoryview(b"".join(short))
+            short, num_bytes = [], 0
+        if part.nbytes > _SHORT_BYTES:
+            yield part
+    if num_bytes:
+        yield memoryview(b"".join(short))
+
+
+_SHORT_BYTES = 1 << 15
+_JOINED_BYTES = 1 << 19
 
 
 def _write_whole(file: int, block: memoryview) -> None:

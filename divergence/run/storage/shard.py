@@ -16,7 +16,7 @@ import math
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -180,32 +180,11 @@ def write_shard(
         offset += num_bytes
     text = _header_text(entries)
     parts = [memoryview(struct.pack("<Q", len(text)) + text)]
-    parts += _joined([piece.data for _, piece in ordered])
+    parts += [piece.data for _, piece in ordered if piece.data.nbytes]
     if direct is not None and offset >= DIRECT_BYTES and direct.write(path, parts):
         return
     with open(path, "wb", buffering=0) as file:
         _write_all(file.fileno(), parts)
-
-
-def _joined(parts: list[memoryview]) -> Iterator[memoryview]:
-    """The parts in order, neighbours that are short joined: each costs more than its bytes."""
-    short: list[memoryview] = []
-    num_bytes = 0
-    for part in parts:
-        if part.nbytes <= _SHORT_BYTES:
-            short.append(part)
-            num_bytes += part.nbytes
-        if short and (part.nbytes > _SHORT_BYTES or num_bytes >= _JOINED_BYTES):
-            yield memoryview(b"".join(short))
-            short, num_bytes = [], 0
-        if part.nbytes > _SHORT_BYTES:
-            yield part
-    if num_bytes:
-        yield memoryview(b"".join(short))
-
-
-_SHORT_BYTES = 1 << 15
-_JOINED_BYTES = 1 << 19
 
 
 def _said(dtype: str, shape: tuple[int, ...], num_bytes: int) -> str:

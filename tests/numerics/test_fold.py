@@ -1,5 +1,6 @@
 """The device digest against its definition in plain integers."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from divergence.numerics.summaries.fold import (
     CHUNK,
     MASK64,
     SEEDS,
+    fold_many,
     fold_sums,
     fold_tensor,
     folds_of,
@@ -146,3 +148,13 @@ def test_a_known_answer(monkeypatch):
     monkeypatch.setattr(fold, "_sums", in_floats)
     assert not is_exact_on("cpu")
     is_exact_on.cache_clear()
+
+
+def test_many_at_once_have_the_digests_of_each():
+    generator = np.random.default_rng(3)
+    lengths = [0, 1, 2, 3, 4, 7, 8, 64, 64, 577, 577, 1154, 1 << 15, (1 << 15) + 2, 1 << 19] * 3
+    buffers = [memoryview(generator.bytes(length)) for length in lengths]
+    each = [fold_tensor(torch.from_numpy(np.frombuffer(one, np.uint8).copy())) for one in buffers]
+    assert fold_many(buffers) == each
+    assert fold_many([memoryview(bytearray(one)) for one in buffers]) == each
+    assert fold_many([]) == []

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from divergence.numerics.formats import format_named
 from divergence.numerics.kernels import Kernel
 from divergence.numerics.on_device import summaries_of
-from divergence.numerics.summaries.fold import fold_tensor, folds_of
+from divergence.numerics.summaries.fold import fold_many, folds_of
 from divergence.numerics.summaries.sketch import (
     Projections,
     grid_of,
@@ -89,15 +89,15 @@ class Reducer:
         self._fetch([(item, item.reduced) for item in items if item.reduced is not None], store)
         whole: list[CapturedTensor] = []
         reduced: list[tuple[CapturedTensor, ShardEntry]] = []
+        there: dict[int, tuple[CapturedTensor, ShardEntry]] = {}  # an item may come twice
         for item in items:
-            if not item.has_bytes:
-                continue  # twice in one batch, or reduced before
-            if self._fold:
-                tensor = item.tensor
-                assert tensor is not None  # it has bytes
-                item.fold = fold_tensor(tensor, kernel=self._kernel)
-                del tensor  # held by its item alone
-            piece = piece_of_item(item)
+            if item.has_bytes and id(item) not in there:  # else it was reduced before
+                there[id(item)] = (item, piece_of_item(item))
+        if self._fold:
+            folds = fold_many([piece.data for _, piece in there.values()], kernel=self._kernel)
+            for (item, _), fold in zip(there.values(), folds, strict=True):
+                item.fold = fold
+        for item, piece in there.values():
             item.digest = piece.digest().hex()
             if self._stays_whole(item) and not self._is_held(item):
                 whole.append(item)

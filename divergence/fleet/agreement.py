@@ -18,9 +18,10 @@ from typing import TypeVar
 import xxhash
 
 from divergence.run.reader import Run
+from divergence.run.schema.contents import Digests
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
-from divergence.run.unshard import Digests, digests_of
+from divergence.run.unshard import digests_of
 
 __all__ = ["agreement_text", "agrees", "find_groups", "fingerprints", "only_there", "outside"]
 

@@ -66,6 +66,26 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             machine=True,
         ),
     ] = None
+    engine: Annotated[
+        str | None,
+        Option(
+            "--engine NAME",
+            "What runs the model: transformers, compile (torch.compile, block by block), or an "
+            "installed one. Default: transformers, or the recorded one.",
+            MODEL,
+            setting=True,
+            recorded="engine.name",
+        ),
+    ] = None
+    engine_options: Annotated[
+        Sequence[str] | Mapping[str, Any],
+        Option(
+            "--engine-option KEY=VALUE",
+            "An option of the engine, such as mode=max-autotune; repeatable.",
+            MODEL,
+            recorded="engine.options",
+        ),
+    ] = ()
     attn_implementation: Annotated[
         str | None,
         Option(

@@ -7,6 +7,7 @@ checkers, editors and ``help()`` read nothing else; a test holds names, types an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.commands import TruthOptions
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
-from divergence.recording.engines.load import load_model
+from divergence.recording.engines.engine import DEFAULT, Loading, Session, engine_named, options_for
 from divergence.recording.execution import Execution
 from divergence.recording.hooks.plant import Plant, Substitute
 from divergence.recording.machine.determinism import deterministic_settings
@@ -27,7 +28,7 @@ from divergence.recording.machine.environment import resolve_device
 from divergence.recording.model.compiled import settled
 from divergence.recording.new_run import check_output
 from divergence.recording.prompts import Prompt
-from divergence.recording.ranks.processes import joined
+from divergence.recording.ranks.processes import Ranks, joined
 from divergence.recording.request import Request, resolve_request, taken
 from divergence.recording.suites import capture_suite, truth_of_suite, wants_suite
 from divergence.recording.widening import check_device
@@ -54,6 +55,8 @@ def capture(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "auto",
     device_map: str | Mapping[str, str | int] | None = None,
+    engine: str | None = None,
+    engine_options: Sequence[str] | Mapping[str, str | int | float | bool | None] = (),
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
@@ -106,7 +109,8 @@ def capture(
     ``buffer``: bytes (or ``"512MiB"``) of host memory that the capture may take beside the model.
     ``prepare`` is called with the loaded model before anything is run or digested, to put another
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
-    in its place. A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
+    in its place. ``engine``: what runs the model, with its own ``engine_options``
+    (docs/engines.md). A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
     what runs there: see divergence.ops.suite.catalog.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
@@ -172,6 +176,7 @@ def truth(
         options = replace(options, attn_implementation="eager")
     values = asdict(options) | {"store": "full", "probe": False}
     values["label"] = options.label or "float64 truth"
+    values |= {"engine": DEFAULT, "engine_options": {}}
     request = resolve_request(values.pop("model"), like=recorded, options=CaptureOptions(**values))
     return _execute(
         request, out=out, force=force, command=command, progress=progress,
@@ -214,24 +219,34 @@ def _execute(
         try:
             if not (request.named or request.trust_remote_code):
                 check_data_alone(request.model, revision=request.revision)
-            loaded = load_model(
-                request.model, device=device, device_map=request.device_map, ranks=ranks,
-                **request.loading,
-            )  # fmt: skip
+            session = _session(request, device, ranks)
         except ModelError as error:
             if request.like is not None and not expanded(request.model).exists():
                 error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
             raise
-        if loaded.missing:
-            text = (
-                f"the checkpoint lacks {len(loaded.missing)} parameters, which "
-                f"transformers filled with random numbers: {', '.join(loaded.missing[:4])}"
+        with contextlib.closing(session):
+            loaded = session.loaded
+            if loaded.missing:
+                text = (
+                    f"the checkpoint lacks {len(loaded.missing)} parameters, which "
+                    f"{session.note().name} filled with random numbers: "
+                    f"{', '.join(loaded.missing[:4])}"
+                )
+                on_progress("note", 0, None, text)
+            if prepare is not None:
+                module = settled(loaded.module, prepare(loaded.module))
+                session.loaded = dataclasses.replace(loaded, module=module)
+            execution = Execution(
+                request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
-            on_progress("note", 0, None, text)
-        if prepare is not None:
-            module = settled(loaded.module, prepare(loaded.module))
-            loaded = dataclasses.replace(loaded, module=module)
-        execution = Execution(
-            request, loaded, device, determinism, on_progress, compute_dtype=compute_dtype
-        )
-        return execution.run(place, force=force, command=command)
+            return execution.run(place, force=force, command=command)
+
+
+def _session(request: Request, device: str, ranks: Ranks | None) -> Session:
+    """The model, loaded by the engine that was asked for."""
+    engine = engine_named(request.engine, built_in_alone=not request.engine_named)
+    options = options_for(engine, request.engine_options)
+    loading = Loading(
+        request.model, device=device, device_map=request.device_map, ranks=ranks, **request.loading
+    )
+    return engine.load(loading, options)

@@ -18,9 +18,8 @@ from divergence.errors import UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import recorded_in
 from divergence.recording.anchors import can_anchor, recorded_inputs, repeated_tokens
-from divergence.recording.engines.generate import GroupResult, check_ids
-from divergence.recording.engines.identity import identify
-from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.engine import Session, refuse_lacking
+from divergence.recording.engines.generate import GroupResult
 from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.modules import Recorder
@@ -30,7 +29,7 @@ from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
 from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.model.compiled import CompiledWatch
-from divergence.recording.model.structure import describe_modules, inside, output_paths
+from divergence.recording.model.structure import inside, output_paths
 from divergence.recording.new_run import probed, provenance
 from divergence.recording.passes import (
     Pass,
@@ -47,7 +46,7 @@ from divergence.recording.prompts import group_samples, token_texts, tokenize
 from divergence.recording.ranks.divided import Division, closed, on_all, own_part
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
-from divergence.recording.storage import about_bytes, storage
+from divergence.recording.storage import storage
 from divergence.recording.widening import Widening
 from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
@@ -73,16 +72,17 @@ class Execution:
     def __init__(
         self,
         request: Request,
-        loaded: LoadedModel,
+        session: Session,
         device: str,
         determinism: Determinism,
         on_progress: Progress,
         *,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        self.request, self.loaded, self.on_progress = request, loaded, on_progress
+        self.request, self.session, self.on_progress = request, session, on_progress
+        loaded = self.loaded = session.loaded
         self.compute_dtype, self.device, self.determinism = compute_dtype, device, determinism
-        self.notes = describe_modules(loaded.structure)
+        self.notes = session.notes()
         self.selection = SiteSelection(request.sites, self.notes)
         check_operators(self.selection, store=request.store, only_changed=request.only_changed)
         self.keeper: Keeper | None = None
@@ -91,8 +91,14 @@ class Execution:
         ranks = self.ranks = loaded.ranks
         check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
         self.samples, self.groups, self.forced = self._tokens()
-        check_ids(
-            loaded, self.samples if request.like is None else request.like.manifest.tokens.samples
+        session.check_ids(
+            self.samples if request.like is None else request.like.manifest.tokens.samples
+        )
+        refuse_lacking(
+            session,
+            operators=bool(self.selection.operators or request.substitutes),
+            plants=bool(request.plants),
+            batch=any(len(group) > 1 for group in self.groups),
         )
         self.division: Division | None = None
         self.own_groups = self.groups
@@ -114,9 +120,7 @@ class Execution:
         watch = CompiledWatch(self.loaded.module)
         for note in watch.beforehand(self.selection.operators, self.selection.hooked):
             self._note(note)
-        seen = about_bytes(
-            self.loaded.structure, self.selection.hooked, self.samples, request.max_new_tokens
-        )
+        seen = self.session.num_bytes(self.selection.hooked, self.samples, request.max_new_tokens)
         with storage(
             request, out, manifest, device=self.loaded.device, num_bytes=seen * len(passes),
             ranks=self.ranks, force=force, note=self._note,
@@ -144,7 +148,7 @@ class Execution:
             if request.substitutes and not num_substituted:
                 self._note("no operator was met whose result was to be replaced")
             self.determinism.note_in(manifest.settings)
-            manifest.plan.compiled = watch.notes()
+            manifest.engine, manifest.plan.compiled = self.session.note(), watch.notes()
             for note in watch.afterwards():
                 self._note(note)
             if remembering is not None:
@@ -197,7 +201,9 @@ class Execution:
         request = self.request
         passes = [Pass("free", compute_dtype=self.compute_dtype), *self._anchored_passes()]
         if request.whole:
-            reason = why_not_whole(request, self.loaded.task, self.selection, self.notes)
+            reason = self.session.lacks.get("whole") or why_not_whole(
+                request, self.loaded.task, self.selection, self.notes
+            )
             if reason is None:
                 passes.append(Pass("whole", whole=True))
             else:
@@ -208,6 +214,10 @@ class Execution:
         request, passes = self.request, list[Pass]()
         if request.like is None or not (request.anchor or request.escalate):
             return passes
+        lacking = self.session.lacks
+        if "anchor" in lacking:
+            self._note(f"no anchored pass: {lacking['anchor']}")
+            return passes
         reason = can_anchor(request.like, self.notes)
         if reason is not None:
             missed = "anchored or escalated" if request.escalate else "anchored"
@@ -216,6 +226,9 @@ class Execution:
         if request.anchor:
             passes.append(Pass("anchored", anchored=True, compute_dtype=self.compute_dtype))
         if request.escalate:
+            if "escalate" in lacking:
+                self._note(f"no escalated pass: {lacking['escalate']}")
+                return passes
             narrow = [p.dtype for p in self.loaded.module.parameters() if p.dtype.itemsize < 4]
             if narrow:
                 passes.append(Pass("escalated", anchored=True, compute_dtype=torch.float32))
@@ -244,9 +257,8 @@ class Execution:
 
     def _manifest(self, plan: Plan, command: str | None) -> Manifest:
         request = self.request
-        identity = identify(
-            self.loaded,
-            on_parameter=lambda done, total, name: self.on_progress("digest", done, total, name),
+        identity = self.session.identity(
+            lambda done, total, name: self.on_progress("digest", done, total, name)
         )
         recorded = None if request.like is None else request.like.manifest.model
         same_dtype = recorded is not None and recorded.dtype == identity.dtype
@@ -261,6 +273,7 @@ class Execution:
                 like=None if request.like is None else request.like.manifest,
             ),
             model=identity,
+            engine=self.session.note(),
             tokens=Tokens(
                 samples=self.samples,
                 groups=self.groups,
@@ -300,8 +313,7 @@ class Execution:
         def advance(what: str) -> None:
             self.on_progress(one.name, min(next(done), total), total, what)
 
-        return Recorder(
-            self.loaded.module,
+        return self.session.recorder(
             self.notes,
             wanted=self.selection.wanted,
             hooked=self.selection.hooked,
@@ -352,11 +364,11 @@ class Execution:
 
         self.on_progress(one.name, 0, None, "")
         if one.whole:
-            run_whole(self.loaded, recorder, self.samples, self.own_groups)
+            run_whole(self.session, recorder, self.samples, self.own_groups)
             return
         with self._widened(one) as wide:
             run_pass(
-                self.loaded,
+                self.session,
                 recorder,
                 self.samples,
                 self.own_groups,
@@ -381,7 +393,7 @@ class Execution:
             forced = self.forced or [sample.generated_ids for sample in self.samples]
             recorder = self._recorder(RepeatSink(first, result), Pass("free"))
             run_pass(
-                self.loaded, recorder, self.samples, self.own_groups,
+                self.session, recorder, self.samples, self.own_groups,
                 max_new_tokens=self.request.max_new_tokens, forced=forced,
             )  # fmt: skip
         return result

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from divergence.numerics.summaries.fold import folds_of
-from divergence.recording.engines.generate import GroupResult, run_group
-from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.engine import Session
+from divergence.recording.engines.generate import GroupResult
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.sink import Anchor
@@ -109,7 +109,7 @@ class RepeatSink:
 
 
 def run_pass(
-    loaded: LoadedModel,
+    session: Session,
     recorder: Recorder,
     samples: Sequence[SampleTokens],
     groups: Sequence[list[int]],
@@ -135,7 +135,9 @@ def run_pass(
             if together is not None and wanted and together.suits(len(wanted[0])):
                 result = together.run_group(recorder, members, wanted)
             else:
-                result = run_group(loaded, members, max_new_tokens=max_new_tokens, forced=wanted)
+                result = session.run_group(
+                    recorder, members, max_new_tokens=max_new_tokens, forced=wanted
+                )
             if on_group is not None:
                 on_group(group, result)
 
@@ -215,7 +217,7 @@ def own_plants(plants: Sequence[Plant], notes: Mapping[str, ModuleNote]) -> list
 
 
 def run_whole(
-    loaded: LoadedModel,
+    session: Session,
     recorder: Recorder,
     samples: Sequence[SampleTokens],
     groups: Sequence[list[int]],
@@ -245,4 +247,4 @@ def run_whole(
                 num_kept=num_decoded,
             )
             # logits of the prefill's last token too: what the free pass handed to the head
-            run_group(loaded, members, max_new_tokens=1, num_logits=num_decoded + 1)
+            session.run_group(recorder, members, max_new_tokens=1, num_logits=num_decoded + 1)

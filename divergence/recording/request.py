@@ -20,12 +20,13 @@ from divergence.errors import RunFormatError, UsageError
 from divergence.numerics.formats import format_named
 from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
+from divergence.recording.engines.engine import DEFAULT, given_options
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.recording.selection import select_positions, step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
-from divergence.run.schema.manifest import Manifest, Override, StoreMode
+from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
 from divergence.run.schema.site import near_names
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
@@ -46,11 +47,14 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     """Everything decided before the model is loaded: the options, and none of them open.
 
     ``named``: the user named the model; else the run to be repeated did, and it is data alone.
+    ``engine_named``: likewise the engine, which then comes with divergence.
     """
 
     model: str
+    engine: str
     like: Run | None = None
     named: bool = True
+    engine_named: bool = True
     overrides: list[Override] = msgspec.field(default_factory=list)
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     attn_implementation: str
@@ -58,6 +62,7 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     batch: bool
     max_new_tokens: int
     sites: list[str]
+    engine_options: dict[str, EngineValue]
     deterministic: bool
     seed: int
     store: StoreMode
@@ -66,7 +71,7 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What ``load_model`` and ``empty_model`` are told alike."""
+        """What a loading and ``empty_model`` are told alike."""
         names = ("task", "revision", "dtype", "attn_implementation", "trust_remote_code")
         return {name: getattr(self, name) for name in names}
 
@@ -119,6 +124,8 @@ def resolve_request(
     _check_steps(options.steps, max_new_tokens)
     decided |= {
         "model": str(model),
+        "engine": options.engine or DEFAULT,
+        "engine_options": given_options(options.engine_options),
         "attn_implementation": options.attn_implementation or "eager",
         "prompts": collect_prompts(options.prompts, options.prompts_file),
         "batch": bool(options.batch),
@@ -181,6 +188,12 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
             settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
     # What the manifest holds in two places, or a run may not choose freely.
+    engine = recorded.engine or EngineNote(name=DEFAULT, version="")
+    same_engine = options.engine in (None, engine.name)
+    engine_options = engine.options if same_engine else {}
+    if options.engine_options:
+        given_values = engine_options | given_options(options.engine_options)
+        options = replace(options, engine_options=given_values)
     special: dict[str, tuple[Any, Callable[[Manifest], Any] | None]] = {
         "revision": (identity.revision, recorded_revision) if model is None else (None, None),
         # 8-bit weights are no dtype to load in: then as it was asked for, or the checkpoint's own
@@ -190,6 +203,8 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
             recorded_attention,
         ),
         "sites": (plan.sites, recorded_sites),
+        "engine": (engine.name, None),
+        "engine_options": (engine_options, None),
     }
     used = {"model": choose("model", model, identity.source, recorded_source)}
     for field in fields_of(CaptureOptions):
@@ -201,7 +216,10 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
             found, allowed = special.get(name) or (attrgetter(place)(recorded), None)
             used[name] = choose(name, given, found, allowed)
     used["attn_implementation"] = used["attn_implementation"] or "eager"
-    decided = {"like": run, "named": model is not None, "prompts": [], "overrides": overrides}
+    decided = {
+        "like": run, "named": model is not None, "engine_named": options.engine is not None,
+        "prompts": [], "overrides": overrides,
+    }  # fmt: skip
     return {"store": store, **decided, **used}
 
 

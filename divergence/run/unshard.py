@@ -36,6 +36,7 @@ from divergence.run.joining import (
     shares_of,
 )
 from divergence.run.reader import Run
+from divergence.run.schema.contents import Digests
 from divergence.run.schema.record import Coordinates, Record
 
 if TYPE_CHECKING:
@@ -70,31 +71,12 @@ class Disagreement:
         return (self.pass_, self.sample, self.step, self.site)
 
 
-@dataclass(frozen=True, slots=True)
-class Digests:
-    """A tensor's digests, one for each of the parts that ``cuts`` cut out of it; a single cut may
-    take all of it. None for a kind that not every part has."""
-
-    cuts: tuple[tuple[slice, ...], ...]
-    xxh3: tuple[str, ...] | None
-    fold: tuple[str, ...] | None
-
-
 def digests_of(run: Run, record: Record) -> Digests:
     """The recorded digests of a tensor. None for terms of a sum: others may add up to the same."""
     parts = run.shares(record) if isinstance(run, UnshardedRun) else []
     cuts = tuple(part.index for part in parts) or ((),)
     records = [part.record for part in parts] or [record]
-    if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
-        return Digests(cuts, None, None)
-    return Digests(cuts, _all_of(r.xxh3 for r in records), _all_of(r.fold for r in records))
-
-
-def _all_of(digests: Iterable[str | None]) -> tuple[str, ...] | None:
-    """The digests; None where one is missing."""
-    every = tuple(digests)
-    known = tuple(digest for digest in every if digest is not None)
-    return known if len(known) == len(every) else None
+    return Digests.of(records, cuts)
 
 
 def unsharded(run: Run) -> Run:

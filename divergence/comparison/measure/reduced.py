@@ -34,9 +34,9 @@ from divergence.numerics.summaries.sketch import (
     sketch_tensor,
 )
 from divergence.run.reader import Run
+from divergence.run.schema.contents import Digests
 from divergence.run.schema.fingerprint import digest_tensor
 from divergence.run.schema.record import Record
-from divergence.run.unshard import Digests, digests_of
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ def equal_contents(a: Run, one: Record, b: Run, two: Record) -> bool | None:
     """Are the two tensors equal, bit for bit? None where no digest tells."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    mine, theirs = digests_of(a, one), digests_of(b, two)
+    mine, theirs = _digests(a, one), _digests(b, two)
     if (kind := _common(mine, theirs)) is not None:
         return bool(getattr(mine, kind) == getattr(theirs, kind))
     for run, record, known in ((a, one, theirs), (b, two, mine)):
@@ -67,6 +67,14 @@ def equal_contents(a: Run, one: Record, b: Run, two: Record) -> bool | None:
 
 
 _MAKERS = {"xxh3": digest_tensor, "fold": fold_tensor}
+
+
+def _digests(run: Run, record: Record) -> Digests:
+    if run.manifest.mesh is None:
+        return Digests.of([record])
+    from divergence.run.unshard import digests_of
+
+    return digests_of(run, record)
 
 
 def _first_kind(known: Digests) -> str | None:
@@ -94,7 +102,7 @@ def why_not_comparable(a: Run, piece: Piece, b: Run, other: Piece) -> str | None
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         known = one.summary is not None and two.summary is not None
         return None if known else "digests of other dtypes or shapes tell nothing"
-    mine, theirs = digests_of(a, one), digests_of(b, two)
+    mine, theirs = _digests(a, one), _digests(b, two)
     told = _common(mine, theirs) is not None
     told = told or (_first_kind(mine) is not None and b.has_bytes(two))
     told = told or (_first_kind(theirs) is not None and a.has_bytes(one))

@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from divergence.errors import RunFormatError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Content",
+    "Digests",
     "Part",
     "SiteCounts",
     "StoredRecords",
@@ -344,3 +346,28 @@ def _may_be_padding(record: Record, manifest: Manifest) -> bool:
     group = next((g for g in manifest.tokens.groups if g and g[0] == record.sample), [])
     samples = [manifest.tokens.samples[number] for number in group]
     return any(sample.num_left_pad or sample.num_right_pad for sample in samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """A tensor's digests, one for each of the parts that ``cuts`` cut out of it; a single cut may
+    take all of it. None for a kind that not every part has."""
+
+    cuts: tuple[tuple[slice, ...], ...]
+    xxh3: tuple[str, ...] | None
+    fold: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, records: Sequence[Record], cuts: tuple[tuple[slice, ...], ...] = ((),)) -> Digests:
+        """Of the records of all parts. None for terms of a sum, whose cuts are the same: others may
+        add up to as much."""
+        if any(cut in cuts[:number] for number, cut in enumerate(cuts)):
+            return cls(cuts, None, None)
+        return cls(cuts, _all(r.xxh3 for r in records), _all(r.fold for r in records))
+
+
+def _all(digests: Iterable[str | None]) -> tuple[str, ...] | None:
+    """The digests; None where one is missing."""
+    every = tuple(digests)
+    known = tuple(digest for digest in every if digest is not None)
+    return known if len(known) == len(every) else None

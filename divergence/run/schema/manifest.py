@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from divergence.run.schema.arithmetic import ArithmeticFact
+from divergence.run.schema.engine import CompiledNote, EngineNote, EngineValue
 from divergence.run.schema.record import Count
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "SUITE",
     "CodeNote",
     "CompiledNote",
+    "EngineNote",
+    "EngineValue",
     "Environment",
     "Manifest",
     "Mesh",
@@ -40,7 +43,7 @@ __all__ = [
     "Tokens",
 ]
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
 
@@ -246,19 +249,6 @@ class ModuleNote(_Strict, kw_only=True):
     flip."""
 
 
-class CompiledNote(_Strict, kw_only=True):
-    """A module that was given to ``torch.compile``, and what became of it."""
-
-    backend: str
-    state: Literal["compiled", "partly", "eager", "unknown"]
-    """``compiled``; ``partly``: some of its code ran eager; ``eager``: all of it did; ``unknown``:
-    this torch does not tell."""
-    num_graphs: Count = 0
-    """Number of compiled pieces."""
-    reason: str | None = None
-    """Why it is not compiled in one piece."""
-
-
 class Plan(_Strict, kw_only=True):
     """What the run was asked to record."""
 
@@ -371,6 +361,8 @@ class Manifest(_Strict, kw_only=True):
     like: str | None = None
     """Id of the run that this one repeats."""
     model: ModelIdentity
+    engine: EngineNote | None = None
+    """None in runs made before version 6, by transformers."""
     tokens: Tokens
     settings: Settings
     environment: Environment

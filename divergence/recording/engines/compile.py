@@ -1,0 +1,133 @@
+"""torch.compile as an engine: the model of transformers, its blocks compiled one by one.
+
+So every block's inputs and outputs are seen from outside its compiled code, and an anchored pass
+can put recorded inputs in place, while everything in a block may be fused as in production. What
+lies between the blocks (embedding, rotary table, final norm, head) runs eager.
+
+All blocks of a kind share their code, and torch counts compilations by code: its limit is raised
+to what the blocks may need, or most of them would run eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+
+from divergence.errors import ModelError, UsageError, first_line
+from divergence.recording.engines.engine import EngineOptions, Feature, Loading
+from divergence.recording.engines.generate import GroupResult
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.sessions import TorchSession, blocks_of, loaded_by_transformers
+from divergence.recording.hooks.modules import Recorder
+from divergence.run.schema.manifest import EngineValue, SampleTokens
+from divergence.run.schema.site import near_names
+
+__all__ = ["CompileEngine", "CompileOptions"]
+
+_EACH = 8
+"""Compilations that a block may need: prefill and decode, static and dynamic shapes, each length of
+a cache that is not dynamic."""
+
+
+class CompileOptions(EngineOptions, frozen=True, kw_only=True):
+    """What ``torch.compile`` is given."""
+
+    backend: str = "inductor"
+    mode: str | None = None
+    """``default``, ``reduce-overhead``, ``max-autotune``; of inductor."""
+    dynamic: bool | None = None
+    """None: static shapes first, dynamic ones when a shape changes."""
+    fullgraph: bool = False
+    """Fail where a block's code is left to Python in between."""
+
+
+class CompileEngine:
+    """Models of transformers with compiled blocks."""
+
+    name: ClassVar[str] = "compile"
+    Options: ClassVar[type[EngineOptions]] = CompileOptions
+
+    def load(self, loading: Loading, options: CompileOptions) -> CompileSession:
+        _check(options, loading)
+        loaded = loaded_by_transformers(loading)
+        blocks = blocks_of(loaded.module)
+        if not blocks:
+            raise UsageError(
+                f"--engine compile: {loading.source} has no repeated blocks to compile",
+                hint="capture(prepare=torch.compile) compiles any module",
+            )
+        for block in blocks:
+            block.compile(
+                backend=options.backend, mode=options.mode, dynamic=options.dynamic,
+                fullgraph=options.fullgraph,
+            )  # fmt: skip
+        return CompileSession(loaded, msgspec.structs.asdict(options), num_blocks=len(blocks))
+
+
+class CompileSession(TorchSession):
+    """A model whose blocks are compiled."""
+
+    name: ClassVar[str] = "compile"
+    lacks: ClassVar[Mapping[Feature, str]] = {
+        "operators": "its operators are fused",
+        "escalate": "its kernels are compiled for the model's own dtype",
+    }
+
+    def __init__(
+        self, loaded: LoadedModel, options: Mapping[str, EngineValue], *, num_blocks: int
+    ) -> None:
+        super().__init__(loaded, options)
+        self._num_blocks = num_blocks
+
+    def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
+        with _limits(_EACH * self._num_blocks):
+            return super().run_group(recorder, samples, **how)
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
+
+
+@contextlib.contextmanager
+def _limits(most: int) -> Iterator[None]:
+    """Raises torch's limits of compilations by code; what they were before is set again."""
+    config: Any = torch._dynamo.config
+    names = [name for name in ("recompile_limit", "cache_size_limit") if hasattr(config, name)][:1]
+    names += [name for name in ("accumulated_recompile_limit",) if hasattr(config, name)]
+    with config.patch({name: max(most, getattr(config, name)) for name in names}):
+        yield
+
+
+def _check(options: CompileOptions, loading: Loading) -> None:
+    """Raise UsageError for what torch does not know, ModelError for a compiler that is missing."""
+    import torch._dynamo
+    import torch._inductor
+
+    backends = torch._dynamo.list_backends(exclude_tags=())
+    if options.backend not in backends:
+        near = near_names(options.backend, backends)
+        raise UsageError(
+            f"--engine-option backend={options.backend}: torch has no such backend",
+            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(backends)}",
+        )
+    modes = torch._inductor.list_mode_options()
+    if options.mode is not None and options.mode not in modes:
+        near = near_names(options.mode, modes)
+        raise UsageError(
+            f"--engine-option mode={options.mode}: torch has no such mode",
+            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(modes)}",
+        )
+    if options.backend == "inductor" and loading.device.startswith("cpu"):
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception as error:  # torch's own kinds differ by version
+            raise ModelError(
+                f"--engine compile needs a C++ compiler on a CPU: {first_line(error)}",
+                hint="install g++ (apt install g++), name one by the variable CXX, or "
+                "--engine-option backend=aot_eager",
+            ) from error

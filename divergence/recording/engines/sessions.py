@@ -1,0 +1,109 @@
+"""transformers as an engine; and the session of any engine whose modules can be hooked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import transformers
+
+from divergence.recording.engines.engine import EngineOptions, Feature, Loading
+from divergence.recording.engines.generate import GroupResult, check_ids, run_group
+from divergence.recording.engines.identity import identify
+from divergence.recording.engines.load import LoadedModel, load_model
+from divergence.recording.hooks.modules import Recorder
+from divergence.recording.model.structure import describe_modules
+from divergence.recording.storage import about_bytes
+from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.run.schema.site import escape_path
+
+if TYPE_CHECKING:
+    from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
+
+__all__ = ["TorchSession", "TransformersEngine", "loaded_by_transformers"]
+
+
+class TorchSession:
+    """A ``torch.nn.Module`` of transformers' kind in this process."""
+
+    lacks: ClassVar[Mapping[Feature, str]] = {}
+    name: ClassVar[str] = "transformers"
+
+    def __init__(
+        self, loaded: LoadedModel, options: Mapping[str, EngineValue] | None = None
+    ) -> None:
+        self.loaded = loaded
+        self.options = dict(options or {})
+
+    def notes(self) -> dict[str, ModuleNote]:
+        return describe_modules(self.loaded.structure)
+
+    def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
+        return identify(self.loaded, on_parameter=on_parameter)
+
+    def check_ids(self, samples: Sequence[SampleTokens]) -> None:
+        check_ids(self.loaded, samples)
+
+    def num_bytes(
+        self, hooked: Collection[str], samples: Sequence[SampleTokens], max_new_tokens: int
+    ) -> int:
+        return about_bytes(self.loaded.structure, hooked, samples, max_new_tokens)
+
+    def recorder(self, notes: Mapping[str, ModuleNote], **how: Any) -> Recorder:
+        return Recorder(self.loaded.module, notes, **how)
+
+    def run_group(
+        self,
+        recorder: Recorder,
+        samples: list[SampleTokens],
+        *,
+        max_new_tokens: int,
+        forced: list[list[int]] | None = None,
+        num_logits: int | None = None,
+    ) -> GroupResult:
+        return run_group(
+            self.loaded, samples, max_new_tokens=max_new_tokens, forced=forced,
+            num_logits=num_logits,
+        )  # fmt: skip
+
+    def note(self) -> EngineNote:
+        return EngineNote(name=self.name, version=self.version(), options=self.options)
+
+    def version(self) -> str:
+        return transformers.__version__
+
+    def close(self) -> None:
+        return None
+
+
+class TransformersEngine:
+    """Models as transformers runs them."""
+
+    name: ClassVar[str] = "transformers"
+    Options: ClassVar[type[EngineOptions]] = EngineOptions
+
+    def load(self, loading: Loading, options: EngineOptions) -> TorchSession:
+        return TorchSession(loaded_by_transformers(loading))
+
+
+def loaded_by_transformers(loading: Loading) -> LoadedModel:
+    """The model and its tokenizer. Raises ModelError and UsageError."""
+    return load_model(
+        loading.source,
+        task=loading.task,
+        revision=loading.revision,
+        dtype=loading.dtype,
+        device=loading.device,
+        device_map=loading.device_map,
+        attn_implementation=loading.attn_implementation,
+        trust_remote_code=loading.trust_remote_code,
+        ranks=loading.ranks,
+    )
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks, in order."""
+    notes = describe_modules(model)
+    modules = {escape_path(path): module for path, module in model.named_modules()}
+    return [modules[path] for path, note in notes.items() if note.role == "block"]

@@ -1,0 +1,44 @@
+"""What ran a model: the engine's part of a manifest."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from divergence.run.schema.record import Count
+
+__all__ = ["CompiledNote", "EngineNote", "EngineValue"]
+
+EngineValue = bool | int | float | str | None
+"""One option of an engine."""
+
+
+class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What ran the model."""
+
+    name: str
+    """``transformers``, ``compile``, or another engine's name."""
+    version: str
+    """Of the engine's package."""
+    options: dict[str, EngineValue] = {}
+    """The engine's own options as used, defaults included."""
+    facts: dict[str, str] = {}
+    """Its switches as found, and what it said of itself: ``prefix caching`` → ``off``."""
+
+
+class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A module that was given to ``torch.compile``, and what became of it."""
+
+    backend: str
+    state: Literal["compiled", "partly", "eager", "unknown"]
+    """``compiled``; ``partly``: some of its code ran eager; ``eager``: all of it did; ``unknown``:
+    this torch does not tell."""
+    num_graphs: Count = 0
+    """Number of compiled pieces."""
+    num_recompilations: Count = 0
+    """How often it was compiled again since its inputs were of another kind."""
+    graph_breaks: list[str] = []
+    """Why code was left to Python between two compiled pieces, each reason once."""
+    reason: str | None = None
+    """Why it is not compiled in one piece."""

@@ -91,7 +91,10 @@ class Captured:
                 store=store or None, buffer=buffer, probe=False,
             )  # fmt: skip
             request = resolve_request("benchmark", like=None, options=options)
-        execution = Execution(request, loaded_model(model), "cpu", Determinism(), lambda *_: None)
+        from divergence.recording.engines.sessions import TorchSession
+
+        session = TorchSession(loaded_model(model))
+        execution = Execution(request, session, "cpu", Determinism(), lambda *_: None)
         plan = execution._plan([Pass("free")])
         self._execution, self.manifest = execution, execution._manifest(plan, None)
 
@@ -109,7 +112,7 @@ class Captured:
             num_bytes=seen,
         ) as (writer, execution.keeper):  # fmt: skip
             run_pass(
-                execution.loaded, execution._recorder(writer, Pass("free")), execution.samples,
+                execution.session, execution._recorder(writer, Pass("free")), execution.samples,
                 execution.groups, max_new_tokens=new,
             )  # fmt: skip
 

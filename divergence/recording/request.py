@@ -305,6 +305,8 @@ def taken(request: Request) -> str:
     if not request.named:
         at = "" if request.revision is None else f" at {request.revision}"
         said.append(f"model {request.model}{at} ({_kind(request.trust_remote_code)})")
+    if request.engine != DEFAULT and "engine" not in chosen:
+        said.append(f"engine {request.engine}")
     if request.dtype is not None and "dtype" not in chosen:
         said.append(request.dtype)
     if "attn_implementation" not in chosen:

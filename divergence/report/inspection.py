@@ -25,6 +25,7 @@ from divergence.report.environment import (
 )
 from divergence.run.command import command_line, requoted
 from divergence.run.schema.contents import count_passes, count_sites, records_at, site_names
+from divergence.run.schema.engine import EngineNote
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Call, Operand, Record, Summary, operand_indices
 from divergence.run.schema.site import compile_patterns, natural_key, near_names
@@ -157,8 +158,17 @@ def model_lines(manifest: Manifest) -> list[Line]:
         facts.append(("  quantised", model.quantization))
     if model.attn_implementation:
         facts.append(("  attention", model.attn_implementation))
+    if manifest.engine is not None:
+        facts.append(("  engine", _engine_text(manifest.engine)))
     facts += [("  code", text) for text in code_texts(manifest)]
     return [prose(name, text) for name, text in facts]
+
+
+def _engine_text(engine: EngineNote) -> str:
+    """``compile, torch 2.13.0, backend=inductor, dynamic=True; prefix caching off``"""
+    given = [f"{key}={value}" for key, value in engine.options.items() if value is not None]
+    facts = ", ".join(f"{key} {value}" for key, value in engine.facts.items())
+    return ", ".join([engine.name, engine.version, *given]) + (f"; {facts}" if facts else "")
 
 
 def code_texts(manifest: Manifest) -> list[str]:
@@ -169,6 +179,8 @@ def code_texts(manifest: Manifest) -> list[str]:
     groups: dict[str, list[str]] = {}
     for path, own in manifest.plan.compiled.items():
         state = "" if own.state == "compiled" else f", {own.state}: {own.reason}"
+        if own.graph_breaks:
+            state += f", graph breaks: {'; '.join(own.graph_breaks[:2])}"
         groups.setdefault(f"torch.compile ({own.backend}){state}", []).append(path)
     for text, paths in groups.items():
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""

@@ -56,6 +56,7 @@ def preflight(
         _same("dtype", one.dtype, two.dtype, dtypes),
         _same("attention", one.attn_implementation or "none", two.attn_implementation or "none"),
         _same("batch shape", _batches(a), _batches(b)),
+        _engines(a, b),
         _switches(a, b),
         _repeatable(a, b),
         _same("device", _device(a), _device(b)),
@@ -76,6 +77,26 @@ def preflight(
         *_meshes(a, b),
         _complete(a, b),
     ]  # fmt: skip
+
+
+def _engines(a: Manifest, b: Manifest) -> PreflightLine:
+    """What ran the model: engine, version, and those of its options and switches that differ."""
+    if a.engine is None or b.engine is None:  # before version 6 transformers alone
+        shown = [m.engine.name if m.engine else "transformers" for m in (a, b)]
+        return _same("engine", shown[0], shown[1])
+    names = [
+        "transformers" if note.name == "transformers" else f"{note.name} ({note.version})"
+        for note in (a.engine, b.engine)
+    ]
+    detail = None
+    if a.engine.name == b.engine.name:
+        one, two = ({**note.options, **note.facts} for note in (a.engine, b.engine))
+        keys = [key for key in {**one, **two} if one.get(key) != two.get(key)]
+        for number, found in enumerate((one, two)):
+            names[number] += "".join(f", {key} {found.get(key, '-')}" for key in keys[:4])
+    else:
+        detail = "the framework differs too: a cause beside the machine"
+    return _same("engine", names[0], names[1], detail)
 
 
 def _fallbacks(a: Manifest, b: Manifest) -> list[PreflightLine]:

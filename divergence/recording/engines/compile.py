@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from divergence.errors import ModelError, UsageError, first_line
-from divergence.recording.engines.engine import EngineOptions, Feature, Loading
+from divergence.recording.engines.engine import EngineOptions, Loading
 from divergence.recording.engines.generate import GroupResult
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.sessions import TorchSession, blocks_of, loaded_by_transformers
@@ -29,8 +29,7 @@ from divergence.run.schema.site import near_names
 __all__ = ["CompileEngine", "CompileOptions"]
 
 _EACH = 8
-"""Compilations that a block may need: prefill and decode, static and dynamic shapes, each length of
-a cache that is not dynamic."""
+"""Compilations that a block may need: prefill and decode, static and dynamic shapes, masks."""
 
 
 class CompileOptions(EngineOptions, frozen=True, kw_only=True):
@@ -39,8 +38,10 @@ class CompileOptions(EngineOptions, frozen=True, kw_only=True):
     backend: str = "inductor"
     mode: str | None = None
     """``default``, ``reduce-overhead``, ``max-autotune``; of inductor."""
-    dynamic: bool | None = None
-    """None: static shapes first, dynamic ones when a shape changes."""
+    dynamic: bool | None = True
+    """True: one compilation for prompts of any length and one for decode steps. ``null`` is torch's
+    own default, static shapes first and dynamic ones when a shape changes: twice the compilations
+    of every block. False: one for each length of the cache."""
     fullgraph: bool = False
     """Fail where a block's code is left to Python in between."""
 
@@ -69,13 +70,10 @@ class CompileEngine:
 
 
 class CompileSession(TorchSession):
-    """A model whose blocks are compiled."""
+    """A model whose blocks are compiled. Where operators are recorded, and in the escalated pass,
+    torch runs them eager: a fault that is gone there is the compiler's."""
 
     name: ClassVar[str] = "compile"
-    lacks: ClassVar[Mapping[Feature, str]] = {
-        "operators": "its operators are fused",
-        "escalate": "its kernels are compiled for the model's own dtype",
-    }
 
     def __init__(
         self, loaded: LoadedModel, options: Mapping[str, EngineValue], *, num_blocks: int
@@ -84,7 +82,8 @@ class CompileSession(TorchSession):
         self._num_blocks = num_blocks
 
     def run_group(self, recorder: Recorder, samples: list[SampleTokens], **how: Any) -> GroupResult:
-        with _limits(_EACH * self._num_blocks):
+        lengths = 0 if self.options["dynamic"] is not False else how["max_new_tokens"]
+        with _limits((_EACH + lengths) * self._num_blocks):
             return super().run_group(recorder, samples, **how)
 
     def version(self) -> str:

@@ -214,8 +214,17 @@ class CompiledWatch:
         if limits:
             reason = f"{limits[0]} was reached: calls beyond it ran eager"
         elif not any(event in events for event in failed):
-            return CompiledNote(backend=backend, state="compiled", num_graphs=graphs)
-        return CompiledNote(backend=backend, state="partly", num_graphs=graphs, reason=reason)
+            reason = None
+        return CompiledNote(
+            backend=backend,
+            state="compiled" if reason is None else "partly",
+            num_graphs=graphs,
+            num_recompilations=sum(
+                1 for event in made if getattr(event, "recompile_reason", None) is not None
+            ),
+            graph_breaks=sorted({text for event in made for text in _graph_breaks(event)}),
+            reason=reason,
+        )
 
     def _codes(self, path: str) -> set[tuple[str, int]]:
         """File and line of each function that may be compiled as a frame of this region."""
@@ -235,6 +244,15 @@ def listed(paths: list[str]) -> str:
 
 def _code_of(event: Any) -> tuple[str | None, int | None]:
     return (getattr(event, "co_filename", None), getattr(event, "co_firstlineno", None))
+
+
+def _graph_breaks(event: Any) -> Iterator[str]:
+    """Why code was left to Python, each in a line. (torch also starts anew for reasons of its own;
+    it explains those of its user's code.)"""
+    for reason in getattr(event, "restart_reasons", None) or ():
+        head, explained, _ = str(reason).partition("Explanation:")
+        if explained:
+            yield head.strip()[:160]
 
 
 def _reason(failed: list[Any]) -> str | None:

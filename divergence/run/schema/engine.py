@@ -35,9 +35,9 @@ class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``compiled``; ``partly``: some of its code ran eager; ``eager``: all of it did; ``unknown``:
     this torch does not tell."""
     num_graphs: Count = 0
-    """Number of compiled pieces."""
+    """Number of compiled pieces. Modules of one class share their code: of all of them."""
     num_recompilations: Count = 0
-    """How often it was compiled again since its inputs were of another kind."""
+    """How often that code was compiled again, for inputs of another kind or another module."""
     graph_breaks: list[str] = []
     """Why code was left to Python between two compiled pieces, each reason once."""
     reason: str | None = None

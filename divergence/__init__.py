@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from divergence.fleet.many import compare_many
     from divergence.fleet.result import Matrix
     from divergence.gate.check import check
+    from divergence.importing.api import import_dump
     from divergence.ops.replay import replay
     from divergence.ops.reproducer.repro import repro
     from divergence.recording.api import capture, truth
@@ -41,6 +42,7 @@ __all__ = [
     "check",
     "compare",
     "compare_many",
+    "import_dump",
     "localize",
     "pack",
     "probe",
@@ -61,6 +63,7 @@ _HOMES = {
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
     "compare_many": "divergence.fleet.many",
+    "import_dump": "divergence.importing.api",
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.storage.packing",
     "probe": "divergence.arithmetic.api",

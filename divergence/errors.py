@@ -12,6 +12,7 @@ from divergence.words import printable
 __all__ = [
     "ConfigError",
     "DivergenceError",
+    "DumpError",
     "FaultError",
     "IncomparableError",
     "ModelError",
@@ -79,6 +80,12 @@ class PromptError(DivergenceError):
 
 class RunError(DivergenceError):
     """A run on disk that cannot be read or written."""
+
+    exit_code = 2
+
+
+class DumpError(DivergenceError):
+    """What another tool dumped, and cannot be read, or is not whole."""
 
     exit_code = 2
 

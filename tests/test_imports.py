@@ -45,6 +45,7 @@ LEVELS = {
     "experiments": 5,  # made of captures and comparisons
     "gate": 5,
     "fleet": 5,
+    "importing": 5,  # dumps of other tools, made runs
     "report": 6,
     "cli": 7,
     "__main__": 8,

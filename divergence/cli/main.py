@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import sys
 import traceback
 from typing import Annotated, Any
@@ -82,6 +83,10 @@ COMMANDS = {
         "runs",
         "Put a run into a directory: out of an archive, or from a URL with all its bytes.",
     ),
+    "import": (
+        "runs",
+        "Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.",
+    ),
     "env": (
         "machine",
         "Show this machine as a run records it: device, CPU, versions and variables.",
@@ -109,7 +114,8 @@ class _Command(TyperCommand):
         from divergence.cli.signature import help_of, typer_command
 
         name = self.name or ""
-        function = getattr(importlib.import_module(f"divergence.cli.{COMMANDS[name][0]}"), name)
+        module = importlib.import_module(f"divergence.cli.{COMMANDS[name][0]}")
+        function = getattr(module, f"{name}_" if keyword.iskeyword(name) else name)
         text, epilog = help_of(function)
         alone = typer.Typer(
             add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False

@@ -1,15 +1,18 @@
-"""`divergence inspect`, `pack` and `unpack`: a run as it is stored."""
+"""`divergence inspect`, `pack`, `unpack` and `import`: a run as it is stored."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from divergence.cli.answers import progress_bars, show, show_copy
-from divergence.errors import RunFormatError
-from divergence.options.commands import Force, Json, Quiet, Verbose
+from divergence.errors import RunFormatError, UsageError
+from divergence.options.commands import OUTPUT, Force, Json, Out, Quiet, Verbose
 from divergence.options.option import Option
 
-__all__ = ["inspect", "pack", "unpack"]
+__all__ = ["import_", "inspect", "pack", "unpack"]
+
+FORMATS = ("auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files")
 
 
 def inspect(
@@ -140,3 +143,50 @@ def unpack(
     with progress_bars(quiet=quiet or json) as progress:
         made = unpack(run, out=out, force=force, progress=progress)
     show_copy("unpacked", made, json=json, quiet=quiet)
+
+
+def import_(
+    *,
+    path: Annotated[str, Option("PATH", "The folder that was dumped, or one file.")],
+    out: Out = None,
+    layout: Annotated[
+        str, Option("--format NAME", "What wrote it; auto looks.", choices=FORMATS)
+    ] = "auto",
+    map: Annotated[
+        Path | None,
+        Option("--map FILE", "A TOML file: which file, or which name in a file, is which site."),
+    ] = None,
+    like: Annotated[
+        str | None,
+        Option("--like RUN", "The run it is to be held against: names, shapes, prompts."),
+    ] = None,
+    label: Annotated[
+        str | None, Option("--label TEXT", "What to call its machine.", OUTPUT)
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    command: str | None,
+) -> None:
+    """Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.
+
+    What a dump does not tell (weights, settings, machine) stays unknown in the run, and
+    compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
+    lacks ranks or steps, is refused.
+
+    Examples:
+    divergence import dump -o b --like a             # then: divergence compare a b
+    divergence import dump/step0 -o b --map names.toml
+    """
+    if out is None:
+        raise UsageError("there is no directory to write to", hint="-o RUN")
+
+    from divergence.importing.api import import_dump
+
+    with progress_bars(quiet=quiet or json) as progress:
+        made = import_dump(
+            path, out=out, layout=layout, map=map, like=like, label=label, force=force,
+            command=command, progress=progress,
+        )  # fmt: skip
+    show_copy("imported", made, json=json, quiet=quiet)

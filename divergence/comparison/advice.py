@@ -11,7 +11,7 @@ from typing import Any
 
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.manifest import UNKNOWN, Manifest
 from divergence.run.schema.site import module_of
 from divergence.run.storage.location import ARCHIVES
 from divergence.run.trust import ATTENTION
@@ -186,7 +186,10 @@ class Advice:
 
     def _special(self, manifest: Manifest) -> dict[str, Any]:
         """What makes this side's run special, and its device where the sides' are not of a kind."""
+        if manifest.environment.device_type == UNKNOWN:
+            return {}
         kinds = {one.environment.device_type for one in (self._reference, self._candidate)}
+        kinds.discard(UNKNOWN)
         device = {"device": manifest.environment.device_type} if len(kinds) > 1 else {}
         return device | _options(manifest, self._reference)
 

@@ -82,6 +82,8 @@ _BASIS = frozenset(
 _COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "engine")
 """Checks of preflight whose difference lets a correct machine compute other numbers."""
 _PRECISION = ("dtype", "quantization")
+_EXPERIMENT = ("weights", "prompt ids")
+"""Checks whose difference would make the two runs different experiments."""
 WITH_ITSELF = "a run compared with itself proves nothing"
 
 
@@ -298,6 +300,13 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         verdict = replace(
             verdict, summary=f"{', '.join(differing)} {verb}; beyond that, {verdict.summary}"
         )
+    untold = [line.check for line in preflight if line.status == "unknown"]
+    untold = [check for check in _EXPERIMENT if check in untold]
+    if untold and verdict.kind not in ("incomparable", "identical"):
+        lacking = f"the {' and '.join(untold)} of a side are not known"
+        verdict = _unsure(
+            verdict, Check(name="same_experiment", state="not_made", detail=lacking)
+        )  # fmt: skip
     forced = [line.check for line in preflight if line.status == "blocking"]
     if not forced:
         return verdict

@@ -211,14 +211,14 @@ def _row_text(row: PassCoverage) -> str:
 
 def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
     for line in report.preflight:
-        allowed = line.status == "differs" and policy.preflight.allows(line.check)
+        allowed = line.status != "blocking" and policy.preflight.allows(line.check)
         if line.status != "same" and not allowed:
             yield Failure(
                 rule="preflight",
                 allowed="the same",
                 found=f"{line.reference} / {line.candidate}",
-                text=f"{line.check} differs: {line.reference} in the golden, "
-                f"{line.candidate} in the new run",
+                text=f"{line.check} {'is' if line.status == 'unknown' else 'differs'}: "
+                f"{line.reference} in the golden, {line.candidate} in the new run",
             )
 
 

@@ -109,14 +109,21 @@ def _preflight_lines(preflight: list[PreflightLine], *, verbose: bool) -> list[L
         return []
     tally = Counter(item.status for item in preflight)
     told = f"{tally['same']} the same, {tally['differs']} different, {tally['blocking']} blocking"
+    unknown = [item.check for item in preflight if item.status == "unknown"]
+    told += f", {len(unknown)} unknown" if unknown else ""
     lines = [heading("preflight", told)]
-    kinds = (("blocking", "BLOCKS", "red"), ("differs", "differs", "yellow"), ("same", "same", ""))
+    kinds = (
+        ("blocking", "BLOCKS", "red"), ("differs", "differs", "yellow"),
+        ("unknown", "unknown", "yellow"), ("same", "same", ""),
+    )  # fmt: skip
     for status, word, style in kinds if verbose else kinds[:2]:
         for item in (item for item in preflight if item.status == status):
             both = item.reference if status == "same" else f"{item.reference} / {item.candidate}"
             lines.append(prose(f"  {word:<8}{item.check}: ", both, style=style, width=10))
             if item.detail:
                 lines.append(prose(" " * 10, item.detail, width=10))
+    if unknown and not verbose:
+        lines.append(prose("  unknown ", ", ".join(unknown), style="yellow", width=10))
     return [*lines, BLANK]
 
 

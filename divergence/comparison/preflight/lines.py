@@ -2,7 +2,8 @@
 
 A difference that explains everything is reported before any number. Other weights and other prompt
 tokens are blocking: what follows would compare two different computations. Everything else that
-differs is shown, because it may be the cause.
+differs is shown, because it may be the cause. What a run without a model's digest (an imported
+dump) leaves empty is neither equal nor different: it is unknown.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from divergence.run.schema.manifest import Manifest, ModelIdentity, Switch
 __all__ = ["preflight"]
 
 _LIBRARIES = ("torch", "transformers")
+_UNKNOWN = "unknown"
+_NOTHING = ("", "-", "0", "none", "not recorded", "unknown: unknown")
+"""How lines show what a manifest leaves empty."""
 
 
 def preflight(
@@ -39,7 +43,7 @@ def preflight(
     one, two = a.model, b.model
     here, there = a.environment, b.environment
     dtypes = "compared in the wider of the two" if one.dtype != two.dtype else None
-    return [
+    lines = [
         code_line(a, b),
         _weights(a, b, names),
         *block_lines(a, b, names),
@@ -77,6 +81,29 @@ def preflight(
         *_meshes(a, b),
         _complete(a, b),
     ]  # fmt: skip
+    return [_unknown(line, a, b) for line in lines]
+
+
+def _tells(manifest: Manifest, check: str, shown: str) -> bool:
+    """Does the run say that of itself?"""
+    if manifest.model.digest or manifest.model.task == "operators":
+        return True
+    if check == "determinism":
+        return bool(manifest.settings.switches)
+    return check != "weights" and shown.strip() not in _NOTHING
+
+
+def _unknown(line: PreflightLine, a: Manifest, b: Manifest) -> PreflightLine:
+    """The line, or that it is unknown where a side does not say it."""
+    shown = [
+        value if _tells(one, line.check, value) else _UNKNOWN
+        for one, value in ((a, line.reference), (b, line.candidate))
+    ]
+    if _UNKNOWN not in shown:
+        return line
+    return PreflightLine(
+        check=line.check, status="unknown", reference=shown[0], candidate=shown[1]
+    )  # fmt: skip
 
 
 def _engines(a: Manifest, b: Manifest) -> PreflightLine:
@@ -220,10 +247,13 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
         for one in ids
     ]
     detail = None
+    unseen = "operators" not in (a.model.task, b.model.task) and not all(map(all, ids))
     if len(ids[0]) != len(ids[1]):
         detail = f"{len(ids[0])} prompts against {len(ids[1])}"
-    elif ids[0] != ids[1]:
-        number = next(n for n, pair in enumerate(zip(*ids, strict=True)) if pair[0] != pair[1])
+    elif different := [
+        n for n, (x, y) in enumerate(zip(*ids, strict=True)) if x != y and (not unseen or (x and y))
+    ]:
+        number = different[0]
         one, two = ids[0][number], ids[1][number]
         place = next(
             (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
@@ -235,9 +265,12 @@ def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
         )
         why = text_cause(a.tokens.samples, b.tokens.samples, number)
         detail += f" ({why})" if why is not None else ""
+    status: PreflightStatus = "blocking"
+    if detail is None:
+        status = "unknown" if unseen else "same"
     return PreflightLine(
-        check="prompt ids", status="same" if detail is None else "blocking",
-        reference=shown[0], candidate=shown[1], detail=detail,
+        check="prompt ids", status=status, reference=shown[0], candidate=shown[1],
+        detail="a side does not tell the tokens it was fed" if status == "unknown" else detail,
     )  # fmt: skip
 
 
@@ -247,6 +280,10 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
     forced = b.tokens.forced_by or a.tokens.forced_by
     same = ids_a == ids_b
     detail = "forced to the recorded tokens" if forced and same else None
+    if not same and not (a.model.digest and b.model.digest) and len(ids_a) == len(ids_b):
+        pairs = list(zip(ids_a, ids_b, strict=True))
+        if all(one[: len(two)] == two[: len(one)] for one, two in pairs):
+            same, detail = True, "as far as both sides tell what they were fed"
     if forced and not same and a.tokens.groups != b.tokens.groups and len(ids_a) == len(ids_b):
         pairs = list(zip(ids_a, ids_b, strict=True))
         if all(one[: len(two)] == two[: len(one)] for one, two in pairs):

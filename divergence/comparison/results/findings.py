@@ -153,7 +153,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.evidence or self.clause) or self.role in ("convicts", "refines")
 
 
-PreflightStatus = Literal["same", "differs", "blocking"]
+PreflightStatus = Literal["same", "differs", "blocking", "unknown"]
+"""``unknown``: a side does not say it."""
 
 
 class PreflightLine(msgspec.Struct, frozen=True, kw_only=True):

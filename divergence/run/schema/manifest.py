@@ -19,6 +19,7 @@ from divergence.run.schema.record import Count
 __all__ = [
     "SCHEMA_VERSION",
     "SUITE",
+    "UNKNOWN",
     "CodeNote",
     "CompiledNote",
     "EngineNote",
@@ -46,6 +47,9 @@ __all__ = [
 SCHEMA_VERSION = 6
 SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
+
+UNKNOWN = "unknown"
+"""The device of a run that does not tell its own: an imported dump."""
 
 ModuleRole = Literal["block", "trunk", "inner"]
 SwitchStatus = Literal["accepted", "set", "refused", "absent"]

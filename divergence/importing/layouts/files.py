@@ -1,0 +1,112 @@
+"""A plain folder of .npy, .pt and .safetensors files, by a map (importing.rules)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from divergence.errors import DumpError, UsageError
+from divergence.importing.dump import Dumped, Forward, Notes
+from divergence.importing.folder import SUFFIXES, Folder
+from divergence.importing.rules import Found, Rules
+from divergence.run.schema.site import natural_key, near_names
+
+__all__ = ["NAME", "read", "recognise"]
+
+NAME = "a folder of files"
+
+
+def recognise(folder: Folder) -> bool:
+    return any(name.endswith(SUFFIXES) for name in folder.names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    found: Found
+    file: str
+    key: str | None
+
+
+def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+    names = sorted((n for n in folder.names if n.endswith(SUFFIXES)), key=natural_key)
+    if not names:
+        raise DumpError(f"no file ends in {', '.join(SUFFIXES)}", where=str(folder.path))
+    if rules is None:
+        raise UsageError(
+            f"which site is {names[0]!r}? A plain folder needs a map",
+            where=str(folder.path), hint="--map FILE.toml; docs/importing.md has one to copy",
+        )  # fmt: skip
+    places = _places(folder, names, rules, notes)
+    forwards: dict[tuple[int | None, int], list[_Place]] = {}
+    for place in places:
+        key = place.found.sample, place.found.step or 0
+        forwards.setdefault(key, []).append(place)
+    for sample, step in sorted(forwards, key=lambda key: (key[0] or 0, key[1])):
+        held = forwards[sample, step]
+        tensors = [
+            Dumped(site=place.found.site, tensor=_tensor(folder, place), rank=place.found.rank or 0)
+            for place in held
+        ]
+        yield Forward(
+            where=folder.where(held[0].file), tensors=tensors, number=step, sample=sample
+        )  # fmt: skip
+
+
+def _places(folder: Folder, names: list[str], rules: Rules, notes: Notes) -> list[_Place]:
+    places: list[_Place] = []
+    known: list[str] = []
+    for name in names:
+        found = rules.of_file(name)
+        if found is not None:
+            places.append(_Place(found, name, None))
+            continue
+        keys = list(_keys(folder, name)) if rules.keys else []
+        inside = [
+            _Place(found, name, key)
+            for key in keys
+            if (found := rules.of_key(name, key)) is not None
+        ]
+        places += inside
+        known += [name, *keys]
+        notes.add("that no rule of the map names were left out", max(len(keys) - len(inside), 1)
+                  if not inside or len(keys) > len(inside) else 0)  # fmt: skip
+    if not places:
+        near = [one for pattern in rules.patterns for one in near_names(pattern, known)]
+        raise UsageError(
+            "the map matches nothing in the dump", where=f"{rules.path} on {folder.path}",
+            hint=f"names there: {', '.join(dict.fromkeys([*near, *known][:4]))}",
+        )  # fmt: skip
+    return places
+
+
+def _keys(folder: Folder, name: str) -> Iterator[str]:
+    value = folder.value(name)
+    if isinstance(value, dict):
+        yield from (key for key, _ in _flat(value, ""))
+
+
+def _flat(value: dict[Any, Any], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, item in value.items():
+        if isinstance(item, torch.Tensor):
+            yield f"{prefix}{key}", item
+        elif isinstance(item, dict):
+            yield from _flat(item, f"{prefix}{key}.")
+
+
+def _tensor(folder: Folder, place: _Place) -> torch.Tensor:
+    value = folder.value(place.file)
+    held = dict(_flat(value, "")) if isinstance(value, dict) else {"": value}
+    if place.key is None and len(held) == 1:
+        (value,) = held.values()
+    else:
+        value = held.get(place.key or "")
+    if not isinstance(value, torch.Tensor):
+        raise DumpError(
+            f"the file holds {len(held)} tensors, not one" if place.key is None
+            else f"the file holds no tensor {place.key!r}",
+            where=folder.where(place.file), hint="name those inside it by [[key]] rules of the map",
+        )  # fmt: skip
+    return value

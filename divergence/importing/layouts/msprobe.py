@@ -1,0 +1,136 @@
+"""mindstudio-probe (msprobe) 26, task ``tensor``, levels L0 and mix: ``stepN/rankR/dump.json`` (or
+``procPID`` where one process ran) beside ``dump_tensor_data/``, a file a tensor.
+
+``dump.json`` names modules ``Module.PATH.CLASS.forward.CALL``, each with ``input_args``,
+``input_kwargs`` and ``output``. It is written when a step ends. Its ``dump_data_dir`` is not
+followed: data lies beside it. Operators (``Functional.``, ``Tensor.``, ...), backward passes and
+parameters are counted and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from divergence.errors import DumpError
+from divergence.importing.dump import Dumped, Forward, Notes, leaves, module_site
+from divergence.importing.folder import Folder
+from divergence.importing.rules import Rules
+
+__all__ = ["NAME", "read", "recognise"]
+
+NAME = "msprobe"
+_DUMP = re.compile(
+    r"(?:(?P<before>.*)/)?step(?P<step>\d{1,9})/(?P<rank>rank\d*|proc\d+)/dump\.json"
+)
+_DATA = re.compile(r"(?P<folder>(?:.*/)?step\d{1,9}/(?:rank\d*|proc\d+))/dump_tensor_data/[^/]+")
+_MODULE = re.compile(r"(?:Module|Cell)\.(?P<path>.+)\.[^.]+\.forward\.(?P<call>\d{1,9})")
+
+
+def recognise(folder: Folder) -> bool:
+    return any(_DUMP.fullmatch(name) or _DATA.fullmatch(name) for name in folder.names)
+
+
+def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:
+    steps = _steps(folder)
+    wanted = steps[min(steps)].keys()
+    for step, ranks in sorted(steps.items()):
+        if ranks.keys() != wanted:
+            odd = sorted(wanted ^ ranks.keys())
+            raise DumpError(
+                f"step {step} and step {min(steps)} are not of the same ranks: {odd} in one alone",
+                where=str(folder.path), hint="dump again, and let every rank end by itself",
+            )  # fmt: skip
+        tensors = [
+            one
+            for rank in sorted(ranks)
+            for one in _tensors(folder, ranks[rank], rank, notes)
+        ]  # fmt: skip
+        yield Forward(where=folder.where(ranks[min(ranks)]), tensors=tensors, number=step)
+
+
+def _steps(folder: Folder) -> dict[int, dict[int, str]]:
+    """Step → rank → its dump.json."""
+    steps: dict[int, dict[int, str]] = {}
+    written = set()
+    before = set()
+    for name in folder.names:
+        match = _DUMP.fullmatch(name)
+        if match is None:
+            continue
+        written.add(name.removesuffix("/dump.json"))
+        before.add(match["before"])
+        digits = match["rank"].removeprefix("rank")
+        rank = int(digits) if digits.isdecimal() else 0
+        ranks = steps.setdefault(int(match["step"]), {})
+        if rank in ranks or len(before) > 1:
+            raise DumpError(
+                "the folder holds several dumps", where=f"{ranks.get(rank, '')} and {name}",
+                hint="name one of them",
+            )  # fmt: skip
+        ranks[rank] = name
+    data = {match["folder"] for name in folder.names if (match := _DATA.fullmatch(name))}
+    if cut := sorted(data - written):
+        raise DumpError(
+            "there are tensors without dump.json: the dump is half written",
+            where=folder.where(cut[0]), hint="dump again, and let the step end (debugger.step())",
+        )  # fmt: skip
+    for ranks in steps.values():
+        if missing := sorted(set(range(max(ranks) + 1)) - ranks.keys()):
+            raise DumpError(f"rank {missing[0]} is missing", where=str(folder.path),
+                            hint="copy the folders of all ranks together")  # fmt: skip
+    return steps
+
+
+def _tensors(folder: Folder, name: str, rank: int, notes: Notes) -> Iterator[Dumped]:
+    described, where = folder.json(name), folder.where(name)
+    data = described.get("data") if isinstance(described, dict) else None
+    if not isinstance(data, dict):
+        raise DumpError("the file is no dump.json of msprobe", where=where)
+    if described.get("task") != "tensor":
+        raise DumpError(
+            f"the dump holds {described.get('task')}, no tensors", where=where,
+            hint='dump with "task": "tensor"',
+        )  # fmt: skip
+    first: dict[str, int] = {}
+    found: list[tuple[tuple[int, int, int], str, int, str, Any]] = []
+    for number, (full, entry) in enumerate(data.items()):
+        match = _MODULE.fullmatch(full)
+        if match is None or not isinstance(entry, dict):
+            what = "backward passes" if ".backward" in full else "operators, not of modules,"
+            notes.add(f"of {what} were left out")
+            continue
+        notes.add("were parameters, and left out", len(entry.get("parameters") or {}))
+        path, call = match["path"], int(match["call"]) + 1
+        depth = path.count(".")
+        for count in range(1, depth + 2):
+            first.setdefault(".".join(path.split(".")[:count]), number)
+        # a module is named when it ends; its inputs come before those of the modules inside it
+        begin = first[path] if call == 1 else number
+        for port, leaf in _ports(entry):
+            place = (begin, 0, depth) if port.startswith("in") else (number, 1, 0)
+            found.append((place, path, call, port, leaf))
+    for _, path, call, port, leaf in sorted(found, key=lambda one: one[0]):
+        file = leaf["data_name"]
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\]+\.(?:pt|npy)", file):
+            raise DumpError(f"{path} names no file of the dump: {file!r}", where=where)
+        held = f"{name.removesuffix('dump.json')}dump_tensor_data/{file}"
+        tensor = folder.value(held)
+        if not isinstance(tensor, torch.Tensor):
+            raise DumpError("the file holds no tensor", where=folder.where(held))
+        yield Dumped(site=module_site(path, port, call), tensor=tensor, rank=rank)
+
+
+def _ports(entry: dict[str, Any]) -> list[tuple[str, Any]]:
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, dict) and "data_name" in value
+
+    args, kwargs = entry.get("input_args") or [], entry.get("input_kwargs") or {}
+    given = {**dict(enumerate(args)), **kwargs}
+    output = entry.get("output")
+    if isinstance(output, list) and len(output) == 1:  # of one value it makes a list of one
+        output = output[0]
+    return [*leaves(given, "in", is_leaf), *leaves(output, "out", is_leaf)]

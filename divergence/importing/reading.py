@@ -1,0 +1,264 @@
+"""The first reading of a dump: which prompts and steps its forwards are, and what they hold.
+
+Nothing is written before all of it was opened: a dump that is half written, lacks ranks or steps,
+or shares no name with the run that it is to be like leaves no run behind.
+
+Tokens are those that the dump shows: integers at the input of the model or of its embedding. A
+forward of more than one token begins a prompt, one of a single token is its next step. Where a run
+is named (``like``), a prompt of the dump is the prompt of that run which has its ids; others (a
+server's warm-up) are left out. Without ids the forwards are the steps of one prompt, whose tokens
+are unknown; they are never copied from the run, since that would say what nobody saw.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from msgspec.structs import replace
+
+from divergence.comparison.align.names import find_prefix
+from divergence.errors import DumpError, UsageError
+from divergence.importing.dump import Dumped, Forward, Notes
+from divergence.numerics.formats import format_of
+from divergence.run.reader import Run
+from divergence.run.schema.contents import site_names
+from divergence.run.schema.manifest import SampleTokens, Tokens
+from divergence.run.schema.site import near_names
+
+__all__ = ["Survey", "by_site", "survey"]
+
+_IDS = re.compile(
+    r"(?:(?:.+\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)|model|transformer|\.)"
+    r":in(?:\.input_ids)?"
+)
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a dump holds. ``places``: sample and step of each forward, None where it is left out."""
+
+    places: list[tuple[int, int] | None] = field(default_factory=list)
+    tokens: Tokens = field(default_factory=lambda: Tokens(samples=[], groups=[]))
+    sites: dict[str, None] = field(default_factory=dict)
+    dtypes: Counter[str] = field(default_factory=Counter)
+    """Elements by floating dtype."""
+    prefix: tuple[str, str] = ("", "")
+    """What sites of the dump begin with, and what RUN has in its place."""
+
+    @property
+    def dtype(self) -> str:
+        return max(self.dtypes, key=lambda name: self.dtypes[name], default="float32")
+
+    @property
+    def num_steps(self) -> int:
+        return 1 + max((place[1] for place in self.places if place is not None), default=0)
+
+    def renamed(self, site: str) -> str:
+        old, new = self.prefix
+        return new + site[len(old) :] if site.startswith(old) else site
+
+
+def by_site(tensors: Sequence[Dumped]) -> dict[str, list[Dumped]]:
+    """The ranks' tensors of each site. What one rank saw at a site again is left out."""
+    found: dict[str, list[Dumped]] = {}
+    for one in tensors:
+        held = found.setdefault(one.site, [])
+        if all(other.rank != one.rank for other in held):
+            held.append(one)
+    return found
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """The forwards of one prompt, or of one batch of prompts: rows of ids, as far as seen."""
+
+    forwards: list[int]
+    rows: list[list[int]] | None
+    fed: list[list[int]]
+    sample: int | None = None
+
+
+def survey(forwards: Iterator[Forward], like: Run | None, notes: Notes) -> Survey:
+    """Raises DumpError, and UsageError where the dump has no name of ``like``."""
+    found = Survey()
+    prompts: list[_Prompt] = []
+    for index, forward in enumerate(forwards):
+        found.places.append(None)
+        for one in forward.tensors:
+            found.sites[one.site] = None
+            if one.tensor.is_floating_point():
+                found.dtypes[format_of(one.tensor.dtype).name] += one.tensor.numel()
+            _check_dtype(one, forward.where)
+        _place(prompts, index, forward)
+    if not found.sites:
+        raise DumpError("nothing in the dump is the tensor of a module's input or output")
+    if like is not None:
+        _check_names(found, like, notes)
+    _number(found, prompts, like, notes)
+    return found
+
+
+def _check_dtype(one: Dumped, where: str) -> None:
+    try:
+        format_of(one.tensor.dtype)
+    except KeyError as error:
+        raise DumpError(f"no run holds {one.tensor.dtype}", where=f"{one.site} in {where}"
+                        ) from error  # fmt: skip
+
+
+def _ids(forward: Forward) -> list[list[int]] | None:
+    """Rows of token ids that the forward was fed."""
+    for one in forward.tensors:
+        tensor = one.tensor
+        if _IDS.fullmatch(one.site) and tensor.dtype in (torch.int64, torch.int32):
+            rows = tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
+            if rows.ndim == 2 and rows.numel() and not bool((rows < 0).any()):
+                _check_positions(forward, rows.shape[1])
+                return [list(map(int, row)) for row in rows.tolist()]
+    return None
+
+
+def _check_positions(forward: Forward, num_tokens: int) -> None:
+    for one in forward.tensors:
+        if num_tokens > 1 and one.site.endswith(":in.position_ids") and one.tensor.numel():
+            if int(one.tensor.reshape(-1)[-1]) >= num_tokens:
+                raise DumpError(
+                    "a prompt was prefilled in parts, or on top of a cached prefix",
+                    where=forward.where,
+                    hint="dump it in one forward: --chunked-prefill-size -1 --disable-radix-cache",
+                )
+            return
+
+
+def _place(prompts: list[_Prompt], index: int, forward: Forward) -> None:
+    """Adds a forward to the prompt that it belongs to."""
+    rows = _ids(forward)
+    last = prompts[-1] if prompts else None
+    if forward.sample is not None:  # the map says it
+        held = next((one for one in prompts if one.sample == forward.sample), None)
+        if held is None:
+            held = _Prompt([], rows, [], forward.sample)
+            prompts.append(held)
+        elif rows is not None:
+            held.fed.append([row[0] for row in rows])
+        if forward.number != len(held.forwards):
+            raise _missing_step(len(held.forwards), forward)
+        held.forwards.append(index)
+    elif last is None or (rows is not None and len(rows[0]) > 1):
+        if forward.number != index:
+            raise _missing_step(index, forward)
+        if last is None and rows is not None and len(rows[0]) == 1 and index == 0:
+            raise DumpError(
+                "the dump begins with a forward of one token: it is a decode step, and its number "
+                "is not known", where=forward.where, hint="dump the prefill, alone or first",
+            )  # fmt: skip
+        prompts.append(_Prompt([index], rows, []))
+    else:
+        if forward.number != index:
+            raise _missing_step(index, forward)
+        last.forwards.append(index)
+        if rows is not None:
+            last.fed.append([row[0] for row in rows])
+
+
+def _missing_step(number: int, forward: Forward) -> DumpError:
+    return DumpError(
+        f"step {number} is missing: after it comes {forward.number}", where=forward.where,
+        hint="dump every forward from the prefill on, which is step 0",
+    )  # fmt: skip
+
+
+def _number(found: Survey, prompts: list[_Prompt], like: Run | None, notes: Notes) -> None:
+    """Gives each prompt its sample, and fills ``tokens`` and ``places``."""
+    samples: list[SampleTokens] = []
+    groups: list[list[int]] = []
+    if like is not None:
+        known = like.manifest.tokens
+        taken: set[int] = set()
+        for one in prompts:
+            group = next((g for g in known.groups if _is_group(one, g, known)), None)
+            if one.rows is not None and group is not None and group[0] not in taken:
+                one.sample = group[0]
+                taken.add(group[0])
+        if taken or all(one.rows is None for one in prompts):
+            return _as_in(found, prompts, known, taken, notes)
+    for one in prompts:
+        rows = one.rows or [[]]
+        members = list(range(len(samples), len(samples) + len(rows)))
+        groups.append(members)
+        for row, number in enumerate(members):
+            fed = [step[row] for step in one.fed if row < len(step)]
+            samples.append(SampleTokens(prompt_ids=rows[row], generated_ids=fed))
+            del number
+        for step, index in enumerate(one.forwards):
+            found.places[index] = members[0], step
+    found.tokens = Tokens(samples=samples, groups=groups)
+    return None
+
+
+def _as_in(
+    found: Survey, prompts: list[_Prompt], known: Tokens, taken: set[int], notes: Notes
+) -> None:
+    """As the run has them: its prompts, with the tokens of those that the dump shows."""
+    samples = [
+        replace(one, text=None, generated_ids=[], chosen_ids=[])
+        if any(group[0] in taken for group in known.groups if number in group)
+        else SampleTokens(prompt_ids=[])
+        for number, one in enumerate(known.samples)
+    ]
+    num_left_out = 0
+    for number, one in enumerate(prompts):
+        if one.sample is None and not taken and number == 0:
+            one.sample = 0
+        if one.sample is None:
+            num_left_out += len(one.forwards)
+            continue
+        group = known.group_of(one.sample) or [one.sample]
+        for row, member in enumerate(group if taken else ()):
+            samples[member] = replace(
+                samples[member], generated_ids=[step[row] for step in one.fed if row < len(step)]
+            )
+        for step, index in enumerate(one.forwards):
+            found.places[index] = one.sample, step
+    if num_left_out:
+        notes.say(f"{num_left_out} forwards are of other prompts than RUN's, and were left out")
+    found.tokens = Tokens(samples=samples, groups=known.groups)
+
+
+def _is_group(prompt: _Prompt, group: list[int], known: Tokens) -> bool:
+    """Are these the run's prompts, pads aside?"""
+    rows = prompt.rows
+    if rows is None or len(rows) != len(group):
+        return False
+    for row, number in zip(rows, group, strict=True):
+        own = known.samples[number]
+        if row[own.num_left_pad : len(row) - own.num_right_pad] != own.prompt_ids:
+            return False
+    return True
+
+
+def _check_names(found: Survey, like: Run, notes: Notes) -> None:
+    """The dump's sites are to be those of the run, perhaps under another prefix."""
+    theirs = site_names(like.records)
+    prefix = find_prefix(found.sites, theirs)
+    if prefix is not None:
+        found.prefix = prefix
+        one, two = (text or "(nothing)" for text in prefix)
+        notes.say(f"sites were named with the prefix {one} read as {two}")
+    missing = [site for site in found.sites if found.renamed(site) not in theirs]
+    if len(missing) == len(found.sites):
+        near = [name for site in missing[:20] for name in near_names(site, theirs, count=1)]
+        raise UsageError(
+            f"none of the dump's {len(missing)} sites is one of {like.path}: the first is "
+            f"{missing[0]}", hint="there: " + ", ".join(dict.fromkeys([*near, *theirs][:4]))
+            + "; a map (--map) names them",
+        )  # fmt: skip
+    if missing:
+        notes.say(
+            f"{len(missing)} of {len(found.sites)} sites are none of RUN's, the first "
+            f"{missing[0]}: kept under their own names"
+        )

@@ -46,7 +46,7 @@ def manifest_of(
     """What is known of the run. ``name``: of the layout."""
     own = None if like is None else like.manifest
     sites = [found.renamed(site) for site in found.sites]
-    logits = None if own is None else own.plan.logits_site
+    logits = "lm_head:out" if own is None else own.plan.logits_site
     return Manifest(
         id=new_run_id(),
         tool_version=f"{__version__}, importing a dump of {name}",
@@ -59,7 +59,7 @@ def manifest_of(
         ),
         tokens=found.tokens,
         settings=Settings(
-            deterministic=False, seed=0, device=UNKNOWN, max_new_tokens=found.num_steps,
+            deterministic=False, seed=0, device=UNKNOWN, max_new_tokens=found.num_steps - 1,
             batch=any(len(group) > 1 for group in found.tokens.groups),
         ),
         environment=Environment(
@@ -97,6 +97,7 @@ def write(
 ) -> None:
     """Puts every tensor that can be told into the run."""
     handed_on = {} if like is None else _handed_on(like)
+    logits = writer.manifest.plan.logits_site
     for place, forward in zip(found.places, forwards, strict=True):
         if place is None:
             continue
@@ -109,7 +110,10 @@ def write(
                 continue
             site = found.renamed(site)
             record = None if like is None else like.find(("free", sample, step, site))
-            kept[site] = CapturedTensor(_shaped(tensor, record))
+            tensor = _shaped(tensor, record)
+            kept[site] = CapturedTensor(tensor)
+            if site == logits:
+                _choose(writer.manifest, sample, tensor)
         for site, other in handed_on.items():
             if site not in kept and other in kept:
                 kept[site] = kept[other]
@@ -117,6 +121,16 @@ def write(
                           "the same bits in RUN")  # fmt: skip
         for order, (site, item) in enumerate(kept.items()):
             writer.put(item, pass_="free", sample=sample, step=step, site=site, order=order)
+
+
+def _choose(manifest: Manifest, sample: int, logits: torch.Tensor) -> None:
+    """The greedy choice, from logits (B, T, V) of which the last row is the last token's."""
+    samples = [manifest.tokens.samples[one] for one in manifest.tokens.group_of(sample)]
+    if logits.ndim != 3 or logits.shape[0] != len(samples) or not logits.numel():
+        return
+    if not any(one.num_right_pad for one in samples):
+        for one, token in zip(samples, logits[:, -1].argmax(-1).tolist(), strict=True):
+            one.chosen_ids.append(token)
 
 
 def _of_all_ranks(ranks: list[Dumped]) -> torch.Tensor | None:

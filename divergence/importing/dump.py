@@ -42,7 +42,8 @@ class Dumped:
 
     def value(self) -> torch.Tensor:
         """The sum of both parts, rounded once to their dtype, as the engine's own addition does."""
-        return self.tensor if self.plus is None else self.tensor + self.plus
+        tensor = self.tensor.detach()
+        return tensor if self.plus is None else tensor + self.plus.detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ def _pt(path: Path) -> Any:
             f"the file cannot be read as tensors: {text[:200] or type(error).__name__}",
             where=str(path), hint="it may be half written: dump again",
         ) from error  # fmt: skip
-    _check_spread(value, path)
+    _check_tensors(value, path)
     return value
 
 
@@ -161,8 +161,8 @@ def _not_torch(path: Path) -> DumpError:
     )  # fmt: skip
 
 
-def _check_spread(value: Any, path: Path) -> None:
-    """Refuses views that say more elements than any machine has, by repeating those of the file."""
+def _check_tensors(value: Any, path: Path) -> None:
+    """Refuses what is no plain tensor, and views that repeat elements beyond any bound."""
     import torch
 
     limit = max(path.stat().st_size, _MAX_SPREAD_BYTES)
@@ -170,6 +170,11 @@ def _check_spread(value: Any, path: Path) -> None:
     while waiting:
         one = waiting.pop()
         if isinstance(one, torch.Tensor):
+            if one.layout != torch.strided or one.is_quantized or one.device.type != "cpu":
+                raise DumpError(
+                    "the file holds a sparse, quantised or empty tensor, not plain numbers",
+                    where=str(path),
+                )
             if one.numel() * one.element_size() > limit:
                 raise DumpError(
                     f"a tensor of shape {list(one.shape)} is larger than its file", where=str(path)

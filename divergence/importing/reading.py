@@ -105,9 +105,8 @@ def survey(forwards: Iterator[Forward], like: Run | None, notes: Notes) -> Surve
 def _check_dtype(one: Dumped, where: str) -> None:
     try:
         format_of(one.tensor.dtype)
-    except KeyError as error:
-        raise DumpError(f"no run holds {one.tensor.dtype}", where=f"{one.site} in {where}"
-                        ) from error  # fmt: skip
+    except UsageError as error:
+        raise DumpError(error.message, where=f"{one.site} in {where}") from error
 
 
 def _ids(forward: Forward) -> list[list[int]] | None:
@@ -225,7 +224,8 @@ def _as_in(
         for step, index in enumerate(one.forwards):
             found.places[index] = one.sample, step
     if num_left_out:
-        notes.say(f"{num_left_out} forwards are of other prompts than RUN's, and were left out")
+        plural = "s" if num_left_out > 1 else ""
+        notes.say(f"{num_left_out} forward{plural} of other prompts than RUN's left out")
     found.tokens = Tokens(samples=samples, groups=known.groups)
 
 

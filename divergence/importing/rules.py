@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +27,7 @@ import msgspec
 from divergence.config import decode, load_toml
 from divergence.errors import ConfigError, UsageError
 from divergence.run.schema.layout import expanded
-from divergence.run.schema.site import split_site
+from divergence.run.schema.site import near_names, split_site
 
 __all__ = ["Found", "Rules", "load_rules"]
 
@@ -70,9 +71,12 @@ class Rules:
     files: list[_Rule]
     keys: list[_Rule]
 
-    @property
-    def patterns(self) -> list[str]:
-        return [rule.pattern for rule in (*self.files, *self.keys)]
+    def near(self, names: Iterable[str]) -> list[str]:
+        """The names most like its patterns, then the first few."""
+        names = list(names)
+        wanted = [_PART.sub("0", rule.pattern) for rule in (*self.files, *self.keys)]
+        near = [name for one in wanted for name in near_names(one, names)]
+        return list(dict.fromkeys([*near, *names]))[:4]
 
     def of_file(self, name: str) -> Found | None:
         """Where the tensor of a file belongs."""

@@ -12,7 +12,7 @@ from divergence.errors import DumpError, UsageError
 from divergence.importing.dump import Dumped, Forward, Notes
 from divergence.importing.folder import SUFFIXES, Folder
 from divergence.importing.rules import Found, Rules
-from divergence.run.schema.site import natural_key, near_names
+from divergence.run.schema.site import natural_key
 
 __all__ = ["NAME", "read", "recognise"]
 
@@ -74,11 +74,11 @@ def _places(folder: Folder, names: list[str], rules: Rules, notes: Notes) -> lis
         notes.add("that no rule of the map names were left out", max(len(keys) - len(inside), 1)
                   if not inside or len(keys) > len(inside) else 0)  # fmt: skip
     if not places:
-        near = [one for pattern in rules.patterns for one in near_names(pattern, known)]
         raise UsageError(
-            "the map matches nothing in the dump", where=f"{rules.path} on {folder.path}",
-            hint=f"names there: {', '.join(dict.fromkeys([*near, *known][:4]))}",
-        )  # fmt: skip
+            "the map matches nothing in the dump",
+            where=f"{rules.path} on {folder.path}",
+            hint=f"names there: {', '.join(rules.near(known))}",
+        )
     return places
 
 

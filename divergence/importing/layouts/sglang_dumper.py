@@ -20,7 +20,6 @@ from divergence.errors import DumpError, UsageError
 from divergence.importing.dump import BLOCK, Dumped, Forward, Notes, module_site, same_kind
 from divergence.importing.folder import Folder
 from divergence.importing.rules import Rules
-from divergence.run.schema.site import near_names
 
 __all__ = ["NAME", "read", "recognise"]
 
@@ -73,15 +72,15 @@ def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]
         where = folder.where(steps[step][min(ranks)][0][0])
         yield Forward(where=where, tensors=tensors, number=number)
     if not num_sites:
-        patterns = [] if rules is None else rules.patterns
-        near = [one for pattern in patterns for one in near_names(pattern, names)]
+        near = sorted(names)[:4] if rules is None else rules.near(sorted(names))
         raise UsageError(
             "no name of the dump is that of a module"
-            if rules is None else "the map matches nothing in the dump",
+            if rules is None
+            else "the map matches nothing in the dump",
             where=str(folder.path) if rules is None else f"{rules.path} on {folder.path}",
-            hint=f"names there: {', '.join(dict.fromkeys([*near, *sorted(names)]))[:200]}; "
-            "[[key]] rules of --map FILE.toml say which site each is",
-        )  # fmt: skip
+            hint=f"names there: {', '.join(near)}; [[key]] rules of --map FILE.toml say which site "
+            "each is",
+        )
 
 
 def _value(folder: Folder, name: str, ranks: set[int], notes: Notes) -> torch.Tensor | None:

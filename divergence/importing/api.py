@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from divergence.comparison.measure.runs import opened
 from divergence.errors import DumpError, UsageError
 from divergence.importing.building import manifest_of, write
 from divergence.importing.dump import Layout, Notes
@@ -45,8 +46,13 @@ def import_dump(
     """
     rules = None if map is None else load_rules(map)
     folder = Folder(path)
-    reader = _layout(layout, folder, has_map=rules is not None)
-    run = None if like is None else Run.open(like)
+    reader = _layout(layout, folder)
+    if rules is not None and not reader.TAKES_MAP:
+        raise UsageError(
+            f"a dump of {reader.NAME} has names of modules and takes no map",
+            where=rules.path, hint="leave --map out, or --format files",
+        )  # fmt: skip
+    run = None if like is None else opened(like)
     place = location_of(out)
     if not isinstance(place, Url) and folder.path.resolve() in (
         place.resolve(), *place.resolve().parents
@@ -59,17 +65,13 @@ def import_dump(
     with RunWriter(place, manifest, force=force) as writer:
         write(writer, reader.read(folder, rules, Notes()), found, run, notes)
     made = Run.open(place)
-    if not made.records:
-        raise DumpError(
-            "no tensor of the dump is whole on one rank: the run is empty", where=str(folder.path)
-        )
     if progress is not None:
         for sentence in notes.sentences():
             progress("note", 0, None, sentence)
     return made
 
 
-def _layout(name: str, folder: Folder, *, has_map: bool) -> Layout:
+def _layout(name: str, folder: Folder) -> Layout:
     if name == "auto":
         for layout in LAYOUTS.values():
             if layout.recognise(folder):

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import torch
 
 from divergence._version import __version__
+from divergence.errors import DumpError
 from divergence.importing.dump import Dumped, Forward, Notes
 from divergence.importing.reading import Survey, by_site
 from divergence.run.reader import Run
-from divergence.run.schema.contents import site_names
 from divergence.run.schema.manifest import (
     UNKNOWN,
     Environment,
@@ -32,7 +32,7 @@ from divergence.run.schema.manifest import (
     Settings,
 )
 from divergence.run.schema.record import Record
-from divergence.run.schema.site import module_of
+from divergence.run.schema.site import module_of, natural_key
 from divergence.run.writing.writer import CapturedTensor, RunWriter, new_run_id
 
 __all__ = ["manifest_of", "write"]
@@ -96,14 +96,17 @@ def write(
     writer: RunWriter, forwards: Iterator[Forward], found: Survey, like: Run | None, notes: Notes
 ) -> None:
     """Puts every tensor that can be told into the run."""
-    handed_on = {} if like is None else _handed_on(like)
-    logits = writer.manifest.plan.logits_site
+    handed_on = {} if like is None else _handed_on(like, found)
+    logits, num_records = writer.manifest.plan.logits_site, 0
     for place, forward in zip(found.places, forwards, strict=True):
         if place is None:
             continue
         sample, step = place
         kept: dict[str, CapturedTensor] = {}
-        for site, ranks in by_site(forward.tensors).items():
+        sites = by_site(forward.tensors)
+        num_again = len(forward.tensors) - sum(map(len, sites.values()))
+        notes.add("were seen at a site again within a forward, and left out", num_again)
+        for site, ranks in sites.items():
             tensor = _of_all_ranks(ranks)
             if tensor is None:
                 notes.add("are not the same on all ranks (parts, it seems), and were left out")
@@ -121,6 +124,9 @@ def write(
                           "the same bits in RUN")  # fmt: skip
         for order, (site, item) in enumerate(kept.items()):
             writer.put(item, pass_="free", sample=sample, step=step, site=site, order=order)
+        num_records += len(kept)
+    if not num_records:
+        raise DumpError("nothing in the dump is the same on all ranks: the run would be empty")
 
 
 def _choose(manifest: Manifest, sample: int, logits: torch.Tensor) -> None:
@@ -156,29 +162,31 @@ def _shaped(tensor: torch.Tensor, record: Record | None) -> torch.Tensor:
     return tensor
 
 
-def _handed_on(like: Run) -> dict[str, str]:
-    """Output of a block → an input that had the very bits in the run, at every step of it."""
+def _handed_on(like: Run, found: Survey) -> dict[str, str]:
+    """Output of a block that the dump lacks → an input, behind it, that had its bits in the run at
+    every step of it."""
     notes = like.manifest.plan.modules
-    outs = {site for site in site_names(like.records)
-            if site.endswith(":out") and (note := notes.get(module_of(site))) is not None
-            and note.role == "block"}  # fmt: skip
-    found: dict[str, str] = {}
-    for site in outs:
-        records = [one for one in like.at_site(site) if one.pass_ == "free"]
-        for one in _following(like, records[0]) if records else ():
-            pairs = [(r, like.find((r.pass_, r.sample, r.step, one))) for r in records]
-            if all(o is not None and r.xxh3 == o.xxh3 and r.xxh3 for r, o in pairs):
-                found[site] = one
-                break
-    return found
-
-
-def _following(like: Run, record: Record) -> list[str]:
-    """Sites that come after it in its forward and have its bits."""
-    return [
-        one.site
-        for one in like.records
-        if (one.pass_, one.sample, one.step) == (record.pass_, record.sample, record.step)
-        and one.order > record.order and one.site.endswith(":in")
-        and record.xxh3 and one.xxh3 == record.xxh3 and one.shape == record.shape
-    ]  # fmt: skip
+    held = {found.renamed(site) for site in found.sites}
+    wanted = {f"{path}:out" for path, note in notes.items() if note.role == "block"} - held
+    if not wanted:
+        return {}
+    outs: dict[str, list[Record]] = {}
+    after: dict[tuple[int, int, str | None], list[Record]] = {}
+    for one in like.records:
+        if one.pass_ == "free" and one.site in wanted:
+            outs.setdefault(one.site, []).append(one)
+        elif one.pass_ == "free" and one.site in held and one.site.endswith(":in"):
+            after.setdefault((one.sample, one.step, one.xxh3), []).append(one)
+    sources: dict[str, str] = {}
+    for site, records in outs.items():
+        common = [
+            {
+                one.site
+                for one in after.get((record.sample, record.step, record.xxh3), ())
+                if one.order > record.order and one.shape == record.shape and record.xxh3
+            }
+            for record in records
+        ]
+        if both := sorted(set.intersection(*common), key=natural_key):
+            sources[site] = both[0]
+    return sources

@@ -82,6 +82,8 @@ class Layout(Protocol):
 
     NAME: str
     """What to call it in words."""
+    TAKES_MAP: bool
+    """Do rules of a map say what its names are?"""
 
     def recognise(self, folder: Folder) -> bool:
         """Does the folder look like such a dump?"""

@@ -37,6 +37,10 @@ _IDS = re.compile(
 )
 
 
+_MAX_IDS = 1 << 22
+"""Of one forward: beyond it the integers are no prompt."""
+
+
 @dataclass(slots=True)
 class Survey:
     """What a dump holds. ``places``: sample and step of each forward, None where it is left out."""
@@ -115,7 +119,7 @@ def _ids(forward: Forward) -> list[list[int]] | None:
         tensor = one.tensor
         if _IDS.fullmatch(one.site) and tensor.dtype in (torch.int64, torch.int32):
             rows = tensor.reshape(1, -1) if tensor.ndim == 1 else tensor
-            if rows.ndim == 2 and rows.numel() and not bool((rows < 0).any()):
+            if rows.ndim == 2 and 0 < rows.numel() <= _MAX_IDS and not bool((rows < 0).any()):
                 _check_positions(forward, rows.shape[1])
                 return [list(map(int, row)) for row in rows.tolist()]
     return None
@@ -136,39 +140,33 @@ def _check_positions(forward: Forward, num_tokens: int) -> None:
 def _place(prompts: list[_Prompt], index: int, forward: Forward) -> None:
     """Adds a forward to the prompt that it belongs to."""
     rows = _ids(forward)
-    last = prompts[-1] if prompts else None
+    held = prompts[-1] if prompts else None
     if forward.sample is not None:  # the map says it
         held = next((one for one in prompts if one.sample == forward.sample), None)
-        if held is None:
-            held = _Prompt([], rows, [], forward.sample)
-            prompts.append(held)
-        elif rows is not None:
-            held.fed.append([row[0] for row in rows])
-        if forward.number != len(held.forwards):
-            raise _missing_step(len(held.forwards), forward)
-        held.forwards.append(index)
-    elif last is None or (rows is not None and len(rows[0]) > 1):
-        if forward.number != index:
-            raise _missing_step(index, forward)
-        if last is None and rows is not None and len(rows[0]) == 1 and index == 0:
+    elif rows is not None and len(rows[0]) > 1:
+        held = None
+    wanted = index if forward.sample is None else 0 if held is None else len(held.forwards)
+    if forward.number != wanted:
+        raise DumpError(
+            f"step {wanted} is missing: in its place comes {forward.number}", where=forward.where,
+            hint="dump every forward from the prefill on, which is step 0",
+        )  # fmt: skip
+    if held is None:
+        if rows is not None and len(rows[0]) == 1:
             raise DumpError(
                 "the dump begins with a forward of one token: it is a decode step, and its number "
                 "is not known", where=forward.where, hint="dump the prefill, alone or first",
             )  # fmt: skip
-        prompts.append(_Prompt([index], rows, []))
-    else:
-        if forward.number != index:
-            raise _missing_step(index, forward)
-        last.forwards.append(index)
-        if rows is not None:
-            last.fed.append([row[0] for row in rows])
-
-
-def _missing_step(number: int, forward: Forward) -> DumpError:
-    return DumpError(
-        f"step {number} is missing: after it comes {forward.number}", where=forward.where,
-        hint="dump every forward from the prefill on, which is step 0",
-    )  # fmt: skip
+        held = _Prompt([], rows, [], forward.sample)
+        prompts.append(held)
+    elif rows is not None:
+        if len(rows) != len(held.rows or rows):
+            raise DumpError(
+                f"a decode step of {len(rows)} prompts follows a prefill of {len(held.rows or ())}",
+                where=forward.where, hint="send one request at a time while dumping",
+            )  # fmt: skip
+        held.fed.append([row[0] for row in rows])
+    held.forwards.append(index)
 
 
 def _number(found: Survey, prompts: list[_Prompt], like: Run | None, notes: Notes) -> None:
@@ -180,23 +178,23 @@ def _number(found: Survey, prompts: list[_Prompt], like: Run | None, notes: Note
         taken: set[int] = set()
         for one in prompts:
             group = next((g for g in known.groups if _is_group(one, g, known)), None)
-            if one.rows is not None and group is not None and group[0] not in taken:
+            one.sample = one.sample if one.rows is None else None
+            if group is not None and group[0] not in taken:
                 one.sample = group[0]
                 taken.add(group[0])
         if taken or all(one.rows is None for one in prompts):
-            return _as_in(found, prompts, known, taken, notes)
+            _as_in(found, prompts, known, taken, notes)
+            return
     for one in prompts:
         rows = one.rows or [[]]
         members = list(range(len(samples), len(samples) + len(rows)))
         groups.append(members)
-        for row, number in enumerate(members):
+        for row in range(len(rows)):
             fed = [step[row] for step in one.fed if row < len(step)]
             samples.append(SampleTokens(prompt_ids=rows[row], generated_ids=fed))
-            del number
         for step, index in enumerate(one.forwards):
             found.places[index] = members[0], step
     found.tokens = Tokens(samples=samples, groups=groups)
-    return None
 
 
 def _as_in(
@@ -213,10 +211,10 @@ def _as_in(
     for number, one in enumerate(prompts):
         if one.sample is None and not taken and number == 0:
             one.sample = 0
-        if one.sample is None:
+        if one.sample is None or not known.group_of(one.sample):
             num_left_out += len(one.forwards)
             continue
-        group = known.group_of(one.sample) or [one.sample]
+        group = known.group_of(one.sample)
         for row, member in enumerate(group if taken else ()):
             samples[member] = replace(
                 samples[member], generated_ids=[step[row] for step in one.fed if row < len(step)]

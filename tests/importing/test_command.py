@@ -56,6 +56,7 @@ def test_bad_input_is_exit_2(captured, tmp_path, call):
     """One error with its place, and no run behind it."""
     names = write_npy(captured, tmp_path / "dump")
     (tmp_path / "dump" / "layer_0_step1.npy").write_bytes(b"")
+    write_sglang(captured, tmp_path / "sglang")
     for arguments, words in (
         (["dump"], "there is no directory to write to"),
         (["absent", "-o", "b"], "no such file or folder"),
@@ -63,6 +64,7 @@ def test_bad_input_is_exit_2(captured, tmp_path, call):
         (["dump", "-o", "b", "--format", "sglang"], "no dump of SGLang"),
         (["dump", "-o", "b", "--map", names], "half written"),
         (["dump", "-o", "dump/b", "--map", names], "lies in the dump"),
+        (["sglang", "-o", "b", "--map", names], "takes no map"),
     ):
         code, _, err = call("import", *arguments)
         assert code == 2, err

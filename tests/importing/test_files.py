@@ -69,6 +69,22 @@ def test_a_map_that_does_not_fit(captured, tmp_path, rule, error, words):
     assert not (tmp_path / "b").exists()
 
 
+def test_samples_are_those_of_the_map(captured, tmp_path):
+    """A prompt that RUN has not is left out, whatever number the map gives it."""
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    held = forwards(captured)[0]
+    for number, ids in enumerate((held["model:in"] + 1, held["model:in"])):
+        numpy.save(folder / f"ids-{number}.npy", ids.numpy())
+        numpy.save(folder / f"norm-{number}.npy", held["model.norm:out"].float().numpy())
+    (tmp_path / "map.toml").write_text(
+        '[[file]]\npattern = "ids-{sample}.npy"\nsite = "model:in"\n'
+        '[[file]]\npattern = "norm-{sample}.npy"\nsite = "model.norm:out"\n'
+    )
+    run = import_dump(folder, out=tmp_path / "b", map=tmp_path / "map.toml", like=captured)
+    assert [(r.sample, r.site) for r in run.records] == [(0, "model:in"), (0, "model.norm:out")]
+
+
 def test_without_a_map(captured, tmp_path):
     write_npy(captured, tmp_path / "dump")
     with pytest.raises(UsageError, match="needs a map"):
@@ -109,10 +125,10 @@ def test_samples_and_ranks_of_a_map(tmp_path):
 
 
 def test_a_run_that_would_be_empty(tmp_path):
-    """Where every tensor is a part, there is nothing to compare, and no run is left."""
+    """Where every tensor is a part, there is nothing to compare."""
     (tmp_path / "dump").mkdir()
     for rank in (0, 1):
         torch.save(torch.full((2, 2), float(rank)), tmp_path / "dump" / f"h-{rank}.pt")
     (tmp_path / "map.toml").write_text('[[file]]\npattern = "h-{rank}.pt"\nsite = "h:out"\n')
-    with pytest.raises(DumpError, match="the run is empty"):
+    with pytest.raises(DumpError, match="would be empty"):
         import_dump(tmp_path / "dump", out=tmp_path / "b", map=tmp_path / "map.toml")

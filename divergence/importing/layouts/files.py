@@ -14,9 +14,10 @@ from divergence.importing.folder import SUFFIXES, Folder
 from divergence.importing.rules import Found, Rules
 from divergence.run.schema.site import natural_key
 
-__all__ = ["NAME", "read", "recognise"]
+__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 
 NAME = "a folder of files"
+TAKES_MAP = True
 
 
 def recognise(folder: Folder) -> bool:

@@ -20,9 +20,10 @@ from divergence.importing.dump import Dumped, Forward, Notes, leaves, module_sit
 from divergence.importing.folder import Folder
 from divergence.importing.rules import Rules
 
-__all__ = ["NAME", "read", "recognise"]
+__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 
 NAME = "msprobe"
+TAKES_MAP = False
 _DUMP = re.compile(
     r"(?:(?P<before>.*)/)?step(?P<step>\d{1,9})/(?P<rank>rank\d*|proc\d+)/dump\.json"
 )

@@ -25,9 +25,10 @@ from divergence.importing.dump import BLOCK, Dumped, Forward, Notes, module_site
 from divergence.importing.folder import Folder
 from divergence.importing.rules import Rules
 
-__all__ = ["NAME", "read", "recognise"]
+__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 
 NAME = "SGLang's forward hooks"
+TAKES_MAP = False
 _PASS = re.compile(
     r"(?:.*/)?(?P<folder>TP(?P<tp>\d{1,6})_PP(?P<pp>\d{1,6})_Rank\d{1,6}_pid\d+)"
     r"/Pass(?P<number>\d{1,9})\.pt"
@@ -110,7 +111,8 @@ def _tensors(held: dict[str, Any], rank: int, where: str, notes: Notes) -> Itera
             f"the pass holds {lengths[0].numel()} sequences at once", where=where,
             hint="send one request at a time while dumping",
         )  # fmt: skip
-    last = max((int(match[1]) for key in held if (match := BLOCK.match(key))), default=None)
+    blocks = [match for key in held if (match := BLOCK.match(key))]
+    last = max(blocks, key=lambda match: int(match[1]))[0] if blocks else None
     given: set[str] = set()
     for key, value in held.items():
         for site, tensor, plus in _sites(key, value, last):
@@ -124,7 +126,7 @@ def _tensors(held: dict[str, Any], rank: int, where: str, notes: Notes) -> Itera
 _Found = tuple[str, torch.Tensor, torch.Tensor | None]
 
 
-def _sites(key: str, value: Any, last: int | None) -> Iterator[_Found]:
+def _sites(key: str, value: Any, last: str | None) -> Iterator[_Found]:
     if _BATCH in key:
         path, _, what = key.partition(_BATCH)
         if what in _FEEDS and isinstance(value, torch.Tensor):
@@ -146,7 +148,7 @@ def _sites(key: str, value: Any, last: int | None) -> Iterator[_Found]:
             yield site, part, None
 
 
-def _around(key: str, last: int | None) -> list[str]:
+def _around(key: str, last: str | None) -> list[str]:
     """Sites of blocks that hold what enters a norm: the first of a block, or the last of all."""
     block, _, name = key.rpartition(".")
     match = BLOCK.fullmatch(block)
@@ -154,5 +156,5 @@ def _around(key: str, last: int | None) -> list[str]:
         before = f"{block[: match.start(1)]}{int(match[1]) - 1}"
         return [module_site(block, "in"), module_site(before, "out")]
     if match is None and last is not None and name in ("norm", "ln_f", "final_layernorm"):
-        return [module_site(f"{block}.layers.{last}" if block else f"layers.{last}", "out")]
+        return [module_site(last, "out")]
     return []

@@ -21,9 +21,10 @@ from divergence.importing.dump import BLOCK, Dumped, Forward, Notes, module_site
 from divergence.importing.folder import Folder
 from divergence.importing.rules import Rules
 
-__all__ = ["NAME", "read", "recognise"]
+__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 
 NAME = "SGLang's dumper"
+TAKES_MAP = True
 _FILE = re.compile(r"(?:.*/)?(?P<tags>(?:step|forward_pass_id)=\d{1,9}___rank=\d{1,6}___.+)\.pt")
 _HOOKED = re.compile(
     r"non_intrusive__(?:(?P<path>.+)\.)?(?P<what>inputs|output)(?:\.(?P<port>[^.]+))?"

@@ -22,20 +22,19 @@ from divergence.importing.folder import Folder
 from divergence.importing.rules import Rules
 from divergence.run.schema.site import natural_key
 
-__all__ = ["NAME", "read", "recognise"]
+__all__ = ["NAME", "TAKES_MAP", "read", "recognise"]
 
 NAME = "transformers' debugger"
+TAKES_MAP = False
 _TREE = "_debug_tree_FULL_TENSORS.json"
 _SUFFIX = ".safetensors"
+_KNOWN = re.compile(rf"[^/]+(?:{_TREE}|_inputs_(?:args|kwargs)_[^/]+\.safetensors)")
 _FILE = re.compile(r"[^/]+_(?:inputs|outputs)(?:_[^/]*)?\.safetensors")
 _NUMBER = re.compile(r"\.\d+(?=[._])")
 
 
 def recognise(folder: Folder) -> bool:
-    return any(name.endswith(_TREE) for name in folder.names) or any(
-        re.fullmatch(r"[^/]+_inputs_(?:args|kwargs)_[^/]+\.safetensors", name)
-        for name in folder.names
-    )
+    return any(_KNOWN.fullmatch(name) for name in folder.names)
 
 
 def read(folder: Folder, rules: Rules | None, notes: Notes) -> Iterator[Forward]:

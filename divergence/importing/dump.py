@@ -23,8 +23,16 @@ if TYPE_CHECKING:
     from divergence.importing.rules import Rules
 
 __all__ = [
-    "BLOCK", "Dumped", "Forward", "Layout", "Notes", "leaves", "module_site", "same_kind",
-]  # fmt: skip
+    "BLOCK",
+    "Dumped",
+    "Forward",
+    "Layout",
+    "Notes",
+    "adds_residual",
+    "leaves",
+    "module_site",
+    "same_kind",
+]
 
 BLOCK = re.compile(r"(?:.+\.)?(?:layers|layer|h|blocks)\.(\d+)")
 """Path of a repeated block."""
@@ -96,6 +104,14 @@ def module_site(name: str, port: str, call: int = 1) -> str:
     """The site of a module by its torch name."""
     path = escape_path(name)
     return join_site(path if call == 1 else f"{path}#{call}", port)
+
+
+def adds_residual(path: str) -> bool:
+    """May the norm at this path get and return a residual beside its input? Those of a block and of
+    the model do; one inside a sublayer may have another second input, a gate."""
+    parent, _, name = path.rpartition(".")
+    beside = BLOCK.fullmatch(parent) is not None or BLOCK.match(path) is None
+    return beside and ("norm" in name or name.startswith("ln_"))
 
 
 def same_kind(one: torch.Tensor, two: torch.Tensor) -> bool:

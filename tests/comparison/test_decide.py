@@ -216,6 +216,16 @@ def test_force_leaves_neither_side_nor_confidence():
     assert "compared by force: other weights" in found.summary
 
 
+@pytest.mark.parametrize("check", ["weights", "prompt ids"])
+def test_what_a_side_does_not_tell_takes_certainty(check):
+    """Unknown weights may be other ones; equal bits are equal whoever made them."""
+    lines = [PreflightLine(check=check, status="unknown", reference="a", candidate="unknown")]
+    found = decide([finding("error_made_here", side="candidate")], lines).verdict
+    assert found.confidence == "medium"
+    assert found.checks[-1].detail == f"the {check} of a side are not known"
+    assert decide([finding("equal")], lines).verdict.confidence == "high"
+
+
 def test_confidence_is_that_of_the_checks():
     """No verdict has another."""
     for claims in itertools.combinations(KINDS, 2):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, model_addition_debugger_context
 
 from divergence import compare, import_dump
 from divergence.errors import DumpError, UsageError
+from divergence.importing.dump import adds_residual
 from tests.importing.writers import (
     PROMPT_IDS,
     write_msprobe,
@@ -173,6 +174,22 @@ def test_layers_of_two_parts(captured, tmp_path):
     write_sglang(captured, tmp_path / "dump", damage=damage)
     run = import_dump(tmp_path / "dump", out=tmp_path / "b", like=captured)
     assert compare(captured, run).verdict.kind == "identical"
+
+
+@pytest.mark.parametrize(
+    ("path", "adds"),
+    [
+        ("model.layers.3.input_layernorm", True),
+        ("model.layers.3.post_attention_layernorm", True),
+        ("model.norm", True),
+        ("model.layers.3.mixer.norm", False),
+        ("model.layers.3.self_attn.q_norm", False),
+        ("model.layers.3.mlp", False),
+    ],
+)
+def test_norms_with_a_residual(path, adds):
+    """A gated norm inside a sublayer has two inputs that are no sum."""
+    assert adds_residual(path) is adds
 
 
 def test_names_of_the_dumpers_author(captured, tmp_path, told):

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError
-from divergence.importing.dump import BLOCK, Dumped, Forward, Notes, module_site, same_kind
+from divergence.importing.dump import (
+    BLOCK,
+    Dumped,
+    Forward,
+    Notes,
+    adds_residual,
+    module_site,
+    same_kind,
+)
 from divergence.importing.folder import Folder
 from divergence.importing.rules import Rules
 
@@ -140,7 +148,7 @@ def _sites(key: str, value: Any, last: str | None) -> Iterator[_Found]:
         yield module_site(path, "out"), parts[0], parts[1]
         return
     for number, part in enumerate(parts):
-        if not (two and number and "norm" in key.rpartition(".")[2]):
+        if not (two and number and adds_residual(key)):
             yield module_site(path, f"out.{number}" if number else "out"), part, None
             continue
         yield module_site(path, "in"), part, None

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 
 from divergence.errors import DumpError, UsageError
-from divergence.importing.dump import BLOCK, Dumped, Forward, Notes, module_site, same_kind
+from divergence.importing.dump import (
+    BLOCK,
+    Dumped,
+    Forward,
+    Notes,
+    adds_residual,
+    module_site,
+    same_kind,
+)
 from divergence.importing.folder import Folder
 from divergence.importing.rules import Rules
 
@@ -140,7 +148,7 @@ def _parts(
     side = "out" if out else "in"
     floats = [tensor for tensor in parts.values() if tensor.is_floating_point()]
     is_block = BLOCK.fullmatch(path) is not None
-    is_norm = "norm" in path.rpartition(".")[2]
+    is_norm = adds_residual(path)
     if (is_block or (is_norm and not out)) and floats:
         plus = floats[1] if len(floats) > 1 and same_kind(floats[0], floats[1]) else None
         yield side, floats[0], plus

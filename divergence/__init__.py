@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from divergence._version import __version__
     from divergence.arithmetic.api import probe
+    from divergence.checklist.doctor import doctor
+    from divergence.checklist.result import Checkup
     from divergence.comparison.api import compare
     from divergence.comparison.result import Report
     from divergence.experiments.localization.localize import localize
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from divergence.run.storage.packing import pack, unpack
 
 __all__ = [
+    "Checkup",
     "Matrix",
     "Report",
     "Run",
@@ -42,6 +45,7 @@ __all__ = [
     "check",
     "compare",
     "compare_many",
+    "doctor",
     "import_dump",
     "localize",
     "pack",
@@ -55,6 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkup": "divergence.checklist.result",
     "Matrix": "divergence.fleet.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
@@ -63,6 +68,7 @@ _HOMES = {
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
     "compare_many": "divergence.fleet.many",
+    "doctor": "divergence.checklist.doctor",
     "import_dump": "divergence.importing.api",
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.storage.packing",

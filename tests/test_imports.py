@@ -1,7 +1,7 @@
 """Who may import whom: the drawing in the architecture, enforced.
 
     errors <- numerics <- {run, options} <- {recording, ops, arithmetic, comparison} <- analyses
-    <- {experiments, gate, fleet} <- report <- cli
+    <- {experiments, gate, fleet, checklist} <- report <- cli
 
 Every import counts, at module level or inside a function, and under TYPE_CHECKING too.
 """
@@ -43,6 +43,7 @@ LEVELS = {
     "comparison": 3,
     "analyses": 4,  # what comparison looks up by name
     "experiments": 5,  # made of captures and comparisons
+    "checklist": 5,
     "gate": 5,
     "fleet": 5,
     "importing": 5,  # dumps of other tools, made runs

@@ -58,6 +58,10 @@ COMMANDS = {
         "Compare two runs: the verdict, the first site where they part, and why.",
     ),
     "check": ("compare", "Check a run against a golden under a policy."),
+    "doctor": (
+        "doctor",
+        "Go through the checklist with two runs: what to settle first, and which cause it is.",
+    ),
     "localize": (
         "experiments",
         "Go from the block to the operator, and prove it; captures what is missing.",

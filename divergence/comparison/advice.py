@@ -179,6 +179,13 @@ class Advice:
         """Measure in spite of a blocking difference."""
         return [command_line("compare", self._a, self._b, force=True, note="measure all the same")]
 
+    def alike(self, *, settings: bool) -> str:
+        """The candidate once more, on the reference's tokens; ``settings``: also by the model,
+        dtype and attention of the reference, in place of the candidate's own."""
+        candidate, o = self._candidate, beside(self._b, "-like")
+        options = _mesh(candidate) if settings else self._special(candidate)
+        return _capture(candidate, like=self._a, o=o, **options, note=_ON_CANDIDATE)
+
     def _localize(self, **options: Any) -> str:
         """The descent into a block."""
         out = _folder(self._b, "-localized")

@@ -20,6 +20,7 @@ __all__ = [
     "CheckOptions",
     "CompareOptions",
     "Device",
+    "DoctorOptions",
     "FloorRuns",
     "Force",
     "Json",
@@ -125,6 +126,12 @@ class CheckOptions(Options, frozen=True, kw_only=True):
             setting=True,
         ),
     ] = None
+    truth: Truth = None
+    floor: FloorRuns = ()
+    name_map: NameMap = None
+
+
+class DoctorOptions(Options, frozen=True, kw_only=True):
     truth: Truth = None
     floor: FloorRuns = ()
     name_map: NameMap = None

@@ -34,6 +34,7 @@ class Drift:
 
     summary: str
     evidence: Evidence
+    step: int
     side: Side | None = None
 
 
@@ -93,6 +94,7 @@ def _against_truth(site: SiteResult, allowed: float | None, thresholds: Threshol
         summary=f"no single block is beyond its limit, but the {side}'s free run ends "
         f"{figure(times)} × as far from the truth as the other's, at {site.site}",
         evidence=Evidence(text=_where(site), values={"w": w, "limit": limit}),
+        step=site.step,
         side=side,
     )
 
@@ -116,6 +118,7 @@ def _against_floors(
         f"{site.token_rel_l2_median:.1e} at {site.site}, {figure(ratio)} × what "
         f"{makers} make together",
         evidence=Evidence(text=_where(site), values={"ratio": ratio, "limit": limit}),
+        step=site.step,
     )
 
 
@@ -130,4 +133,5 @@ def _behind_blocks(site: SiteResult, thresholds: Thresholds) -> Drift | None:
         summary=f"no single block is beyond its limit, but the error grows at {site.site}, behind "
         f"the blocks, by {figure(site.ratio)} × what came in and rounding explain",
         evidence=Evidence(text=_where(site), values={"ratio": site.ratio, "limit": limit}),
+        step=site.step,
     )

@@ -122,6 +122,7 @@ def _claims(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> 
                 kind="drift",
                 summary=drift.summary,
                 rests_on=[check("anchored", False, "seen in the free run alone")],
+                step=drift.step,
                 side=drift.side,
                 evidence=[drift.evidence],
                 next=next_commands(measured, None, escalated=bool(escalation.judged)),

@@ -23,7 +23,7 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
     findings = [Finding(claim="context", role="context", evidence=_token_evidence(tokens))]
     fault = _token_fault(tokens)
     if fault is not None and tokens is not None:
-        what, evidence = fault
+        what, evidence, step = fault
         farther: Side | None = None  # of two sides the one whose distance is not the floor
         if tokens.floor_side is not None:
             farther = "candidate" if tokens.floor_side == "reference" else "reference"
@@ -33,6 +33,7 @@ def findings_of(tokens: TokensResult | None) -> list[Finding]:
                 kind="drift",
                 summary=f"no single block is beyond its limit, but {what}",
                 rests_on=[check("anchored", False, "seen in the tokens of the free run alone")],
+                step=step,
                 side=farther,
                 evidence=[evidence],
             )
@@ -47,8 +48,9 @@ def _beyond_kl(tokens: TokensResult) -> bool:
     return tokens.kl_ratio > tokens.kl_limit
 
 
-def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence] | None:
-    """(what no rounding explains, its evidence), where tokens or distributions show it."""
+def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence, int | None] | None:
+    """(what no rounding explains, its evidence, the step of one token), where tokens or
+    distributions show it."""
     if tokens is None:
         return None
     fault = next((flip for flip in tokens.differences if flip.judgement == "fault"), None)
@@ -57,12 +59,14 @@ def _token_fault(tokens: TokensResult | None) -> tuple[str, Evidence] | None:
             f"the token at sample {fault.sample}, step {fault.step} flips over a gap of "
             f"{fault.z:.1f} σ of the floor's logit error",
             _flip_evidence(fault),
+            fault.step,
         )
     if tokens.kl_ratio is not None and _beyond_kl(tokens):
         return (
             f"the distributions of the decided tokens are {figure(tokens.kl_ratio)} × as far "
             "apart as the floor's from the truth",
             _kl_evidence(tokens)[0],
+            None,
         )
     return None
 

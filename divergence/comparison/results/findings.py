@@ -128,6 +128,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     onset: Onset | None = None
     place: tuple[int, int, int] | None = None
     """(sample, step, order) of the claim. Orders findings in time."""
+    step: int | None = None
+    """The forward in which a claim without an onset was seen."""
     equal_inputs: bool = False
     """Was it seen in a pass in which both sides got the same inputs (anchored or escalated)?"""
     side: SideBothOrNeither | None = None

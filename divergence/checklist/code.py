@@ -1,0 +1,89 @@
+"""The rung of code: what computes, where the weights and the tokens are the same.
+
+It explains what was found where all of this holds: the onset lies in a module of a class whose code
+differs; the difference is somebody's doing, or cannot be a matter of another version; and the error
+is made wherever that code runs. Other code elsewhere, another configuration or another attention
+fails without explaining, since a correct one makes no more than rounding.
+"""
+
+from __future__ import annotations
+
+from divergence.checklist.numbers import Said
+from divergence.checklist.pair import Pair, both, differs
+from divergence.comparison.preflight.code import CodeDifference, code_differences
+from divergence.comparison.results.findings import Onset, Verdict, list_names
+from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.site import ROOT, module_of, starred
+
+__all__ = ["code"]
+
+_LIBRARIES = ("torch", "transformers")
+_LINES = ("model class", "config", "attention", "operators on the CPU", "substituted operators")
+"""Lines of preflight about what computes, beside the code itself."""
+
+
+def code(pair: Pair) -> Said:
+    """Is the same computed, by the same code?"""
+    a, b = pair.manifests
+    found = code_differences(a, b)
+    lines = [pair.lines[name] for name in _LINES if pair.differs(name)]
+    texts = [*(differs(line) for line in lines), *(one.text for one in found)]
+    lacking = [name for name, one in (("A", a), ("B", b)) if not one.model.code]
+    if lacking:
+        texts.append(f"{' and '.join(lacking)}: code not recorded")
+    if not texts:
+        return "pass", both(pair, _say), False
+    text = list_names(texts, 2, "; ")
+    verdict = pair.verdict
+    if verdict is not None and verdict.kind in ("identical", "within_floor"):
+        if lacking and not (lines or found):
+            return "unknown", text, False
+        effect = "every bit is equal" if verdict.kind == "identical" else "no more than rounding"
+        return "pass", f"{text}; {effect}", False
+    if not lines and not found:
+        return "unknown", text, False
+    if not pair.diverged:  # compare abstains: whether it makes a difference is not known
+        return "unknown", f"{text}; {pair.why_unjudged}", False
+    assert verdict is not None
+    guilty = [one for one in found if _explains(one, verdict, pair)]
+    if guilty:
+        assert verdict.onset is not None
+        return "fail", f"{guilty[0].text}: where the error begins, {verdict.onset.site}", True
+    return "fail", text, False
+
+
+def _say(one: Manifest) -> str:
+    return f"the same code of {len(one.model.code)} classes of module"
+
+
+def _explains(one: CodeDifference, verdict: Verdict, pair: Pair) -> bool:
+    """Is the onset where this code runs, and is the error in the blocks that run it and in no
+    other?"""
+    onset = verdict.onset
+    if onset is None or not one.places or not _runs_at(one, onset):
+        return False
+    if not one.deliberate and _other_versions(*pair.manifests):
+        return False
+    assert pair.report is not None
+    blocks = {site.block for site in pair.report.sites if site.block is not None}
+    beyond = {site.block for site in pair.report.sites if site.flagged and site.block is not None}
+    running = {block for block in blocks if one.concerns(block)}
+    return not running or (
+        beyond <= running and (verdict.kind == "systematic" or running <= beyond)
+    )
+
+
+def _runs_at(one: CodeDifference, onset: Onset) -> bool:
+    """Does a module of this class lie in the onset's block, or at its site? What enters a module
+    was made by those around it."""
+    if one.concerns(onset.block or module_of(onset.site)):
+        return True
+    path = starred(module_of(onset.site))
+    return ":in" in onset.site and any(
+        place == ROOT or path.startswith(f"{place}.") for place in one.places
+    )
+
+
+def _other_versions(a: Manifest, b: Manifest) -> bool:
+    one, two = a.environment.versions, b.environment.versions
+    return any(one.get(name) != two.get(name) for name in _LIBRARIES)

@@ -1,0 +1,102 @@
+"""doctor(): two runs → a Checkup: eight points to settle, and a ladder of causes.
+
+Nothing is measured here that `compare` does not measure. It is asked first, and its verdict stands;
+where it stops early, at other tokens or other weights, the checklist tells what to settle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from divergence._version import __version__
+from divergence.checklist.ladder import ladder_of
+from divergence.checklist.pair import Pair
+from divergence.checklist.points import points_of
+from divergence.checklist.result import Checkup
+from divergence.comparison.align.names import load_name_map
+from divergence.comparison.api import compare
+from divergence.comparison.measure.runs import opened
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.result import summary_of
+from divergence.errors import IncomparableError, UsageError
+from divergence.layout import count
+from divergence.run.command import command_line
+from divergence.run.reader import Run
+from divergence.words import Progress
+
+__all__ = ["doctor"]
+
+_TOLD = frozenset(
+    {
+        "code", "weights", "blocks", "model class", "config", "quantization", "prompt ids",
+        "tokenizer", "chat template", "generated ids", "dtype", "attention", "determinism",
+        "repeatability", "operators on the CPU", "substituted operators", "ranks",
+        "planted faults", "completeness",
+    }
+)  # fmt: skip
+"""Lines of preflight that a point, a rung or a note of its own tells of."""
+
+
+def doctor(
+    reference: str | Path | Run,
+    candidate: str | Path | Run,
+    *,
+    name_map: str | Path | None = None,
+    truth: str | Path | Run | None = None,
+    floor: str | Path | Run | Sequence[str | Path | Run] = (),
+    progress: Progress | None = None,
+) -> Checkup:
+    """Compare two runs of a model, and lay out what is known as a checklist and a ladder of causes.
+
+    The options are those of ``compare``, and so is the verdict.
+
+    Raises RunFormatError for unreadable runs, and UsageError for runs of operators alone and for a
+    truth or a floor that belongs to other runs.
+    """
+    a, b = opened(reference), opened(candidate)
+    for run in (a, b):
+        if run.manifest.model.task == "operators":
+            raise UsageError(
+                f"doctor is for runs of models, and {run.path} is one of operators alone",
+                hint=command_line("compare", a.path, b.path),
+            )
+    report, reason = None, ""
+    try:
+        report = compare(a, b, name_map=name_map, truth=truth, floor=floor, progress=progress)
+        lines = report.preflight
+    except IncomparableError as error:
+        names = None if name_map is None else load_name_map(name_map)
+        lines, reason = preflight(a, b, names=names), error.message
+    pair = Pair(a=a, b=b, lines={one.check: one for one in lines}, report=report, reason=reason)
+    ladder = ladder_of(pair)
+    return Checkup(
+        tool_version=__version__,
+        reference=summary_of(a),
+        candidate=summary_of(b),
+        verdict=pair.verdict,
+        reason=reason or None,
+        points=points_of(pair),
+        ladder=ladder.rungs,
+        explained_by=ladder.explained_by,
+        notes=_notes(pair),
+    )
+
+
+def _notes(pair: Pair) -> list[str]:
+    notes = []
+    for name, one in zip("AB", pair.manifests, strict=True):
+        if one.plan.plants:
+            notes.append(f"{name} has planted faults: {', '.join(one.plan.plants)}")
+        if not one.complete:
+            why = one.stopped_by or "killed"
+            notes.append(f"{name} is incomplete ({why}): only what both hold is compared")
+    verdict = pair.verdict
+    if verdict is not None and verdict.kind == "identical" and verdict.side == "both":
+        notes.append("both are far from the truth: equal, and equally wrong")
+    other = [one for one in pair.lines.values() if one.status == "differs"]
+    other = [one for one in other if one.check not in _TOLD]
+    if other:
+        names = ", ".join(one.check for one in other)
+        notes.append(f"{count(len(other), 'other setting')} differ: {names} (compare -v)")
+    return notes

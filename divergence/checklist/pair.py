@@ -1,0 +1,98 @@
+"""Two runs as the checklist sees them: manifests, the lines of preflight, and what compare says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from divergence.comparison.result import Report
+from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
+from divergence.comparison.results.sites import SiteResult
+from divergence.run.reader import Run
+from divergence.run.schema.contents import records_at
+from divergence.run.schema.manifest import Manifest
+
+__all__ = ["Pair", "both", "differs"]
+
+_DIVERGED = ("localized", "systematic", "nonfinite", "drift")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """``report``: compare's, or None where it had nothing to compare, for ``reason``."""
+
+    a: Run
+    b: Run
+    lines: Mapping[str, PreflightLine]
+    report: Report | None
+    reason: str = ""
+
+    @property
+    def manifests(self) -> tuple[Manifest, Manifest]:
+        return self.a.manifest, self.b.manifest
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.report is None else self.report.verdict
+
+    @property
+    def why_unjudged(self) -> str | None:
+        """Why compare says nothing of the numbers; None where it does."""
+        if self.report is None:
+            return self.reason
+        verdict = self.report.verdict
+        return verdict.summary if verdict.kind in ("incomparable", "undetermined") else None
+
+    @property
+    def diverged(self) -> bool:
+        """Does compare find more than rounding explains?"""
+        return self.verdict is not None and self.verdict.kind in _DIVERGED
+
+    def differs(self, check: str) -> bool:
+        """Does this line of preflight differ?"""
+        return check in self.lines and self.lines[check].status != "same"
+
+    def sites(self, *, decode: bool) -> list[SiteResult]:
+        """What was compared of the prefill, or of the decode steps."""
+        if self.report is None:
+            return []
+        return [site for site in self.report.sites if (site.step > 0) == decode]
+
+    def claims(self, *claims: Claim) -> list[Finding]:
+        """What the analyses claim, of these kinds, where it can be a verdict."""
+        if self.report is None:
+            return []
+        return [
+            finding
+            for finding in self.report.findings
+            if finding.claim in claims and finding.role in ("convicts", "refines")
+        ]
+
+    def is_verdict(self, finding: Finding) -> bool:
+        """Is it what the verdict says?"""
+        verdict = self.verdict
+        return (
+            verdict is not None
+            and verdict.onset == finding.onset
+            and finding.summary in verdict.summary
+        )
+
+
+def both(pair: Pair, say: Callable[[Manifest], str]) -> str:
+    """``both: bfloat16``, or ``A: bfloat16, B: float16``."""
+    one, two = map(say, pair.manifests)
+    return f"both: {one}" if one == two else f"A: {one}, B: {two}"
+
+
+def differs(line: PreflightLine) -> str:
+    """``attention eager / sdpa``, with what is known of it."""
+    text = f"{line.check} {line.reference} / {line.candidate}"
+    return f"{text}: {line.detail}" if line.detail else text
+
+
+def logits_held(run: Run) -> tuple[int, int]:
+    """(forwards of which the logits were recorded, those of them whose values were kept)."""
+    site = run.manifest.plan.logits_site
+    records = [] if site is None else records_at(run.records, [site])
+    free = [record for record in records if record.pass_ == "free"]
+    return len(free), sum(run.has_bytes(record) for record in free)

@@ -1,0 +1,178 @@
+"""The eight points to settle before one model's two outputs are compared.
+
+Each is a condition on the settings of both runs, or a question to the comparison that was made.
+What a run does not tell is unknown, and never met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from divergence.checklist.pair import Pair, both, logits_held
+from divergence.checklist.result import Point, PointName, PointState
+from divergence.checklist.weights import precision, weights
+from divergence.comparison.results.findings import list_names
+from divergence.run.schema.manifest import Manifest
+
+__all__ = ["points_of"]
+
+Said = tuple[PointState, str]
+
+
+def points_of(pair: Pair) -> list[Point]:
+    """All eight, in the order in which they are settled."""
+    points: tuple[tuple[PointName, str, Callable[[Pair], Said]], ...] = (
+        ("weights", "weights, precision", _weights),
+        ("greedy", "greedy decoding", _greedy),
+        ("seed", "seed", _seed),
+        ("engine", "prefix cache etc. off", _engine),
+        ("deterministic", "deterministic", _deterministic),
+        ("tokens", "rendered tokens", _tokens),
+        ("logprobs", "log-probs recorded", _logprobs),
+        ("logprob_diff", "log-probs agree", _logprob_diff),
+    )
+    found = []
+    for number, (name, title, ask) in enumerate(points, start=1):
+        state, evidence = ask(pair)
+        found.append(Point(number=number, name=name, title=title, state=state, evidence=evidence))
+    return found
+
+
+def _weights(pair: Pair) -> Said:
+    asked = precision(pair), weights(pair)
+    states = {state for state, _ in asked}
+    state: PointState = "fail" if "fail" in states else "pass"
+    if states == {"pass", "unknown"}:
+        state = "unknown"
+    return state, "; ".join(text for _, text in asked)
+
+
+def _greedy(pair: Pair) -> Said:
+    sampled = pair.claims("not_the_largest_logit")
+    if sampled:
+        return "fail", sampled[0].evidence[0].text
+
+    def say(one: Manifest) -> str:
+        if not any(sample.chosen_ids for sample in one.tokens.samples):
+            return "chooses no token"
+        return "tokens forced" if one.tokens.forced_by else "greedy"
+
+    return "pass", both(pair, say)
+
+
+def _seed(pair: Pair) -> Said:
+    text = both(pair, lambda one: str(one.settings.seed))
+    one, two = (manifest.settings.seed for manifest in pair.manifests)
+    return "pass", text if one == two else f"{text}; decoding is greedy and draws nothing"
+
+
+def _engine(pair: Pair) -> Said:
+    return "pass", "both: transformers' own forward, which does neither"
+
+
+def _deterministic(pair: Pair) -> Said:
+    """Asked for, granted, and as far as it was tried, kept."""
+    a, b = pair.manifests
+    sides = {name: _trouble(one) for name, one in (("A", a), ("B", b))}
+    texts = [f"{name}: {text}" for name, (_, text) in sides.items()]
+    if len({text for _, text in sides.values()}) == 1:
+        texts = [f"both: {sides['A'][1]}"]
+    set_a, set_b = _switches(a), _switches(b)
+    other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
+    if other:
+        texts.append(f"set otherwise: {list_names(other, 3)}")
+    states = {state for state, _ in sides.values()} | ({"fail"} if other else set())
+    state: PointState = "fail" if "fail" in states else "pass"
+    if state == "pass" and "unknown" in states:
+        state = "unknown"
+    return state, "; ".join(texts)
+
+
+def _trouble(one: Manifest) -> Said:
+    settings, repeated = one.settings, one.repeatability
+    if repeated.num_different:
+        where = repeated.first_difference or "an unnamed tensor"
+        return "fail", f"does not repeat itself, first at {where}"
+    repeats = ", repeats itself bit for bit" if repeated.num_runs > 1 else ""
+    if not settings.deterministic:
+        return "fail", f"not deterministic{repeats}"
+    refused = [switch.name for switch in settings.switches if switch.status == "refused"]
+    noisy = settings.nondeterministic_warnings
+    if not (refused or noisy or not settings.switches):
+        return "pass", f"deterministic{repeats}"
+    parts = [f"refused {list_names(refused, 2)}"] if refused else []
+    parts += [f"nondeterministic {list_names(noisy, 2)}"] if noisy else []
+    parts += [] if settings.switches else ["no switch is recorded"]
+    if repeats:
+        return "pass", f"deterministic ({'; '.join(parts)}){repeats}"
+    return "unknown", f"{'; '.join(parts)}, and not captured with --repeat"
+
+
+def _switches(one: Manifest) -> dict[str, str]:
+    """The switches that stand, and to what."""
+    return {
+        switch.name: switch.found if switch.asked == "-" else switch.asked
+        for switch in one.settings.switches
+        if switch.status in ("accepted", "set")
+    }
+
+
+def _tokens(pair: Pair) -> Said:
+    return tokens(pair)
+
+
+def tokens(pair: Pair) -> Said:
+    """The prompts as token ids; a rung of the ladder asks it too."""
+    line = pair.lines["prompt ids"]
+    if line.status != "same":
+        template = pair.lines["chat template"]
+        found = [f"A: {line.reference}, B: {line.candidate}", line.detail or "other ids"]
+        if template.status != "same":
+            found.append("chat template: " + (template.detail or "another one"))
+        return "fail", "; ".join(found)
+    count = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)
+    if not count:
+        return "unknown", "neither run records the ids of a prompt"
+    text = f"{count:,} of {count:,} prompt tokens are equal"
+    other = [check for check in ("tokenizer", "chat template") if pair.differs(check)]
+    return "pass", f"{text}, though by another {' and '.join(other)}" if other else text
+
+
+def _logprobs(pair: Pair) -> Said:
+    if all(one.plan.logits_site is None for one in pair.manifests):
+        return "unknown", "neither run says which of its tensors are logits"
+    held = {"A": logits_held(pair.a), "B": logits_held(pair.b)}
+
+    def say(seen: int, kept: int) -> str:
+        if not seen:
+            return "no logits"
+        return f"logits of {kept} of {seen} forwards" + ("" if kept else " (no values kept)")
+
+    texts = {name: say(*counts) for name, counts in held.items()}
+    met = all(kept for _, kept in held.values())
+    if texts["A"] == texts["B"]:
+        return "pass" if met else "fail", f"both: {texts['A']}"
+    return "pass" if met else "fail", f"A: {texts['A']}, B: {texts['B']}"
+
+
+def _logprob_diff(pair: Pair) -> Said:
+    if pair.why_unjudged is not None:
+        return "unknown", pair.why_unjudged
+    assert pair.report is not None
+    names = {one.plan.logits_site for one in pair.manifests}
+    rows = [one for one in pair.report.sites if one.site in names and one.pass_ == "free"]
+    if not rows:
+        return "unknown", "the logits of both sides were not compared"
+    if all(one.identical for one in rows):
+        return "pass", f"the logits of {len(rows)} forwards are equal bit for bit"
+    changes = [one.logits.chosen_logprob_diff_max for one in rows if one.logits is not None]
+    if not changes:
+        return "unknown", f"the logits of {len(rows)} forwards differ, by how much is not known"
+    tokens = pair.report.tokens
+    parts = [f"the likeliest token's changes by up to {max(changes):.1e} nats"]
+    if tokens is not None and tokens.num_tokens:
+        parts.append(f"{tokens.num_equal} of {tokens.num_tokens} chosen tokens are equal")
+    if not pair.diverged:
+        return "pass", "; ".join([*parts, "no more than rounding explains"])
+    assert pair.verdict is not None
+    return "fail", "; ".join([*parts, f"compare says {pair.verdict.kind}"])

@@ -1,0 +1,91 @@
+"""The Checkup: what `doctor` says of two runs, as typed data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from divergence.comparison.result import RunSummary, strict_json
+from divergence.comparison.results.findings import Verdict
+
+__all__ = [
+    "CHECKUP_SCHEMA_VERSION", "Checkup", "Point", "PointName", "PointState", "Rung", "RungName",
+    "RungState",
+]  # fmt: skip
+
+CHECKUP_SCHEMA_VERSION = 1
+
+PointName = Literal[
+    "weights", "greedy", "seed", "engine", "deterministic", "tokens", "logprobs", "logprob_diff"
+]
+PointState = Literal["pass", "fail", "unknown"]
+
+RungName = Literal["tokens", "weights", "code", "prefill", "decode", "sampling", "ranks"]
+RungState = Literal["pass", "fail", "unknown", "not_reached"]
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One condition of a fair comparison."""
+
+    number: int
+    name: PointName
+    title: str
+    """The condition in a few words."""
+    state: PointState
+    """``pass``: met on both sides. ``fail``: not. ``unknown``: a run does not tell, or `compare`
+    abstains."""
+    evidence: str
+    """What both runs say, A the first and B the second."""
+
+
+class Rung(msgspec.Struct, frozen=True, kw_only=True):
+    """One possible cause, in the order in which causes explain one another."""
+
+    name: RungName
+    title: str
+    """What is to be the same, in a few words."""
+    state: RungState
+    """``pass``: the same, or what differs makes no more than rounding. ``fail``: the runs differ
+    here. ``unknown``: a run does not tell, or `compare` abstains. ``not_reached``: a rung above
+    explains what is found here."""
+    explains: bool = False
+    """It may have made all that is found below, so the ladder stops here."""
+    evidence: str
+    """What both runs say, A the first and B the second."""
+    next: str | None = None
+    """The command to run where the rung fails, or where it is unknown and more can be known."""
+
+
+class Checkup(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `doctor`."""
+
+    schema_version: int = CHECKUP_SCHEMA_VERSION
+    tool_version: str
+    reference: RunSummary
+    candidate: RunSummary
+    verdict: Verdict | None
+    """The verdict of `compare`. None where the runs have nothing in common to compare."""
+    reason: str | None = None
+    """Why there is no verdict."""
+    points: list[Point]
+    ladder: list[Rung]
+    explained_by: RungName | None = None
+    """The rung at which the ladder stops."""
+    notes: list[str] = []
+    """What else to know: settings that differ, planted faults, incomplete runs."""
+
+    def __repr__(self) -> str:
+        """``<Checkup a b: localized, explained by prefill>``"""
+        kind = "not compared" if self.verdict is None else self.verdict.kind
+        by = f", explained by {self.explained_by}" if self.explained_by else ""
+        return f"<Checkup {self.reference.path} {self.candidate.path}: {kind}{by}>"
+
+    @property
+    def failed(self) -> list[Rung]:
+        """The rungs that fail, the first cause to look at first."""
+        return [rung for rung in self.ladder if rung.state == "fail"]
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The checkup as strict JSON; nan and inf become strings."""
+        return strict_json(self, indent=indent)

@@ -1,0 +1,129 @@
+"""A checkup as lines for a terminal, and as Markdown for an issue.
+
+Markdown goes where others read it, and names come from runs. So every sentence stands in a <code>
+element, in which GitHub sees no mention, no issue and no emoji, and each character that Markdown
+could read is written as a number.
+"""
+
+from __future__ import annotations
+
+import re
+
+from divergence.checklist.result import Checkup
+from divergence.layout import BLANK, Line, Span, heading, line, prose
+from divergence.run.command import command_line
+from divergence.words import printable
+
+__all__ = ["checkup_lines", "checkup_markdown"]
+
+_STYLES = {"pass": "green", "fail": "bold red", "unknown": "yellow", "not_reached": "dim"}
+_WORDS = {"pass": "pass", "fail": "FAIL", "unknown": "?", "not_reached": "-"}
+
+
+def checkup_lines(checkup: Checkup, *, brief: bool = False, verbose: bool = False) -> list[Line]:
+    """The verdict, the points, the ladder, and what to run. ``brief``: the verdict, and the rungs
+    that fail; ``verbose``: also the evidence of the verdict."""
+    lines = [Line((Span(f"{_kind(checkup)}: ", "bold"), Span(_summary(checkup))), 2)]
+    if brief:
+        return [
+            *lines,
+            *(_row(rung.state, rung.name, rung.evidence, 17) for rung in checkup.failed),
+        ]
+    for name, run in (("A", checkup.reference), ("B", checkup.candidate)):
+        lines.append(prose(name, f"{run.path}: {run.model}, {run.dtype} on {run.device}", width=3))
+    lines += [BLANK, heading("points")]
+    for one in checkup.points:
+        lines.append(_row(one.state, f"{one.number} {one.title}", one.evidence, 32))
+    lines += [BLANK, heading("ladder", _stop(checkup))]
+    lines += [_row(rung.state, rung.name, rung.evidence, 17) for rung in checkup.ladder]
+    lines += [prose("note", note, width=6) for note in checkup.notes]
+    if verbose and checkup.verdict is not None and checkup.verdict.evidence:
+        lines += [BLANK, heading("why")]
+        lines += [prose("  -", fact.text, width=4) for fact in checkup.verdict.evidence]
+    return [*lines, BLANK, heading("next"), *(line(f"  {one}") for one in _commands(checkup))]
+
+
+def _row(state: str, name: str, evidence: str, width: int) -> Line:
+    lead = Span(f"  {_WORDS[state]:<6}", _STYLES[state])
+    label = Span(name.ljust(width - 8))
+    return Line((lead, label, Span(printable(evidence))), hang=width)
+
+
+def _kind(checkup: Checkup) -> str:
+    return "NOT COMPARED" if checkup.verdict is None else checkup.verdict.kind.upper()
+
+
+def _summary(checkup: Checkup) -> str:
+    if checkup.verdict is None:
+        return checkup.reason or ""
+    side = {"both": "both are wrong", "neither": "neither is wrong", None: ""}.get(
+        checkup.verdict.side, f"the {checkup.verdict.side} is wrong"
+    )
+    told = f"{checkup.verdict.confidence} confidence" + (f", {side}" if side else "")
+    return f"{checkup.verdict.summary} ({told})"
+
+
+def _stop(checkup: Checkup) -> str:
+    """One clause on what the ladder came to."""
+    if checkup.explained_by is not None:
+        return f"stops at {checkup.explained_by}: settle it first"
+    if checkup.failed:
+        return f"{checkup.failed[0].name} fails, and no rung explains all"
+    if any(rung.state == "unknown" for rung in checkup.ladder):
+        return "no rung fails, as far as is known"
+    return "no rung fails"
+
+
+def _commands(checkup: Checkup) -> list[str]:
+    """What settles the rungs that fail; else what compare says, or compare itself."""
+    found = dict.fromkeys(rung.next for rung in checkup.failed if rung.next is not None)
+    if not found and checkup.verdict is not None:
+        found = dict.fromkeys(checkup.verdict.next[:1])
+    return list(found) or [command_line("compare", checkup.reference.path, checkup.candidate.path)]
+
+
+def checkup_markdown(checkup: Checkup) -> str:
+    """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
+    lines = [f"**{_kind(checkup)}**: {_code(_summary(checkup))}", ""]
+    lines += _table(
+        ("", "run", "model", "dtype", "device"),
+        [
+            (name, *(_code(text) for text in (run.path, run.model, run.dtype, run.device)))
+            for name, run in (("A", checkup.reference), ("B", checkup.candidate))
+        ],
+    )
+    lines += _table(
+        ("", "point", "state", "evidence"),
+        [
+            (str(one.number), one.title, _state(one.state), _code(one.evidence))
+            for one in checkup.points
+        ],
+    )
+    lines += _table(
+        ("rung", "state", "evidence"),
+        [(rung.name, _state(rung.state), _code(rung.evidence)) for rung in checkup.ladder],
+    )
+    lines += [f"The ladder: {_stop(checkup)}.", ""]
+    lines += [f"- {_code(note)}" for note in checkup.notes] + ([""] if checkup.notes else [])
+    lines += [f"Next: {_code(one)}<br>" for one in _commands(checkup)]
+    lines.append(f"\nMade by `divergence doctor --markdown` {checkup.tool_version}.")
+    return "\n".join(lines) + "\n"
+
+
+def _state(state: str) -> str:
+    return {"fail": "**fail**", "not_reached": "not reached"}.get(state, state)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    lines = [head, ("---",) * len(head), *rows]
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+_PLAIN = re.compile(r"[^\w .,()/+%='-]|(?<=www)\.|_", re.IGNORECASE)
+_COLON = re.compile(r"&#58;(?= |$)")
+
+
+def _code(text: str) -> str:
+    """One line of code in HTML: what is no letter, digit or plain sign stands as its number."""
+    escaped = _PLAIN.sub(lambda match: f"&#{ord(match[0])};", printable(text))
+    return f"<code>{_COLON.sub(':', escaped)}</code>"

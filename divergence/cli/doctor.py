@@ -1,0 +1,65 @@
+"""`divergence doctor`: the checklist and the ladder of causes of two runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from divergence.cli.answers import progress_bars, show
+from divergence.cli.signature import settings
+from divergence.errors import UsageError
+from divergence.options.commands import OUTPUT, DoctorOptions, Json, Quiet, Verbose
+from divergence.options.option import Option
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    *,
+    reference: Annotated[str, Option("A", "The reference run.")],
+    candidate: Annotated[str, Option("B", "The candidate run.")],
+    options: Annotated[dict[str, Any], DoctorOptions],
+    exit_code: Annotated[bool, Option("--exit-code", "Exit as compare --exit-code does.")] = False,
+    markdown: Annotated[
+        bool, Option("--markdown", "Print tables to paste into an issue.", OUTPUT)
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Go through the checklist with two runs: what to settle first, and which cause it is.
+
+    Eight points make a comparison fair; seven rungs are the causes, from the tokens to
+    the ranks. Each passes, fails or is not known. The ladder stops at the first rung that
+    explains the rest. Nothing is measured that compare does not measure, and the verdict
+    is compare's.
+
+    Examples:
+    divergence doctor a b
+    divergence doctor a b --truth truth         # also which side is wrong
+    divergence doctor a b --markdown > issue.md
+    divergence doctor a b --json > checkup.json
+    divergence doctor a b --quiet --exit-code || echo "not the same"
+
+    Exit codes: 0 done, whatever was found; 2 a run cannot be read. With --exit-code those
+    of compare --exit-code: 1 where the runs diverge, 2 where none can tell.
+    """
+    if json and markdown:
+        raise UsageError("--json and --markdown both want stdout", hint="leave one out")
+    from divergence.checklist.doctor import doctor as examine
+    from divergence.checklist.show import checkup_lines, checkup_markdown
+    from divergence.cli.compare import EXIT_CODES
+    from divergence.layout import print_lines
+
+    options = {**settings("compare"), **options}
+    with progress_bars(quiet=quiet or json or markdown) as progress:
+        checkup = examine(reference, candidate, progress=progress, **options)
+    if json:
+        show(checkup.to_json(indent=2))
+    elif markdown:
+        show(checkup_markdown(checkup))
+    else:
+        print_lines(checkup_lines(checkup, brief=quiet, verbose=verbose))
+    if exit_code:
+        raise typer.Exit(2 if checkup.verdict is None else EXIT_CODES[checkup.verdict.kind])

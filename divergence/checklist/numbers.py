@@ -6,7 +6,7 @@ A rung explains what is below it only where it is the verdict itself. What stand
 
 from __future__ import annotations
 
-from divergence.checklist.pair import Pair, both
+from divergence.checklist.pair import Pair, both, sampling_text
 from divergence.checklist.result import RungState
 from divergence.comparison.measure.unmeasured import is_unmeasured
 from divergence.comparison.results.findings import Claim, Finding
@@ -105,7 +105,7 @@ def sampling(pair: Pair) -> Said:
         return "unknown", pair.why_unjudged, False
     assert pair.report is not None
     if sampled := pair.claims(_SAMPLED):
-        return "fail", sampled[0].evidence[0].text, pair.is_verdict(sampled[0])
+        return "fail", sampling_text(sampled[0]), pair.is_verdict(sampled[0])
     tokens = pair.report.tokens
     if tokens is None or not tokens.num_tokens:
         if pair.report.reference.generates or pair.report.candidate.generates:

@@ -12,7 +12,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Pair", "both", "differs"]
+__all__ = ["Pair", "both", "differs", "logits_held", "sampling_text"]
 
 _DIVERGED = ("localized", "systematic", "nonfinite", "drift")
 
@@ -41,7 +41,9 @@ class Pair:
         if self.report is None:
             return self.reason
         verdict = self.report.verdict
-        return verdict.summary if verdict.kind in ("incomparable", "undetermined") else None
+        if verdict.kind not in ("incomparable", "undetermined"):
+            return None
+        return verdict.summary.rpartition("; beyond that, ")[2]
 
     @property
     def diverged(self) -> bool:
@@ -88,6 +90,11 @@ def differs(line: PreflightLine) -> str:
     """``attention eager / sdpa``, with what is known of it."""
     text = f"{line.check} {line.reference} / {line.candidate}"
     return f"{text}: {line.detail}" if line.detail else text
+
+
+def sampling_text(finding: Finding) -> str:
+    """Which tokens are not the largest of their own logits."""
+    return finding.evidence[0].text.removeprefix("sampling: ")
 
 
 def logits_held(run: Run) -> tuple[int, int]:

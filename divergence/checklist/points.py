@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from divergence.checklist.pair import Pair, both, logits_held
+from divergence.checklist.pair import Pair, both, logits_held, sampling_text
 from divergence.checklist.result import Point, PointName, PointState
 from divergence.checklist.weights import precision, weights
 from divergence.comparison.results.findings import list_names
@@ -50,7 +50,7 @@ def _weights(pair: Pair) -> Said:
 def _greedy(pair: Pair) -> Said:
     sampled = pair.claims("not_the_largest_logit")
     if sampled:
-        return "fail", sampled[0].evidence[0].text
+        return "fail", sampling_text(sampled[0])
 
     def say(one: Manifest) -> str:
         if not any(sample.chosen_ids for sample in one.tokens.samples):
@@ -79,7 +79,7 @@ def _deterministic(pair: Pair) -> Said:
         texts = [f"both: {sides['A'][1]}"]
     set_a, set_b = _switches(a), _switches(b)
     other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
-    if other:
+    if other and "fail" not in {state for state, _ in sides.values()}:
         texts.append(f"set otherwise: {list_names(other, 3)}")
     states = {state for state, _ in sides.values()} | ({"fail"} if other else set())
     state: PointState = "fail" if "fail" in states else "pass"
@@ -166,6 +166,8 @@ def _logprob_diff(pair: Pair) -> Said:
     if all(one.identical for one in rows):
         return "pass", f"the logits of {len(rows)} forwards are equal bit for bit"
     changes = [one.logits.chosen_logprob_diff_max for one in rows if one.logits is not None]
+    if not changes and any(one.nonfinite for one in rows):
+        return "fail", "the logits hold nan or inf"
     if not changes:
         return "unknown", f"the logits of {len(rows)} forwards differ, by how much is not known"
     tokens = pair.report.tokens

@@ -18,7 +18,9 @@ from divergence.run.schema.site import ROOT, module_of, starred
 __all__ = ["code"]
 
 _LIBRARIES = ("torch", "transformers")
-_LINES = ("model class", "config", "attention", "operators on the CPU", "substituted operators")
+_LINES = (
+    "engine", "model class", "config", "attention", "operators on the CPU", "substituted operators"
+)  # fmt: skip
 """Lines of preflight about what computes, beside the code itself."""
 
 
@@ -29,6 +31,9 @@ def code(pair: Pair) -> Said:
     lines = [pair.lines[name] for name in _LINES if pair.differs(name)]
     texts = [*(differs(line) for line in lines), *(one.text for one in found)]
     lacking = [name for name, one in (("A", a), ("B", b)) if not one.model.code]
+    untold = [name for name in _LINES if pair.state_of(name) == "unknown"]
+    if untold:
+        texts.append(f"not known: {', '.join(untold)}")
     if lacking:
         texts.append(f"{' and '.join(lacking)}: code not recorded")
     if not texts:
@@ -36,7 +41,7 @@ def code(pair: Pair) -> Said:
     text = list_names(texts, 2, "; ")
     verdict = pair.verdict
     if verdict is not None and verdict.kind in ("identical", "within_floor"):
-        if lacking and not (lines or found):
+        if not (lines or found):
             return "unknown", text, False
         effect = "every bit is equal" if verdict.kind == "identical" else "no more than rounding"
         return "pass", f"{text}; {effect}", False

@@ -31,7 +31,7 @@ _TOLD = frozenset(
     {
         "code", "weights", "blocks", "model class", "config", "quantization", "prompt ids",
         "tokenizer", "chat template", "generated ids", "dtype", "attention", "determinism",
-        "repeatability", "operators on the CPU", "substituted operators", "ranks",
+        "repeatability", "engine", "operators on the CPU", "substituted operators", "ranks",
         "planted faults", "completeness",
     }
 )  # fmt: skip

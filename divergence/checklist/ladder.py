@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from divergence.checklist.code import code
 from divergence.checklist.numbers import Said, decode, prefill, ranks, sampling
-from divergence.checklist.pair import Pair
+from divergence.checklist.pair import Pair, worst
 from divergence.checklist.points import tokens
 from divergence.checklist.result import Rung, RungName
 from divergence.checklist.weights import precision, weights
@@ -79,7 +79,9 @@ def _weights(pair: Pair) -> Said:
     if same == "fail" and not (verdict is not None and verdict.kind == "identical"):
         within = verdict is not None and verdict.kind == "within_floor"
         return "fail", f"{how}; {text}", within
-    return state, f"{how}; {text}", False
+    if same == "fail":  # and every bit is equal
+        same = "pass"
+    return worst(state, same), f"{how}; {text}", False
 
 
 def _next(name: RungName, pair: Pair) -> str:

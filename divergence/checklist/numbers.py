@@ -129,6 +129,8 @@ def sampling(pair: Pair) -> Said:
 def ranks(pair: Pair) -> Said:
     """Do the processes of a run agree on what several of them hold?"""
     processes = both(pair, lambda one: one.processes)
+    if pair.untold:
+        return "unknown", f"{' and '.join(pair.untold)}: processes are not recorded", False
     if all(one.mesh is None for one in pair.manifests):
         return "pass", processes, False
     if pair.why_unjudged is not None:

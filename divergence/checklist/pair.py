@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from divergence.checklist.result import PointState
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
 from divergence.comparison.results.sites import SiteResult
@@ -12,8 +13,9 @@ from divergence.run.reader import Run
 from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 
-__all__ = ["Pair", "both", "differs", "logits_held", "sampling_text"]
+__all__ = ["Pair", "both", "differs", "logits_held", "sampling_text", "worst"]
 
+_STATES: dict[str, PointState] = {"same": "pass", "differs": "fail", "blocking": "fail"}
 _DIVERGED = ("localized", "systematic", "nonfinite", "drift")
 
 
@@ -50,9 +52,24 @@ class Pair:
         """Does compare find more than rounding explains?"""
         return self.verdict is not None and self.verdict.kind in _DIVERGED
 
+    def state_of(self, check: str) -> PointState:
+        """What a line of preflight says; one that is not there, since neither run has anything to
+        say of it, is the same."""
+        status: str = self.lines[check].status if check in self.lines else "same"
+        return _STATES.get(status, "unknown")
+
     def differs(self, check: str) -> bool:
         """Does this line of preflight differ?"""
-        return check in self.lines and self.lines[check].status != "same"
+        return self.state_of(check) == "fail"
+
+    @property
+    def untold(self) -> list[str]:
+        """The runs that say nothing of how they were made: no engine, and no weights."""
+        return [
+            name
+            for name, one in zip("AB", self.manifests, strict=True)
+            if one.engine is None and not one.model.digest
+        ]
 
     def sites(self, *, decode: bool) -> list[SiteResult]:
         """What was compared of the prefill, or of the decode steps."""
@@ -78,6 +95,11 @@ class Pair:
             and verdict.onset == finding.onset
             and finding.summary in verdict.summary
         )
+
+
+def worst(*states: PointState) -> PointState:
+    """Of several conditions together."""
+    return "fail" if "fail" in states else "unknown" if "unknown" in states else "pass"
 
 
 def both(pair: Pair, say: Callable[[Manifest], str]) -> str:

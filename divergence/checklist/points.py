@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from divergence.checklist.pair import Pair, both, logits_held, sampling_text
+from divergence.checklist.pair import Pair, both, logits_held, sampling_text, worst
 from divergence.checklist.result import Point, PointName, PointState
 from divergence.checklist.weights import precision, weights
 from divergence.comparison.results.findings import list_names
@@ -40,17 +40,16 @@ def points_of(pair: Pair) -> list[Point]:
 
 def _weights(pair: Pair) -> Said:
     asked = precision(pair), weights(pair)
-    states = {state for state, _ in asked}
-    state: PointState = "fail" if "fail" in states else "pass"
-    if states == {"pass", "unknown"}:
-        state = "unknown"
-    return state, "; ".join(text for _, text in asked)
+    return worst(*(state for state, _ in asked)), "; ".join(text for _, text in asked)
 
 
 def _greedy(pair: Pair) -> Said:
     sampled = pair.claims("not_the_largest_logit")
     if sampled:
         return "fail", sampling_text(sampled[0])
+
+    if pair.untold:
+        return "unknown", _untold(pair, "how tokens were chosen is")
 
     def say(one: Manifest) -> str:
         if not any(sample.chosen_ids for sample in one.tokens.samples):
@@ -61,17 +60,58 @@ def _greedy(pair: Pair) -> Said:
 
 
 def _seed(pair: Pair) -> Said:
+    if pair.untold:
+        return "unknown", _untold(pair, "a seed is")
     text = both(pair, lambda one: str(one.settings.seed))
     one, two = (manifest.settings.seed for manifest in pair.manifests)
     return "pass", text if one == two else f"{text}; decoding is greedy and draws nothing"
 
 
 def _engine(pair: Pair) -> Said:
-    return "pass", "both: transformers' own forward, which does neither"
+    if pair.untold:
+        return "unknown", _untold(pair, "whether an engine cached prefixes is")
+    a, b = map(_shortcuts, pair.manifests)
+    text = f"both: {a[1]}" if a[1] == b[1] else f"A: {a[1]}, B: {b[1]}"
+    return worst(a[0], b[0]), text
+
+
+def _shortcuts(one: Manifest) -> Said:
+    """What an engine does besides each forward as it stands."""
+    if one.engine is None or one.engine.name in _PLAIN_ENGINES:
+        name = "transformers" if one.engine is None else one.engine.name
+        return "pass", f"{name}, which does neither"
+    states: list[PointState] = []
+    texts = []
+    for word, needed in (("prefix", True), ("specul", True), ("chunk", False)):
+        found = {key: text for key, text in one.engine.facts.items() if word in key.lower()}
+        if needed and not found:
+            states.append("unknown")
+            texts.append({"prefix": "prefix caching", "specul": "speculation"}[word] + " not told")
+        for key, text in found.items():
+            states.append(_switched(text))
+            texts.append(f"{key} {text}")
+    return worst(*states), f"{one.engine.name}: {', '.join(texts)}"
+
+
+_PLAIN_ENGINES = ("transformers", "compile")
+"""Engines that run a model's own forward, once for each step."""
+_OFF = ("off", "false", "no", "none", "disabled", "0")
+_NOT_TOLD = ("", "-", "unknown", "not told", "not recorded")
+
+
+def _switched(text: str) -> PointState:
+    word = text.strip().lower()
+    return "pass" if word in _OFF else "unknown" if word in _NOT_TOLD else "fail"
+
+
+def _untold(pair: Pair, what: str) -> str:
+    return f"{' and '.join(pair.untold)}: {what} not recorded"
 
 
 def _deterministic(pair: Pair) -> Said:
     """Asked for, granted, and as far as it was tried, kept."""
+    if pair.untold:
+        return "unknown", _untold(pair, "settings are")
     a, b = pair.manifests
     sides = {name: _trouble(one) for name, one in (("A", a), ("B", b))}
     texts = [f"{name}: {text}" for name, (_, text) in sides.items()]
@@ -81,11 +121,8 @@ def _deterministic(pair: Pair) -> Said:
     other = [name for name, value in set_a.items() if set_b.get(name, value) != value]
     if other and "fail" not in {state for state, _ in sides.values()}:
         texts.append(f"set otherwise: {list_names(other, 3)}")
-    states = {state for state, _ in sides.values()} | ({"fail"} if other else set())
-    state: PointState = "fail" if "fail" in states else "pass"
-    if state == "pass" and "unknown" in states:
-        state = "unknown"
-    return state, "; ".join(texts)
+    states = [state for state, _ in sides.values()]
+    return worst(*states, "fail" if other else "pass"), "; ".join(texts)
 
 
 def _trouble(one: Manifest) -> Said:
@@ -123,11 +160,13 @@ def _tokens(pair: Pair) -> Said:
 
 def tokens(pair: Pair) -> Said:
     """The prompts as token ids; a rung of the ladder asks it too."""
-    line = pair.lines["prompt ids"]
-    if line.status != "same":
+    line, state = pair.lines["prompt ids"], pair.state_of("prompt ids")
+    if state == "unknown":
+        return "unknown", line.detail or "a run does not tell the tokens it was fed"
+    if state == "fail":
         template = pair.lines["chat template"]
         found = [f"A: {line.reference}, B: {line.candidate}", line.detail or "other ids"]
-        if template.status != "same":
+        if pair.differs("chat template"):
             found.append("chat template: " + (template.detail or "another one"))
         return "fail", "; ".join(found)
     count = sum(len(sample.prompt_ids) for sample in pair.a.manifest.tokens.samples)

@@ -119,11 +119,11 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 
-_PLAIN = re.compile(r"[^\w .,()/+%='-]|(?<=www)\.|_", re.IGNORECASE)
-_COLON = re.compile(r"&#58;(?= |$)")
+_OBEYED = re.compile(r"[^\w .,:;()/+%='-]|_|:(?=/)|(?<=www)\.", re.IGNORECASE)
+"""Marks, tags, links and addresses: all that is no letter, digit or plain sign."""
 
 
 def _code(text: str) -> str:
-    """One line of code in HTML: what is no letter, digit or plain sign stands as its number."""
-    escaped = _PLAIN.sub(lambda match: f"&#{ord(match[0])};", printable(text))
-    return f"<code>{_COLON.sub(':', escaped)}</code>"
+    """One line of code in HTML, which shows ``text`` and does nothing else."""
+    escaped = _OBEYED.sub(lambda match: f"&#{ord(match[0])};", printable(text))
+    return f"<code>{escaped}</code>"

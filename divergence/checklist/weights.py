@@ -6,7 +6,7 @@ such weights are unknown, though preflight finds two equal texts.
 
 from __future__ import annotations
 
-from divergence.checklist.pair import Pair, both
+from divergence.checklist.pair import Pair, both, worst
 from divergence.checklist.result import PointState
 from divergence.run.schema.manifest import Manifest
 
@@ -17,24 +17,28 @@ _UNREAD = "offloaded"
 
 def weights(pair: Pair) -> tuple[PointState, str]:
     """Are the values the same, as far as both runs tell?"""
-    line = pair.lines["weights"]
-    blocking = [one for one in pair.lines.values() if one.status == "blocking"]
-    found = [one for one in blocking if one.check in ("weights", "blocks")]
-    if found:
-        return "fail", "; ".join(one.detail or f"other {one.check}" for one in found)
+    line, state = pair.lines["weights"], pair.state_of("weights")
     lacking = [
         name for name, one in zip("AB", pair.manifests, strict=True) if not one.model.digests
     ]
     digests = [one.model.digest for one in pair.manifests]
-    if lacking and not (digests[0] and line.status == "same"):
-        return "unknown", f"{' and '.join(lacking)}: digests of the parameters are not recorded"
+    if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
+        who = " and ".join(lacking) or "a run"
+        return "unknown", f"{who}: digests of the parameters are not recorded"
+    found = [
+        one
+        for one in pair.lines.values()
+        if one.status == "blocking" and one.check in ("weights", "blocks")
+    ]
+    if found:
+        return "fail", "; ".join(one.detail or f"other {one.check}" for one in found)
     unread = {
         name for one in pair.manifests for name, digest in one.model.digests.items()
         if digest == _UNREAD
     }  # fmt: skip
     if unread:
         return "unknown", f"{len(unread)} offloaded parameters were not digested"
-    if line.status == "differs":
+    if state == "fail":
         two_dtypes = pair.differs("dtype") or pair.differs("quantization")
         detail = line.detail or "the same values"
         return ("unknown", f"weights: {detail}") if two_dtypes else ("pass", detail)
@@ -48,5 +52,4 @@ def precision(pair: Pair) -> tuple[PointState, str]:
         quantized = f", quantized: {one.model.quantization}" if one.model.quantization else ""
         return one.model.dtype + quantized
 
-    other = pair.differs("dtype") or pair.differs("quantization")
-    return "fail" if other else "pass", both(pair, say)
+    return worst(pair.state_of("dtype"), pair.state_of("quantization")), both(pair, say)

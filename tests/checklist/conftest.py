@@ -1,4 +1,4 @@
-"""Pairs of real captured runs, each with one thing that differs; made once, when first asked for."""
+"""Pairs of real captured runs with one thing that differs; made once, when first asked for."""
 
 from __future__ import annotations
 
@@ -97,6 +97,30 @@ class Pairs:
         a, b = self("same")
         return self.altered("nd-a", a, change), self.altered("nd-b", b, change)
 
+    def _imported(self):
+        """What another tool dumped: of the model, the settings and the code nothing is known."""
+        a, b = self("same")
+
+        def change(manifest):
+            manifest["model"] |= {"digest": "", "digests": {}, "code": {}}
+            manifest["settings"] |= {"deterministic": False, "switches": []}
+            manifest["engine"] = None
+
+        return a, self.altered("imported", b, change)
+
+    def _engine_off(self):
+        return self._run_by("engine-off", {"prefix caching": "off", "speculative decoding": "off"})
+
+    def _engine_on(self):
+        return self._run_by("engine-on", {"prefix caching": "on", "speculative decoding": "off"})
+
+    def _engine_silent(self):
+        return self._run_by("engine-silent", {"chunked prefill": "off"})
+
+    def _run_by(self, name, facts):
+        engine = {"name": "vllm", "version": "0.11.0", "options": {}, "facts": facts}
+        return self.altered(name, self("same")[1], lambda one: one.update(engine=engine))
+
     def _ids(self):
         return self.capture("ids", prompts=["A bridge is built thrice: once on paper", "Snow fell"])
 
@@ -168,7 +192,7 @@ class Pairs:
         return self.altered("sampled", self("same")[1], change)
 
     def _tie(self):
-        """Another token, over a gap that rounding bridges: each is the largest of its own logits."""
+        """Another token over a gap that rounding bridges: each is the largest of its logits."""
         model = self._model("llama", dtype="bfloat16", num_blocks=3)
         prompts = [*PROMPTS, "The river", "Once", "Two and two", "A letter"]
         first = self.capture("tie-a", model, prompts=prompts, max_new_tokens=12)
@@ -291,10 +315,26 @@ def pairs(tmp_path_factory, tiny_model) -> Pairs:
 
 
 ALL = sorted(name[1:] for name in vars(Pairs) if name[:1] == "_" and name[1:2] != "_")
-ALL.remove("divided")
+ALL = [name for name in ALL if name not in ("divided", "run_by")]
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes ``pair`` is run on each of them."""
-    if "pair" in metafunc.fixturenames:
-        metafunc.parametrize("pair", ALL)
+    """A test that takes ``every`` is run on each of them."""
+    if "every" in metafunc.fixturenames:
+        metafunc.parametrize("every", ALL)
+
+
+@pytest.fixture
+def invoke(capsys, monkeypatch, tmp_path):
+    """``invoke(*args)`` → (exit code, stdout, stderr) of one command, in an empty directory."""
+    from divergence.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            app([str(arg) for arg in args], prog_name="divergence")
+        captured = capsys.readouterr()
+        return caught.value.code or 0, captured.out, captured.err
+
+    return call

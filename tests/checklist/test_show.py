@@ -1,0 +1,103 @@
+"""How a checkup is printed: in a terminal, as Markdown, as JSON, and with which exit code."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+
+import pytest
+from msgspec.structs import replace
+
+import divergence
+from divergence.checklist.show import checkup_lines, checkup_markdown
+
+NASTY = "x|y `rm` <b>@all</b> #1 [a](javascript:1) ![i](http://e.com) **b** _c_ \\| $m$ :tada:"
+
+
+@pytest.fixture(scope="module")
+def checkup(pairs):
+    return divergence.doctor(*pairs("prefill"))
+
+
+def nasty(checkup, text):
+    """With text of a run's own choosing wherever there is any."""
+    return replace(
+        checkup,
+        reference=replace(checkup.reference, path=text, model=text, device=text, dtype=text),
+        points=[replace(one, evidence=text) for one in checkup.points],
+        ladder=[replace(one, evidence=text, next=text) for one in checkup.ladder],
+        verdict=replace(checkup.verdict, summary=text),
+        notes=[text],
+    )
+
+
+def test_the_answer_is_short(checkup):
+    """The verdict first, then eight points, seven rungs, and what to run."""
+    lines = [one.text for one in checkup_lines(checkup)]
+    assert lines[0].startswith("LOCALIZED: the error is made at model.layers.1:out")
+    assert len(lines) <= 30
+    numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
+    assert len(numbered) == 8
+    assert all(len(line) <= 80 for line in numbered[:7])
+    assert "ladder  stops at prefill: settle it first" in lines
+    assert any(line.startswith("  FAIL  prefill") for line in lines)
+    assert "  -     decode   explained by prefill" in lines
+
+
+def test_brief_is_the_verdict_and_what_fails(checkup):
+    """Two lines."""
+    assert len(checkup_lines(checkup, brief=True)) == 2
+
+
+@pytest.mark.parametrize("text", [NASTY, "a\nb", "\x1b[31m", "www.evil.com", "é 汉字 \u202e"])
+def test_markdown_obeys_no_name(checkup, text):
+    """Whatever a run is called, the tables keep their rows and columns, and show it as it is."""
+    plain, shown = (checkup_markdown(one).splitlines() for one in (checkup, nasty(checkup, text)))
+    assert len(plain) == len(shown)
+    for one, two in zip(plain, shown, strict=True):
+        assert one.count("|") == two.count("|")
+    bodies = re.findall(r"<code>(.*?)</code>", "\n".join(shown))
+    assert len(bodies) > 16
+    for body in bodies:
+        rest = re.sub(r"&#\d+;", "", body)
+        assert not re.search(r"[\\`*_<>\[\]|@#$~!\"{}^\x00-\x1f]|&|://|www\.", rest)
+    if text.isprintable():
+        assert text in map(html.unescape, bodies)
+
+
+def test_markdown_ends_with_who_made_it(checkup):
+    """So that a reader can make it again."""
+    text = checkup_markdown(checkup)
+    assert "`divergence doctor --markdown`" in text
+    assert "| prefill | **fail** | <code>the error is made at model.layers.1:out</code> |" in text
+    assert "<code>A" not in text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("pair", "asked", "code"),
+    [
+        ("same", ["--exit-code"], 0),
+        ("prefill", [], 0),
+        ("prefill", ["--exit-code"], 1),
+        ("ids", [], 0),
+        ("ids", ["--exit-code"], 2),
+        ("apart", [], 0),
+        ("apart", ["--exit-code"], 2),
+    ],
+)
+def test_exit_codes(pair, asked, code, pairs, invoke):
+    """0 is done, whatever was found; asked for, they are compare's."""
+    assert invoke("doctor", *pairs(pair), *asked)[0] == code
+
+
+def test_forms(pairs, invoke):
+    """Text, JSON and Markdown; two of them at once are refused."""
+    runs = pairs("prefill")
+    assert "FAIL  prefill" in invoke("doctor", *runs)[1]
+    assert "why" in invoke("doctor", *runs, "-v")[1]
+    answer = json.loads(invoke("doctor", *runs, "--json")[1])
+    assert (answer["schema_version"], answer["explained_by"]) == (1, "prefill")
+    assert invoke("doctor", *runs, "--markdown")[1].startswith("**LOCALIZED**")
+    assert invoke("doctor", *runs, "--markdown", "--json")[0] == 2
+    assert invoke("doctor", runs[0], runs[0].parent)[0] == 2

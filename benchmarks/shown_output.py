@@ -1,4 +1,5 @@
-"""What the README and the tutorial show: their commands, run from top to bottom on a real model.
+"""What the README, the tutorial and the page on doctor show: their commands, run from top to bottom
+on a real model.
 
     python benchmarks/shown_output.py [PAGE ...] [--check] [--work DIR]
 
@@ -32,7 +33,7 @@ from divergence.cli.demo import OTHER_KERNELS  # noqa: E402
 
 __all__ = ["main"]
 
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = ("README.md", "docs/tutorial.md", "docs/doctor.md")
 FENCE = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.M | re.S)
 NAMED = re.compile(r"`([\w.-]+)`:\s*\Z")
 

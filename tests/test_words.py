@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from divergence.checklist.result import Checkup
 from divergence.comparison.result import Report
 from divergence.fleet.result import Matrix
 from divergence.run.schema.manifest import Manifest
@@ -33,14 +34,14 @@ found frame functions generated generates graphs head here high holds id identic
 index inf injected inputs is json judged judgement keep kernel key kind kl largest leads
 leans least left like logits logprob low mask masked match matched matches max mean
 measurable median min minus misalignment missing model more nan near neginf new next no
-nondeterministic nonfinite norm note notes num numbers numel off offset on one only origin
+nondeterministic nonfinite norm note notes num number numbers numel off offset on one only origin
 other out over overlap overrides own p99 pad parameters passes peers phase place places plan
 platform posinf problem projections prompt prompts python quantization quick quiet reason
 region relative remote repeat repeatability replaced replayed report reports resolution
 rests result results revision right rms rounded rows runtime same schema score se seed seen
 settings shape size sizes skipped source sqnr state status still stopped store stored stride
 substitute substitutes summary sums svg switches task template tensors terms text texts
-threads tied times to token tokenizer tokens told tool top top1 top5 torch trust type unit
+threads tied times title to token tokenizer tokens told tool top top1 top5 torch trust type unit
 unmatched update used value values variables verbose verified verify version versions via
 viewed warnings weight weights what why without workdir worst wrapped wrong xxh3 zero
 """.split()
@@ -56,7 +57,7 @@ GONE = (
 
 def keys() -> Iterator[tuple[str, str]]:
     """(name, where) of all keys of the JSON of reports and runs, and of all options."""
-    for kind in (Report, Matrix, Manifest, Record):
+    for kind in (Report, Matrix, Checkup, Manifest, Record):
         for name, record in msgspec.json.schema(kind)["$defs"].items():
             for key in record.get("properties", {}):
                 yield key, f"{kind.__name__}: {name}.{key}"

@@ -86,7 +86,7 @@ def _weights(pair: Pair) -> Said:
 
 def _next(name: RungName, pair: Pair) -> str:
     if name in ("tokens", "weights"):
-        return Advice(pair.a, pair.b).alike(settings=name == "weights")
+        return Advice(pair.a, pair.b).alike()
     if pair.verdict is not None and pair.verdict.next:
         return pair.verdict.next[0].removesuffix("; or by hand:")
     return command_line("compare", pair.a.path, pair.b.path, verbose=True)

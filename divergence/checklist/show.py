@@ -66,7 +66,7 @@ def _summary(checkup: Checkup) -> str:
 def _stop(checkup: Checkup) -> str:
     """One clause on what the ladder came to."""
     if checkup.explained_by is not None:
-        return f"stops at {checkup.explained_by}: settle it first"
+        return f"stops at {checkup.explained_by}, which explains the rest"
     if checkup.failed:
         return f"{checkup.failed[0].name} fails, and no rung explains all"
     if any(rung.state == "unknown" for rung in checkup.ladder):

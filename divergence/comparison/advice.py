@@ -179,12 +179,15 @@ class Advice:
         """Measure in spite of a blocking difference."""
         return [command_line("compare", self._a, self._b, force=True, note="measure all the same")]
 
-    def alike(self, *, settings: bool) -> str:
-        """The candidate once more, on the reference's tokens; ``settings``: also by the model,
-        dtype and attention of the reference, in place of the candidate's own."""
-        candidate, o = self._candidate, beside(self._b, "-like")
-        options = _mesh(candidate) if settings else self._special(candidate)
-        return _capture(candidate, like=self._a, o=o, **options, note=_ON_CANDIDATE)
+    def alike(self) -> str:
+        """The candidate once more, on the reference's tokens and by its settings: nothing of the
+        candidate's own is left but its processes, and where it has the same weights."""
+        a, b = self._reference.model, self._candidate.model
+        model = b.source if b.source != a.source and b.digest == a.digest else None
+        return _capture(
+            self._candidate, like=self._a, o=beside(self._b, "-like"), model=model,
+            **_mesh(self._candidate), note=_ON_CANDIDATE,
+        )  # fmt: skip
 
     def _localize(self, **options: Any) -> str:
         """The descent into a block."""

@@ -40,7 +40,7 @@ def test_the_answer_is_short(checkup):
     numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
     assert len(numbered) == 8
     assert all(len(line) <= 80 for line in numbered[:7])
-    assert "ladder  stops at prefill: settle it first" in lines
+    assert "ladder  stops at prefill, which explains the rest" in lines
     assert any(line.startswith("  FAIL  prefill") for line in lines)
     assert "  -     decode   explained by prefill" in lines
 

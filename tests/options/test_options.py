@@ -13,6 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from divergence.arithmetic.api import probe
+from divergence.checklist.doctor import doctor
 from divergence.cli.signature import typer_command
 from divergence.comparison.api import compare
 from divergence.config import load_settings
@@ -23,6 +24,7 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.commands import (
     CheckOptions,
     CompareOptions,
+    DoctorOptions,
     Json,
     ProbeOptions,
     ReplayOptions,
@@ -121,6 +123,7 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
             "reference candidates thresholds reports keep_reports progress",
         ),
         (check, CheckOptions, "golden new progress"),
+        (doctor, DoctorOptions, "reference candidate progress"),
     ],
 )
 def test_the_python_api_has_the_same_options(function, kind, own):

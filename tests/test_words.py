@@ -29,7 +29,7 @@ chosen class clause command compared compiled complete compute computed config c
 consumer cosine cpu created cross csv db decoder detail deterministic device devices diff
 differ different differs disturbed driver dry dtype elsewhere embedding empty entering
 environment environments equal error escalate estimated example exit expected explain
-explanation extra fallbacks faults first flags flips flushed fold force format forwards
+explained explanation extra fallbacks faults first flags flips flushed fold force format forwards
 found frame functions generated generates graphs head here high holds id identical ids impl
 index inf injected inputs is json judged judgement keep kernel key kind kl largest leads
 leans least left like logits logprob low mask masked match matched matches max mean

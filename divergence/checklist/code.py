@@ -15,12 +15,11 @@ from divergence.comparison.results.findings import Onset, Verdict, list_names
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.site import ROOT, module_of, starred
 
-__all__ = ["code"]
+__all__ = ["code", "settings_differ"]
 
 _LIBRARIES = ("torch", "transformers")
-_LINES = (
-    "engine", "model class", "config", "attention", "operators on the CPU", "substituted operators"
-)  # fmt: skip
+_SETTINGS = ("engine", "model class", "config", "attention")
+_LINES = (*_SETTINGS, "operators on the CPU", "substituted operators")
 """Lines of preflight about what computes, beside the code itself."""
 
 
@@ -57,6 +56,11 @@ def code(pair: Pair) -> Said:
     return "fail", text, False
 
 
+def settings_differ(pair: Pair) -> bool:
+    """Is there a difference that capturing the candidate like the reference takes away?"""
+    return any(map(pair.differs, _SETTINGS))
+
+
 def _say(one: Manifest) -> str:
     return f"the same code of {len(one.model.code)} classes of module"
 
@@ -79,9 +83,9 @@ def _explains(one: CodeDifference, verdict: Verdict, pair: Pair) -> bool:
 
 
 def _runs_at(one: CodeDifference, onset: Onset) -> bool:
-    """Does a module of this class lie in the onset's block, or at its site? What enters a module
-    was made by those around it."""
-    if one.concerns(onset.block or module_of(onset.site)):
+    """Does a module of this class lie in the one that the onset names? What enters a module was
+    made by those around it."""
+    if one.concerns(module_of(onset.site)):
         return True
     path = starred(module_of(onset.site))
     return ":in" in onset.site and any(

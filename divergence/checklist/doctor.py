@@ -23,7 +23,7 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.layout import count
 from divergence.run.command import command_line
 from divergence.run.reader import Run
-from divergence.words import Progress
+from divergence.words import Progress, printable
 
 __all__ = ["doctor"]
 
@@ -79,7 +79,7 @@ def doctor(
         points=points_of(pair),
         ladder=ladder.rungs,
         explained_by=ladder.explained_by,
-        notes=_notes(pair),
+        notes=list(map(printable, _notes(pair))),
     )
 
 
@@ -98,5 +98,6 @@ def _notes(pair: Pair) -> list[str]:
     other = [one for one in other if one.check not in _TOLD]
     if other:
         names = ", ".join(one.check for one in other)
-        notes.append(f"{count(len(other), 'other setting')} differ: {names} (compare -v)")
+        verb = "differs" if len(other) == 1 else "differ"
+        notes.append(f"{count(len(other), 'other setting')} {verb}: {names} (compare -v)")
     return notes

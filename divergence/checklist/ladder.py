@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from divergence.checklist.code import code
+from divergence.checklist.code import code, settings_differ
 from divergence.checklist.numbers import Said, decode, prefill, ranks, sampling
 from divergence.checklist.pair import Pair, worst
 from divergence.checklist.points import tokens
@@ -17,6 +17,7 @@ from divergence.checklist.result import Rung, RungName
 from divergence.checklist.weights import precision, weights
 from divergence.comparison.advice import Advice
 from divergence.run.command import command_line
+from divergence.words import printable
 
 __all__ = ["Ladder", "ladder_of"]
 
@@ -50,13 +51,13 @@ def ladder_of(pair: Pair) -> Ladder:
     stop: RungName | None = None
     for name, title in _TITLES.items():
         if stop is not None:
-            text = f"explained by {stop}"
+            text = f"{stop} may explain it" if stop == "code" else f"explained by {stop}"
             rungs.append(Rung(name=name, title=title, state="not_reached", evidence=text))
             continue
         state, evidence, explains = asks[name](pair)
         rungs.append(
             Rung(
-                name=name, title=title, state=state, evidence=evidence, explains=explains,
+                name=name, title=title, state=state, evidence=printable(evidence), explains=explains,
                 next=_next(name, pair) if state == "fail" else None,
             )
         )  # fmt: skip
@@ -85,7 +86,7 @@ def _weights(pair: Pair) -> Said:
 
 
 def _next(name: RungName, pair: Pair) -> str:
-    if name in ("tokens", "weights"):
+    if name in ("tokens", "weights") or (name == "code" and settings_differ(pair)):
         return Advice(pair.a, pair.b).alike()
     if pair.verdict is not None and pair.verdict.next:
         return pair.verdict.next[0].removesuffix("; or by hand:")

@@ -91,7 +91,7 @@ def _step_of(finding: Finding) -> int | None:
 def _step_of_verdict(pair: Pair) -> int | None:
     """The forward that the verdict names; None where it names none, or sampling."""
     verdict = pair.verdict
-    if verdict is None or any(map(pair.is_verdict, pair.claims(_SAMPLED))):
+    if verdict is None or pair.sampled:
         return None
     if verdict.onset is not None:
         return verdict.onset.step

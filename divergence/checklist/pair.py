@@ -87,6 +87,11 @@ class Pair:
             if finding.claim in claims and finding.role in ("convicts", "refines")
         ]
 
+    @property
+    def sampled(self) -> bool:
+        """Is the verdict about a token that its own logits do not decide?"""
+        return any(map(self.is_verdict, self.claims("not_the_largest_logit")))
+
     def is_verdict(self, finding: Finding) -> bool:
         """Is it what the verdict says?"""
         verdict = self.verdict

@@ -65,8 +65,14 @@ def _summary(checkup: Checkup) -> str:
 
 def _stop(checkup: Checkup) -> str:
     """One clause on what the ladder came to."""
-    if checkup.explained_by is not None:
-        return f"stops at {checkup.explained_by}, which explains the rest"
+    stop = checkup.explained_by
+    if stop is not None:
+        names = [rung.name for rung in checkup.ladder]
+        above = checkup.ladder[: names.index(stop)]
+        unsettled = [rung.name for rung in above if rung.state != "pass"]
+        first = f"; settle {' and '.join(unsettled)} first" if unsettled else ""
+        how = "may explain" if stop == "code" else "explains"
+        return f"stops at {stop}, which {how} the rest{first}"
     if checkup.failed:
         return f"{checkup.failed[0].name} fails, and no rung explains all"
     if any(rung.state == "unknown" for rung in checkup.ladder):

@@ -46,10 +46,13 @@ def weights(pair: Pair) -> tuple[PointState, str]:
 
 
 def precision(pair: Pair) -> tuple[PointState, str]:
-    """Dtype and quantization."""
+    """Dtype and quantization, and what a truth was computed in."""
 
     def say(one: Manifest) -> str:
-        quantized = f", quantized: {one.model.quantization}" if one.model.quantization else ""
-        return one.model.dtype + quantized
+        quantized = f" ({one.model.quantization})" if one.model.quantization else ""
+        widened = one.settings.compute_dtype
+        return one.model.dtype + quantized + (f" (computed in {widened})" if widened else "")
 
-    return worst(pair.state_of("dtype"), pair.state_of("quantization")), both(pair, say)
+    a, b = (one.settings.compute_dtype for one in pair.manifests)
+    computed: PointState = "pass" if a == b else "fail"
+    return worst(computed, pair.state_of("dtype"), pair.state_of("quantization")), both(pair, say)

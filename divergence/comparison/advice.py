@@ -181,9 +181,10 @@ class Advice:
 
     def alike(self) -> str:
         """The candidate once more, on the reference's tokens and by its settings: nothing of the
-        candidate's own is left but its processes, and where it has the same weights."""
+        candidate's own is left but its processes, and where it has the same model."""
         a, b = self._reference.model, self._candidate.model
-        model = b.source if b.source != a.source and b.digest == a.digest else None
+        same = (a.digest, a.config_digest) == (b.digest, b.config_digest)
+        model = b.source if same and a.source != b.source else None
         return _capture(
             self._candidate, like=self._a, o=beside(self._b, "-like"), model=model,
             **_mesh(self._candidate), note=_ON_CANDIDATE,

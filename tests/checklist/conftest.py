@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from divergence.recording.api import capture
+from divergence.recording.api import capture, truth
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import Mesh, MeshAxis, Sizes
 from divergence.run.writing.captured_tensor import CapturedTensor
@@ -179,6 +179,34 @@ class Pairs:
 
     def _nonfinite(self):
         return self.again("nonfinite", plants=[f"{MLP}=nan@step=1"])
+
+    def _config(self):
+        """Another configuration of the same weights."""
+
+        def change(folder):
+            path = folder / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
+
+        return self.capture("config", self.model("other-config", change))
+
+    def _code_beside(self):
+        """Every MLP runs other code, which is right; every attention is wrong."""
+        first = self.capture("modules", sites=["modules"])
+        plants = [f"model.layers.{n}.self_attn.o_proj:out=scale:1.2" for n in range(3)]
+        return first, self.again("code-beside", first, prepare=_scaled(range(3), by=1.0),
+                                 plants=plants)  # fmt: skip
+
+    def _as_truth(self):
+        truth(self.a(), out=self._folder / "truth")
+        return self._folder / "truth"
+
+    def _dtype_sampled(self):
+        """Another dtype, and a token that is not the largest of its logits."""
+
+        def change(manifest):
+            manifest["tokens"]["samples"][0]["chosen_ids"][1] += 1
+
+        return self.altered("dtype-sampled", self("dtype")[1], change)
 
     def _seed(self):
         return self.capture("seed", seed=7)

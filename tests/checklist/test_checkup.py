@@ -33,6 +33,10 @@ EXPECTED = {
     "code": ("pppppppF", "ppF----"),
     "code_once": ("pppppppF", "ppF----"),
     "code_elsewhere": ("pppppppF", "ppFF---"),
+    "code_beside": ("pppppppF", "ppFF---"),
+    "config": ("pppppppF", "ppFF---"),
+    "as_truth": ("Fppppppp", "pF-----"),
+    "dtype_sampled": ("FFpppppp", "pFpppF-"),
     "no_code": ("pppppppp", "pp?pppp"),
     "prefill": ("pppppppF", "pppF---"),
     "decode": ("pppppppF", "ppppF--"),
@@ -112,7 +116,8 @@ def test_what_is_not_reached_is_below_the_rung_that_explains(every, checkups):
     states = [rung.state == "not_reached" for rung in checkup.ladder]
     assert states == sorted(states)
     below = [rung.evidence for rung in checkup.ladder if rung.state == "not_reached"]
-    assert set(below) <= {f"explained by {checkup.explained_by}"}
+    by = checkup.explained_by
+    assert set(below) <= {f"explained by {by}" if by != "code" else "code may explain it"}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +143,8 @@ def test_what_is_not_reached_is_below_the_rung_that_explains(every, checkups):
         ("ranks_share", "ranks", ("rank 1 holds the share that is off",)),
         ("ranks", "ranks", ("A: 1 process, B: 2 ranks (tp 2)", "agree")),
         ("decode", "decode", ("decode step 2 alone",)),
+        ("config", "code", ("rms_norm_eps 1e-06 / 0.001",)),
+        ("as_truth", "weights", ("B: float32 (computed in float64)",)),
         ("imported", "seed", ("B: a seed is not recorded",)),
     ],
 )  # fmt: skip
@@ -181,6 +188,19 @@ def test_notes_tell_what_no_rung_does(checkups):
         "B has planted faults: model.layers.1.mlp:out=scale:1.2@step=2"
     ]
     assert checkups("incomplete").notes[0].startswith("B is incomplete (signal 15)")
+
+
+def test_a_name_of_a_run_adds_no_line(pairs):
+    """Nor an escape code, in the text of any point, rung or note."""
+
+    def change(manifest):
+        manifest["settings"]["nondeterministic_warnings"] = ["x\n  pass  9 all is well"]
+        manifest["plan"]["plants"] = ["\x1b]0;x\x07"]
+
+    other = pairs.altered("hostile", pairs("same")[1], change)
+    checkup = divergence.doctor(pairs.a(), other)
+    rows = [one.evidence for one in (*checkup.points, *checkup.ladder)]
+    assert all(text.isprintable() for text in (*rows, *checkup.notes))
 
 
 def test_a_suite_is_refused(pairs):

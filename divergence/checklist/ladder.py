@@ -57,7 +57,8 @@ def ladder_of(pair: Pair) -> Ladder:
         state, evidence, explains = asks[name](pair)
         rungs.append(
             Rung(
-                name=name, title=title, state=state, evidence=printable(evidence), explains=explains,
+                name=name, title=title, state=state, explains=explains,
+                evidence=printable(evidence),
                 next=_next(name, pair) if state == "fail" else None,
             )
         )  # fmt: skip

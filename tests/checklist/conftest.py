@@ -172,6 +172,10 @@ class Pairs:
     def _decode(self):
         return self.again("decode", plants=[f"{MLP}=scale:1.2@step=2"])
 
+    def _drift(self):
+        """The prefill is off and was not recorded: decode steps inherit it through the cache."""
+        return self.again("drift", steps="1-2", plants=[f"{MLP}=scale:1.3@step=0"])
+
     def _second_prefill(self):
         """The first prompt is off in a decode step, the second in its prefill."""
         plants = [f"{MLP}=scale:1.2@sample=0,step=1", f"{MLP}=scale:1.2@sample=1,step=0"]

@@ -40,6 +40,7 @@ EXPECTED = {
     "no_code": ("pppppppp", "pp?pppp"),
     "prefill": ("pppppppF", "pppF---"),
     "decode": ("pppppppF", "ppppF--"),
+    "drift": ("pppppppF", "ppp?F--"),
     "second_prefill": ("pppppppF", "pppFF--"),
     "nonfinite": ("pppppppF", "ppppF--"),
     "sampled": ("pFpppppp", "pppppF-"),

@@ -32,7 +32,7 @@ environment environments equal error escalate estimated example exit expected ex
 explained explanation extra fallbacks faults first flags flips flushed fold force format forwards
 found frame functions generated generates graphs head here high holds id identical ids impl
 index inf injected inputs is json judged judgement keep kernel key kind kl largest leads
-leans least left like logits logprob low mask masked match matched matches max mean
+leans least left like logits logprob low markdown mask masked match matched matches max mean
 measurable median min minus misalignment missing model more nan near neginf new next no
 nondeterministic nonfinite norm note notes num number numbers numel off offset on one only origin
 other out over overlap overrides own p99 pad parameters passes peers phase place places plan

@@ -24,7 +24,7 @@ EXPECTED = {
     "dtype": ("Fppppppp", "pF-----"),
     "weights": ("Fpppppp?", "pF-----"),
     "no_digests": ("?ppppppp", "p??pppp"),
-    "imported": ("?????pp?", "p??????"),
+    "imported": ("?????ppp", "p??ppp?"),
     "engine_off": ("pppppppp", "ppppppp"),
     "engine_on": ("pppFpppp", "ppppppp"),
     "engine_silent": ("ppp?pppp", "ppppppp"),

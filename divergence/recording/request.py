@@ -31,6 +31,7 @@ from divergence.run.schema.site import near_names
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
     recorded_attention,
+    recorded_engine_options,
     recorded_revision,
     recorded_sites,
     recorded_source,
@@ -191,9 +192,10 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
     engine = recorded.engine or EngineNote(name=DEFAULT, version="")
     same_engine = options.engine in (None, engine.name)
     engine_options = engine.options if same_engine else {}
-    if options.engine_options:
-        given_values = engine_options | given_options(options.engine_options)
-        options = replace(options, engine_options=given_values)
+    given_values = given_options(options.engine_options)
+    kept = {key: value for key, value in engine_options.items() if key not in given_values}
+    kept = recorded_engine_options(kept)
+    options = replace(options, engine_options=kept | given_values)
     special: dict[str, tuple[Any, Callable[[Manifest], Any] | None]] = {
         "revision": (identity.revision, recorded_revision) if model is None else (None, None),
         # 8-bit weights are no dtype to load in: then as it was asked for, or the checkpoint's own

@@ -9,13 +9,16 @@ the user of this machine can choose them. All that repeats a run reads these set
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from divergence.errors import RunFormatError, UsageError
+from divergence.run.schema.engine import EngineValue
 from divergence.run.schema.manifest import Manifest
 
 __all__ = [
     "ATTENTION",
     "recorded_attention",
+    "recorded_engine_options",
     "recorded_revision",
     "recorded_seed",
     "recorded_sites",
@@ -94,6 +97,23 @@ def recorded_sites(manifest: Manifest) -> list[str]:
                 hint="pass --sites",
             )
     return manifest.plan.sites
+
+
+_WORD = re.compile(r"[\w.+-]{0,64}")
+
+
+def recorded_engine_options(options: Mapping[str, EngineValue]) -> dict[str, EngineValue]:
+    """Options of an engine as the run has them. RunFormatError for one that may be a path: what a
+    run names is not opened here."""
+    for key, value in options.items():
+        if isinstance(value, str) and (not _WORD.fullmatch(value) or value.endswith(".toml")):
+            raise RunFormatError(
+                f"the run gives the engine's option {_shown(key)} the value {_shown(value)}, which "
+                "may be a file",
+                where="engine.options",
+                hint="name this machine's own: --engine-option KEY=VALUE",
+            )
+    return dict(options)
 
 
 def _shown(name: str) -> str:

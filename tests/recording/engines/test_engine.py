@@ -13,7 +13,7 @@ import transformers
 from msgspec.structs import replace
 
 from divergence.comparison.api import compare
-from divergence.errors import UsageError
+from divergence.errors import RunFormatError, UsageError
 from divergence.recording.api import capture, truth
 from divergence.recording.engines.engine import EngineOptions, engine_named, options_for
 from divergence.recording.engines.sessions import (
@@ -184,3 +184,15 @@ def test_an_option_beside_recorded_ones(installed, folder, tmp_path):
     options = again.manifest.engine.options
     assert (options["backend"], options["dynamic"]) == ("eager", False)
     assert [one.name for one in again.manifest.overrides] == ["engine_options"]
+
+
+def test_a_run_names_no_file_for_an_engine(installed, folder, tmp_path):
+    run = capture(folder, out=tmp_path / "a", engine="halving", engine_options=["note=x"], **WISHES)
+    engine = replace(run.manifest.engine, options={"note": "/etc/passwd"})
+    run.manifest = replace(run.manifest, engine=engine)
+    with pytest.raises(RunFormatError, match="'/etc/passwd', which may be a file"):
+        capture(like=run, out=tmp_path / "b", engine="halving", probe=False)
+    again = capture(
+        like=run, out=tmp_path / "c", engine="halving", engine_options=["note=y"], probe=False
+    )
+    assert again.manifest.engine.name == "halving"

@@ -64,11 +64,12 @@ def installed(monkeypatch):
         "halving", "halving_package:HalvingEngine", "divergence.engines"
     )
     broken = importlib.metadata.EntryPoint("broken", "no_such:Engine", "divergence.engines")
-    monkeypatch.setattr(
-        importlib.metadata,
-        "entry_points",
-        lambda group: [point, broken] if group == "divergence.engines" else [],
-    )
+    real = importlib.metadata.entry_points
+
+    def entry_points(**wanted):
+        return [point, broken] if wanted.get("group") == "divergence.engines" else real(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 
 
 @pytest.fixture(scope="module")

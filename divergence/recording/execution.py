@@ -22,6 +22,7 @@ from divergence.recording.engines.engine import Session, refuse_lacking
 from divergence.recording.engines.generate import GroupResult
 from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
+from divergence.recording.hooks.forwards import USUAL, Forwards
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.plant import check_places, substitute_from
 from divergence.recording.hooks.sink import Anchor
@@ -36,6 +37,7 @@ from divergence.recording.passes import (
     RememberingSink,
     RepeatSink,
     TensorKey,
+    check_forwards,
     own_inputs,
     own_plants,
     run_pass,
@@ -90,6 +92,7 @@ class Execution:
         self.plants = request.plants
         ranks = self.ranks = loaded.ranks
         check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
+        check_forwards(request, loaded)
         self.samples, self.groups, self.forced = self._tokens()
         session.check_ids(
             self.samples if request.like is None else request.like.manifest.tokens.samples
@@ -114,6 +117,7 @@ class Execution:
         request = self.request
         passes = self._made = self._passes()
         plain = not (self.selection.operators or self.plants or request.substitutes)
+        plain = plain and request.use_cache and request.prefill_chunk is None
         truth = self.compute_dtype == torch.float64 and plain
         self._together = Together(self.loaded, self.samples) if truth else None
         manifest = self._manifest(self._plan(passes), command)
@@ -194,7 +198,7 @@ class Execution:
             return repeated_tokens(request, self.loaded)
         samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
         left = self.loaded.task == "causal-lm"
-        return samples, group_samples(samples, batch=request.batch, pad_left=left), None
+        return samples, group_samples(samples, pad_left=left, **request.grouping), None
 
     def _passes(self) -> list[Pass]:
         """What this capture makes; what it cannot make is said."""
@@ -328,6 +332,11 @@ class Execution:
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,
             weights=request.weights,
+            forwards=USUAL
+            if one.whole
+            else Forwards(
+                cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
+            ),
             substitute=substitute_from(request.substitutes) if request.substitutes else None,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,

@@ -15,12 +15,14 @@ kept. The recorded rows are read back from the shards written so far, one input 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from divergence.errors import UsageError
 from divergence.numerics.summaries.fold import folds_of
 from divergence.recording.engines.engine import Session
 from divergence.recording.engines.generate import GroupResult
@@ -48,6 +50,7 @@ __all__ = [
     "RememberingSink",
     "RepeatSink",
     "TensorKey",
+    "check_forwards",
     "own_inputs",
     "own_plants",
     "run_pass",
@@ -150,6 +153,8 @@ def why_not_whole(
 
     if task == "encoder":
         return "an encoder makes no decode steps"
+    if not request.use_cache:
+        return "without a cache each decode step is such a forward"
     if task == "encoder-decoder":
         return "it is made for causal language models alone, and this is an encoder-decoder"
     if request.max_new_tokens < 2:
@@ -179,6 +184,23 @@ def why_not_whole(
     if missing:
         return f"the input of {missing[0]} is not recorded; add --sites blocks"
     return None
+
+
+def check_forwards(request: Request, loaded: LoadedModel) -> None:
+    """Raise UsageError for forwards that this model cannot be run by."""
+    chunked = request.prefill_chunk is not None
+    if request.use_cache and not chunked:
+        return
+    option = "--prefill-chunk" if chunked else "--no-cache"
+    if chunked and not request.use_cache:
+        raise UsageError("--prefill-chunk feeds a cache, and with --no-cache there is none")
+    if loaded.task != "causal-lm":
+        raise UsageError(f"{option} is for causal language models, and this is an {loaded.task}")
+    known = inspect.signature(loaded.module.forward).parameters
+    if chunked and "past_key_values" not in known:
+        raise UsageError(
+            "--prefill-chunk needs a cache of keys and values, and this model keeps a state"
+        )
 
 
 def own_inputs(run: Run) -> Anchor:

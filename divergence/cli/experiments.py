@@ -197,8 +197,8 @@ def selfcheck(
         str,
         Option(
             "--only LIST",
-            "again, hooks, threads, batch, place, mates, pads, whole, cache, chunks, attention; by "
-            "commas.",
+            "again, hooks, threads, batch, place, mates, pads, whole, cache, chunks, attention, "
+            "compile; by commas. Default: all but compile, which takes minutes.",
         ),
     ] = "",
     truth: Annotated[

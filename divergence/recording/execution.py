@@ -8,7 +8,6 @@ with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchore
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
@@ -28,7 +27,6 @@ from divergence.recording.hooks.plant import check_places, substitute_from
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
-from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.model.compiled import CompiledWatch
 from divergence.recording.model.structure import inside, output_paths
 from divergence.recording.new_run import probed, provenance
@@ -43,13 +41,13 @@ from divergence.recording.passes import (
     run_pass,
     run_whole,
     why_not_whole,
+    widened,
 )
 from divergence.recording.prompts import group_samples, token_texts, tokenize
 from divergence.recording.ranks.divided import Division, closed, on_all, own_part
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import storage
-from divergence.recording.widening import Widening
 from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
@@ -92,7 +90,7 @@ class Execution:
         self.plants = request.plants
         ranks = self.ranks = loaded.ranks
         check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
-        check_forwards(request, loaded)
+        check_forwards(request, session)
         self.samples, self.groups, self.forced = self._tokens()
         session.check_ids(
             self.samples if request.like is None else request.like.manifest.tokens.samples
@@ -342,16 +340,6 @@ class Execution:
             on_block=advance if by_block else None,
         )
 
-    def _widened(self, one: Pass) -> contextlib.AbstractContextManager[Any]:
-        """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
-        if one.compute_dtype is None:
-            return contextlib.nullcontext()
-        weights = list(self.loaded.module.parameters())
-        needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
-        room = free_bytes(self.loaded.device) // 2
-        keep = needed if needed <= room else 0
-        return Widening(one.compute_dtype, weights=weights, keep_bytes=keep)
-
     def _run_pass(self, recorder: Recorder, one: Pass, writer: RunWriter | None) -> None:
         """Run all groups; with ``writer`` the tokens are noted and the manifest kept up to date."""
 
@@ -375,7 +363,7 @@ class Execution:
         if one.whole:
             run_whole(self.session, recorder, self.samples, self.own_groups)
             return
-        with self._widened(one) as wide:
+        with widened(one, self.loaded) as wide:
             run_pass(
                 self.session,
                 recorder,

@@ -15,6 +15,7 @@ kept. The recorded rows are read back from the shards written so far, one input 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from divergence.recording.engines.generate import GroupResult
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.sink import Anchor
+from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.selection import step_selected
 from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
@@ -41,6 +43,7 @@ from divergence.run.writing.writer import RunWriter
 if TYPE_CHECKING:
     import torch
 
+    from divergence.recording.engines.load import LoadedModel
     from divergence.recording.hooks.plant import Plant
     from divergence.recording.request import Request
     from divergence.recording.selection import SiteSelection
@@ -56,6 +59,7 @@ __all__ = [
     "run_pass",
     "run_whole",
     "why_not_whole",
+    "widened",
 ]
 
 TensorKey = tuple[int, int, str]
@@ -186,18 +190,43 @@ def why_not_whole(
     return None
 
 
-def check_forwards(request: Request, loaded: LoadedModel) -> None:
-    """Raise UsageError for forwards that this model cannot be run by."""
-    chunked = request.prefill_chunk is not None
-    if request.use_cache and not chunked:
+def widened(one: Pass, loaded: LoadedModel) -> contextlib.AbstractContextManager[Any]:
+    """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
+    from divergence.recording.widening import Widening
+
+    if one.compute_dtype is None:
+        return contextlib.nullcontext()
+    weights = list(loaded.module.parameters())
+    needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
+    room = free_bytes(loaded.device) // 2
+    keep = needed if needed <= room else 0
+    return Widening(one.compute_dtype, weights=weights, keep_bytes=keep)
+
+
+def check_forwards(request: Request, session: Session) -> None:
+    """Raise UsageError for forwards that this model or its engine cannot make."""
+    from divergence.recording.engines.sessions import TorchSession
+
+    asked = {
+        "--no-hooks": not request.hooks,
+        "--no-cache": not request.use_cache,
+        "--prefill-chunk": request.prefill_chunk is not None,
+    }
+    options = [option for option, given in asked.items() if given]
+    if not options:
         return
-    option = "--prefill-chunk" if chunked else "--no-cache"
-    if chunked and not request.use_cache:
-        raise UsageError("--prefill-chunk feeds a cache, and with --no-cache there is none")
+    option, loaded = options[-1], session.loaded
+    if not isinstance(session, TorchSession):
+        raise UsageError(f"{option}: the engine {session.note().name} cannot be told")
+    if option == "--no-hooks":
+        return
     if loaded.task != "causal-lm":
         raise UsageError(f"{option} is for causal language models, and this is an {loaded.task}")
-    known = inspect.signature(loaded.module.forward).parameters
-    if chunked and "past_key_values" not in known:
+    if option != "--prefill-chunk":
+        return
+    if not request.use_cache:
+        raise UsageError("--prefill-chunk feeds a cache, and with --no-cache there is none")
+    if "past_key_values" not in inspect.signature(loaded.module.forward).parameters:
         raise UsageError(
             "--prefill-chunk needs a cache of keys and values, and this model keeps a state"
         )

@@ -58,7 +58,8 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
     """The answer, what ran, the table, and the commands."""
     prompts = count(result.num_prompts, "prompt")
     ran = (
-        f"{PurePath(result.model).name}, {result.dtype}, {result.device} ({count(result.num_threads, 'thread')}), "
+        f"{PurePath(result.model).name}, {result.dtype}, {result.device} "
+        f"({count(result.num_threads, 'thread')}), "
         f"{result.attention or 'no'} attention; {prompts} of {result.num_prompt_tokens} tokens in "
         f"all, {count(result.max_new_tokens, 'new token')} each"
     )

@@ -1,10 +1,11 @@
 """selfcheck(): does this machine give the same numbers in every way that it can run one model?
 
 One base run is recorded. Then it is repeated like that run (its tokens forced), with one thing
-changed at a time: in a batch, without a cache, with other attention kernels. Each repetition is compared with the base run by
-`compare`, with its limits; selfcheck has no rule of its own. Where the bits of a repetition are not
-those of the base run it is made once more with an anchored pass, in which an error is named in the
-block that makes it. What compare says at less than high confidence is a doubt, not a divergence.
+changed at a time: in a batch, without a cache, with other attention kernels. Each repetition is
+compared with the base run by `compare`, with its limits; selfcheck has no rule of its own. Where
+the bits of a repetition are not those of the base run it is made once more with an anchored pass,
+in which an error is named in the block that makes it. What compare says at less than high
+confidence is a doubt, not a divergence.
 
 What it cannot say: which side of a pair is right (``truth`` makes a float64 run that tells), and
 whether the model is right at all, where all ways agree.
@@ -32,7 +33,7 @@ from divergence.experiments.selfcheck.result import (
     SelfcheckResult,
     SelfcheckStatus,
 )
-from divergence.experiments.selfcheck.variations import BASE, NAMES, Variation, variations
+from divergence.experiments.selfcheck.variations import BASE, NAMES, UNASKED, Variation, variations
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.recording.engines.load import load_tokenizer
@@ -149,7 +150,7 @@ def _wanted(only: Sequence[str]) -> list[str]:
                 hint=(f"did you mean {near[0]}? " if near else "")
                 + f"there are {', '.join(NAMES)}",
             )
-    return list(only) or list(NAMES)
+    return list(only or UNASKED)
 
 
 def _built_in(model: str, *, revision: str | None, trust_remote_code: bool) -> list[Any]:

@@ -7,6 +7,7 @@ of another variation (the other prompts of a batch), with that one's run.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +15,16 @@ from typing import Any
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import SampleTokens
 
-__all__ = ["BASE", "NAMES", "Variation", "variations"]
+__all__ = ["BASE", "NAMES", "UNASKED", "Variation", "variations"]
 
 BASE = "base"
 NAMES = (
     "again", "hooks", "threads", "batch", "place", "mates", "pads", "whole", "cache", "chunks",
-    "attention",
+    "attention", "compile",
 )  # fmt: skip
 """Every variation, in the order in which they are tried."""
+UNASKED = tuple(name for name in NAMES if name != "compile")
+"""Those that are tried where none is named: compiling takes longer than all others together."""
 _MOST_PADS = 8
 
 
@@ -101,6 +104,11 @@ def variations(base: Run) -> list[Variation]:
             name="attention", changed=f"attention {there} for {here}",
             options={"attn_implementation": there},
             reason=None if manifest.model.attn_implementation else "the model has no attention",
+        ),
+        Variation(
+            name="compile", changed="blocks compiled by inductor", options={"engine": "compile"},
+            reason=None if not on_cpu or shutil.which("g++") or shutil.which("clang++")
+            else "no C++ compiler (g++) on this machine",
         ),
     ]  # fmt: skip
 

@@ -205,8 +205,6 @@ def widened(one: Pass, loaded: LoadedModel) -> contextlib.AbstractContextManager
 
 def check_forwards(request: Request, session: Session) -> None:
     """Raise UsageError for forwards that this model or its engine cannot make."""
-    from divergence.recording.engines.sessions import TorchSession
-
     asked = {
         "--no-hooks": not request.hooks,
         "--no-cache": not request.use_cache,
@@ -216,7 +214,7 @@ def check_forwards(request: Request, session: Session) -> None:
     if not options:
         return
     option, loaded = options[-1], session.loaded
-    if not isinstance(session, TorchSession):
+    if not getattr(session, "makes_forwards", False):
         raise UsageError(f"{option}: the engine {session.note().name} cannot be told")
     if option == "--no-hooks":
         return

@@ -73,7 +73,7 @@ _BEYOND = ("diverged", "suspected")
 def selfcheck(
     model: str | Path,
     *,
-    prompts: str | Sequence[Any] = (),
+    prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
     prompts_file: str | Path | None = None,
     chat: bool = False,
     dtype: str | None = None,

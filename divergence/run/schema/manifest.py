@@ -209,8 +209,7 @@ class Settings(_Strict, kw_only=True):
     batch: bool
     """Prompts ran together in batches."""
     use_cache: bool = True
-    """Decode steps went on from a cache. False: each was a forward over the whole sequence, of
-    which its own token was recorded."""
+    """False: each decode step was a forward over the whole sequence, its own token recorded."""
     prefill_chunk: Count | None = None
     """Tokens of the prompt that were fed at a time. None: all of them in one forward."""
     hooks: bool = True

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from divergence.comparison.api import compare
     from divergence.comparison.result import Report
     from divergence.experiments.localization.localize import localize
+    from divergence.experiments.selfcheck.result import SelfcheckResult
+    from divergence.experiments.selfcheck.selfcheck import selfcheck
     from divergence.experiments.selftest import selftest
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.fleet.many import compare_many
@@ -40,6 +42,7 @@ __all__ = [
     "Matrix",
     "Report",
     "Run",
+    "SelfcheckResult",
     "__version__",
     "capture",
     "check",
@@ -52,6 +55,7 @@ __all__ = [
     "probe",
     "replay",
     "repro",
+    "selfcheck",
     "selftest",
     "sensitivity",
     "truth",
@@ -63,6 +67,7 @@ _HOMES = {
     "Matrix": "divergence.fleet.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
+    "SelfcheckResult": "divergence.experiments.selfcheck.result",
     "__version__": "divergence._version",
     "capture": "divergence.recording.api",
     "check": "divergence.gate.check",
@@ -75,6 +80,7 @@ _HOMES = {
     "probe": "divergence.arithmetic.api",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer.repro",
+    "selfcheck": "divergence.experiments.selfcheck.selfcheck",
     "selftest": "divergence.experiments.selftest",
     "sensitivity": "divergence.experiments.sensitivity.sensitivity",
     "truth": "divergence.recording.api",

@@ -65,6 +65,7 @@ REPORT_READS = (
     "divergence.fleet.result",
     "divergence.comparison.result",
     "divergence.experiments.result",
+    "divergence.experiments.selfcheck.result",
     "divergence.analyses",
     "divergence.comparison.answer",
     "divergence.comparison.results",

@@ -1,7 +1,8 @@
-"""`divergence localize`, `sensitivity` and `selftest`: what makes runs in order to compare them."""
+"""`localize`, `sensitivity`, `selfcheck` and `selftest`: they make runs and compare them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from divergence.options.commands import (
 )
 from divergence.options.option import Option
 
-__all__ = ["localize", "selftest", "sensitivity"]
+__all__ = ["localize", "selfcheck", "selftest", "sensitivity"]
 
 
 def localize(
@@ -168,6 +169,85 @@ def sensitivity(
         show(result.to_json(indent=2))
     else:
         print_lines(answer_lines(result) if quiet else sensitivity_lines(result, verbose=verbose))
+
+
+def selfcheck(
+    model: Annotated[str, Option("MODEL", "Name on the hub, or a folder.")],
+    prompts: Annotated[
+        Sequence[str],
+        Option("--prompt TEXT", "A prompt; repeatable. Default: four of 16 tokens at most."),
+    ] = (),
+    prompts_file: Annotated[
+        Path | None,
+        Option("--prompts FILE", "A file of prompts: .txt (one a line), .jsonl or .json."),
+    ] = None,
+    chat: Annotated[bool, Option("--chat", "Put prompts through the chat template.")] = False,
+    max_new_tokens: Annotated[
+        int, Option("--max-new-tokens N", "Tokens to generate for each prompt.", minimum=1)
+    ] = 3,
+    dtype: Annotated[
+        str | None, Option("--dtype DTYPE", "float32, bfloat16, float16. Default: auto.")
+    ] = None,
+    device: Device = "auto",
+    attn_implementation: Annotated[
+        str | None,
+        Option("--attn-implementation NAME", "Of the base run: eager (default), sdpa."),
+    ] = None,
+    only: Annotated[
+        str,
+        Option(
+            "--only LIST",
+            "again, hooks, threads, batch, place, mates, pads, whole, cache, chunks, attention, "
+            "compile; by commas. Default: all but compile, which takes minutes.",
+        ),
+    ] = "",
+    truth: Annotated[
+        bool,
+        Option("--truth", "Make the float64 truth too: tells which side of a line is wrong."),
+    ] = False,
+    keep: Annotated[
+        Path | None, Option("--keep DIR", "Keep the runs there; else they are removed.")
+    ] = None,
+    exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a line diverged.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a model in every way that must not matter, and see whether the numbers agree.
+
+    Again, in a batch, padded, without a cache, in chunks, by other attention kernels: each is a run
+    like one base run, with one thing changed, and compare says what differs and in which block.
+
+    Examples:
+    divergence selfcheck Qwen/Qwen3-0.6B
+    divergence selfcheck MODEL --device cuda --prompts prompts.txt --keep runs
+    divergence selfcheck MODEL --only cache,whole,chunks --truth    # is it the cache?
+    divergence selfcheck MODEL --quiet --exit-code || echo "not the same"
+
+    With --exit-code: 1 where a line diverged, 2 where one could not be told; else 0.
+    """
+    from divergence.experiments.selfcheck.selfcheck import selfcheck
+    from divergence.layout import print_lines
+    from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
+
+    with progress_bars(quiet=quiet or json) as progress:
+        result = selfcheck(
+            model, prompts=prompts, prompts_file=prompts_file, chat=chat, dtype=dtype,
+            device=device, attn_implementation=attn_implementation, max_new_tokens=max_new_tokens,
+            trust_remote_code=trust_remote_code, only=_words(only), truth=truth, keep=keep,
+            progress=progress,
+        )  # fmt: skip
+    if json:
+        show(result.to_json(indent=2))
+    else:
+        print_lines(selfcheck_answer(result) if quiet else selfcheck_lines(result, verbose=verbose))
+    if exit_code and result.diverged:
+        raise typer.Exit(1)
+    if exit_code and (
+        result.with_status("suspected", "undetermined", "not_run") or not result.compared
+    ):
+        raise typer.Exit(2)
 
 
 def selftest(

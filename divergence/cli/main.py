@@ -70,6 +70,10 @@ COMMANDS = {
         "experiments",
         "How small a fault would be seen: by dtype, prompts, passes and limits as they are.",
     ),
+    "selfcheck": (
+        "experiments",
+        "Run a model in every way that must not matter, and see whether the numbers agree.",
+    ),
     "repro": (
         "operators",
         "Write one operator as a script that runs anywhere, with its data and a bug report.",

@@ -326,10 +326,16 @@ def _options(manifest: Manifest, like: Manifest) -> dict[str, Any]:
         found["no_deterministic"] = True
     groups = manifest.tokens.groups
     if groups != like.tokens.groups:  # the option that puts prompts together as in this run
-        if len(groups) == 1:
-            found["batch"] = True
-        elif all(len(group) == 1 for group in groups):
+        if all(len(group) == 1 for group in groups):
             found["no_batch"] = True
+        elif groups == [sorted(groups[0])]:
+            found["batch"] = True
+        else:
+            found["batches"] = " ".join(",".join(map(str, group)) for group in groups)
+    if not manifest.settings.use_cache and like.settings.use_cache:
+        found["no_cache"] = True
+    if manifest.settings.prefill_chunk != like.settings.prefill_chunk:
+        found["prefill_chunk"] = manifest.settings.prefill_chunk
     found["plant"] = manifest.plan.plants
     environment = manifest.environment
     if not environment.label.startswith(environment.device_name):  # one of the user's own

@@ -96,6 +96,17 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             recorded="settings.attn_implementation",
         ),
     ] = None
+    threads: Annotated[
+        int | None,
+        Option(
+            "--threads N",
+            "Threads of torch on the CPU. Default: as many as the process has.",
+            MODEL,
+            minimum=1,
+            setting=True,
+            machine=True,
+        ),
+    ] = None
     trust_remote_code: Annotated[bool, TRUST.but(panel=MODEL)] = False
     prompts: Annotated[
         Sequence[Any], Option("--prompt TEXT", "A prompt; repeatable.", PROMPTS)
@@ -120,6 +131,43 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             "With --like: run each prompt by itself, whatever batch it ran in.",
             REPEATING,
             needs_like=True,
+        ),
+    ] = None
+    batches: Annotated[
+        str | None,
+        Option(
+            "--batches LIST",
+            "Which prompts run together, and in which places: '0,1 2,3' or '1,0 3,2'.",
+            PROMPTS,
+        ),
+    ] = None
+    pad_left: Annotated[
+        int,
+        Option(
+            "--pad-left N",
+            "N pads more before each prompt than its batch needs.",
+            PROMPTS,
+            minimum=0,
+        ),
+    ] = 0
+    use_cache: Annotated[
+        bool | None,
+        Option(
+            "--no-cache",
+            "Decode without a cache: each step is a forward over the whole sequence, of which its "
+            "own token is recorded.",
+            PROMPTS,
+            recorded="settings.use_cache",
+        ),
+    ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        Option(
+            "--prefill-chunk N",
+            "Feed the prompt in chunks of N tokens, recorded as one prefill.",
+            PROMPTS,
+            minimum=1,
+            recorded="settings.prefill_chunk",
         ),
     ] = None
     max_new_tokens: Annotated[
@@ -208,6 +256,16 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             RECORDED,
         ),
     ] = False
+    hooks: Annotated[
+        bool | None,
+        Option(
+            "--no-hooks",
+            "Record what the model returns alone, with no hook in it: to see that hooks change no "
+            "bit.",
+            RECORDED,
+            recorded="settings.hooks",
+        ),
+    ] = None
     deterministic: Annotated[
         bool | None,
         Option(

@@ -26,7 +26,7 @@ from divergence.recording.prompts import group_samples
 from divergence.recording.selection import step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.contents import why_no_bytes
-from divergence.run.schema.manifest import ModuleNote, SampleTokens
+from divergence.run.schema.manifest import ModuleNote, SampleTokens, Tokens
 from divergence.run.schema.record import PassName
 from divergence.run.schema.site import module_of
 
@@ -53,7 +53,7 @@ def repeated_tokens(
     samples = unpadded(recorded.samples)
     if request.regrouped:
         pad_left = loaded.task == "causal-lm"
-        groups = group_samples(samples, batch=request.batch, pad_left=pad_left)
+        groups = group_samples(samples, pad_left=pad_left, **request.grouping)
         for group in groups:  # each is fed equally many tokens: padding after it has ended
             longest = max(len(forced[number]) for number in group)
             for number in group:
@@ -181,7 +181,7 @@ def recorded_inputs(
         record for record in run.records
         if record.pass_ == free and ":in" in record.site and module_of(record.site) in blocks
     )  # fmt: skip
-    if groups != run.manifest.tokens.groups:
+    if Tokens(samples=list(samples), groups=list(groups)).layout != run.manifest.tokens.layout:
         return _RecordedRows(run, samples, groups)
 
     def anchor(sample: int, step: int, site: str, own: torch.Tensor) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.engine import DEFAULT, Loading, Session, engine_named, options_for
 from divergence.recording.execution import Execution
 from divergence.recording.hooks.plant import Plant, Substitute
-from divergence.recording.machine.determinism import deterministic_settings
+from divergence.recording.machine.determinism import cpu_threads, deterministic_settings
 from divergence.recording.machine.environment import resolve_device
 from divergence.recording.model.compiled import settled
 from divergence.recording.new_run import check_output
@@ -58,15 +58,21 @@ def capture(
     engine: str | None = None,
     engine_options: Sequence[str] | Mapping[str, str | int | float | bool | None] = (),
     attn_implementation: str | None = None,
+    threads: int | None = None,
     trust_remote_code: bool = False,
     prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
     prompts_file: str | Path | None = None,
     chat: bool = False,
     batch: bool | None = None,
+    batches: str | None = None,
+    pad_left: int = 0,
+    use_cache: bool | None = None,
+    prefill_chunk: int | None = None,
     max_new_tokens: int | None = None,
     sites: str | Sequence[str] = (),
     steps: str | None = None,
     positions: str | None = None,
+    hooks: bool | None = None,
     deterministic: bool | None = None,
     seed: int | None = None,
     repeat: int = 1,
@@ -200,6 +206,7 @@ def _execute(
     if compute_dtype is not None:
         check_device(device, compute_dtype)
     with (
+        cpu_threads(request.threads),
         joined(request.mesh, device) as ranks,
         deterministic_settings(
             device.partition(":")[0], seed=request.seed, enabled=request.deterministic
@@ -236,6 +243,9 @@ def _execute(
             if prepare is not None:
                 module = settled(loaded.module, prepare(loaded.module))
                 session.loaded = dataclasses.replace(loaded, module=module)
+            session.loaded = dataclasses.replace(
+                session.loaded, use_cache=request.use_cache, prefill_chunk=request.prefill_chunk
+            )
             execution = Execution(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )

@@ -8,7 +8,6 @@ with ``--like`` the anchored one, with ``--escalate`` the escalated one (anchore
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
@@ -22,12 +21,12 @@ from divergence.recording.engines.engine import Session, refuse_lacking
 from divergence.recording.engines.generate import GroupResult
 from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
+from divergence.recording.hooks.forwards import USUAL, Forwards
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.plant import check_places, substitute_from
 from divergence.recording.hooks.sink import Anchor
 from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
-from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.model.compiled import CompiledWatch
 from divergence.recording.model.structure import inside, output_paths
 from divergence.recording.new_run import probed, provenance
@@ -36,18 +35,19 @@ from divergence.recording.passes import (
     RememberingSink,
     RepeatSink,
     TensorKey,
+    check_forwards,
     own_inputs,
     own_plants,
     run_pass,
     run_whole,
     why_not_whole,
+    widened,
 )
 from divergence.recording.prompts import group_samples, token_texts, tokenize
 from divergence.recording.ranks.divided import Division, closed, on_all, own_part
 from divergence.recording.request import Request
 from divergence.recording.selection import SiteSelection, check_operators
 from divergence.recording.storage import storage
-from divergence.recording.widening import Widening
 from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
@@ -90,6 +90,7 @@ class Execution:
         self.plants = request.plants
         ranks = self.ranks = loaded.ranks
         check_places(request.plants, self.notes, num_ranks=1 if ranks is None else ranks.size)
+        check_forwards(request, session)
         self.samples, self.groups, self.forced = self._tokens()
         session.check_ids(
             self.samples if request.like is None else request.like.manifest.tokens.samples
@@ -114,6 +115,7 @@ class Execution:
         request = self.request
         passes = self._made = self._passes()
         plain = not (self.selection.operators or self.plants or request.substitutes)
+        plain = plain and request.use_cache and request.prefill_chunk is None
         truth = self.compute_dtype == torch.float64 and plain
         self._together = Together(self.loaded, self.samples) if truth else None
         manifest = self._manifest(self._plan(passes), command)
@@ -194,7 +196,7 @@ class Execution:
             return repeated_tokens(request, self.loaded)
         samples = tokenize(request.prompts, self.loaded.tokenizer, chat=request.chat)
         left = self.loaded.task == "causal-lm"
-        return samples, group_samples(samples, batch=request.batch, pad_left=left), None
+        return samples, group_samples(samples, pad_left=left, **request.grouping), None
 
     def _passes(self) -> list[Pass]:
         """What this capture makes; what it cannot make is said."""
@@ -328,20 +330,15 @@ class Execution:
             keeper=self.keeper,
             operators=self.selection.operators if with_operators else None,
             weights=request.weights,
+            forwards=USUAL
+            if one.whole
+            else Forwards(
+                cached=request.use_cache, chunk=request.prefill_chunk, hooks=request.hooks
+            ),
             substitute=substitute_from(request.substitutes) if request.substitutes else None,
             on_step=None if by_block else lambda step: advance(f"step {step - 1}"),
             on_block=advance if by_block else None,
         )
-
-    def _widened(self, one: Pass) -> contextlib.AbstractContextManager[Any]:
-        """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
-        if one.compute_dtype is None:
-            return contextlib.nullcontext()
-        weights = list(self.loaded.module.parameters())
-        needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
-        room = free_bytes(self.loaded.device) // 2
-        keep = needed if needed <= room else 0
-        return Widening(one.compute_dtype, weights=weights, keep_bytes=keep)
 
     def _run_pass(self, recorder: Recorder, one: Pass, writer: RunWriter | None) -> None:
         """Run all groups; with ``writer`` the tokens are noted and the manifest kept up to date."""
@@ -366,7 +363,7 @@ class Execution:
         if one.whole:
             run_whole(self.session, recorder, self.samples, self.own_groups)
             return
-        with self._widened(one) as wide:
+        with widened(one, self.loaded) as wide:
             run_pass(
                 self.session,
                 recorder,

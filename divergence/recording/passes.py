@@ -15,18 +15,22 @@ kept. The recorded rows are read back from the shards written so far, one input 
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from divergence.errors import UsageError
 from divergence.numerics.summaries.fold import folds_of
 from divergence.recording.engines.engine import Session
 from divergence.recording.engines.generate import GroupResult
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.hooks.sink import Anchor
+from divergence.recording.machine.hardware import free_bytes
 from divergence.recording.selection import step_selected
 from divergence.run.process_tuning import frozen_heap, quick_thread_switches
 from divergence.run.reader import Run
@@ -39,6 +43,7 @@ from divergence.run.writing.writer import RunWriter
 if TYPE_CHECKING:
     import torch
 
+    from divergence.recording.engines.load import LoadedModel
     from divergence.recording.hooks.plant import Plant
     from divergence.recording.request import Request
     from divergence.recording.selection import SiteSelection
@@ -48,11 +53,13 @@ __all__ = [
     "RememberingSink",
     "RepeatSink",
     "TensorKey",
+    "check_forwards",
     "own_inputs",
     "own_plants",
     "run_pass",
     "run_whole",
     "why_not_whole",
+    "widened",
 ]
 
 TensorKey = tuple[int, int, str]
@@ -150,6 +157,8 @@ def why_not_whole(
 
     if task == "encoder":
         return "an encoder makes no decode steps"
+    if not request.use_cache:
+        return "without a cache each decode step is such a forward"
     if task == "encoder-decoder":
         return "it is made for causal language models alone, and this is an encoder-decoder"
     if request.max_new_tokens < 2:
@@ -179,6 +188,46 @@ def why_not_whole(
     if missing:
         return f"the input of {missing[0]} is not recorded; add --sites blocks"
     return None
+
+
+def widened(one: Pass, loaded: LoadedModel) -> contextlib.AbstractContextManager[Any]:
+    """The dtype that a pass computes in. Widened weights are kept if there is ample room."""
+    from divergence.recording.widening import Widening
+
+    if one.compute_dtype is None:
+        return contextlib.nullcontext()
+    weights = list(loaded.module.parameters())
+    needed = sum(weight.numel() for weight in weights) * one.compute_dtype.itemsize
+    room = free_bytes(loaded.device) // 2
+    keep = needed if needed <= room else 0
+    return Widening(one.compute_dtype, weights=weights, keep_bytes=keep)
+
+
+def check_forwards(request: Request, session: Session) -> None:
+    """Raise UsageError for forwards that this model or its engine cannot make."""
+    asked = {
+        "--no-hooks": not request.hooks,
+        "--no-cache": not request.use_cache,
+        "--prefill-chunk": request.prefill_chunk is not None,
+    }
+    options = [option for option, given in asked.items() if given]
+    if not options:
+        return
+    option, loaded = options[-1], session.loaded
+    if not getattr(session, "makes_forwards", False):
+        raise UsageError(f"{option}: the engine {session.note().name} cannot be told")
+    if option == "--no-hooks":
+        return
+    if loaded.task != "causal-lm":
+        raise UsageError(f"{option} is for causal language models, and this is an {loaded.task}")
+    if option != "--prefill-chunk":
+        return
+    if not request.use_cache:
+        raise UsageError("--prefill-chunk feeds a cache, and with --no-cache there is none")
+    if "past_key_values" not in inspect.signature(loaded.module.forward).parameters:
+        raise UsageError(
+            "--prefill-chunk needs a cache of keys and values, and this model keeps a state"
+        )
 
 
 def own_inputs(run: Run) -> Anchor:

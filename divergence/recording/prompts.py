@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from divergence.errors import PromptError
+from divergence.errors import PromptError, UsageError
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
 
@@ -125,15 +125,46 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: Any, *, chat: bool) -> list[S
     return [_tokenize(prompt, tokenizer, chat, number) for number, prompt in enumerate(prompts)]
 
 
-def group_samples(samples: list[SampleTokens], *, batch: bool, pad_left: bool) -> list[list[int]]:
-    """One group a sample, or one for all with the padding noted in the samples."""
-    if not batch:
-        return [[number] for number in range(len(samples))]
-    longest = max(len(sample.prompt_ids) for sample in samples)
-    for sample in samples:
-        pads = longest - len(sample.prompt_ids)
-        sample.num_left_pad, sample.num_right_pad = (pads, 0) if pad_left else (0, pads)
-    return [list(range(len(samples)))]
+def group_samples(
+    samples: list[SampleTokens],
+    *,
+    batch: bool,
+    pad_left: bool,
+    batches: str | None = None,
+    more_pads: int = 0,
+) -> list[list[int]]:
+    """One group a sample, or one for all, or those of ``batches``. The padding is noted in the
+    samples: what a batch needs, and ``more_pads`` on the left.
+
+    Raises UsageError for ``batches`` that do not hold each sample once.
+    """
+    if batches is not None:
+        groups = _groups(batches, len(samples))
+    elif batch:
+        groups = [list(range(len(samples)))]
+    else:
+        groups = [[number] for number in range(len(samples))]
+    for group in groups:
+        members = [samples[number] for number in group]
+        longest = max(len(sample.prompt_ids) for sample in members)
+        for sample in members:
+            pads = longest - len(sample.prompt_ids)
+            sample.num_left_pad, sample.num_right_pad = (pads, 0) if pad_left else (0, pads)
+            sample.num_left_pad += more_pads
+    return groups
+
+
+def _groups(batches: str, num_samples: int) -> list[list[int]]:
+    """``0,1 2,3`` as lists."""
+    parts = [part.split(",") for part in batches.split()]
+    if all(number.isdecimal() for part in parts for number in part):
+        groups = [[int(number) for number in part] for part in parts]
+        if sorted(number for group in groups for number in group) == list(range(num_samples)):
+            return groups
+    raise UsageError(
+        f"--batches {batches!r} does not hold each of the prompts 0 to {num_samples - 1} once",
+        hint="batches are divided by blanks and prompts by commas, for example '0,1 2,3'",
+    )
 
 
 def token_texts(tokenizer: Any, ids: Iterable[int]) -> dict[str, str]:

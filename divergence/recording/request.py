@@ -27,7 +27,7 @@ from divergence.recording.selection import select_positions, step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
-from divergence.run.schema.site import near_names
+from divergence.run.schema.site import ROOT, join_site, near_names
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
     recorded_attention,
@@ -61,9 +61,11 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     attn_implementation: str
     prompts: list[Prompt]
     batch: bool
+    use_cache: bool
     max_new_tokens: int
     sites: list[str]
     engine_options: dict[str, EngineValue]
+    hooks: bool
     deterministic: bool
     seed: int
     store: StoreMode
@@ -79,7 +81,20 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
     @property
     def regrouped(self) -> bool:
         """Are the recorded prompts to run in other batches than in the run that is repeated?"""
-        return self.like is not None and self.batch != self.like.manifest.settings.batch
+        if self.like is None:
+            return False
+        other = self.batch != self.like.manifest.settings.batch
+        return other or self.batches is not None or self.pad_left > 0
+
+    @property
+    def grouping(self) -> dict[str, Any]:
+        """What ``group_samples`` is told, but for the side of the pads."""
+        batches = self.batches
+        if self.like is not None and batches is None:
+            settings, groups = self.like.manifest.settings, self.like.manifest.tokens.groups
+            if self.batch == settings.batch:
+                batches = " ".join(",".join(map(str, group)) for group in groups)
+        return {"batch": self.batch, "batches": batches, "more_pads": self.pad_left}
 
 
 def resolve_request(
@@ -101,6 +116,9 @@ def resolve_request(
             "--escalate needs --like: the escalated pass repeats a recorded run block by block",
             hint="divergence capture --like RUN -o RUN2 --escalate",
         )
+    if options.batches is not None:
+        options = replace(options, batch=True)
+    _check_unhooked(options)
     if options.mesh is not None and options.device_map is not None:
         raise UsageError(
             "--mesh and --device-map both divide the model",
@@ -114,7 +132,7 @@ def resolve_request(
     if like is not None:
         name = None if model is None else str(model)
         decided |= _like(_repeatable(like, options), name, options)
-        return Request(**{**asdict(options), **decided})
+        return _unhooked(Request(**{**asdict(options), **decided}))
     if model is None:
         raise UsageError(
             "no model given",
@@ -130,13 +148,22 @@ def resolve_request(
         "attn_implementation": options.attn_implementation or "eager",
         "prompts": collect_prompts(options.prompts, options.prompts_file),
         "batch": bool(options.batch),
+        "use_cache": options.use_cache is not False,
+        "hooks": options.hooks is not False,
         "max_new_tokens": max_new_tokens,
         "sites": list(options.sites) or ["blocks"],
         "deterministic": options.deterministic is not False,
         "seed": options.seed or 0,
         "store": _chosen_store(options.store, only_changed=options.only_changed, like=None),
     }
-    return Request(**{**asdict(options), **decided})
+    return _unhooked(Request(**{**asdict(options), **decided}))
+
+
+def _unhooked(request: Request) -> Request:
+    """Without hooks: what the model returns alone, in the free pass."""
+    if request.hooks:
+        return request
+    return replace(request, sites=[join_site(ROOT, "out")], anchor=False)
 
 
 def _repeatable(like: Run, options: CaptureOptions) -> Run:
@@ -223,6 +250,22 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
         "prompts": [], "overrides": overrides,
     }  # fmt: skip
     return {"store": store, **decided, **used}
+
+
+def _check_unhooked(options: CaptureOptions) -> None:
+    """Without hooks nothing is seen but what the model returns."""
+    if options.hooks is not False:
+        return
+    given = {
+        "--sites": options.sites, "--plant": options.plants, "--substitute": options.substitutes,
+        "--whole": options.whole, "--escalate": options.escalate, "--weights": options.weights,
+    }  # fmt: skip
+    named = [name for name, value in given.items() if value]
+    if named:
+        raise UsageError(
+            f"{' and '.join(named)} needs hooks in the model",
+            hint="leave out --no-hooks, or make two runs",
+        )
 
 
 def _check_recorded(run: Run) -> None:

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     import torch
 
 
-__all__ = ["OPERATORS", "SiteSelection", "check_operators", "select_positions", "step_selected"]
+__all__ = [
+    "OPERATORS",
+    "SiteSelection",
+    "check_operators",
+    "narrowed",
+    "select_positions",
+    "step_selected",
+]
 
 OPERATORS = "ops@"
 """Before a module's path: every operator inside it."""
@@ -183,6 +190,33 @@ def select_positions(spec: str | None, count: int) -> tuple[int, ...] | None:
             low = high = count + low
         chosen.update(range(max(low, 0), min(high, count - 1) + 1) if low >= 0 else ())
     return tuple(sorted(chosen))
+
+
+def narrowed(
+    tensor: torch.Tensor,
+    *,
+    tokens: int,
+    batch: int,
+    num_kept: int,
+    positions: str | None,
+    deciding: bool,
+) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """The part of a tensor (B, T, ...) that is kept, and the token indices of its rows; None for
+    all of them. ``num_kept``: of the last tokens alone, where it is not 0; else ``positions``.
+    ``deciding``: it holds logits, or what they are made of, of which the last tokens decide."""
+    if tensor.ndim < 2 or tensor.shape[0] != batch:
+        return tensor, None
+    if tensor.ndim > 3 and tensor.shape[-1] == tensor.shape[-2] == tokens:
+        return tensor, None  # attention weights: axis 1 is the heads, however many they are
+    few = num_kept + 1  # logits are asked for of the deciding positions alone
+    if deciding and tensor.ndim == 3 and tensor.shape[1] in (few, tokens):
+        kept = max(num_kept, 1)
+        return tensor[:, -kept:, :], tuple(range(tokens - kept, tokens))
+    if not (positions or num_kept) or tensor.shape[1] != tokens:
+        return tensor, None
+    chosen = select_positions(f"last:{num_kept}" if num_kept else positions, tokens)
+    assert chosen is not None  # something is chosen
+    return tensor[:, list(chosen)], chosen
 
 
 def _parts(spec: str, option: str) -> list[str]:

@@ -142,7 +142,7 @@ class _Ledger:
         self._alignment, self._a, self._b, self._rename = alignment, a, b, rename
         self._escalated, self._operators = escalated, operators
         self._replays = any(run.manifest.plan.replayed_pass is not None for run in (a, b))
-        self._split = a.manifest.tokens.groups != b.manifest.tokens.groups
+        self._split = a.manifest.tokens.layout != b.manifest.tokens.layout
         self._kinds = kinds_of(a), kinds_of(b)
         self._passes = compared_passes(a.manifest, b.manifest, [])
         self.rows: dict[tuple[str, str], _Row] = {}

@@ -53,7 +53,7 @@ class Alignment:
 def align(reference: Run, candidate: Run, *, name_map: NameMap | None = None) -> Alignment:
     """Pair the two runs' records."""
     a, b = reference.manifest, candidate.manifest
-    split = a.tokens.groups != b.tokens.groups
+    split = a.tokens.layout != b.tokens.layout
     rename, prefix = renaming(reference, candidate, name_map)
     rule = "name map"
     if prefix is not None:

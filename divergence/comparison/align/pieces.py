@@ -80,7 +80,8 @@ def _pieces(record: Record, manifest: Manifest) -> Iterable[Piece]:
     if len(group) > 1 and record.shape[:1] == (1,) and not padded:  # one table for all prompts
         right = record.shape[1] if len(record.shape) > 1 else 0
         return [Piece(record, number, 0, 0, right) for number in group]
-    if len(group) <= 1 or not record.shape or record.shape[0] != len(group):
+    alone = len(group) <= 1 and not padded
+    if alone or not record.shape or record.shape[0] != len(group):
         return [Piece(record, record.sample)]
     pieces = []
     for row, (number, sample) in enumerate(zip(group, members, strict=True)):

@@ -59,6 +59,10 @@ class LoadedModel:
     twin: torch.nn.Module | None = None
     """The structure of the whole model without weights, where it runs on several ranks. ``module``
     may then hold a part of it under other names."""
+    use_cache: bool = True
+    """Decode steps go on from a cache."""
+    prefill_chunk: int | None = None
+    """Tokens of a prompt that are fed at a time; None for all."""
 
     @property
     def structure(self) -> torch.nn.Module:

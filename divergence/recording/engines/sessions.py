@@ -29,6 +29,8 @@ class TorchSession:
 
     lacks: ClassVar[Mapping[Feature, str]] = {}
     name: ClassVar[str] = "transformers"
+    makes_forwards: ClassVar[bool] = True
+    """It can be told to go without a cache, and to feed a prompt in chunks."""
 
     def __init__(
         self, loaded: LoadedModel, options: Mapping[str, EngineValue] | None = None

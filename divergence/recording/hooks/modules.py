@@ -23,6 +23,13 @@ from divergence.recording.hooks.arguments import (
     map_output,
     output_leaves,
 )
+from divergence.recording.hooks.forwards import (
+    USUAL,
+    Forwards,
+    called_through,
+    recorded_rows,
+    repeated,
+)
 from divergence.recording.hooks.operators import OperatorRecorder
 from divergence.recording.hooks.plant import FORWARDS, Plant
 from divergence.recording.hooks.rows import Rows
@@ -30,7 +37,7 @@ from divergence.recording.hooks.sink import Anchor, Sink
 from divergence.recording.keeper import CopyKeeper, Keeper, Recent
 from divergence.recording.model.compiled import compiled_regions, hooked
 from divergence.recording.model.structure import by_token, inside
-from divergence.recording.selection import select_positions, step_selected
+from divergence.recording.selection import narrowed, step_selected
 from divergence.run.schema.manifest import ModuleNote
 from divergence.run.schema.record import Call, PassName
 from divergence.run.schema.site import ROOT, escape_path, join_site
@@ -68,6 +75,7 @@ class Recorder:
         operators: set[str] | None = None,
         weights: bool = False,
         substitute: Callable[[PassName, int, int, str], torch.Tensor | None] | None = None,
+        forwards: Forwards = USUAL,
     ) -> None:
         self._model, self._notes = model, notes
         self._wanted, self._flat = wanted, flat
@@ -96,6 +104,7 @@ class Recorder:
                 else lambda site: substitute(self._pass, self._sample, self._step, site),
             )
             self._hooked |= {path for path in notes if inside(path, operators)}
+        self._forwards = forwards
         self.fired: set[str] = set()
         self.anchored = self.num_emitted = 0
         self._recent = Recent()
@@ -109,9 +118,10 @@ class Recorder:
     ) -> None:
         """A new group of samples: ``batch`` sequences of ``num_tokens`` prompt tokens, of which
         the last ``num_kept`` are recorded (logits of the last one alone where that is None)."""
-        self._sample, self._batch, self._num_tokens = sample, batch, num_tokens
+        self._sample, self._batch, self._num_prompt = sample, batch, num_tokens
         self._num_kept = num_kept
         self.go_to(0)
+        self._chunks = self._forwards.chunks(num_tokens)
         self._anchor_broken = False
         self._calls: dict[str, str] = {}
         self._num_calls: dict[str, dict[str, int]] = {}
@@ -121,6 +131,7 @@ class Recorder:
     def go_to(self, step: int) -> None:
         """The next forward is this one."""
         self._step, self._order = step, 0
+        self._num_tokens = self._num_prompt + (0 if self._forwards.cached else step)
         self._selected = step_selected(self._steps, step)
 
     @contextlib.contextmanager
@@ -135,8 +146,8 @@ class Recorder:
         self._keep = CopyKeeper().keep
         if rows is not None and self._anchor is not None:
             self._anchor = rows.of(self._anchor)
-        self._on_step = _repeated(self._on_step, num_told)
-        self._on_block = _repeated(self._on_block, num_told)
+        self._on_step = repeated(self._on_step, num_told)
+        self._on_block = repeated(self._on_block, num_told)
         try:
             yield
         finally:
@@ -155,9 +166,11 @@ class Recorder:
         compiled = bool(compiled_regions(self._model))
         with contextlib.ExitStack() as stack:
             stack.callback(self._recent.items.clear)
+            if not self._forwards.hooks:
+                stack.enter_context(called_through(self._model, self._post_hook(ROOT)))
             for name, module in self._model.named_modules():
                 path = escape_path(name)
-                if path in self._hooked:
+                if path in self._hooked and self._forwards.hooks:
                     pre = self._pre_hook(path, argument_names(module))
                     post = self._post_hook(path)
                     stack.enter_context(hooked(module, pre, post, compiled=compiled))
@@ -253,13 +266,15 @@ class Recorder:
             self._recent.items.pop(id(tensor), None)
 
     def _end_of_forward(self) -> None:
-        self.go_to(self._step + 1)
+        done = self._step or self._chunks is None or self._chunks.end()
+        if done:
+            self.go_to(self._step + 1)
         self._calls.clear()
         if self.operators is not None:
             self.operators.end_of_forward()
         self._recent.items.clear()  # nothing of a forward is held beyond it
         self._num_calls.clear()
-        if self._on_step is not None:
+        if done and self._on_step is not None:
             self._on_step(self._step)
 
     def _recorded_input(
@@ -269,7 +284,11 @@ class Recorder:
         if not tensor.is_floating_point() or "mask" in port:
             return tensor
         assert self._anchor is not None  # asked where there is one
-        recorded = self._anchor(self._sample, self._step, join_site(path, port), tensor)
+        chunks = None if self._step else self._chunks
+        recorded = recorded_rows(
+            self._anchor, self._sample, self._step, join_site(path, port), tensor,
+            chunks=chunks, cached=self._forwards.cached,
+        )  # fmt: skip
         if recorded is not None and recorded.shape != tensor.shape:
             recorded = self._completed(path, recorded, tensor)
         if recorded is None:
@@ -316,8 +335,14 @@ class Recorder:
             return
         if flat:
             tensor = by_token(tensor, self._batch)
+        if self._chunks is not None and not self._step:
+            deciding = path in self._logit_paths
+            joined = self._chunks.joined(site, tensor, deciding=deciding)
+            if joined is None:
+                return
+            tensor = joined
         positions = None
-        if self._step and self.operators is None:
+        if self._step and self._forwards.cached and self.operators is None:
             item = self._recent.kept(tensor, self._keep)
         else:
             with self._quiet():
@@ -338,8 +363,13 @@ class Recorder:
     ) -> tuple[CapturedTensor, tuple[int, ...] | None]:
         """The kept item, made now or when this very tensor last came by; and its token positions,
         where not all."""
-        if self._step == 0:
-            tensor, positions = self._narrowed(path, tensor)
+        if self._step == 0 or not self._forwards.cached:
+            own_alone = self._step > 0  # without a cache: its own token of the whole sequence
+            tensor, positions = narrowed(
+                tensor, tokens=self._num_tokens, batch=self._batch, positions=self._positions,
+                num_kept=1 if own_alone else self._num_kept or 0,
+                deciding=path in self._logit_paths,
+            )  # fmt: skip
             if positions is not None:
                 return self._keep(tensor), positions
         return self._recent.kept(tensor, self._keep), None
@@ -359,26 +389,6 @@ class Recorder:
         """Operators that this recorder runs itself are not the model's."""
         return contextlib.nullcontext() if self.operators is None else self.operators.paused()
 
-    def _narrowed(
-        self, path: str, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-        """The part of a tensor that is kept, and the token indices of its rows."""
-        tokens = self._num_tokens
-        if tensor.ndim < 2 or tensor.shape[0] != self._batch:
-            return tensor, None
-        if tensor.ndim > 3 and tensor.shape[-1] == tensor.shape[-2] == tokens:
-            return tensor, None  # attention weights: axis 1 is the heads, however many they are
-        kept = self._num_kept or 0
-        few = kept + 1  # logits are asked for of the deciding positions alone
-        if path in self._logit_paths and tensor.ndim == 3 and tensor.shape[1] in (few, tokens):
-            kept = max(kept, 1)
-            return tensor[:, -kept:, :], tuple(range(tokens - kept, tokens))
-        if not (self._positions or kept) or tensor.shape[1] != tokens:
-            return tensor, None
-        positions = select_positions(f"last:{kept}" if kept else self._positions, tokens)
-        assert positions is not None  # something is chosen
-        return tensor[:, list(positions)], positions
-
     def check_plants(self) -> None:
         """Raise PlantError for a plant whose site was never reached."""
         for plant in self._plants:
@@ -388,12 +398,3 @@ class Recorder:
                     hint="`divergence inspect RUN` lists the sites of a run "
                     "captured with --sites modules",
                 )
-
-
-def _repeated(tell: Callable[[Any], None] | None, times: int) -> Callable[[Any], None] | None:
-    def told(what: Any) -> None:
-        for _ in range(times):
-            assert tell is not None
-            tell(what)
-
-    return None if tell is None else told

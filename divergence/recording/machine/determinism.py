@@ -25,7 +25,7 @@ from typing import Any
 from divergence.errors import first_line
 from divergence.run.schema.manifest import Settings, Switch, SwitchStatus
 
-__all__ = ["Determinism", "deterministic_settings"]
+__all__ = ["Determinism", "cpu_threads", "deterministic_settings"]
 
 
 @dataclass(slots=True)
@@ -120,6 +120,20 @@ _FELL_BACK = re.compile(
 _AS_GOOD = {"CUBLAS_WORKSPACE_CONFIG": (":16:8",), "HCCL_DETERMINISTIC": ("strict",)}
 """Values that a user may have chosen, and that are not lowered: cuBLAS names two deterministic
 workspaces; ``strict`` keeps the order of reductions as well (CANN)."""
+
+
+@contextlib.contextmanager
+def cpu_threads(num: int | None) -> Iterator[None]:
+    """torch computes on ``num`` threads of the CPU; None for as many as it has."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        if num is not None:
+            torch.set_num_threads(num)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

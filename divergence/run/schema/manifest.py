@@ -166,8 +166,8 @@ class Tokens(_Strict, kw_only=True):
 
     samples: list[SampleTokens]
     groups: list[list[Count]]
-    """Samples that ran together in one forward, each a list of consecutive sample numbers. A
-    record's ``sample`` is the first of its group."""
+    """Samples that ran together in one forward, in the order of its rows; each sample is in one
+    group. A record's ``sample`` is the first of its group."""
     forced_by: str | None = None
     """Id of the run whose tokens were forced; None where the model chose its own."""
     texts: dict[str, str] = {}
@@ -176,6 +176,11 @@ class Tokens(_Strict, kw_only=True):
     def group_of(self, sample: int) -> list[int]:
         """The group whose first sample this is; empty where there is none."""
         return next((group for group in self.groups if group and group[0] == sample), [])
+
+    @property
+    def layout(self) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """The groups, and each sample's pads: forwards of equal layout have equal rows."""
+        return self.groups, [(one.num_left_pad, one.num_right_pad) for one in self.samples]
 
 
 class Switch(_Strict, kw_only=True):
@@ -203,6 +208,12 @@ class Settings(_Strict, kw_only=True):
     max_new_tokens: Count
     batch: bool
     """Prompts ran together in batches."""
+    use_cache: bool = True
+    """False: each decode step was a forward over the whole sequence, its own token recorded."""
+    prefill_chunk: Count | None = None
+    """Tokens of the prompt that were fed at a time. None: all of them in one forward."""
+    hooks: bool = True
+    """Modules were watched by hooks. False: what the model returns was recorded, without any."""
     compute_dtype: str | None = None
     """What every operator of every pass was computed in, where that is wider than the model's
     dtype: ``float64`` in a truth."""

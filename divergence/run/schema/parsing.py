@@ -101,8 +101,8 @@ def _broken_manifest(manifest: Manifest) -> str | None:
     the samples into batches."""
     samples, groups = manifest.tokens.samples, manifest.tokens.groups
     at = " - at `$.tokens.groups`"
-    if [number for group in groups for number in group] != list(range(len(samples))):
-        return f"the groups must hold the samples 0 to {len(samples) - 1} once each, in order{at}"
+    if sorted(number for group in groups for number in group) != list(range(len(samples))):
+        return f"the groups must hold the samples 0 to {len(samples) - 1} once each{at}"
     for group in groups:
         members = [samples[number] for number in group]
         if not members:

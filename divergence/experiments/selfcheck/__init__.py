@@ -1,0 +1,1 @@
+"""One machine against itself: the same run made in other ways that must not matter."""

@@ -1,0 +1,298 @@
+"""selfcheck(): does this machine give the same numbers in every way that it can run one model?
+
+One base run is recorded. Then it is repeated like that run (its tokens forced), with one thing
+changed at a time: in a batch, without a cache, with other attention kernels. Each repetition is
+compared with the base run by `compare`, with its limits; selfcheck has no rule of its own. Where
+the bits of a repetition are not those of the base run it is made once more with an anchored pass,
+in which an error is named in the block that makes it. What compare says at less than high
+confidence is a doubt, not a divergence.
+
+What it cannot say: which side of a pair is right (``truth`` makes a float64 run that tells), and
+whether the model is right at all, where all ways agree.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from divergence._version import __version__
+from divergence.comparison.api import compare
+from divergence.comparison.result import Report
+from divergence.comparison.results.findings import VerdictKind
+from divergence.errors import DivergenceError, ModelError, UsageError
+from divergence.experiments.selfcheck.result import (
+    SelfcheckLine,
+    SelfcheckResult,
+    SelfcheckStatus,
+)
+from divergence.experiments.selfcheck.variations import BASE, NAMES, UNASKED, Variation, variations
+from divergence.recording.api import capture
+from divergence.recording.api import truth as make_truth
+from divergence.recording.engines.load import load_tokenizer
+from divergence.recording.prompts import Prompt, collect_prompts, tokenize
+from divergence.run.command import command_line
+from divergence.run.reader import Run
+from divergence.run.schema.site import near_names
+from divergence.run.storage.location import folder_of
+from divergence.words import Progress
+
+__all__ = ["selfcheck"]
+
+_PROMPTS = (
+    "A bridge is built twice: once on paper, and once of stone. The first time, each load is a "
+    "number, and each number is rounded.",
+    "In 1687 it was said that every body attracts every other body; 2 + 2 = 4, and the square of "
+    "12 is 144, which is less than 150.",
+    "def reverse(items):\n    result = []\n    for item in items:\n        result.insert(0, item)\n"
+    "    return result\n",
+    "Dear reader, the weather on the coast was fine today, and the boats came back with more fish "
+    "than anyone could count.",
+)
+_PROMPT_TOKENS = 16
+"""The built-in prompts are cut to equal lengths, so that a batch of them has no pads."""
+_STATUSES: dict[VerdictKind, SelfcheckStatus] = {
+    "identical": "identical",
+    "within_floor": "within_floor",
+    "systematic": "diverged",
+    "localized": "diverged",
+    "drift": "diverged",
+    "nonfinite": "diverged",
+}
+
+_BEYOND = ("diverged", "suspected")
+
+
+def selfcheck(
+    model: str | Path,
+    *,
+    prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
+    prompts_file: str | Path | None = None,
+    chat: bool = False,
+    dtype: str | None = None,
+    device: str = "auto",
+    attn_implementation: str | None = None,
+    max_new_tokens: int = 3,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    only: Sequence[str] = (),
+    truth: bool = False,
+    keep: str | Path | None = None,
+    progress: Progress | None = None,
+) -> SelfcheckResult:
+    """Run ``model`` in every way that must not matter, and compare each with one base run.
+
+    ``prompts``, ``prompts_file``, ``chat``, ``dtype``, ``device``, ``attn_implementation``: of the
+    base run, as in ``capture``; four built-in prompts where none is given. ``only``: these lines
+    alone (selfcheck.variations has their names). ``truth``: make the float64 truth too, which
+    tells the wrong side. ``keep``: a directory for the runs, which are otherwise removed.
+
+    Raises UsageError for an unknown name in ``only``, and what ``capture`` raises for the base run;
+    a variation that fails is a line that says so.
+    """
+    began = time.perf_counter()
+    wanted = _wanted(only)
+    folder = Path(tempfile.mkdtemp(prefix="divergence-selfcheck-")) if keep is None else (
+        folder_of(keep)
+    )  # fmt: skip
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        given: Any = prompts
+        if not prompts and prompts_file is None:
+            given = _built_in(str(model), revision=revision, trust_remote_code=trust_remote_code)
+        bench = _Bench(
+            folder, keep=keep, progress=progress, model=str(model), device=device,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        base = bench.base(
+            prompts=given, prompts_file=prompts_file, chat=chat, dtype=dtype, revision=revision,
+            attn_implementation=attn_implementation, max_new_tokens=max_new_tokens,
+        )  # fmt: skip
+        if truth:
+            bench.make_truth()
+        chosen = [one for one in variations(base) if one.name in wanted]
+        lines = [bench.line(one, number, len(chosen)) for number, one in enumerate(chosen)]
+        manifest = base.manifest
+        return SelfcheckResult(
+            tool_version=__version__,
+            model=manifest.model.source,
+            dtype=manifest.model.dtype,
+            device=manifest.settings.device,
+            attention=manifest.model.attn_implementation,
+            num_threads=manifest.environment.num_threads,
+            num_prompts=len(manifest.tokens.samples),
+            num_prompt_tokens=sum(len(one.prompt_ids) for one in manifest.tokens.samples),
+            max_new_tokens=manifest.settings.max_new_tokens,
+            truth=truth,
+            lines=lines,
+            kept=None if keep is None else str(folder),
+            seconds=round(time.perf_counter() - began, 1),
+        )
+    finally:
+        if keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wanted(only: Sequence[str]) -> list[str]:
+    for name in only:
+        if name not in NAMES:
+            near = near_names(name, NAMES, count=1)
+            raise UsageError(
+                f"no line {name!r}",
+                where="--only",
+                hint=(f"did you mean {near[0]}? " if near else "")
+                + f"there are {', '.join(NAMES)}",
+            )
+    return list(only or UNASKED)
+
+
+def _built_in(model: str, *, revision: str | None, trust_remote_code: bool) -> list[Any]:
+    """Four prompts of equally many tokens; as text where the model has no tokenizer, which capture
+    then says."""
+    tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        return list(_PROMPTS)
+    found = tokenize(collect_prompts(_PROMPTS, None), tokenizer, chat=False)
+    num = min(_PROMPT_TOKENS, *(len(one.prompt_ids) for one in found))
+    return [Prompt(input_ids=tuple(one.prompt_ids[:num])) for one in found]
+
+
+class _Bench:
+    """The runs of one selfcheck, each made when it is first needed."""
+
+    def __init__(
+        self, folder: Path, *, keep: str | Path | None, progress: Progress | None, **loading: Any
+    ) -> None:
+        self._folder, self._keep, self._progress = folder, keep, progress
+        self._made: dict[str, Run | DivergenceError] = {}
+        self._variations: dict[str, Variation] = {}
+        self._truth: Path | None = None
+        self._capture = partial(capture, force=True, probe=False, **loading)
+
+    def base(self, **options: Any) -> Run:
+        self._say(0, None, "the base run")
+        run = self._capture(out=self._folder / BASE, **options)
+        self._made[BASE] = run
+        self._variations = {one.name: one for one in variations(run)}
+        return run
+
+    def make_truth(self) -> None:
+        self._say(0, None, "the float64 truth")
+        self._truth = self._folder / "truth"
+        base = self._made[BASE]
+        assert isinstance(base, Run)
+        make_truth(base, out=self._truth, force=True)
+
+    def line(self, one: Variation, number: int, total: int) -> SelfcheckLine:
+        """Make it, compare it, say what was seen."""
+        self._say(number, total, one.changed)
+        began = time.perf_counter()
+        line = SelfcheckLine(
+            name=one.name, changed=one.changed, against=one.against, same_bits=one.same_bits,
+            status="not_applicable", reason=one.reason,
+        )  # fmt: skip
+        if one.reason is not None:
+            return line
+        try:
+            line = replace(line, **_found(self._compared(one)))
+        except (UsageError, ModelError) as error:  # the model cannot be run so
+            return replace(line, reason=error.message)
+        except DivergenceError as error:
+            line = replace(line, status="not_run", reason=str(error))
+        except Exception as error:  # what a runtime raises is its own
+            text = (str(error).splitlines() or [""])[0][:200]
+            line = replace(line, status="not_run", reason=f"{type(error).__name__}: {text}")
+        if line.verdict not in (None, "identical"):
+            line = replace(line, next=self._closer(one))
+        return replace(line, seconds=round(time.perf_counter() - began, 1))
+
+    def _compared(self, one: Variation) -> Report:
+        """The free pass alone where all of its bits are equal: then nothing is left to tell."""
+        made = self._run(one.name)
+        if one.name == "whole":
+            return compare(made)
+        report = compare(self._run(one.against), made, truth=self._truth)
+        if report.verdict.kind == "identical" or "hooks" in one.options:
+            return report
+        for name in {one.name, one.against} - {BASE}:
+            if self._run(name).manifest.plan.anchored_to is None:
+                self._made[name] = self._repeat(name, anchor=True)
+        again = compare(self._run(one.against), self._run(one.name), truth=self._truth)
+        return report if again.verdict.kind == "identical" else again
+
+    def _run(self, name: str) -> Run:
+        """Made without an anchored pass first. Raises again what its capture raised."""
+        if name not in self._made:
+            try:
+                self._made[name] = self._repeat(name, anchor=False)
+            except DivergenceError as error:
+                self._made[name] = error
+        found = self._made[name]
+        if isinstance(found, DivergenceError):
+            raise found
+        return found
+
+    def _repeat(self, name: str, *, anchor: bool) -> Run:
+        return self._capture(
+            like=self._run(BASE), out=self._folder / name, anchor=anchor,
+            **self._variations[name].options,
+        )  # fmt: skip
+
+    def _closer(self, one: Variation) -> list[str]:
+        folder = Path("RUNS" if self._keep is None else str(self._keep))
+        others = [] if one.name == "whole" else [folder / one.against]
+        right = None if self._truth is None or not others else folder / "truth"
+        return [command_line("compare", *others, folder / one.name, truth=right)]
+
+    def _say(self, done: int, total: int | None, what: str) -> None:
+        if self._progress is not None:
+            self._progress("selfcheck", done, total, what)
+
+
+def _found(report: Report) -> dict[str, Any]:
+    """What compare says, as far as a line holds it."""
+    verdict, sites = report.verdict, report.sites
+    anchored = [site for site in sites if site.pass_ == "anchored" and site.role == "block"]
+    outputs = [site for site in anchored if ":out" in site.site and site.block is not None]
+    blocks = list(dict.fromkeys(str(site.block) for site in outputs))
+    different = [
+        block
+        for block in blocks
+        if not all(site.identical for site in outputs if site.block == block)
+    ]
+    onset = verdict.onset
+    block = None if onset is None else onset.block or onset.site
+    status = _STATUSES.get(verdict.kind, "undetermined")
+    if status == "diverged" and verdict.confidence != "high":
+        status = "suspected"
+    used = [
+        site.limit_usage
+        for site in sites
+        if site.limit_usage is not None
+        and (status not in _BEYOND or block is None or block in (site.block, site.site))
+    ]
+    tokens = report.tokens
+    return {
+        "status": status,
+        "verdict": verdict.kind,
+        "confidence": verdict.confidence,
+        "summary": verdict.summary,
+        "block": block if status in _BEYOND else None,
+        "side": verdict.side,
+        "num_blocks": len(blocks),
+        "num_blocks_different": len(different),
+        "first_different": different[0] if different else None,
+        "num_compared": report.coverage.num_compared,
+        "num_different": sum(not site.identical for site in sites),
+        "num_missing": report.coverage.num_only_reference + report.coverage.num_skipped,
+        "limit_usage": max(used, default=None),
+        "num_tokens": 0 if tokens is None else tokens.num_tokens,
+        "num_tokens_different": 0 if tokens is None else tokens.num_tokens - tokens.num_equal,
+    }

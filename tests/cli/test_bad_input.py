@@ -180,7 +180,7 @@ def test_code_that_comes_with_a_model(refused, tiny_model, tmp_path):
 def test_a_run_gives_no_leave_to_run_code(refused, runs, tmp_path, monkeypatch, source):
     """A run from elsewhere may say that its model's code was trusted; that was there, not here."""
     from divergence.errors import ModelError
-    from divergence.recording import api
+    from divergence.recording.engines import sessions as api
 
     asked = []
 

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from divergence.errors import ModelError
-from divergence.recording import api
 from divergence.recording.api import capture
+from divergence.recording.engines import sessions as api
 from divergence.recording.engines.checkpoint import check_data_alone
 
 KERNEL = "attacker/kernel@main:f"

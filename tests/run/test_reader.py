@@ -171,7 +171,7 @@ def test_a_newer_run_asks_for_a_newer_tool(small_run):
         (lambda m: m["sizes"].update(num_records=-1), "`$.sizes.num_records`"),
         (lambda m: m.pop("environment"), "missing required field `environment`"),
         (lambda m: m["tokens"].update(groups=[[0], [1], [2]]), "`$.tokens.groups`"),
-        (lambda m: m["tokens"].update(groups=[[1], [0]]), "`$.tokens.groups`"),
+        (lambda m: m["tokens"].update(groups=[[1], [1]]), "`$.tokens.groups`"),
         (lambda m: m["tokens"].update(groups=[[0]]), "`$.tokens.groups`"),
         (lambda m: m["tokens"].update(groups=[[0], [1], []]), "a group is empty"),
         (lambda m: m["tokens"].update(groups=[[0, 1]]), "not equally long"),

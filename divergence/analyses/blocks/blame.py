@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls
+from divergence.analyses.blocks.looks import FEW_ROWS, Controls, controls, one_step
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import LEAST_LONE, SIDES, TruthStats
 from divergence.comparison.results.sites import SiteResult
@@ -150,7 +150,8 @@ def usages(
     room = thresholds.truth_sibling if family else thresholds.truth_lone
     found: dict[PromptStep, tuple[float, float, float]] = {}
     for place, forward in mine.forwards.items():
-        if place not in held.at or (routed and forward.num_rows < FEW_ROWS):
+        few = forward.num_rows < FEW_ROWS
+        if place not in held.at or (few and (routed or one_step(forward.result))):
             continue
         width = spread(forward.num_values, num_looks=len(mine.forwards))
         limit = max(room * width, thresholds.truth_forward * held.largest) * widened

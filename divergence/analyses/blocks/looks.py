@@ -15,11 +15,14 @@ both in multiples of the control:
   depend on each other), and grows with the number of looks by itself.
 
 It refuses to judge a forward of few tokens in a block that routes tokens to experts where the
-routing is not known: rounding may send one token elsewhere.
+routing is not known: rounding may send one token elsewhere. Nor one whose difference is a single
+step of the format in a single number (``one_step``): trained models have channels a hundred times
+as large as the others, whose last bit is then the whole error of a decode step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +30,9 @@ import numpy as np
 
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.results.sites import SiteResult, num_rows
+from divergence.numerics.formats import format_named
 
-__all__ = ["FEW_ROWS", "Controls", "Look", "controls", "looks_of"]
+__all__ = ["FEW_ROWS", "Controls", "Look", "controls", "looks_of", "one_step"]
 
 FEW_ROWS = 8
 """With fewer rows the typical row is held to the limits of a single token."""
@@ -69,6 +73,26 @@ def looks_of(results: Iterable[SiteResult]) -> list[Look]:
             for one in result.prompts
         ]
     return found
+
+
+def one_step(result: SiteResult) -> bool:
+    """Is most of the difference (of its squares) that of one number, and that the smallest which
+    there is: 1 ulp?
+
+    No fault can be told from it. Two correct results on either side of a rounding boundary differ
+    by as much.
+    """
+    if result.ulp_format is None or not result.rel_l2 or not result.reference_norm:
+        return False
+    values = result.max_abs, result.max_abs_reference, result.max_abs_candidate
+    if any(value is None or not math.isfinite(value) for value in values):
+        return False
+    largest, one, two = (abs(value) for value in values if value is not None)
+    if 2 * largest**2 <= (result.rel_l2 * result.reference_norm) ** 2:
+        return False
+    form = format_named(result.ulp_format)
+    exponent = math.frexp(max(one, two, form.smallest_normal))[1] - 1
+    return largest <= math.ldexp(1.0, exponent - form.mantissa_bits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from divergence.analyses.blocks.blame import Blame
-from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of
+from divergence.analyses.blocks.looks import FEW_ROWS, Look, controls, looks_of, one_step
 from divergence.comparison.align.pieces import PromptStep
 from divergence.comparison.measure.truth_stats import TruthStats
 from divergence.comparison.results.sites import SiteResult, order_of
@@ -213,6 +213,8 @@ def _hold_looks(
         for look in unit.looks:
             few = look.num_rows < FEW_ROWS
             if len(unit.looks) < 2 or (few and unit.results[0].block in routed):
+                continue
+            if few and one_step(look.result):
                 continue
             width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
             lower = least * (2 if few else 1)  # of one row, a few bits are the whole error

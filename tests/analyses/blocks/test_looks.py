@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from divergence.analyses.blocks.evidence import only_in
-from divergence.analyses.blocks.looks import controls
+from divergence.analyses.blocks.looks import controls, one_step
 from divergence.analyses.blocks.units import build_units, flag
 from divergence.comparison.results.sites import PromptRatio, SiteResult
 from divergence.numerics.chance import spread
@@ -183,3 +183,42 @@ def test_a_prefill_that_was_not_recorded_is_said(tmp_path):
     b = capture(like=a, out=tmp_path / "b", device="cpu")
     assert any("the prefill was not recorded" in note for note in compare(a, b).notes)
     assert any("the prefill was not recorded" in note for note in check(a, b).notes)
+
+
+def step_site(block, ratio, step, *, large=0.0, off=1.0, norm=1.25, form="bfloat16"):
+    """One token; a number near 173, where bfloat16 steps by 1, is off by ``off``."""
+    values = {
+        "rel_l2": norm / 180, "reference_norm": 180.0, "max_abs": off, "max_abs_reference": large,
+        "max_abs_candidate": large + off, "ulp_format": form,
+    }  # fmt: skip
+    return site(block, ratio, step=step, rows=1, **values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"large": 173.0}, True),
+        ({"large": 173.0, "off": 2.0, "norm": 2.1}, False),  # two steps
+        ({"large": 100.0}, False),  # there a step is 0.5
+        ({"large": 127.5, "off": 0.5, "norm": 0.6}, True),  # across a power of two
+        ({"large": 173.0, "norm": 1.5}, False),  # less than half of it is that number's
+        ({"large": 173.0, "form": None}, False),
+        ({"large": 173.0, "form": "float32"}, False),
+        ({"large": math.inf}, False),
+    ],
+)
+def test_a_single_step_of_a_single_number_is_told_apart(changes, expected):
+    assert one_step(step_site(0, 2.4, 1, **changes)) is expected
+
+
+def test_the_last_bit_of_a_massive_channel_convicts_nothing():
+    """One decode step of one block is off by the last bit of its largest number; by two it is
+    judged."""
+    for off, expected in ((1.0, []), (8.0, ["h.2:out"])):
+        results = [
+            step_site(block, 0.4, step) if (block, step) != (2, 3)
+            else step_site(block, 9.0 * off, step, large=173.0, off=off, norm=1.1 * off)
+            for block in range(6)
+            for step in range(1, 9)
+        ]  # fmt: skip
+        assert [unit.site for unit in flag(build_units(results, "anchored"))] == expected

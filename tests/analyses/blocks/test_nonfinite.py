@@ -38,7 +38,7 @@ def faulty(healthy, tmp_path, monkeypatch):
     def make(path, at, value, *, like=None):
         nonlocal count
         count += 1
-        import divergence.recording.api as api
+        import divergence.recording.engines.sessions as api
 
         load = api.load_model
 
@@ -189,7 +189,7 @@ def test_padding_may_be_nan(healthy, faulty, tmp_path, tiny_model):
     def noted(text):
         assert "no usable run" not in text
 
-    import divergence.recording.api as api
+    import divergence.recording.engines.sessions as api
 
     load = api.load_model
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-import divergence.recording.api as capture_api
+import divergence.recording.engines.sessions as capture_api
 from divergence.analyses.blocks.drift import find_drift
 from divergence.analyses.ends.find import misfit_in
 from divergence.comparison.align.pieces import logits_row

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from divergence.errors import DivergenceError, ModelError, UsageError
-from divergence.recording import execution
+from divergence.recording import passes
 from divergence.recording.api import capture
 from divergence.recording.api import truth as make_truth
 from divergence.run.reader import Run
@@ -163,7 +163,7 @@ def test_a_padded_batch_has_the_truth_of_its_prompts(captured, truth_of):
 def test_kept_weights_make_no_difference(captured, truth_of, tmp_path, monkeypatch):
     """With and without room to keep widened weights the truth is the same, bit for bit."""
     run = captured("qwen3-moe", dtype="bfloat16")
-    monkeypatch.setattr(execution, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(passes, "free_bytes", lambda device: 0)
     without = make_truth(run, out=tmp_path / "truth")
     assert [r.xxh3 for r in without.records] == [r.xxh3 for r in truth_of(run).records]
 

@@ -83,6 +83,8 @@ records. It never opens a run."""
 OWNERS = {
     "transformers": ("recording/engines/",),
     "vllm": ("recording/engines/", "ops/suite/"),  # its kernels, where a suite is asked for them
+    "onnx": ("recording/engines/onnx_runtime/",),
+    "onnxruntime": ("recording/engines/onnx_runtime/",),
     "numba": ("numerics/compiled/",),
     "llvmlite": ("numerics/compiled/",),
     "typer": ("cli/",),

@@ -185,7 +185,8 @@ def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
         detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
     return PreflightLine(
         check="weights", status=status, detail=detail,
-        reference=f"{one.digest[:12]} ({one.dtype})", candidate=f"{two.digest[:12]} ({two.dtype})",
+        reference=f"{one.digest[:12] or '-'} ({one.dtype})",
+        candidate=f"{two.digest[:12] or '-'} ({two.dtype})",
     )  # fmt: skip
 
 
@@ -199,6 +200,8 @@ def _weights_differ(
             f"{len(missing)} parameters were missing from the checkpoint and are random: "
             + list_names(missing)
         )
+    if not (a.digest and b.digest):  # an engine that tells some of them, or none
+        return _as_far_as_told(a, b, found)
     if a.digest == b.digest:
         return "same", detail
     digested = bool(a.digests and b.digests)
@@ -230,6 +233,18 @@ def _weights_differ(
     if found.prefixes or found.mapped:
         return "differs", f"the same values under other names: {found.describe()}"
     return "differs", found.describe()
+
+
+def _as_far_as_told(
+    a: ModelIdentity, b: ModelIdentity, found: Matching
+) -> tuple[PreflightStatus, str | None]:
+    pairs = {} if a.dtype != b.dtype else found.pairs
+    different = [name for name, other in pairs.items() if a.digests[name] != b.digests[other]]
+    if different:
+        text = f"{len(different)} of {len(pairs)} parameters that both tell differ"
+        return "blocking", f"{text}: {list_names(different)}"
+    told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
+    return "differs", f"{told}: not every engine tells its weights"
 
 
 def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:

@@ -44,6 +44,7 @@ DEFAULT = "transformers"
 BUILT_IN = {
     "transformers": "divergence.recording.engines.sessions:TransformersEngine",
     "compile": "divergence.recording.engines.compile:CompileEngine",
+    "onnx": "divergence.recording.engines.onnx_runtime.engine:OnnxEngine",
 }
 """By name: module and class. A module is imported when its engine is used."""
 _GROUP = "divergence.engines"

@@ -27,6 +27,7 @@ __all__ = [
     "GroupResult",
     "can_generate",
     "check_ids",
+    "choices",
     "control",
     "failures",
     "generate",
@@ -146,12 +147,17 @@ def _decode(
     before, fed_ids = output.tensor_split([output.shape[1] - num_steps], dim=1)
     generated = fed_ids.tolist()
     decoder = before.tolist() if loaded.task == "encoder-decoder" else [[] for _ in generated]
-    chosen = [list(row) for row in zip(*made.chosen, strict=True)]
+    return GroupResult(generated, choices(made, generated, ends), decoder, made.seen)
+
+
+def choices(control: Any, generated: list[list[int]], ends: set[int]) -> list[list[int]]:
+    """What ``control`` chose of each sample, to whom the ``generated`` tokens were fed."""
+    chosen = [list(row) for row in zip(*control.chosen, strict=True)]
     for row, fed in zip(chosen, generated, strict=True):
         # A sample that has ended is fed padding while its batch goes on: no choice any more.
         last = next((place for place, token in enumerate(fed) if token in ends), len(fed))
         del row[last + 1 :]
-    return GroupResult(generated, chosen, decoder, made.seen)
+    return chosen
 
 
 def generate(

@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 
     from divergence.recording.ranks.processes import Ranks
 
-__all__ = ["LoadedModel", "empty_model", "load_model", "load_tokenizer", "register_operators"]
+__all__ = [
+    "LoadedModel",
+    "empty_model",
+    "load_model",
+    "load_tokenizer",
+    "register_operators",
+    "resolve_task",
+]
 
 TASKS = ("auto", "causal-lm", "encoder", "encoder-decoder")
 
@@ -84,7 +91,7 @@ def _load_config(source: str, *, revision: str | None, trust_remote_code: bool) 
         raise _model_error(source, error, revision) from error
 
 
-def _resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
+def resolve_task(config: PretrainedConfig, task: str = "auto") -> Task:
     """``auto`` → from ``is_encoder_decoder`` and the architectures' names."""
     if task not in TASKS:
         raise UsageError(f"unknown task {task!r}", hint=f"one of {', '.join(TASKS)}")
@@ -140,7 +147,7 @@ def load_model(
     config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     # a config.json may name attention too, also a kernel of the hub, and would come before options
     config._attn_implementation = attn_implementation
-    kind = _resolve_task(config, task)
+    kind = resolve_task(config, task)
     options: dict[str, Any] = {
         "config": config,
         "revision": revision,
@@ -212,7 +219,7 @@ def empty_model(
 
     config = _load_config(source, revision=revision, trust_remote_code=trust_remote_code)
     config._attn_implementation = attn_implementation  # as in load_model
-    kind = _resolve_task(config, task)
+    kind = resolve_task(config, task)
     factory = _factory(config, kind)
     options: dict[str, Any] = {}
     own_dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)

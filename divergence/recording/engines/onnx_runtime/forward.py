@@ -1,0 +1,268 @@
+"""One pass over a graph: what is fetched from it, what is put in place, what is recorded.
+
+The graph runs without a cache: each step is a forward over the whole sequence so far, of which the
+rows of that step are recorded (of a decode step the last one).
+
+In an anchored pass each block, and what of the trunk has an input of its own, is a piece of the
+graph that runs by itself. Its input is made of the rows that the other run recorded, of this step
+and of all before it: so a block sees for earlier tokens what the other run's cache was made from.
+Rotary tables are the recorded ones where they are; masks are computed from the tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from divergence.recording.engines.generate import GroupResult, choices, control, inputs, pad_id
+from divergence.recording.engines.load import LoadedModel
+from divergence.recording.engines.onnx_runtime.graph import Graph, Port
+from divergence.recording.engines.onnx_runtime.pieces import Piece, Runtime
+from divergence.recording.hooks.modules import Recorder
+from divergence.run.schema.manifest import ModuleNote, SampleTokens
+from divergence.run.schema.site import ROOT, join_site
+
+__all__ = ["GraphRecorder", "decode", "feeds"]
+
+_DTYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
+_TABLES = "in.position_embeddings."
+"""How transformers hands rotary tables to a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A module that an anchored pass runs by itself."""
+
+    path: str
+    ins: tuple[Port, ...]
+    """What may be put in place: its input, and rotary tables."""
+    outs: tuple[str, ...]
+    is_block: bool
+
+
+class GraphRecorder(Recorder):
+    """Records what pieces of a graph give, in place of hooks."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        notes: Mapping[str, ModuleNote],
+        *,
+        graph: Graph,
+        runtime: Runtime,
+        **how: Any,
+    ) -> None:
+        self._graph, self._runtime = graph, runtime
+        self._given: dict[tuple[str, int], torch.Tensor | None] = {}
+        self._pieces: dict[str, Piece] = {}
+        self._replaced: set[tuple[str, str]] = set()
+        super().__init__(model, notes, **how)
+        parts = _parts(graph, notes)
+        self._parts = [] if self._anchor is None else parts
+        self._ports = [one for one in _with_tables(graph.ports, parts) if self._takes(one)]
+        self.num_taps = 0
+
+    def _takes(self, one: Port) -> bool:
+        dtype = _DTYPES.get(self._graph.types.get(one.value, 1), torch.int64)
+        return one.path in self._hooked and self._wanted(
+            one.path, one.port, torch.empty(0, dtype=dtype)
+        )
+
+    def begin(self, **group: Any) -> None:
+        self._given.clear()
+        super().begin(**group)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Recorder]:
+        """Sessions are made when they are first needed, and let go here."""
+        try:
+            yield self
+        finally:
+            self._pieces.clear()
+            self._given.clear()
+            self._recent.items.clear()
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The logits (or the graph's first output); what passes chosen sites is recorded."""
+        graph, fed = self._graph, dict[str, dict[str, torch.Tensor]]()
+        if self._anchor is None:
+            targets = [graph.logits, *(one.value for one in self._ports)]
+            piece = self._piece(ROOT, targets, whole=True)
+            self.num_taps = len(set(piece.targets) - set(graph.outputs))
+            made = given | piece.run(given)
+        else:
+            made, fed = self._run_parts(given)
+        num_tokens = given[graph.tokens].shape[1]
+        rows: dict[int, torch.Tensor] = {}
+        for one in self._ports:
+            own = fed.get(self._owner(one.path), {})
+            if (one.path, one.port) in self._replaced:
+                continue  # an anchored input is the other run's, not news of this one
+            tensor = own.get(one.value, made[one.value])
+            if id(tensor) not in rows:
+                rows[id(tensor)] = self._rows(tensor, num_tokens)
+            self._emit(one.path, "", one.port, rows[id(tensor)])
+        self._end_of_forward()
+        return made[graph.logits]
+
+    def _rows(self, tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Of a decode step the row of its token."""
+        if self._step == 0 or tensor.ndim < 2 or tensor.shape[1] != num_tokens:
+            return tensor
+        return tensor[:, -1:].contiguous()
+
+    def _piece(self, key: str, targets: list[str], **how: Any) -> Piece:
+        if key not in self._pieces:
+            self._pieces[key] = Piece(self._graph, self._runtime, targets=targets, **how)
+        return self._pieces[key]
+
+    def _owner(self, path: str) -> str:
+        """The part that a module is in, or none."""
+        found = (p.path for p in self._parts if path == p.path or path.startswith(f"{p.path}."))
+        return next(found, "")
+
+    def _run_parts(
+        self, given: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+        """(what was computed, what was put in place by part)."""
+        made, fed = dict(given), dict[str, dict[str, torch.Tensor]]()
+        self._replaced.clear()
+        for part in self._parts:
+            lacking = [one.value for one in part.ins if one.value not in made]
+            if lacking:
+                before = self._piece(f"{part.path} before", lacking, cuts=made.keys() - given)
+                made |= before.run(made)
+            own = fed[part.path] = {}
+            for one in part.ins:
+                recorded = self._recorded(one, made[one.value])
+                if recorded is not None:
+                    own[one.value] = recorded
+                    self._replaced.add((one.path, one.port))
+                    self.anchored += 1
+                elif one.port == "in" and part.is_block:
+                    self._anchor_broken = True
+            inside = [one.value for one in self._ports if self._owner(one.path) == part.path]
+            cuts = {one.value for one in part.ins}
+            piece = self._piece(part.path, [*part.outs, *inside], cuts=cuts)
+            made |= piece.run(made | own)
+        rest = [one.value for one in self._ports if one.value not in made]
+        if rest or self._graph.logits not in made:
+            targets = [*rest, self._graph.logits]
+            after = self._piece(f"{ROOT} after", targets, cuts=made.keys() - given.keys())
+            made |= after.run(made)
+        return made, fed
+
+    def _recorded(self, one: Port, own: torch.Tensor) -> torch.Tensor | None:
+        """What was recorded of an input, of this step and those before it; None where that is not
+        all there. Of what enters the head the deciding rows alone may be: the others stay own."""
+        if own.ndim < 2 or own.shape[1] != self._num_tokens + self._step:
+            return None
+        assert self._anchor is not None  # asked where there is one
+        whole, site = own.clone(), join_site(one.path, one.port)
+        for step in range(self._step + 1):
+            stop = self._num_tokens + step
+            rows = own[:, (stop - 1 if step else 0) : stop]
+            if (site, step) not in self._given:
+                self._given[site, step] = self._anchor(self._sample, step, site, rows)
+            found = self._given[site, step]
+            few = one.path in self._logit_paths
+            if found is None or found.shape not in (rows.shape, rows[:, -1:].shape if few else ()):
+                return None
+            whole[:, stop - found.shape[1] : stop] = found.to(own.dtype)
+        return whole
+
+
+def _tables(graph: Graph) -> list[Port]:
+    """What the one rotary table of the trunk gives; nothing where there are several."""
+    paths = [path for path, kind in graph.kinds.items() if kind.endswith("RotaryEmbedding")]
+    if len(paths) != 1 or any(part.isdecimal() for part in paths[0].split(".")):
+        return []
+    return [one for one in graph.ports if one.path == paths[0] and one.port.startswith("out")]
+
+
+def _parts(graph: Graph, notes: Mapping[str, ModuleNote]) -> list[_Part]:
+    """In the order of a forward: modules that take a value of the stream which others made."""
+    tables, parts = _tables(graph), list[_Part]()
+    for one in graph.ports:
+        note = notes.get(one.path)
+        if note is None or note.role == "inner" or one.port != "in" or one.value in graph.inputs:
+            continue
+        outs = tuple(p.value for p in graph.ports if p.path == one.path and p.port != "in")
+        ins = [one]
+        if note.role == "block":
+            _, met, _ = graph.slice(outs, {one.value, *(table.value for table in tables)})
+            ins += [Port(one.path, f"{_TABLES}{n}", table.value)
+                    for n, table in enumerate(tables) if table.value in met]  # fmt: skip
+        if outs:
+            parts.append(_Part(one.path, tuple(ins), outs, note.role == "block"))
+    return parts
+
+
+def _with_tables(ports: list[Port], parts: list[_Part]) -> list[Port]:
+    """The graph's ports, and those at which blocks take rotary tables."""
+    tables = {part.path: part.ins[1:] for part in parts}
+    return [
+        one
+        for port in ports
+        for one in (port, *(tables.get(port.path, ()) if port.port == "in" else ()))
+    ]
+
+
+def feeds(graph: Graph, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The graph's inputs for a whole forward. A cache that it wants is empty."""
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    made = {
+        graph.tokens: ids,
+        "attention_mask": mask,
+        "position_ids": positions,
+        "token_type_ids": torch.zeros_like(ids),
+        "use_cache_branch": torch.tensor([False]),
+    }
+    found = {}
+    for one in graph.model.graph.input:
+        if one.name not in graph.inputs:
+            continue
+        kind = one.type.tensor_type
+        if one.name in made:
+            tensor = made[one.name]
+            found[one.name] = tensor.to(torch.int32) if kind.elem_type == 6 else tensor
+            continue
+        sizes = [dim.dim_value for dim in kind.shape.dim]  # 0 where it has a name
+        sizes[0] = ids.shape[0]
+        found[one.name] = torch.zeros(sizes, dtype=_DTYPES.get(kind.elem_type, torch.float32))
+    return found
+
+
+def decode(
+    loaded: LoadedModel,
+    graph: Graph,
+    recorder: GraphRecorder,
+    samples: list[SampleTokens],
+    count: int,
+    forced: list[list[int]] | None,
+) -> GroupResult:
+    """Greedy or forced tokens, each step a forward over all of them so far."""
+    ids, mask = inputs(loaded, samples)
+    if loaded.task == "encoder" or count == 0:
+        recorder.forward(feeds(graph, ids, mask))
+        return GroupResult([[] for _ in samples], [[] for _ in samples], [[] for _ in samples])
+    config: Any = loaded.module.generation_config
+    eos = config.eos_token_id if forced is None else None
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    made = control(forced, count, ends, None)
+    num_prompt, ended = ids.shape[1], torch.zeros(len(samples), dtype=torch.bool)
+    for _ in range(count):
+        logits = recorder.forward(feeds(graph, ids, mask))[:, -1].float()
+        token = made(ids, logits).argmax(dim=-1)
+        token = torch.where(ended, pad_id(loaded), token)
+        ended |= torch.tensor([int(one) in ends for one in token])
+        ids = torch.cat([ids, token[:, None]], dim=1)
+        mask = torch.cat([mask, torch.ones_like(token)[:, None]], dim=1)
+        if bool(ended.all()):
+            break
+    generated = ids[:, num_prompt:].tolist()
+    return GroupResult(generated, choices(made, generated, ends), [[] for _ in samples], made.seen)

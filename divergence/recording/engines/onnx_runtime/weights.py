@@ -1,0 +1,144 @@
+"""The graph's constants under the names of transformers, and the modules that they belong to.
+
+torch's exporter notes the operator each node was made of, and that the parameters it used
+(``%p_model_norm_weight``). A matrix of ``linear`` is stored transposed; equal tensors are stored
+once, under the first one's name. So parameters are named by who uses them. What the exporter
+computed from a parameter beforehand is no parameter any more: where constants are left that no name
+fits, the model's weights as a whole cannot be told from another's, and that is said.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from divergence.recording.engines.onnx_runtime.file import tensor_of
+from divergence.recording.engines.onnx_runtime.graph import Graph, Node
+
+__all__ = ["modules_of"]
+
+_FX = "pkg.torch.onnx.fx_node"
+_USED = re.compile(r"%([pb])_(\w+)")
+_FLOATS = (1, 10, 11, 16)
+
+
+def modules_of(graph: Graph, folder: Path) -> tuple[nn.Module, list[str]]:
+    """The modules as far as the graph tells them, with their parameters; and the constants that are
+    no parameter by name. Nothing of it can be called."""
+    kinds: dict[str, type[nn.Module]] = {}
+
+    def made(kind: str) -> nn.Module:
+        name = kind if kind.isidentifier() else "Module"
+        if name not in kinds:
+            kinds[name] = type(name, (nn.Module,), {"__module__": __name__})
+        return kinds[name]()
+
+    root = made(graph.kinds[""])
+    for path in graph.kinds:
+        parent = root
+        parts = path.split(".") if path else []
+        for number, part in enumerate(parts):
+            child = parent._modules.get(part or "_")
+            if child is None:
+                here, after = ".".join(parts[: number + 1]), parts[number + 1 : number + 2]
+                listed = here not in graph.kinds and after and after[0].isdecimal()
+                child = nn.ModuleList() if listed else made(graph.kinds.get(here, "Module"))
+                parent.add_module(part or "_", child)
+            parent = child
+    named, left = _named(graph)
+    matrices: dict[str, nn.Parameter] = {}
+    for name, (constant, transposed) in named.items():
+        path, _, last = name.rpartition(".")
+        parameter = matrices.get(constant)
+        if parameter is None:
+            tensor = tensor_of(graph.constants[constant], folder)
+            parameter = nn.Parameter(tensor.T if transposed else tensor, requires_grad=False)
+            if tensor.ndim == 2:  # equal vectors are stored once, whoever has them
+                matrices[constant] = parameter
+        root.get_submodule(path).register_parameter(last, parameter)
+    _embeddings(root, graph, named)
+    return root, left
+
+
+def _named(graph: Graph) -> tuple[dict[str, tuple[str, bool]], list[str]]:
+    """Parameter → (constant, is it transposed); and the names of constants that are none."""
+    found: dict[str, tuple[str, bool]] = {}
+    known: set[str] = set()
+    for node in graph.nodes if graph.has_modules else ():
+        used = [(kind, _parameter(mangled, node)) for kind, mangled
+                in _USED.findall(node.properties.get(_FX, ""))]  # fmt: skip
+        given = [name for name in node.inputs if name in graph.constants and _counts(graph, name)]
+        if not used and graph.kinds[node.scopes[-1] if node.scopes else ""] == "Module":
+            given = [name for name in given if [name.rpartition(".")[0]] == [*node.scopes[-1:]]]
+            for constant in given:  # an older exporter: the constant has the parameter's name
+                known.add(constant)
+                found.setdefault(constant, (constant, False))
+            continue
+        for constant in given:
+            choice = _choice(graph, node, constant, used)
+            if choice is None:
+                continue
+            known.add(constant)
+            kind, name = choice
+            if kind == "p" and name is not None:
+                found.setdefault(name, (constant, _transposed(node, constant)))
+    left = [name for name in graph.constants if _counts(graph, name) and name not in known]
+    return found, left
+
+
+def _choice(
+    graph: Graph, node: Node, constant: str, used: list[tuple[str, str | None]]
+) -> tuple[str, str | None] | None:
+    """Which of the parameters that the operator used the constant is. Of ``linear`` the matrix
+    comes first, and the bias is a vector."""
+    if len(used) == 1:
+        return used[0] if used[0][1] is not None else None
+    dims = len(graph.constants[constant].dims)
+    fitting = [one for one in used if one[1] is not None and (dims == 1) == _is_vector(one[1])]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _is_vector(name: str) -> bool:
+    return name.endswith("bias")
+
+
+def _counts(graph: Graph, name: str) -> bool:
+    """Is it a tensor of numbers, and no epsilon or the like?"""
+    one = graph.constants[name]
+    return one.data_type in _FLOATS and any(size > 1 for size in one.dims)
+
+
+def _parameter(mangled: str, node: Node) -> str | None:
+    """``model_norm_weight`` as ``model.norm.weight``, by the modules that the node runs in. Of
+    parameters that are tied one name is told."""
+    for path in reversed(node.scopes):
+        start = re.sub(r"\W", "_", path) + "_"
+        if mangled.startswith(start):
+            return f"{path}.{mangled.removeprefix(start)}"
+    last = mangled.rpartition("_")[2]
+    return f"{node.scopes[-1]}.{last}" if node.scopes and last == "weight" else None
+
+
+def _transposed(node: Node, constant: str) -> bool:
+    operator = node.proto.op_type
+    if operator == "MatMul":
+        return len(node.inputs) > 1 and node.inputs[1] == constant
+    if operator == "Gemm" and len(node.inputs) > 1 and node.inputs[1] == constant:
+        return not any(one.name == "transB" and one.i for one in node.proto.attribute)
+    return False
+
+
+def _embeddings(root: Any, graph: Graph, named: dict[str, tuple[str, bool]]) -> None:
+    """What transformers' models say of themselves: the first and the last matrix."""
+    matrices = [name for name, (c, _) in named.items() if len(graph.constants[c].dims) == 2]
+    first = next((n for n in matrices if graph.kinds.get(n.rpartition(".")[0]) == "Embedding"), "")
+    ending = [n for n in matrices if not re.search(r"(^|\.)\d+\.", n)]
+    last = (
+        ending[-1] if ending and graph.kinds.get(ending[-1].rpartition(".")[0]) == "Linear" else ""
+    )
+    ends = [root.get_submodule(n.rpartition(".")[0]) if n else None for n in (first, last)]
+    object.__setattr__(root, "get_input_embeddings", lambda: ends[0])
+    object.__setattr__(root, "get_output_embeddings", lambda: ends[1])

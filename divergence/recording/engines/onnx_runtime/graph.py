@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from divergence.run.schema.site import ROOT, escape_path
@@ -40,6 +40,8 @@ class Node:
     scopes: tuple[str, ...]
     """Paths of the modules that it runs in, outermost first, without the root."""
     properties: Mapping[str, str]
+    told: bool
+    """Does the file say in which modules?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Graph:
             self.nodes = [_by_value(node) for node in self.nodes]
             self.kinds |= {n.scopes[0]: n.proto.op_type for n in self.nodes if n.scopes}
         self.maker = {v: n for n, node in enumerate(self.nodes) for v in node.outputs if v}
+        self._place_untold()
         self.tokens = next((name for name in _TOKENS if name in self.inputs), self.inputs[0])
         self.logits = "logits" if "logits" in self.outputs else self.outputs[0]
         self.stream = self._stream()
@@ -82,22 +85,38 @@ class Graph:
     def _node(self, proto: Any) -> Node:
         properties = {one.key: one.value for one in proto.metadata_props}
         scopes, classes = (_listed(properties.get(key, "")) for key in (_SCOPES, _CLASSES))
-        if scopes:
-            if scopes[0]:  # of no module: what torch writes for it is no path
-                scopes = [""]
+        told = bool(scopes) and not scopes[0]  # else what torch writes there is no path
+        if told:
             scopes, classes = scopes[:-1], classes[: len(scopes) - 1]  # the last is the operator
             scopes = [_CALL.sub("", one) for one in scopes]
-        elif proto.name.startswith("/"):
-            parts = proto.name.strip("/").split("/")[:-1]
-            scopes = [".".join(parts[: count + 1]) for count in range(len(parts))]
+        else:
+            told, parts = proto.name.startswith("/"), proto.name.strip("/").split("/")[:-1]
+            scopes = [".".join(parts[: count + 1]) for count in range(len(parts))] if told else []
         for number, path in enumerate(scopes):
             kind = classes[number].rpartition(".")[2] if number < len(classes) else "Module"
             if path not in self.kinds or self.kinds[path] in ("Graph", "Module"):
                 self.kinds[path] = kind
         return Node(
             proto, tuple(_inputs(proto)), tuple(proto.output),
-            tuple(dict.fromkeys(one for one in scopes if one)), properties,
+            tuple(dict.fromkeys(one for one in scopes if one)), properties, told,
         )  # fmt: skip
+
+    def _place_untold(self) -> None:
+        """A node that an optimiser made is in the modules that its neighbours share."""
+        users: dict[str, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for value in node.inputs:
+                users.setdefault(value, []).append(number)
+        for number, node in enumerate(self.nodes):
+            if node.told:
+                continue
+            around = [self.maker[value] for value in node.inputs if value in self.maker]
+            around += [n for value in node.outputs for n in users.get(value, ())]
+            known = [self.nodes[n].scopes for n in around if n < number or self.nodes[n].told]
+            shared = known[0] if known else ()
+            for scopes in known[1:]:
+                shared = tuple(one for one in shared if one in scopes)
+            self.nodes[number] = replace(node, scopes=shared)
 
     def _stream(self) -> set[str]:
         found = {self.tokens}
@@ -197,5 +216,4 @@ def _inputs(proto: Any) -> Iterator[str]:
 
 def _by_value(node: Node) -> Node:
     name = next(filter(None, node.outputs), "")
-    scopes: Sequence[str] = [name] if name else []
-    return Node(node.proto, node.inputs, node.outputs, tuple(scopes), node.properties)
+    return replace(node, scopes=(name,) if name else (), told=True)

@@ -22,6 +22,9 @@ __all__ = ["modules_of"]
 
 _FX = "pkg.torch.onnx.fx_node"
 _USED = re.compile(r"%([pb])_(\w+)")
+_PRODUCT = re.compile(r"aten\.(addmm|mm|matmul|bmm)\b")
+_WITH_BIAS = ("Conv", "Gemm", "LayerNormalization")
+"""Their third operand is one."""
 _FLOATS = (1, 10, 11, 16)
 
 
@@ -68,47 +71,45 @@ def _named(graph: Graph) -> tuple[dict[str, tuple[str, bool]], list[str]]:
     found: dict[str, tuple[str, bool]] = {}
     known: set[str] = set()
     for node in graph.nodes if graph.has_modules else ():
-        used = [(kind, _parameter(mangled, node)) for kind, mangled
-                in _USED.findall(node.properties.get(_FX, ""))]  # fmt: skip
-        given = [name for name in node.inputs if name in graph.constants and _counts(graph, name)]
-        if not used and graph.kinds[node.scopes[-1] if node.scopes else ""] == "Module":
-            given = [name for name in given if [name.rpartition(".")[0]] == [*node.scopes[-1:]]]
-            for constant in given:  # an older exporter: the constant has the parameter's name
+        for constant in {name for name in node.inputs if _counts(graph, name)}:
+            choice = _choice(node, constant)
+            if choice is not None:
                 known.add(constant)
-                found.setdefault(constant, (constant, False))
-            continue
-        for constant in given:
-            choice = _choice(graph, node, constant, used)
-            if choice is None:
-                continue
-            known.add(constant)
-            kind, name = choice
-            if kind == "p" and name is not None:
-                found.setdefault(name, (constant, _transposed(node, constant)))
+                kind, name, transposed = choice
+                if kind == "p":
+                    found.setdefault(name, (constant, transposed))
     left = [name for name in graph.constants if _counts(graph, name) and name not in known]
     return found, left
 
 
-def _choice(
-    graph: Graph, node: Node, constant: str, used: list[tuple[str, str | None]]
-) -> tuple[str, str | None] | None:
-    """Which of the parameters that the operator used the constant is. Of ``linear`` the matrix
-    comes first, and the bias is a vector."""
-    if len(used) == 1:
-        return used[0] if used[0][1] is not None else None
-    dims = len(graph.constants[constant].dims)
-    fitting = [one for one in used if one[1] is not None and (dims == 1) == _is_vector(one[1])]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _is_vector(name: str) -> bool:
-    return name.endswith("bias")
+def _choice(node: Node, constant: str) -> tuple[str, str, bool] | None:
+    """(parameter or buffer, its name, is it stored transposed) of a constant that the node takes;
+    None where that is not certain."""
+    operator, place = node.proto.op_type, node.inputs.index(constant)
+    made_of = node.properties.get(_FX, "")
+    used = [(kind, _parameter(mangled, node)) for kind, mangled in _USED.findall(made_of)]
+    if not made_of:  # an older exporter: names are kept, of matrices that were not transposed
+        path, _, last = constant.rpartition(".")
+        return ("p", constant, False) if last and path in node.scopes else None
+    if len(used) > 1:
+        is_bias = operator == "Add" or (place == 2 and operator in _WITH_BIAS)
+        used = [one for one in used if one[1] is not None and one[1].endswith("bias") == is_bias]
+    if len(used) != 1 or used[0][1] is None:
+        return None
+    transposed = False
+    if operator in ("MatMul", "Gemm") and place < 2:
+        turned = any(one.name == "transB" and one.i for one in node.proto.attribute)
+        if "aten.linear" in made_of:
+            transposed = place == 1 and not turned
+        elif turned or not _PRODUCT.search(made_of):
+            return None
+    return used[0][0], used[0][1], transposed
 
 
 def _counts(graph: Graph, name: str) -> bool:
     """Is it a tensor of numbers, and no epsilon or the like?"""
-    one = graph.constants[name]
-    return one.data_type in _FLOATS and any(size > 1 for size in one.dims)
+    one = graph.constants.get(name)
+    return one is not None and one.data_type in _FLOATS and any(n > 1 for n in one.dims)
 
 
 def _parameter(mangled: str, node: Node) -> str | None:
@@ -120,15 +121,6 @@ def _parameter(mangled: str, node: Node) -> str | None:
             return f"{path}.{mangled.removeprefix(start)}"
     last = mangled.rpartition("_")[2]
     return f"{node.scopes[-1]}.{last}" if node.scopes and last == "weight" else None
-
-
-def _transposed(node: Node, constant: str) -> bool:
-    operator = node.proto.op_type
-    if operator == "MatMul":
-        return len(node.inputs) > 1 and node.inputs[1] == constant
-    if operator == "Gemm" and len(node.inputs) > 1 and node.inputs[1] == constant:
-        return not any(one.name == "transB" and one.i for one in node.proto.attribute)
-    return False
 
 
 def _embeddings(root: Any, graph: Graph, named: dict[str, tuple[str, bool]]) -> None:

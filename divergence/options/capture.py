@@ -70,8 +70,8 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
         str | None,
         Option(
             "--engine NAME",
-            "What runs the model: transformers, compile (torch.compile, block by block), or an "
-            "installed one. Default: transformers, or the recorded one.",
+            "What runs the model: transformers, compile (torch.compile, block by block), onnx "
+            "(ONNX Runtime), or an installed one. Default: transformers, or the recorded one.",
             MODEL,
             setting=True,
             recorded="engine.name",

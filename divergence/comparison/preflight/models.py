@@ -157,6 +157,8 @@ def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[Preflig
 
 def _tells_blocks(manifest: Manifest) -> bool:
     """Did the capture put a hook on every block, and on this machine alone?"""
+    if manifest.engine is not None and "blocks" in manifest.engine.facts:
+        return False  # what ran there does not tell them
     sites = manifest.plan.sites
     return manifest.mesh is None and ("blocks" in sites or "modules" in sites)
 

@@ -78,7 +78,7 @@ class OnnxSession:
         *,
         version: str,
     ) -> None:
-        self.loaded, self._graph, self._runtime, self._left = loaded, graph, runtime, left
+        self._loaded, self._graph, self._runtime, self._left = loaded, graph, runtime, left
         self._options: dict[str, EngineValue] = msgspec.structs.asdict(options)
         self._version, self._num_taps = version, 0
         self.lacks: dict[Feature, str] = {
@@ -89,6 +89,17 @@ class OnnxSession:
         }
         if not any(note.role == "block" for note in self.notes().values()):
             self.lacks["anchor"] = "the file does not tell the blocks of its model"
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._loaded
+
+    @loaded.setter
+    def loaded(self, prepared: LoadedModel) -> None:
+        raise UsageError(
+            "--engine onnx has no module that could be prepared: it runs the graph",
+            hint="change the model before it is exported",
+        )
 
     def notes(self) -> dict[str, ModuleNote]:
         return describe_modules(self.loaded.module)
@@ -138,6 +149,8 @@ class OnnxSession:
             "cache": "none, each step is a whole forward",
             "values fetched": f"{self._num_taps}, across which ONNX Runtime fuses nothing",
         }
+        if "anchor" in self.lacks:
+            facts["blocks"] = "not told"
         if self._left:
             facts["weights"] = f"{len(self._left)} constants have no parameter's name"
         return EngineNote(name=self.name, version=self._version, options=self._options, facts=facts)

@@ -4,7 +4,7 @@
 these which parameter it is. ``build`` puts in the parameters of the tiny model, which are the same
 on every machine.
 
-    python tests/models/onnx_graphs.py     # writes the archive anew; needs onnxscript
+    python tests/models/onnx_graphs.py [NAME ...]     # exports them anew; needs onnxscript
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ MODELS = {
     "qwen3": {"architecture": "qwen3", "dtype": "float32"},
     "qwen3-float16": {"architecture": "qwen3", "dtype": "float16"},
     "gpt2": {"architecture": "gpt2", "dtype": "float32"},
+    "bert": {"architecture": "bert", "dtype": "float32"},
 }
 """What ``tiny_model`` takes, by name."""
 _KEPT = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy", "pkg.torch.onnx.fx_node")
@@ -63,12 +65,12 @@ def _bytes(tensor: Any, transposed: bool) -> bytes:
 def _export(checkpoint: Path) -> tuple[bytes, dict[str, tuple[str, bool]]]:
     import onnx
     import torch
+    import transformers
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype="auto", attn_implementation="eager"
-    ).eval()
+    encoder = "bert" in (checkpoint / "config.json").read_text(encoding="utf-8")
+    factory = transformers.AutoModelForMaskedLM if encoder else transformers.AutoModelForCausalLM
+    model = factory.from_pretrained(checkpoint, dtype="auto", attn_implementation="eager").eval()
     model.config.use_cache = False
     ids = torch.arange(12).reshape(2, 6)
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
@@ -77,6 +79,8 @@ def _export(checkpoint: Path) -> tuple[bytes, dict[str, tuple[str, bool]]]:
         "attention_mask": torch.ones_like(ids),
         "position_ids": torch.arange(6)[None].expand(2, 6),
     }
+    if encoder:
+        given["token_type_ids"] = torch.zeros_like(ids)
     program = torch.onnx.export(
         model, kwargs=given, dynamo=True, dynamic_shapes=dict.fromkeys(given, axes), verbose=False
     )
@@ -101,20 +105,28 @@ def _export(checkpoint: Path) -> tuple[bytes, dict[str, tuple[str, bool]]]:
     return graph.SerializeToString(), names
 
 
-def main() -> None:
+def main(names: Sequence[str] = ()) -> None:
+    """Writes the graphs of ``names`` (default: all) anew; the others stay."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.models import tiny
 
-    with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive, tempfile.TemporaryDirectory() as place:
-        for name, options in MODELS.items():
+    found: dict[str, bytes] = {}
+    if names:
+        with tarfile.open(ARCHIVE) as archive:
+            found = {one.name: archive.extractfile(one).read() for one in archive}
+    with tempfile.TemporaryDirectory() as place:
+        for name in names or MODELS:
+            options = MODELS[name]
             rest = {key: value for key, value in options.items() if key != "architecture"}
             checkpoint = tiny.build(options["architecture"], Path(place) / name, **rest)
-            graph, names = _export(checkpoint)
-            for suffix, data in ((".onnx", graph), (".json", json.dumps(names).encode())):
-                entry = tarfile.TarInfo(name + suffix)
-                entry.size = len(data)
-                archive.addfile(entry, io.BytesIO(data))
+            graph, constants = _export(checkpoint)
+            found |= {f"{name}.onnx": graph, f"{name}.json": json.dumps(constants).encode()}
+    with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
+        for name, data in sorted(found.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

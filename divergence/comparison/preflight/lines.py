@@ -180,13 +180,17 @@ def _build(a: Manifest, b: Manifest) -> list[PreflightLine]:
 
 def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     one, two = a.model, b.model
-    status, detail = _weights_differ(one, two, match_parameters(one.digests, two.digests, names))
+    found = match_parameters(one.digests, two.digests, names)
+    status, detail = _weights_differ(one, two, found)
+    partly = any(m.engine is not None and "weights" in m.engine.facts for m in (a, b))
+    if status == "blocking" and partly:  # an engine that tells some of them, or none
+        status, detail = _as_far_as_told(one, two, found)
     if status != "same":
         detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
     return PreflightLine(
         check="weights", status=status, detail=detail,
-        reference=f"{one.digest[:12] or '-'} ({one.dtype})",
-        candidate=f"{two.digest[:12] or '-'} ({two.dtype})",
+        reference=f"{one.digest[:12]} ({one.dtype})",
+        candidate=f"{two.digest[:12]} ({two.dtype})",
     )  # fmt: skip
 
 
@@ -200,8 +204,6 @@ def _weights_differ(
             f"{len(missing)} parameters were missing from the checkpoint and are random: "
             + list_names(missing)
         )
-    if not (a.digest and b.digest):  # an engine that tells some of them, or none
-        return _as_far_as_told(a, b, found)
     if a.digest == b.digest:
         return "same", detail
     digested = bool(a.digests and b.digests)

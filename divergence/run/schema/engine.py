@@ -24,7 +24,8 @@ class EngineNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     options: dict[str, EngineValue] = {}
     """The engine's own options as used, defaults included."""
     facts: dict[str, str] = {}
-    """Its switches as found, and what it said of itself: ``prefix caching`` → ``off``."""
+    """Its switches as found, and what it said of itself: ``prefix caching`` → ``off``. Where there
+    is ``weights`` or ``blocks``, it does not tell all of them."""
 
 
 class CompiledNote(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -112,7 +112,7 @@ class ModelIdentity(_Strict, kw_only=True):
     """The dtype of the weights as run."""
     num_parameters: Count
     digest: str
-    """One digest over all of ``digests``; empty where the engine does not tell all of them."""
+    """One digest over all of ``digests``."""
     digests: dict[str, str] = {}
     """xxh3-128 of each parameter and buffer in the run's dtype, by name."""
     rounded_digests: dict[str, str] = {}

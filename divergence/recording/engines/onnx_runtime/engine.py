@@ -106,10 +106,7 @@ class OnnxSession:
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         identity = identify(self.loaded, on_parameter=on_parameter)
-        known: dict[str, Any] = {"code": {}, "attn_implementation": None}
-        if self._left or not identity.digests:  # not all of them are told: no word on the whole
-            known |= {"digest": "", "rounded_digests": {}}
-        return msgspec.structs.replace(identity, **known)
+        return msgspec.structs.replace(identity, code={}, attn_implementation=None)
 
     def check_ids(self, samples: Sequence[SampleTokens]) -> None:
         check_ids(self.loaded, samples)
@@ -151,8 +148,9 @@ class OnnxSession:
         }
         if "anchor" in self.lacks:
             facts["blocks"] = "not told"
-        if self._left:
-            facts["weights"] = f"{len(self._left)} constants have no parameter's name"
+        facts["weights"] = "as far as the file names them" + (
+            f"; {len(self._left)} constants have no parameter's name" if self._left else ""
+        )
         return EngineNote(name=self.name, version=self._version, options=self._options, facts=facts)
 
     def close(self) -> None:

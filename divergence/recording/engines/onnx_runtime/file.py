@@ -7,6 +7,7 @@ operators that ONNX Runtime does not have itself are not loaded from anywhere.
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def tensor_of(tensor: Any, folder: Path) -> Any:
             raise _broken(place, f"it ends before the weight {tensor.name}")
         data: Any = np.memmap(place, mode="c", offset=offset, shape=(num_bytes,), dtype=np.uint8)
     elif tensor.raw_data:
-        data = np.frombuffer(bytearray(tensor.raw_data), dtype=np.uint8)
+        data = np.frombuffer(tensor.raw_data, dtype=np.uint8)
     else:
         data = np.array(numpy_helper.to_array(tensor)).reshape(-1).view(np.uint8)
     if data.size != num_bytes:
@@ -102,7 +103,9 @@ def tensor_of(tensor: Any, folder: Path) -> Any:
             f"the weight {tensor.name} has {data.size} bytes, and its shape {list(shape)} takes "
             f"{num_bytes}", hint="the ONNX file is damaged; export it again",
         )  # fmt: skip
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+    with warnings.catch_warnings():  # that it must not be written to
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def _size(tensor: Any) -> int:

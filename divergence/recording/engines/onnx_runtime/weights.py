@@ -87,7 +87,7 @@ def _choice(node: Node, constant: str) -> tuple[str, str, bool] | None:
     None where that is not certain."""
     operator, place = node.proto.op_type, node.inputs.index(constant)
     made_of = node.properties.get(_FX, "")
-    used = [(kind, _parameter(mangled, node)) for kind, mangled in _USED.findall(made_of)]
+    used = [(kind, _parameter(mangled, node, constant)) for kind, mangled in _USED.findall(made_of)]
     if not made_of:  # an older exporter: names are kept, of matrices that were not transposed
         path, _, last = constant.rpartition(".")
         return ("p", constant, False) if last and path in node.scopes else None
@@ -112,15 +112,18 @@ def _counts(graph: Graph, name: str) -> bool:
     return one is not None and one.data_type in _FLOATS and any(n > 1 for n in one.dims)
 
 
-def _parameter(mangled: str, node: Node) -> str | None:
-    """``model_norm_weight`` as ``model.norm.weight``, by the modules that the node runs in. Of
-    parameters that are tied one name is told."""
+def _parameter(mangled: str, node: Node, constant: str) -> str | None:
+    """``model_norm_weight`` as ``model.norm.weight``, by the modules that the node runs in. The
+    exporter writes it in lower case; of parameters that are tied it tells one name."""
+    mangled = mangled.lower()
     for path in reversed(node.scopes):
-        start = re.sub(r"\W", "_", path) + "_"
+        start = re.sub(r"\W", "_", path).lower() + "_"
         if mangled.startswith(start):
-            return f"{path}.{mangled.removeprefix(start)}"
-    last = mangled.rpartition("_")[2]
-    return f"{node.scopes[-1]}.{last}" if node.scopes and last == "weight" else None
+            last, own = mangled.removeprefix(start), constant.rpartition(".")[2]
+            if own.lower() == last:
+                return f"{path}.{own}"
+            return f"{path}.{last}" if last in ("weight", "bias") else None
+    return f"{node.scopes[-1]}.weight" if node.scopes and mangled.endswith("_weight") else None
 
 
 def _embeddings(root: Any, graph: Graph, named: dict[str, tuple[str, bool]]) -> None:

@@ -1,6 +1,6 @@
 """Healthy pairs of engines: how far ONNX Runtime is from transformers, block by block.
 
-    python benchmarks/engine_pairs.py
+    python benchmarks/engine_pairs.py [NAME ...]
 
 Tiny random models as torch's exporter writes them (tests/models/onnx_graphs.py), two prompts, a
 prefill and two decode steps; of each model the largest relative L2 of any block's output, where
@@ -21,10 +21,12 @@ from tests.models import onnx_graphs, tiny
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact.", "Hello there"]
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     print("| model | dtype | prefill, anchored | decode, anchored | free | verdict |")
     print("|---|---|---|---|---|---|")
     for name, options in onnx_graphs.MODELS.items():
+        if names and name not in names:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             row = measured(name, dict(options), Path(folder))
         print(f"| {options['architecture']} | {options['dtype']} | {row} |", flush=True)
@@ -47,9 +49,9 @@ def measured(name: str, options: dict[str, str], place: Path) -> str:
         [s.rel_l2 for s in sites if s.pass_ == "anchored" and s.step],
         [s.rel_l2 for s in sites if s.pass_ == "free"],
     )
-    shown = " | ".join(f"{max(part):.1e}" for part in parts)
+    shown = " | ".join(f"{max(part):.1e}" if part else "-" for part in parts)
     return f"{shown} | `{report.verdict.kind}`"
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

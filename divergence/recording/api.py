@@ -20,7 +20,14 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.commands import TruthOptions
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
-from divergence.recording.engines.engine import DEFAULT, Loading, Session, engine_named, options_for
+from divergence.recording.engines.engine import (
+    DEFAULT,
+    Loading,
+    Session,
+    engine_named,
+    options_for,
+    refuse_lacking,
+)
 from divergence.recording.execution import Execution
 from divergence.recording.hooks.plant import Plant, Substitute
 from divergence.recording.machine.determinism import cpu_threads, deterministic_settings
@@ -241,6 +248,7 @@ def _execute(
                 )
                 on_progress("note", 0, None, text)
             if prepare is not None:
+                refuse_lacking(session, prepare=True)
                 module = settled(loaded.module, prepare(loaded.module))
                 session.loaded = dataclasses.replace(loaded, module=module)
             session.loaded = dataclasses.replace(

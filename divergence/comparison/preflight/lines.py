@@ -189,8 +189,7 @@ def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
         detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
     return PreflightLine(
         check="weights", status=status, detail=detail,
-        reference=f"{one.digest[:12]} ({one.dtype})",
-        candidate=f"{two.digest[:12]} ({two.dtype})",
+        reference=f"{one.digest[:12]} ({one.dtype})", candidate=f"{two.digest[:12]} ({two.dtype})",
     )  # fmt: skip
 
 
@@ -246,7 +245,7 @@ def _as_far_as_told(
         text = f"{len(different)} of {len(pairs)} parameters that both tell differ"
         return "blocking", f"{text}: {list_names(different)}"
     told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
-    return "differs", f"{told}: not every engine tells its weights"
+    return "unknown", f"{told}: not every engine tells its weights"
 
 
 def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:

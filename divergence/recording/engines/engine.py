@@ -49,7 +49,7 @@ BUILT_IN = {
 """By name: module and class. A module is imported when its engine is used."""
 _GROUP = "divergence.engines"
 
-Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch"]
+Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch", "prepare"]
 """What a capture may ask for and an engine may lack. (What cannot be loaded, ``load`` refuses.)"""
 
 
@@ -196,6 +196,7 @@ _ASKED: dict[Feature, str] = {
     "operators": "operators (ops@, --substitute)",
     "plants": "--plant",
     "batch": "a batch of prompts",
+    "prepare": "prepare",
 }
 
 
@@ -204,7 +205,7 @@ def refuse_lacking(session: Session, **asked: bool) -> None:
     cannot make is left out with a note.)"""
     for feature, words in _ASKED.items():
         reason = session.lacks.get(feature)
-        if asked[feature] and reason is not None:
+        if asked.get(feature) and reason is not None:
             raise UsageError(
                 f"{words}: the engine {session.note().name} has none of it, {reason}",
                 hint="--no-batch" if feature == "batch"

@@ -67,6 +67,7 @@ class OnnxSession:
     """A graph, and the modules that it tells of."""
 
     name: ClassVar[str] = "onnx"
+    makes_forwards: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class OnnxSession:
         *,
         version: str,
     ) -> None:
-        self._loaded, self._graph, self._runtime, self._left = loaded, graph, runtime, left
+        self.loaded, self._graph, self._runtime, self._left = loaded, graph, runtime, left
         self._options: dict[str, EngineValue] = msgspec.structs.asdict(options)
         self._version, self._num_taps = version, 0
         self.lacks: dict[Feature, str] = {
@@ -86,20 +87,10 @@ class OnnxSession:
             "whole": "each of its steps is a whole forward already",
             "operators": "its operators are not torch's",
             "plants": "no hook is in its forward",
+            "prepare": "it runs the graph",
         }
         if not any(note.role == "block" for note in self.notes().values()):
             self.lacks["anchor"] = "the file does not tell the blocks of its model"
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self._loaded
-
-    @loaded.setter
-    def loaded(self, prepared: LoadedModel) -> None:
-        raise UsageError(
-            "--engine onnx has no module that could be prepared: it runs the graph",
-            hint="change the model before it is exported",
-        )
 
     def notes(self) -> dict[str, ModuleNote]:
         return describe_modules(self.loaded.module)

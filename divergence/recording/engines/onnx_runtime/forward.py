@@ -67,6 +67,8 @@ class GraphRecorder(Recorder):
         self.num_taps = 0
 
     def _takes(self, one: Port) -> bool:
+        if not (self._forwards.hooks or one.path == ROOT):
+            return False
         dtype = _DTYPES.get(self._graph.types.get(one.value, 1), torch.int64)
         return one.path in self._hooked and self._wanted(
             one.path, one.port, torch.empty(0, dtype=dtype)
@@ -111,7 +113,8 @@ class GraphRecorder(Recorder):
 
     def _rows(self, tensor: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Of a decode step the row of its token."""
-        if self._step == 0 or tensor.ndim < 2 or tensor.shape[1] != num_tokens:
+        whole = self._step == 0 or not self._forwards.cached  # then it is narrowed where it is kept
+        if whole or tensor.ndim < 2 or tensor.shape[1] != num_tokens:
             return tensor
         return tensor[:, -1:].contiguous()
 
@@ -159,12 +162,12 @@ class GraphRecorder(Recorder):
     def _recorded(self, one: Port, own: torch.Tensor) -> torch.Tensor | None:
         """What was recorded of an input, of this step and those before it; None where that is not
         all there. Of what enters the head the deciding rows alone may be: the others stay own."""
-        if own.ndim < 2 or own.shape[1] != self._num_tokens + self._step:
+        if own.ndim < 2 or own.shape[1] != self._num_prompt + self._step:
             return None
         assert self._anchor is not None  # asked where there is one
         whole, site = own.clone(), join_site(one.path, one.port)
         for step in range(self._step + 1):
-            stop = self._num_tokens + step
+            stop = self._num_prompt + step
             rows = own[:, (stop - 1 if step else 0) : stop]
             if (site, step) not in self._given:
                 self._given[site, step] = self._anchor(self._sample, step, site, rows)

@@ -14,6 +14,7 @@ from divergence.comparison.align.names import NameMap
 from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.models import (
     Matching,
+    as_far_as_told,
     block_lines,
     config_line,
     match_parameters,
@@ -182,15 +183,13 @@ def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     one, two = a.model, b.model
     found = match_parameters(one.digests, two.digests, names)
     status, detail = _weights_differ(one, two, found)
-    partly = any(m.engine is not None and "weights" in m.engine.facts for m in (a, b))
-    if status == "blocking" and partly:  # an engine that tells some of them, or none
-        status, detail = _as_far_as_told(one, two, found)
+    if status == "blocking" and any("weights" in m.engine.facts for m in (a, b) if m.engine):
+        status, detail = as_far_as_told(one, two, found)
     if status != "same":
         detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])
-    return PreflightLine(
-        check="weights", status=status, detail=detail,
-        reference=f"{one.digest[:12]} ({one.dtype})", candidate=f"{two.digest[:12]} ({two.dtype})",
-    )  # fmt: skip
+    shown = [f"{model.digest[:12]} ({model.dtype})" for model in (one, two)]
+    return PreflightLine(check="weights", status=status, detail=detail,
+                         reference=shown[0], candidate=shown[1])  # fmt: skip
 
 
 def _weights_differ(
@@ -234,18 +233,6 @@ def _weights_differ(
     if found.prefixes or found.mapped:
         return "differs", f"the same values under other names: {found.describe()}"
     return "differs", found.describe()
-
-
-def _as_far_as_told(
-    a: ModelIdentity, b: ModelIdentity, found: Matching
-) -> tuple[PreflightStatus, str | None]:
-    pairs = {} if a.dtype != b.dtype else found.pairs
-    different = [name for name, other in pairs.items() if a.digests[name] != b.digests[other]]
-    if different:
-        text = f"{len(different)} of {len(pairs)} parameters that both tell differ"
-        return "blocking", f"{text}: {list_names(different)}"
-    told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
-    return "unknown", f"{told}: not every engine tells its weights"
 
 
 def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:

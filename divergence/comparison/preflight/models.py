@@ -30,8 +30,8 @@ from divergence.run.schema.manifest import ConfigValue, Manifest, ModelIdentity,
 from divergence.run.schema.site import starred, unescape_path
 
 __all__ = [
-    "Matching", "block_lines", "config_differences", "config_line", "first_difference",
-    "match_parameters", "template_cause", "text_cause", "tokenizer_cause",
+    "Matching", "as_far_as_told", "block_lines", "config_differences", "config_line",
+    "first_difference", "match_parameters", "template_cause", "text_cause", "tokenizer_cause",
     "weight_causes",
 ]  # fmt: skip
 
@@ -128,6 +128,19 @@ def _beside(
 
     numbered = {name for name in names if any(part.isdecimal() for part in name.split("."))}
     return [name for name in names if name not in numbered and may_be(name)]
+
+
+def as_far_as_told(
+    a: ModelIdentity, b: ModelIdentity, found: Matching
+) -> tuple[PreflightStatus, str | None]:
+    """(status, detail) of two models' weights, where an engine tells some of them, or none."""
+    pairs = {} if a.dtype != b.dtype else found.pairs
+    different = [name for name, other in pairs.items() if a.digests[name] != b.digests[other]]
+    if different:
+        text = f"{len(different)} of {len(pairs)} parameters that both tell differ"
+        return "blocking", f"{text}: {list_names(different)}"
+    told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
+    return "unknown", f"{told}: not every engine tells its weights"
 
 
 def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[PreflightLine]:

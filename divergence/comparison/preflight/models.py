@@ -30,8 +30,9 @@ from divergence.run.schema.manifest import ConfigValue, Manifest, ModelIdentity,
 from divergence.run.schema.site import starred, unescape_path
 
 __all__ = [
-    "Matching", "as_far_as_told", "block_lines", "config_differences", "config_line",
-    "first_difference", "match_parameters", "template_cause", "text_cause", "tokenizer_cause",
+    "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
+    "config_line", "first_difference", "match_parameters", "template_cause", "text_cause",
+    "tokenizer_cause",
     "weight_causes",
 ]  # fmt: skip
 
@@ -141,6 +142,12 @@ def as_far_as_told(
         return "blocking", f"{text}: {list_names(different)}"
     told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
     return "unknown", f"{told}: not every engine tells its weights"
+
+
+def attention_of(manifest: Manifest) -> str:
+    """transformers' name of it, or what an engine says of its own kernels."""
+    facts = {} if manifest.engine is None else manifest.engine.facts
+    return manifest.model.attn_implementation or facts.get("attention backend") or "none"
 
 
 def block_lines(a: Manifest, b: Manifest, names: NameMap | None) -> list[PreflightLine]:

@@ -45,6 +45,7 @@ BUILT_IN = {
     "transformers": "divergence.recording.engines.sessions:TransformersEngine",
     "compile": "divergence.recording.engines.compile:CompileEngine",
     "onnx": "divergence.recording.engines.onnx_runtime.engine:OnnxEngine",
+    "vllm": "divergence.recording.engines.vllm.engine:VllmEngine",
 }
 """By name: module and class. A module is imported when its engine is used."""
 _GROUP = "divergence.engines"

@@ -163,22 +163,24 @@ class Recorder:
     @contextlib.contextmanager
     def installed(self) -> Iterator[Recorder]:
         """Hooks on; off again on any exit."""
-        compiled = bool(compiled_regions(self._model))
         with contextlib.ExitStack() as stack:
             stack.callback(self._recent.items.clear)
-            if not self._forwards.hooks:
-                stack.enter_context(called_through(self._model, self._post_hook(ROOT)))
-            for name, module in self._model.named_modules():
-                path = escape_path(name)
-                if path in self._hooked and self._forwards.hooks:
-                    pre = self._pre_hook(path, argument_names(module))
-                    post = self._post_hook(path)
-                    stack.enter_context(hooked(module, pre, post, compiled=compiled))
-            # its hooks come after these: what an anchor puts in place is no operator, what a
-            # plant does is one
+            for hooks in self._mounted():
+                stack.enter_context(hooks)
+            # after these: what an anchor puts in place is no operator, what a plant does is one
             if self.operators is not None:
                 stack.enter_context(self.operators.installed())
             yield self
+
+    def _mounted(self) -> Iterator[contextlib.AbstractContextManager[Any]]:
+        """The hooks of each module; an engine puts them where it has another name or form."""
+        compiled = bool(compiled_regions(self._model))
+        if not self._forwards.hooks:
+            yield called_through(self._model, self._post_hook(ROOT))
+        for name, module in self._model.named_modules():
+            if (path := escape_path(name)) in self._hooked and self._forwards.hooks:
+                pre = self._pre_hook(path, argument_names(module))
+                yield hooked(module, pre, self._post_hook(path), compiled=compiled)
 
     def _pre_hook(self, path: str, names: Sequence[str]) -> Callable[..., Any]:
         anchors = self._anchor is not None and path != ROOT and self._notes[path].role != "inner"
@@ -260,8 +262,7 @@ class Recorder:
         return call
 
     def _forget_given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """What a module was given it may have written to, by a kernel that advances no counter:
-        where it gives it back, it is kept anew."""
+        """A kernel may write to what it was given, uncounted: what is given back is kept anew."""
         for _, tensor in input_leaves(args, kwargs):
             self._recent.items.pop(id(tensor), None)
 
@@ -341,9 +342,8 @@ class Recorder:
             if joined is None:
                 return
             tensor = joined
-        positions = None
         if self._step and self._forwards.cached and self.operators is None:
-            item = self._recent.kept(tensor, self._keep)
+            item, positions = self._recent.kept(tensor, self._keep), None
         else:
             with self._quiet():
                 item, positions = self._kept(path, tensor)

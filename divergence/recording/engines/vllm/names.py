@@ -1,0 +1,135 @@
+"""Where the modules of transformers are in vLLM's: name maps, by model family.
+
+``configs/maps/NAME.toml`` lists vLLM's modules that have transformers' names (``same``), and those
+that compute several of its modules in one (``split``: which, in the order of their rows). ``*``
+stands for one part of a path. A matrix is split by the sizes that transformers' own model has.
+
+Of a family without a map the blocks alone are known, and only where both have them at one path:
+what stands between them (an embedding that is scaled outside its module) may mean another thing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from divergence.config import config_names, decode, find_config, load_toml
+from divergence.errors import UsageError
+from divergence.recording.model.structure import describe_modules
+from divergence.run.schema.site import ROOT, escape_path, near_names
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ModuleMap", "Place", "map_for", "places_of"]
+
+_FOLDER = "maps/"
+
+
+class ModuleMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of configs/maps/."""
+
+    models: tuple[str, ...]
+    """``model_type`` of the configurations that it is for."""
+    same: tuple[str, ...]
+    """Modules with one path in both."""
+    split: dict[str, tuple[str, ...]] = {}
+    """vLLM's module → transformers' modules that it computes in one."""
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one module of transformers is found."""
+
+    theirs: str
+    """Path of vLLM's module, as torch writes it."""
+    rows: slice | None = None
+    """The part of its output (last axis) and of its weight (first axis), where it is fused."""
+
+
+def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
+    """The map of a family, or the one that was named (by name or path); None where there is none.
+
+    Raises ConfigError for a file that is no map, or is not there.
+    """
+    if given is not None:
+        return _read(given)
+    maps = (_read(name) for name in config_names(_FOLDER))
+    return next((one for one in maps if model_type in one.models), None)
+
+
+def places_of(
+    found: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module, model_type: str
+) -> dict[str, Place]:
+    """By transformers' (escaped) path. ``structure``: transformers' model; ``module``: vLLM's.
+
+    Raises UsageError for a pattern of the map that matches nothing, with near names, and for a
+    model of which not even the blocks are found.
+    """
+    ours = dict(structure.named_modules(remove_duplicate=False))
+    theirs = dict(module.named_modules(remove_duplicate=False))
+    places = {ROOT: Place("")}
+    if found is None:
+        notes = describe_modules(structure)
+        blocks = [path for path, note in notes.items() if note.role == "block"]
+        if not blocks or any(path not in theirs for path in blocks):
+            known = sorted({name for each in config_names(_FOLDER) for name in _read(each).models})
+            raise UsageError(
+                f"--engine vllm: the modules of a {model_type} model have other names in vLLM, and "
+                "no name map is known",
+                hint=f"known: {', '.join(known)}; or --engine-option name_map=FILE.toml "
+                "(docs/engines.md)",
+            )
+        return places | {path: Place(path) for path in blocks}
+    for pattern in found.same:
+        for path, _ in _matches(pattern, theirs):
+            _check_here(path, ours)
+            places[escape_path(path)] = Place(path)
+    for pattern, parts in found.split.items():
+        for path, stars in _matches(pattern, theirs):
+            first = 0
+            for part in parts:
+                name = _filled(part, stars)
+                _check_here(name, ours)
+                weight = getattr(ours[name], "weight", None)
+                num_rows = 0 if weight is None else int(weight.shape[0])
+                places[escape_path(name)] = Place(path, slice(first, first + num_rows))
+                first += num_rows
+    return places
+
+
+def _read(name: str) -> ModuleMap:
+    path = find_config(name, prefix=_FOLDER, what="name map")
+    return decode(load_toml(path), ModuleMap, where=str(path))
+
+
+def _matches(pattern: str, paths: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(path, what stands for the stars) of each module that the pattern names, at least one."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))
+    hits = [(path, match.groups()) for path in paths if (match := expression.fullmatch(path))]
+    if not hits:
+        _nothing(pattern, "vLLM", paths)
+    yield from hits
+
+
+def _filled(pattern: str, stars: Iterable[str]) -> str:
+    values = iter(stars)
+    return re.sub(r"\*", lambda _: next(values, "*"), pattern)
+
+
+def _check_here(path: str, ours: Mapping[str, object]) -> None:
+    if path not in ours:
+        _nothing(path, "transformers", ours)
+
+
+def _nothing(pattern: str, library: str, paths: Iterable[str]) -> None:
+    near = near_names(pattern.replace("*", "0"), [path for path in paths if path])
+    raise UsageError(
+        f"the name map's {pattern!r} matches no module of the model in {library}",
+        hint=f"did you mean {', '.join(near)}?" if near else "is it a map for another family?",
+    )

@@ -1,0 +1,140 @@
+"""vLLM against transformers, for real: healthy pairs, and faults in vLLM's own modules.
+
+Run by ``make test-vllm``, in an environment that has vLLM; left out elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from divergence import Run, capture, compare, truth
+from divergence.errors import ModelError, PlantError, UsageError
+from tests.models.tiny import build
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # of vLLM's own calls
+]
+
+PROMPTS = ["Hello there, who are you?", [5, 6, 7]]
+PAIRS = [
+    ("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("qwen3", "bfloat16"),
+    ("gpt2", "float32"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(architecture, dtype) → model, transformers' run of it and the truth; made once each."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def make(architecture, dtype):
+        key = f"{architecture}-{dtype}"
+        if key not in done:
+            model = build(architecture, folder / key, dtype=dtype, hidden=128)
+            a = capture(
+                model, out=folder / f"{key}-a", prompts=PROMPTS, max_new_tokens=4, sites="modules"
+            )
+            done[key] = model, a, truth(a, out=folder / f"{key}-t")
+        return done[key]
+
+    return make
+
+
+def paths_of(run):
+    return {record.site.rpartition(":")[0] for record in run.records}
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), PAIRS)
+def test_healthy_pairs_are_within_the_floor(made, tmp_path, architecture, dtype):
+    """Block by block, inner modules and decode steps too; the weights are the same bits."""
+    _, a, wide = made(architecture, dtype)
+    before = dict(os.environ)
+    b = capture(like=a, out=tmp_path / "b", engine="vllm")
+    assert dict(os.environ) == before
+    report = compare(a, b, truth=wide)
+    assert report.verdict.kind in ("within_floor", "identical"), report.verdict.summary
+    lines = {line.check: line for line in report.preflight}
+    if architecture == "gpt2":
+        assert "were not digested" in lines["weights"].detail
+    else:
+        assert lines["weights"].status == "same"
+    assert lines["attention"].candidate == "CPU_ATTN"
+    assert not any(line.status == "blocking" for line in report.preflight)
+    assert b.manifest.engine.facts["prefix caching"] == "off"
+    assert b.manifest.plan.passes == ["free", "anchored"]
+    found = paths_of(b)
+    assert found <= paths_of(a), "no name of vLLM's own"
+    layer = "transformer.h.1" if architecture == "gpt2" else "model.layers.1"
+    assert layer in found
+    if architecture == "gpt2":  # of which no map is known
+        assert found == {".", "transformer.h.0", "transformer.h.1", "transformer.h.2"}
+    else:
+        assert {f"{layer}.self_attn.k_proj", f"{layer}.mlp.up_proj", "lm_head"} <= found
+
+
+def weight(model):
+    model.model.layers[1].input_layernorm.weight.data.mul_(1.01)
+
+
+def epsilon(model):
+    model.model.layers[2].post_attention_layernorm.variance_epsilon = 1e-2
+
+
+def cached_values(model):
+    attention = model.model.layers[1].self_attn.attn
+    inner = attention.forward
+
+    def forward(query, key, value, **more):
+        return inner(query, key, value * (1.05 if len(query) == 1 else 1), **more)
+
+    attention.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("fault", "block"), [(weight, 1), (epsilon, 2), (cached_values, 1)], ids=lambda f: str(f)[:20]
+)
+def test_a_fault_in_a_module_of_vllm(made, tmp_path, fault, block):
+    """The right block, and the right side."""
+    _, a, wide = made("llama", "float32")
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", prepare=fault)
+    verdict = compare(a, b, truth=wide).verdict
+    assert verdict.kind == "localized" and verdict.side == "candidate"
+    assert verdict.onset.block == f"model.layers.{block}"
+
+
+@pytest.mark.parametrize(
+    "site", ["model.layers.1.self_attn.k_proj:out", "model.layers.1.mlp.down_proj:in"]
+)
+def test_a_plant_at_an_inner_module(made, tmp_path, site):
+    """Through the same views, so at the same site."""
+    _, a, wide = made("qwen3", "bfloat16")
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", plants=[f"{site}=scale:1.2"])
+    verdict = compare(a, b, truth=wide).verdict
+    assert verdict.kind == "localized" and verdict.onset.site == site
+
+
+def test_what_cannot_be_planted_or_batched(made, tmp_path):
+    """Said, with what to do."""
+    _, a, _ = made("llama", "float32")
+    site = "model.layers.1.self_attn.k_proj:in"
+    with pytest.raises((PlantError, ModelError), match="in one with others"):
+        capture(like=a, out=tmp_path / "b", engine="vllm", plants=[f"{site}=scale:1.2"])
+    with pytest.raises(UsageError, match="one prompt at a time"):
+        capture(like=a, out=tmp_path / "c", engine="vllm", batch=True)
+
+
+def test_a_run_of_vllm_is_repeated_by_transformers(made, tmp_path):
+    """The other direction: vLLM chooses the tokens, transformers is fed them."""
+    model, a, _ = made("llama", "float32")
+    b = capture(model, out=tmp_path / "b", engine="vllm", prompts=PROMPTS, max_new_tokens=4)
+    ids = [sample.generated_ids for sample in b.manifest.tokens.samples]
+    assert ids == [sample.generated_ids for sample in a.manifest.tokens.samples]
+    back = capture(like=b, out=tmp_path / "back", engine="transformers")
+    assert compare(b, back).verdict.kind in ("within_floor", "identical")
+    again = capture(like=Run.open(tmp_path / "b"), out=tmp_path / "again")
+    assert again.manifest.engine.name == "vllm"
+    assert compare(b, again).verdict.kind == "identical"

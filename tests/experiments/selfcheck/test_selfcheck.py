@@ -12,7 +12,8 @@ from divergence.experiments.selfcheck.selfcheck import selfcheck
 from divergence.experiments.selfcheck.variations import NAMES
 from divergence.recording.api import capture
 
-_QUICK = tuple(name for name in NAMES if name != "threads")  # two threads disturb other tests
+_QUICK = tuple(name for name in NAMES if name not in ("threads", "compile"))
+"""Two threads disturb other tests, and compiling takes a minute."""
 
 
 def _by_name(result):

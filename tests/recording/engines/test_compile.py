@@ -116,6 +116,7 @@ def test_a_model_without_blocks(tiny_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as inductor is imported
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_inductor_and_eager_differ_by_rounding(tiny_model, tmp_path, architecture, dtype):
@@ -129,6 +130,7 @@ def test_inductor_and_eager_differ_by_rounding(tiny_model, tmp_path, architectur
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fault_in_compiled_code_is_found(tiny_model, tmp_path):
     """Another epsilon in one norm: its block, its side."""
     folder = tiny_model("llama", num_blocks=3, dtype="bfloat16")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from divergence.checklist.result import Checkup
     from divergence.comparison.api import compare
     from divergence.comparison.result import Report
+    from divergence.experiments.diff import DiffResult, diff
     from divergence.experiments.localization.localize import localize
     from divergence.experiments.selfcheck.result import SelfcheckResult
     from divergence.experiments.selfcheck.selfcheck import selfcheck
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkup",
+    "DiffResult",
     "Matrix",
     "Report",
     "Run",
@@ -48,6 +50,7 @@ __all__ = [
     "check",
     "compare",
     "compare_many",
+    "diff",
     "doctor",
     "import_dump",
     "localize",
@@ -64,6 +67,7 @@ __all__ = [
 
 _HOMES = {
     "Checkup": "divergence.checklist.result",
+    "DiffResult": "divergence.experiments.diff",
     "Matrix": "divergence.fleet.result",
     "Report": "divergence.comparison.result",
     "Run": "divergence.run.reader",
@@ -73,6 +77,7 @@ _HOMES = {
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",
     "compare_many": "divergence.fleet.many",
+    "diff": "divergence.experiments.diff",
     "doctor": "divergence.checklist.doctor",
     "import_dump": "divergence.importing.api",
     "localize": "divergence.experiments.localization.localize",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 __all__ = [
+    "HEADLINES",
     "Progress",
     "Side",
     "SideBothOrNeither",
@@ -29,6 +30,18 @@ SideOrBoth = Literal["reference", "candidate", "both"]
 
 SideBothOrNeither = Literal["reference", "candidate", "both", "neither"]
 """The same where it is an answer too that there is nothing in either."""
+
+HEADLINES = {
+    "identical": "IDENTICAL",
+    "within_floor": "OK",
+    "systematic": "DIVERGED",
+    "localized": "DIVERGED",
+    "nonfinite": "NAN OR INF",
+    "drift": "DRIFTED",
+    "undetermined": "NO ANSWER",
+    "incomparable": "STOPPED",
+}
+"""The first word of an answer, by the verdict's kind."""
 
 
 def printable(text: str) -> str:

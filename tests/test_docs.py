@@ -124,7 +124,7 @@ def test_the_commands_of_a_page_run_in_order(name, llama, tmp_path, monkeypatch,
             outputs.append(printed.out)
     assert num_run >= 7
     # each of these pages plants a fault, and the page says where it is then found
-    assert any(out.startswith("LOCALIZED: the error is made at model.layers.1") for out in outputs)
+    assert any(out.startswith("DIVERGED: the error is made at model.layers.1") for out in outputs)
 
 
 def anchor(heading: str) -> str:

@@ -92,7 +92,7 @@ def test_a_fault_is_named(compared, journey):
     assert report["verdict"]["onset"]["block"] == "model.layers.1"
     said = divergence("compare", "a", "c", cwd=journey)
     assert said.returncode == 0
-    assert said.stdout.startswith("LOCALIZED")
+    assert said.stdout.startswith("DIVERGED")
     assert "model.layers.1:out" in said.stdout
     assert "\x1b" not in said.stdout
 

@@ -12,7 +12,7 @@ import re
 from divergence.checklist.result import Checkup
 from divergence.layout import BLANK, Line, Span, heading, line, prose
 from divergence.run.command import command_line
-from divergence.words import printable
+from divergence.words import HEADLINES, printable
 
 __all__ = ["checkup_lines", "checkup_markdown"]
 
@@ -50,7 +50,7 @@ def _row(state: str, name: str, evidence: str, width: int) -> Line:
 
 
 def _kind(checkup: Checkup) -> str:
-    return "NOT COMPARED" if checkup.verdict is None else checkup.verdict.kind.upper()
+    return "NOT COMPARED" if checkup.verdict is None else HEADLINES[checkup.verdict.kind]
 
 
 def _summary(checkup: Checkup) -> str:

@@ -212,14 +212,17 @@ def show_report(
 ) -> None:
     """The report in the form that was asked for."""
     from divergence.layout import print_lines
+    from divergence.report.screen import screen_lines
     from divergence.report.summary import report_lines, verdict_lines
 
     if json:
         show(report.to_json(indent=2))
     elif quiet:
         print_lines(verdict_lines(report))
-    else:
+    elif every or verbose:
         print_lines(report_lines(report, all_sites=every, verbose=verbose))
+    else:
+        print_lines(screen_lines(report))
 
 
 def _write_csv(report: Report, path: Path) -> None:
@@ -278,8 +281,8 @@ def check(
     if bless:
         from divergence.gate import golden as goldens
         from divergence.layout import print_lines
+        from divergence.report.checking import blessing_lines
         from divergence.report.machine import blessing_json
-        from divergence.report.summary import blessing_lines
 
         with progress_bars(quiet=quiet or json) as progress:
             blessing = goldens.bless(
@@ -294,8 +297,8 @@ def check(
 
     from divergence.gate.check import check
     from divergence.layout import print_lines
+    from divergence.report.checking import check_lines
     from divergence.report.machine import check_json
-    from divergence.report.summary import check_lines
 
     try:
         with progress_bars(quiet=quiet or json) as progress:

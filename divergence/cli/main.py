@@ -35,6 +35,8 @@ _READER_GONE = (BrokenPipeError, SystemExit)
 EPILOG = """
 Examples:
 
+  divergence diff Qwen/Qwen3-0.6B --device cuda,cpu   # one machine, one command
+
   divergence capture Qwen/Qwen3-0.6B -o a          # machine A
 
   divergence capture --like a -o b                 # machine B: same tokens, same sites
@@ -50,21 +52,25 @@ Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code);
 """
 
 COMMANDS = {
+    "diff": (
+        "diff",
+        "Compare a model under two settings of this machine, in one command.",
+    ),
     "capture": ("capture", "Run a model and record what happens at chosen sites."),
-    "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
-    "replay": ("operators", "Run each recorded operator again, alone, on its recorded inputs."),
     "compare": (
         "compare",
         "Compare two runs: the verdict, the first site where they part, and why.",
     ),
     "check": ("compare", "Check a run against a golden under a policy."),
-    "doctor": (
-        "doctor",
-        "Go through the checklist with two runs: what to settle first, and which cause it is.",
-    ),
     "localize": (
         "experiments",
         "Go from the block to the operator, and prove it; captures what is missing.",
+    ),
+    "truth": ("capture", "Repeat a run in float64: what is right, and how wide rounding is."),
+    "replay": ("operators", "Run each recorded operator again, alone, on its recorded inputs."),
+    "doctor": (
+        "doctor",
+        "Go through the checklist with two runs: what to settle first, and which cause it is.",
     ),
     "sensitivity": (
         "experiments",
@@ -111,6 +117,8 @@ COMMANDS = {
 """Each command in the order of ``--help``: the module of divergence.cli that has the function of
 its name, and the first line of its help, so that ``--help`` imports none of them."""
 
+DAILY = ("diff", "capture", "compare", "check", "localize")
+"""The commands that most users need; ``--help`` shows them first."""
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
@@ -142,7 +150,10 @@ class _Group(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {name: _Command(name, help=line) for name, (_, line) in COMMANDS.items()}
+        self.commands = {
+            name: _Command(name, help=line, rich_help_panel="Daily" if name in DAILY else "Expert")
+            for name, (_, line) in COMMANDS.items()
+        }
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         given = list(args)

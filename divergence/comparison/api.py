@@ -191,13 +191,18 @@ def _of_one_run(report: Report) -> Report:
 def _incomparable(
     a: Run, b: Run, lines: list[PreflightLine], blocking: list[PreflightLine]
 ) -> Report:
-    names = " and ".join(f"other {line.check}" for line in blocking)
+    names = " and ".join(f"other {line.check}" for line in blocking if line.check != "prompt ids")
+    if any(line.check == "prompt ids" for line in blocking):
+        from divergence.comparison.preflight.prompts import prompt_headline
+
+        prompts = prompt_headline(a.manifest, b.manifest)
+        names = f"{names}; {prompts}" if names else prompts
     texts = [line.detail or f"{line.reference} against {line.candidate}" for line in blocking]
     nothing = Coverage(num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0)
     finding = Finding(
         claim="other_experiment",
         kind="incomparable",
-        summary=f"not the same experiment: {names}",
+        summary=names,
         evidence=[
             Evidence(text=f"{line.check}: {text}")
             for line, text in zip(blocking, texts, strict=True)

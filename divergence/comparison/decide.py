@@ -296,9 +296,8 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         if line.check in checks and line.status == "differs"
     ]
     if differing and verdict.kind not in ("incomparable", "identical"):
-        verb = "differs" if len(differing) == 1 else "differ"
         verdict = replace(
-            verdict, summary=f"{', '.join(differing)} {verb}; beyond that, {verdict.summary}"
+            verdict, summary=f"{', '.join(differing)}; beyond that, {verdict.summary}"
         )
     untold = [line.check for line in preflight if line.status == "unknown"]
     untold = [check for check in _EXPERIMENT if check in untold]

@@ -142,8 +142,9 @@ def _proof(result: Localization) -> list[Line]:
         text = f"on its own inputs, against float64: {', '.join(parts)}"
         if len(result.alone) == 2 and all(own.times < 3 for own in result.alone):
             given = _given(result)
-            text += "; so it is right on both sides"
-            text += f", and what it is given differs: {given}" if given else ""
+            name = result.operator.operator if result.operator is not None else "the operator"
+            text += f"; {name} is correct on both sides"
+            text += f", but {given}" if given else ""
         lines.append(prose("  alone", text, width=12))
     if result.repro is not None:
         lines.append(prose("  reproducer", f"{result.repro} (report.md is a bug report)", width=14))
@@ -153,11 +154,14 @@ def _proof(result: Localization) -> list[Line]:
 
 
 def _given(result: Localization) -> str:
-    """Which operands differ and by how much; empty where that is not recorded."""
+    """Which operands differ and by how much, and the line that calls it; empty where that is not
+    recorded."""
     first = result.operator
     assert first is not None
+    called = f": {first.source}" if first.source else ""
     parts = [
-        f"{one.argument}={one.candidate} in the candidate, {one.reference} in the reference"
+        f"the candidate is given {one.argument}={one.candidate} where the reference is given "
+        f"{one.reference}{called}"
         for one in first.other_operands
     ]
     if first.fed_by and not parts:
@@ -166,7 +170,9 @@ def _given(result: Localization) -> str:
         if one.difference is None:
             continue
         whence = dict.fromkeys((one.reference, one.candidate))
-        parts.append(f"{one.argument} by {one.difference:.2g} (from {' / '.join(whence)})")
+        parts.append(
+            f"its {one.argument} differs by {one.difference:.2g} (from {' / '.join(whence)})"
+        )
     return "; ".join(parts)
 
 

@@ -1,8 +1,7 @@
-"""A report as lines: the verdict and the onset first, then why, then the rest; and `check`.
+"""A whole report as lines: the verdict and the onset first, then why, then the rest.
 
 Nothing here opens a run or prints. Data (paths, module names, decoded tokens) goes
-in as it is; a decoded token is quoted, since it may hold a newline. A CheckResult and a Blessing
-(divergence.gate) are not imported, since what makes them opens runs.
+in as it is; a decoded token is quoted, since it may hold a newline.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from divergence.comparison import answer
 from divergence.comparison.result import Report
@@ -18,11 +16,11 @@ from divergence.comparison.results.findings import PreflightLine, Verdict
 from divergence.comparison.results.sites import PassCoverage
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.report.environment import changed_lines
+from divergence.words import HEADLINES
 
 __all__ = [
     "VERDICT_STYLES",
-    "blessing_lines",
-    "check_lines",
+    "headline",
     "report_lines",
     "verdict_lines",
 ]
@@ -56,12 +54,21 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
     ]
 
 
+def headline(report: Report) -> str:
+    """The first word of the answer. Two dtypes without more are no machine's doing."""
+    kind = report.verdict.kind
+    dtypes = report.reference.dtype, report.candidate.dtype
+    if kind == "within_floor" and dtypes[0] != dtypes[1]:
+        return "DIFFERENT PRECISION"
+    return HEADLINES[kind]
+
+
 def verdict_lines(report: Report) -> list[Line]:
     """The judgement alone: what ``--quiet`` prints."""
     verdict = report.verdict
     style = VERDICT_STYLES[verdict.kind]
     summary = line(verdict.summary).spans
-    lines = [Line((*line((f"{verdict.kind.upper()}: ", style)).spans, *summary), 2)]
+    lines = [Line((*line((f"{headline(report)}: ", style)).spans, *summary), 2)]
     onset = verdict.onset
     if onset is not None:
         forward = "prefill" if onset.step == 0 else f"decode step {onset.step}"
@@ -72,7 +79,8 @@ def verdict_lines(report: Report) -> list[Line]:
         lines.append(prose("onset", where, style="bold"))
     if verdict.side is not None:
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)
-        lines.append(prose("side", f"{wrong or f'the {verdict.side} is'} wrong"))
+        letter = {"reference": " (A)", "candidate": " (B)"}.get(verdict.side, "")
+        lines.append(prose("side", f"{wrong or f'the {verdict.side}{letter} is'} wrong"))
     lacking = [one.detail for one in verdict.checks if one.state != "met" and one.detail]
     why = f": {'; '.join(lacking)}" if lacking else ""
     lines.append(prose("confidence", verdict.confidence + why))
@@ -191,65 +199,4 @@ def _shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
         path = f"divergence.analyses.{name}.show"
         if name in _ORDER or find_spec(path) is not None:
             lines += import_module(path).show(report, all_sites=all_sites)
-    return lines
-
-
-MAX_LISTED = 12
-
-
-def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> list[Line]:
-    """PASSED or FAILED with each rule that is not met and each known difference, then the report
-    it rests on; ``brief``: without that. ``result``: a CheckResult of divergence.gate.check."""
-    name = f"policy {result.policy.name or 'given'}"
-    failures = count(len(result.failures), "failure")
-    lines = [line(("PASSED", "bold green"), f": {name} is met")]
-    if not result.passed:
-        lines = [line(("FAILED", "bold red"), f": {failures} of {name}")]
-    shown = result.failures if verbose else result.failures[:MAX_LISTED]
-    lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
-    if len(shown) < len(result.failures):
-        more = len(result.failures) - len(shown)
-        lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
-    lines += _known_lines(result)
-    if brief:
-        return lines
-    if result.num_ties:
-        flipped = count(result.num_ties, "flipped token")
-        what = f"{flipped} counted as equal: within the policy's tie"
-        lines.append(prose("  ties: ", what, width=4))
-    lines += [prose("  note: ", note, style="yellow", width=4) for note in result.notes]
-    return [*lines, BLANK, *report_lines(result.report, verbose=verbose)]
-
-
-def _known_lines(result: Any) -> list[Line]:
-    """One line for each known difference of the policy: what it excused, or why it did not."""
-    lines = []
-    if result.excused:
-        what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
-        lines.append(prose("  excused: ", what, style="yellow", width=4))
-    for use in result.known:
-        sites = use.sites if isinstance(use.sites, str) else ", ".join(use.sites)
-        text = f"{sites}: {use.status}: {use.text} ({use.reason})"
-        lines.append(prose("  known: ", text, style="yellow", width=4))
-    return lines
-
-
-def blessing_lines(blessing: Any) -> list[Line]:
-    """What became the golden, what it replaces and how the two differ.
-
-    ``blessing``: a Blessing of divergence.gate.check.
-    """
-    lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
-    if blessing.previous is None:
-        return [*lines, line("  there was no golden before")]
-    lines.append(prose("previous", f"kept as {blessing.previous}"))
-    text, style = f"not compared: {blessing.reason}", "yellow"
-    if blessing.verdict is not None:
-        text, style = f"{blessing.verdict}: {blessing.summary}", VERDICT_STYLES[blessing.verdict]
-    lines.append(prose("old to new", text, style=style))
-    for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
-        shown = ", ".join(sites[:MAX_LISTED])
-        more = f", … {len(sites) - MAX_LISTED} more" if len(sites) > MAX_LISTED else ""
-        text = f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}"
-        lines.append(prose(name, text))
     return lines

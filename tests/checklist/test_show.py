@@ -35,7 +35,7 @@ def nasty(checkup, text):
 def test_the_answer_is_short(checkup):
     """The verdict first, then eight points, seven rungs, and what to run."""
     lines = [one.text for one in checkup_lines(checkup)]
-    assert lines[0].startswith("LOCALIZED: the error is made at model.layers.1:out")
+    assert lines[0].startswith("DIVERGED: the error is made at model.layers.1:out")
     assert len(lines) <= 30
     numbered = [line for line in lines if re.match(r"  (pass|FAIL|\?)\s+\d ", line)]
     assert len(numbered) == 8
@@ -98,6 +98,6 @@ def test_forms(pairs, invoke):
     assert "why" in invoke("doctor", *runs, "-v")[1]
     answer = json.loads(invoke("doctor", *runs, "--json")[1])
     assert (answer["schema_version"], answer["explained_by"]) == (1, "prefill")
-    assert invoke("doctor", *runs, "--markdown")[1].startswith("**LOCALIZED**")
+    assert invoke("doctor", *runs, "--markdown")[1].startswith("**DIVERGED**")
     assert invoke("doctor", *runs, "--markdown", "--json")[0] == 2
     assert invoke("doctor", runs[0], runs[0].parent)[0] == 2

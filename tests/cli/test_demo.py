@@ -45,7 +45,7 @@ def test_a_fault_is_planted_and_found_in_a_model_of_ones_own(
     code, out, err = invoke("demo", "--model", model, "--workdir", tmp_path / "w", *trusted, "-q")
     assert code == 0, err
     block = module.removesuffix(".mlp.c_proj").removesuffix(".narrow")
-    assert f"LOCALIZED: the error is made at {block}:out, by the candidate" in out
+    assert f"DIVERGED: the error is made at {block}:out, by the candidate" in out
     assert f"from operators that only the candidate calls: {module}/aten" in out
     assert "proven      yes" in out
     assert [arguments[0] for arguments, _ in in_process] == [
@@ -67,7 +67,7 @@ def test_a_fault_below_rounding_is_not_named_and_a_larger_one_is_planted(
     assert "smaller than what this dtype rounds away" in out
     plants = [arguments[-1] for arguments, _ in in_process if "--plant" in arguments]
     assert [plant.rpartition(":")[2] for plant in plants] == ["1.01", "1.50"]
-    assert "LOCALIZED: the error is made at model.layers.1:out" in out
+    assert "DIVERGED: the error is made at model.layers.1:out" in out
 
 
 def test_a_model_without_a_tokenizer_gets_token_ids(invoke, llama, tmp_path, monkeypatch):

@@ -40,7 +40,7 @@ def test_a_run_of_nan_is_said_and_refused(golden, invoke, tmp_path):
     assert "no usable run" in err
     assert "no usable run" not in out
     code, out, _ = invoke("compare", "nan", "nan")
-    assert out.startswith("NONFINITE")
+    assert out.startswith("NAN OR INF")
     assert "on both sides" in out
     assert invoke("check", golden.path, "nan")[0] == 1
     code, _, err = invoke("check", "stored", "nan", "--bless")

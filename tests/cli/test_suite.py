@@ -34,7 +34,7 @@ def test_the_journey(invoke, tmp_path):
     code, out, err = invoke("compare", "a", "b", "--truth", "truth")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("LOCALIZED: the candidate computed 1 of 3 operators worse")
+    assert lines[0].startswith("DIVERGED: the candidate computed 1 of 3 operators worse")
     assert "rms_norm" in lines[0]
     table = lines[next(n for n, line in enumerate(lines) if line.startswith("operators")) :]
     assert table[2].split()[:4] == ["rms_norm", "(mine:rms_norm)", "candidate", "6/6"]

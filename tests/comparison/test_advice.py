@@ -48,7 +48,7 @@ def test_what_float32_alone_shows_is_followed_in_float32(llama, tmp_path, capsys
     report = compare(a, b, truth=make_truth(a, out=tmp_path / "truth"))
     assert report.verdict.onset.pass_ == "escalated"
     said = follow(report, capsys)
-    assert said.startswith(f"LOCALIZED: the error is made at {BLOCK}.mlp.down_proj:out")
+    assert said.startswith(f"DIVERGED: the error is made at {BLOCK}.mlp.down_proj:out")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_run_that_anchors_nothing_is_captured_again_first(llama, tmp_path, cap
     report = compare(a, b)
     assert (report.verdict.kind, report.verdict.confidence) == ("within_floor", "low")
     assert len(report.verdict.next) == 3
-    assert "no block makes an error beyond the floor" in follow(report, capsys)
+    assert "only rounding differs" in follow(report, capsys)
 
 
 def test_a_run_of_some_tokens_needs_its_prompts_again(llama, tmp_path):
@@ -106,8 +106,8 @@ def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
     report = compare(a, b)
     report.verdict.next[:] = by_hand
     said = follow(report, capsys)
-    assert said.startswith(f"LOCALIZED: the error comes into {BLOCK}/aten.add#2 from operators")
-    assert "side        the candidate is wrong" in said
+    assert said.startswith(f"DIVERGED: the error comes into {BLOCK}/aten.add#2 from operators")
+    assert "side        the candidate (B) is wrong" in said
     assert "operators  inside model.layers.1, from equal inputs" in said
 
 
@@ -121,7 +121,7 @@ def test_two_sketches_are_captured_again_in_full(llama, tmp_path, capsys):
     report = compare(a, b)
     assert not any(command.startswith("divergence localize") for command in report.verdict.next)
     said = follow(report, capsys)
-    assert said.startswith(f"LOCALIZED: the error is made at {BLOCK}:out, by the candidate")
+    assert said.startswith(f"DIVERGED: the error is made at {BLOCK}:out, by the candidate")
     assert "estimated" not in said
 
 

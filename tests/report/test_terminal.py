@@ -16,7 +16,8 @@ from divergence.comparison.results.sites import Coverage, Skipped
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
 from divergence.layout import MAX_WIDTH, fold, line, print_lines, prose, write_text
-from divergence.report.summary import check_lines, report_lines, verdict_lines
+from divergence.report.checking import check_lines
+from divergence.report.summary import report_lines, verdict_lines
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -64,7 +65,7 @@ def test_snapshot_of_check(reports):
 def test_leads_with_verdict_and_onset(reports):
     """The first two lines hold the verdict and the onset."""
     lines = text_of(report_lines(reports.make_long_report())).splitlines()
-    assert lines[0].startswith("LOCALIZED: ")
+    assert lines[0].startswith("DIVERGED: ")
     assert lines[1].startswith("onset       model.layers.30.mlp.down_proj:out")
     assert text_of(verdict_lines(reports.make_long_report())).splitlines()[:2] == lines[:2]
 

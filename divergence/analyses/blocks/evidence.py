@@ -89,10 +89,10 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
     if blame.why == "both":
         text = f"{place}: both are {figure(blame.value)} × the rounding model away from the truth"
         return Evidence(text=f"{text} (limit {blame.limit:.1f})", values=values)
-    far = f"{place}: the {blame.side} is {{}} as far from the truth as the {_OTHER[blame.side]}"
-    held = f"; elsewhere of its kind {blame.control:.2f} × (limit {blame.limit:.1f} ×)"
+    far = f"{place}: the {blame.side}'s error is {{}} the {_OTHER[blame.side]}'s"
+    held = f"; elsewhere of its kind {blame.control:.2f} × (alarm at {blame.limit:.1f} ×)"
     if blame.why == "typical" and blame.detail:
-        held = f", like {blame.detail} (limit {blame.limit:.1f} ×)"
+        held = f", like {blame.detail} (alarm at {blame.limit:.1f} ×)"
     times = f"{figure(blame.value)} ×"
     where = f"at step {blame.at.step}" if blame.at.step else "in the prefill"
     prompt = blame.at.sample if blame.place is None else blame.place[0]
@@ -124,7 +124,7 @@ def unanchored_evidence(steps: list[int]) -> list[Evidence]:
 def checks_of(unit: Unit) -> list[Check]:
     """Equal inputs, and an error clearly over its limit."""
     return [
-        check("anchored", unit.pass_ != "free", "judged from free runs alone: no anchored pass"),
+        check("anchored", unit.pass_ != "free", "no anchored pass (capture --like)"),
         check(
             "clear", unit.margin > 2,
             f"{unit.margin:.1f} × its limit; above 2 × it would be high",

@@ -91,7 +91,7 @@ def within_rounding(
     estimated = any(result.estimated for unit in judged for result in unit.results)
     told = sure and bool(against_truth) and not measured.partial and not estimated
     checks = [
-        check("anchored", sure, "not every forward has an anchored pass"),
+        check("anchored", sure, "no anchored pass (capture --like)"),
         check(
             "measured", not unmeasured, "of some tensors only digests or statistics were kept"
         ),
@@ -103,16 +103,14 @@ def within_rounding(
     ]  # fmt: skip
     if measured.narrow:
         checks.append(
-            check("escalated", escalation.complete, "no escalated pass shows what a 16-bit dtype "
-                  "hides", made=False)
+            check("escalated", escalation.complete, "no float32 check (capture --escalate)",
+                  made=False)
         )  # fmt: skip
-    more = "makes an error beyond the floor"
-    if not sure:
-        more = "adds more than rounding explains (judged from free runs)"
+    whence = "" if sure else ", as far as free runs tell"
     return Finding(
         claim="within_rounding",
         kind="within_floor",
-        summary=f"the runs differ by no more than rounding explains: no block {more}",
+        summary=f"only rounding differs{whence}; both runs compute the same model",
         rests_on=checks,
         side="neither" if told and not any(one.side for one in standouts) else None,
         evidence=evidence,
@@ -136,7 +134,8 @@ def _what_stands_out(standouts: list[StandOut]) -> str:
     sides = [one.side for one in standouts if one.side is not None]
     if sides:
         return f"the {sides[0]} is farther from the truth in all blocks"
-    return "a block differs more than its siblings"
+    blocks = [one.unit.results[0].block or one.unit.site for one in standouts]
+    return f"{blocks[0]} differs more than its siblings" if blocks else ""
 
 
 def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
@@ -144,7 +143,7 @@ def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
         return "the truth judges only what was kept in full"
     if judged and measured.partial:
         return "the truth is incomplete"
-    return "no float64 truth judged the blocks"
+    return "no truth (divergence truth)"
 
 
 def _largest(judged: list[Unit]) -> Evidence:

@@ -31,7 +31,7 @@ from divergence.layout import (
     times,
 )
 
-__all__ = ["prompt_lines", "show", "table_lines"]
+__all__ = ["prompt_lines", "prompt_usage", "show", "table_lines"]
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
@@ -69,7 +69,7 @@ MAX_PROMPTS = 12
 
 def prompt_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
     """One row a prompt, in the order of how much they use of their limits."""
-    rows = _rows(report)
+    rows = prompt_usage(report)
     if len(rows) < 2:
         return []
     shown = rows if all_sites else rows[:MAX_PROMPTS]
@@ -92,7 +92,7 @@ def prompt_lines(report: Report, *, all_sites: bool = False) -> list[Line]:
     return [*lines, BLANK]
 
 
-def _rows(report: Report) -> list[tuple[float, int, SiteResult, float]]:
+def prompt_usage(report: Report) -> list[tuple[float, int, SiteResult, float]]:
     """(usage, prompt, site, its ratio), the largest usage first."""
     wanted = main_pass(report.sites)
     found: dict[int, tuple[float, int, SiteResult, float]] = {}

@@ -316,7 +316,7 @@ def _farther(first: OperatorResult) -> str:
     assert times is not None  # where a peak is the reason, it was measured
     shown = f"{times:.3g}" if math.isfinite(times) else "infinitely"
     return (
-        f"the {mine} is {shown} × as far from the truth as the {other}{where}; typically off by "
+        f"the {mine}'s error is {shown} × the {other}'s{where}; typically off by "
         f"{errors[mine]:.2e} and {errors[other]:.2e}, ideal {first.floor:.2e}"
     )
 

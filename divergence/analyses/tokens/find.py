@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, figure
+from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.results.tokens import TokenDifference, TokensResult
 from divergence.words import Side
 
@@ -15,7 +21,21 @@ __all__ = ["find", "findings_of"]
 def find(measured: Measured) -> Answer:
     """With a truth it is told where a token flips over a gap that rounding does not bridge, or the
     distributions are farther apart than it explains."""
-    return Answer(findings=findings_of(measured.tokens), parts={"tokens": measured.tokens})
+    tokens = _widened(measured.tokens, measured.sites)
+    return Answer(findings=findings_of(tokens), parts={"tokens": tokens})
+
+
+def _widened(tokens: TokensResult | None, sites: Sequence[SiteResult]) -> TokensResult | None:
+    """With the limit of the KL that the blocks themselves explain: where one side's kernels are W
+    times less exact in the middle block, within its limit, the two errors' squares are to each
+    other as 1 and W², and so is what the head makes of them."""
+    if tokens is None or tokens.kl_limit is None or tokens.floor_side is None:
+        return tokens
+    blocks = [s.truth.w_median for s in sites if s.truth and s.role == "block" and not s.identical]
+    blocks = [w if tokens.floor_side == "reference" else 1 / max(w, 1e-300) for w in blocks]
+    usual = statistics.median(blocks) if blocks else 1.0
+    explained = max(1.0, (1 + usual**2) / 2)
+    return msgspec.structs.replace(tokens, kl_limit=tokens.kl_limit * explained)
 
 
 def findings_of(tokens: TokensResult | None) -> list[Finding]:

@@ -178,21 +178,26 @@ def _channels(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
     any channel: its mean one's, or its typical row error's share by size where that is more.
     Rounding goes with the values: a massive activation holds nearly all of its row's error.
 
-    Of forwards of one row the channel's largest is left out: one bad token is no bad channel."""
+    Of each forward the channel's largest row is left out, of forwards of one row the largest: one
+    bad token is no bad channel, and prompts that begin alike have the same bad token."""
     if len({against.channels.shape[1] for _, against, _ in forwards}) > 1:
         return  # attention weights: their last axis is the tokens seen so far
     if int((~rows.sink).sum()) < _MIN_ROWS or forwards[0][1].channels.shape[1] < 2:
         return
-    channels = np.stack([against.channels for _, against, _ in forwards])  # (F, 4, D)
+    channels = np.stack([against.channels for _, against, _ in forwards])  # (F, 6, D)
     sums = channels.sum(axis=0)
-    alone = [n for n, (_, against, _) in enumerate(forwards) if against.num_rows == 1]
+    counts = [against.num_rows for _, against, _ in forwards]
+    alone = [n for n, num_rows in enumerate(counts) if num_rows == 1]
+    long = [n for n, num_rows in enumerate(counts) if num_rows >= _MIN_ROWS]
     for mine, other in ((0, 1), (1, 0)):
         whole = float(sums[other].mean())
         if whole <= 0:
             continue
         errors = rows.sides[SIDES[other]] / np.maximum(rows.norm, 1e-300)
         share = _median(errors[~rows.sink]) ** 2 * sums[3]
-        largest = channels[alone, mine].max(axis=0) if len(alone) >= _MIN_ROWS else 0.0
+        largest = channels[long, 4 + mine].sum(axis=0)
+        if len(alone) >= _MIN_ROWS:
+            largest += channels[alone, mine].max(axis=0)
         excess = (sums[mine] - largest) / (sums[other] + np.maximum(share, whole))
         assert stats.first is not None
         top = math.sqrt(max(0.0, float(excess.max())))

@@ -20,7 +20,6 @@ from divergence.comparison.preflight.models import (
     config_line,
     match_parameters,
     template_cause,
-    text_cause,
     tokenizer_cause,
     weight_causes,
 )
@@ -245,30 +244,18 @@ def _offloaded(a: dict[str, str], b: dict[str, str]) -> list[str]:
 
 
 def _prompt_ids(a: Manifest, b: Manifest) -> PreflightLine:
+    """Other tokens are another experiment."""
     ids = [[sample.prompt_ids for sample in one.tokens.samples] for one in (a, b)]
     shown = [
         f"{len(one)} prompt{'s' if len(one) != 1 else ''}, {sum(map(len, one))} tokens"
         for one in ids
     ]
-    detail = None
     unseen = "operators" not in (a.model.task, b.model.task) and not all(map(all, ids))
-    if len(ids[0]) != len(ids[1]):
-        detail = f"{len(ids[0])} prompts against {len(ids[1])}"
-    elif different := [
-        n for n, (x, y) in enumerate(zip(*ids, strict=True)) if x != y and (not unseen or (x and y))
-    ]:
-        number = different[0]
-        one, two = ids[0][number], ids[1][number]
-        place = next(
-            (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
-            min(len(one), len(two)),
-        )
-        detail = (
-            f"prompt {number} differs from token {place} on: "
-            f"{one[place : place + 6]} against {two[place : place + 6]}"
-        )
-        why = text_cause(a.tokens.samples, b.tokens.samples, number)
-        detail += f" ({why})" if why is not None else ""
+    detail = None
+    if ids[0] != ids[1]:
+        from divergence.comparison.preflight.prompts import prompt_difference
+
+        detail = prompt_difference(a, b, unseen=unseen)
     status: PreflightStatus = "blocking"
     if detail is None:
         status = "unknown" if unseen else "same"

@@ -21,17 +21,17 @@ layer that was trained further, another chat template or tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from divergence.comparison.align.names import NameMap, find_prefix
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
-from divergence.run.schema.manifest import ConfigValue, Manifest, ModelIdentity, SampleTokens
+from divergence.run.schema.manifest import ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
-    "config_line", "first_difference", "match_parameters", "template_cause", "text_cause",
+    "config_line", "first_difference", "match_parameters", "template_cause",
     "tokenizer_cause",
     "weight_causes",
 ]  # fmt: skip
@@ -329,16 +329,6 @@ def tokenizer_cause(a: Manifest, b: Manifest) -> str | None:
     if one != two:
         return f"{one:,} tokens / {two:,}"
     return f"{one:,} tokens on both sides: other texts, merges or rules"
-
-
-def text_cause(a: Sequence[SampleTokens], b: Sequence[SampleTokens], number: int) -> str | None:
-    """Why the ids of a prompt differ, as far as its texts tell."""
-    one, two = a[number].text, b[number].text
-    if one is None or two is None:
-        return None
-    if one == two:
-        return "the text is the same, so the tokenizers differ"
-    return f"their texts differ {first_difference(one, two)}"
 
 
 def first_difference(a: str, b: str) -> str:

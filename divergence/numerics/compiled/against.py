@@ -67,13 +67,16 @@ def _updates(
 def _channels(
     a: np.ndarray, b: np.ndarray, truth: np.ndarray, rows: np.ndarray, out: np.ndarray
 ) -> None:
-    of_a, of_b, of_ab, of_r = out[0], out[1], out[2], out[3]
+    of_a, of_b, of_ab, of_r, top_a, top_b = out[0], out[1], out[2], out[3], out[4], out[5]
     for i in rows:
         x_row, y_row, r_row = a[i], b[i], truth[i]
         for j in range(len(r_row)):
             x, y, r = number(x_row[j]), number(y_row[j]), number(r_row[j])
-            of_a[j] += (x - r) * (x - r)
-            of_b[j] += (y - r) * (y - r)
+            square_a, square_b = (x - r) * (x - r), (y - r) * (y - r)
+            of_a[j] += square_a
+            of_b[j] += square_b
+            top_a[j] = max(top_a[j], square_a)
+            top_b[j] = max(top_b[j], square_b)
             of_ab[j] += (x - y) * (x - y)
             of_r[j] += r * r
 
@@ -93,6 +96,6 @@ def row_sums(
 def add_channels(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Adds Σ(a-R)², Σ(b-R)², Σ(a-b)² and ΣR² over ``rows`` to ``out`` (4, D)."""
+    """Adds ``rows`` to the columns ``out`` (6, D), see AgainstTruth."""
     x, y, r = (stored(Grid(tensor)) for tensor in (a, b, truth))
     _channels(x, y, r, rows.numpy(), out.numpy())

@@ -3,7 +3,7 @@
 a = reference, b = candidate, R = truth (float64). Rows are tokens, columns features.
 One pass in float64 gathers, per row, ‖a-R‖, ‖b-R‖, ‖a-b‖, ‖R‖ and ‖R - x‖ (x: the block's
 input) and, per column, Σ(a-R)², Σ(b-R)² and ΣR², so that a wrong head or channel is seen
-which a row's norm dilutes by √D.
+which a row's norm dilutes by √D, and the largest row of the first two: one element is no channel.
 
 The gain of a row is <d, R>/‖R‖² with d = a-R or b-R: a consistent scale error, far below
 the rounding of single elements, since that averages out over D columns. How many columns
@@ -62,7 +62,8 @@ class AgainstTruth:
     sink: np.ndarray
     """bool."""
     channels: np.ndarray
-    """(4, D): Σ over rows but sinks of (a-R)², (b-R)², (a-b)² and R²."""
+    """(6, D): over rows but sinks, Σ of (a-R)², (b-R)², (a-b)² and R², and the largest (a-R)² and
+    (b-R)²."""
     row_index: np.ndarray
     """The kept rows' numbers in the whole tensor."""
 
@@ -141,17 +142,22 @@ def against_many(
             sums[[2, 5, 8]] = sums[[1, 4, 7]]
         by_pair = sums.reshape(12, count, -1)
         sink, unusual = _apart(by_pair)
-        channels = np.zeros((count, 4, columns))
+        channels = np.zeros((count, 6, columns))
         for (_, number), term in terms.items():
             if len(term) == count:
                 np.square(term, out=channels[:, number])
+                if number < 2:
+                    channels[:, 4 + number] = channels[:, number]
                 continue
             term = term.reshape(count, -1, columns)
             if unusual.any():
                 term = np.where(unusual[:, :, None], 0.0, term)
             np.einsum("ntd,ntd->nd", term, term, out=channels[:, number])
+            if number < 2:
+                largest = np.maximum(term.max(axis=1), -term.min(axis=1))
+                np.square(largest, out=channels[:, 4 + number])
         if b is a:
-            channels[:, 1] = channels[:, 0]
+            channels[:, [1, 5]] = channels[:, [0, 4]]
         derived = _derived(by_pair, with_base=bool(rest))
         good = np.asarray(np.isfinite(by_pair[[0, 1, 2, 3, 6]]).all(axis=(0, 2)))
         rows = np.arange(by_pair.shape[2])
@@ -259,7 +265,7 @@ def _in_chunks(
     a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, base: torch.Tensor | None,
     kept: torch.Tensor, device: torch.device | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The rows' sums (12, T), which rows are sinks (T,), the columns' sums (4, D), in torch."""
+    """The rows' sums (12, T), which rows are sinks (T,), the columns (6, D), in torch."""
     count, columns = truth.shape
     chunk = _CHUNK_NUMEL if device is None else 1 << 22
     rows = max(1, chunk // max(1, columns))
@@ -274,7 +280,7 @@ def _in_chunks(
     norms = [wide(part).norm(dim=1).cpu() for part in torch.split(truth, rows)]
     sink = _sinks(torch.cat(norms or [torch.zeros(0).double()]), kept)
     sums = torch.full((12, count), float("nan"), dtype=torch.float64)
-    channels = torch.zeros(4, columns, dtype=torch.float64)
+    channels = torch.zeros(6, columns, dtype=torch.float64)
     for start in range(0, count, rows):
         part = slice(start, start + rows)
         x, y, r = (wide(t[part]) for t in (a, b, truth))
@@ -283,11 +289,14 @@ def _in_chunks(
         sums[:, part] = found.cpu()
         good = kept[part] & sums[:, part][:4].isfinite().all(0) & ~sink[part]
         good = good.to(r.device)
-        channels += _columns(x[good], y[good], r[good]).cpu()
-    bad = _outliers(sums, kept & sums[:4].isfinite().all(0) & ~sink)
+        _add_columns(x[good], y[good], r[good], channels)
+    usual = kept & sums[:4].isfinite().all(0) & ~sink
+    bad = _outliers(sums, usual)
     if len(bad):
-        channels -= _columns(*(t[bad].double() for t in (a, b, truth)))
-        channels.clamp_min_(0.0)
+        usual[bad] = False
+        channels.zero_()
+        for part in torch.split(usual.nonzero().flatten(), rows):
+            _add_columns(wide(a[part]), wide(b[part]), wide(truth[part]), channels)
     return sums, sink, channels
 
 
@@ -302,7 +311,7 @@ def _in_loops(
     sink = _sinks(sums[0].sqrt(), kept)
     usual = kept & sums[:4].isfinite().all(0) & ~sink
     usual[_outliers(sums, usual)] = False
-    channels = torch.zeros(4, truth.shape[1], dtype=torch.float64)
+    channels = torch.zeros(6, truth.shape[1], dtype=torch.float64)
     add_channels(a, b, truth, usual.nonzero().flatten(), channels)
     return sums, sink, channels
 
@@ -313,9 +322,13 @@ def _sinks(norms: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return norms > limit if limit > 0 else torch.zeros(len(norms), dtype=torch.bool)
 
 
-def _columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    parts = (a - truth, b - truth, a - b, truth)
-    return torch.stack([part.square().sum(0) for part in parts])
+def _add_columns(a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor, out: torch.Tensor) -> None:
+    """What rows add to the columns ``out`` (6, D)."""
+    squares = [part.square() for part in (a - truth, b - truth, a - b, truth)]
+    out[:4] += torch.stack([part.sum(0) for part in squares]).cpu()
+    if len(a):
+        largest = torch.stack([part.amax(0) for part in squares[:2]]).cpu()
+        torch.maximum(out[4:], largest, out=out[4:])
 
 
 def _gather(

@@ -1,0 +1,105 @@
+"""The prompts' tokens: the same on both sides, and where not, from where on and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from divergence.comparison.preflight.models import first_difference
+from divergence.run.schema.manifest import Manifest, SampleTokens
+
+__all__ = ["prompt_difference", "prompt_headline"]
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Parting:
+    """The first prompt that differs, and its first token that does."""
+
+    sample: int
+    token: int
+    ids: tuple[list[int], list[int]]
+    """The tokens from there on."""
+    texts: tuple[str, str] | None
+    """The prompts as text, where both tell it."""
+
+
+def prompt_difference(a: Manifest, b: Manifest, *, unseen: bool) -> str | None:
+    """From which token on the first prompt differs; None where all are equal. ``unseen``: a side
+    does not tell the tokens of all prompts; those are left out."""
+    samples = a.tokens.samples, b.tokens.samples
+    if len(samples[0]) != len(samples[1]):
+        return f"{len(samples[0])} prompts against {len(samples[1])}"
+    parting = _find_parting(*samples, unseen=unseen)
+    if parting is None:
+        return None
+    return (
+        f"prompt {parting.sample} differs from token {parting.token} on: "
+        f"{parting.ids[0]} against {parting.ids[1]}{_text_cause(parting)}"
+    )
+
+
+def prompt_headline(a: Manifest, b: Manifest) -> str:
+    """``the chat templates differ; prompt 0 parts at token 7: ' AI assistant' / ' assistant'``."""
+    samples = a.tokens.samples, b.tokens.samples
+    if len(samples[0]) != len(samples[1]):
+        return f"the prompts differ: {len(samples[0])} against {len(samples[1])}"
+    causes = (
+        ("tokenizers", a.model.tokenizer_digest, b.model.tokenizer_digest),
+        ("chat templates", a.model.chat_template_digest, b.model.chat_template_digest),
+    )
+    parting = _find_parting(*samples)
+    if parting is None:
+        return "the prompts differ"
+    same_text = parting.texts is not None and parting.texts[0] == parting.texts[1]
+    named = [name for name, one, two in causes if None not in (one, two) and one != two]
+    what = "the tokenizers" if same_text else f"the {named[-1] if named else 'prompts'}"
+    where = f"prompt {parting.sample} parts at token {parting.token}"
+    if parting.texts is None or same_text:
+        return f"{what} differ; {where}: {parting.ids[0][:3]} / {parting.ids[1][:3]}"
+    one, two = _from_the_difference(*parting.texts)
+    return f"{what} differ; {where}: {one!r} / {two!r}"
+
+
+def _find_parting(
+    a: Sequence[SampleTokens], b: Sequence[SampleTokens], *, unseen: bool = False
+) -> _Parting | None:
+    for number, (mine, other) in enumerate(zip(a, b, strict=True)):
+        one, two = mine.prompt_ids, other.prompt_ids
+        if one == two or (unseen and not (one and two)):
+            continue
+        place = next(
+            (n for n, (x, y) in enumerate(zip(one, two, strict=False)) if x != y),
+            min(len(one), len(two)),
+        )
+        texts = None if mine.text is None or other.text is None else (mine.text, other.text)
+        ids = one[place : place + _SHOWN], two[place : place + _SHOWN]
+        return _Parting(sample=number, token=place, ids=ids, texts=texts)
+    return None
+
+
+def _text_cause(parting: _Parting) -> str:
+    """Why the ids differ, as far as the texts tell."""
+    if parting.texts is None:
+        return ""
+    one, two = parting.texts
+    if one == two:
+        return " (the text is the same, so the tokenizers differ)"
+    return f" (their texts differ {first_difference(one, two)})"
+
+
+_LONGEST = 24
+
+
+def _from_the_difference(a: str, b: str) -> tuple[str, str]:
+    """Both texts from the word on in which they begin to differ."""
+    place = next(
+        (n for n, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
+        min(len(a), len(b)),
+    )
+    start = max(a.rfind(" ", 0, place), a.rfind("\n", 0, place), place - _LONGEST, 0)
+    parts = [text[start : start + _LONGEST] for text in (a, b)]
+    return parts[0] + "…" * (len(a) > start + _LONGEST), parts[1] + "…" * (
+        len(b) > start + _LONGEST
+    )

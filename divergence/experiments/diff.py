@@ -1,0 +1,287 @@
+"""diff(): one model under two settings of this machine, from the captures to the verdict.
+
+Every step is a command of this tool, run in a process of its own: so a setting may be anything that
+a process can have (a device, an environment variable, another Python with other versions), and
+whoever wants to do a step by hand sees how. A step whose run is there already, made by the same
+command, is not done again.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from divergence.comparison.api import compare
+from divergence.comparison.result import Report
+from divergence.errors import DivergenceError, RunExistsError, UsageError
+from divergence.run.command import command_line, command_words, quoted, quoted_words
+from divergence.run.reader import Run
+from divergence.words import Progress
+
+__all__ = ["VARIED", "DiffResult", "diff"]
+
+VARIED = ("device", "dtype", "attn_implementation", "engine", "threads", "batch", "env", "python")
+"""What may differ between the two sides: exactly one of these gets two values."""
+_ESCALATES = ("transformers", "compile")
+_NARROW = ("bfloat16", "float16")
+_PLACED = ("localized", "systematic")
+OnStep = Callable[[int, str, bool], None]
+"""(number of the step, its command, is it done already?)"""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffResult:
+    """What diff made: the report, and where its runs lie."""
+
+    report: Report
+    folder: Path
+    localize: str | None
+    """The command that goes on to the operator, where the verdict names a block and this machine
+    can make both sides again."""
+
+    def go_on(self) -> int:
+        """Runs ``localize``, which prints its own answer; its exit code."""
+        if self.localize is None:
+            return 0
+        words = [sys.executable, "-m", *shlex.split(self.localize)]
+        return subprocess.run(words, check=False).returncode
+
+    @property
+    def whole(self) -> str:
+        """The command that prints all of the report."""
+        a, b, truth = (self.folder / name for name in ("a", "b", "truth"))
+        return command_line("compare", a, b, truth=truth, v=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    label: str
+    options: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    python: str = sys.executable
+    batch: int | None = None
+
+
+def diff(
+    model: str | Path,
+    *,
+    out: str | Path,
+    device: str | Sequence[str] = (),
+    dtype: str | Sequence[str] = (),
+    attn_implementation: str | Sequence[str] = (),
+    engine: str | Sequence[str] = (),
+    threads: int | Sequence[int] = (),
+    batch: int | Sequence[int] = (),
+    env: str | Sequence[str] = (),
+    python: str | Sequence[str] = (),
+    prompts: str | Sequence[str] = (),
+    prompts_file: str | Path | None = None,
+    chat: bool = False,
+    max_new_tokens: int | None = None,
+    trust_remote_code: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+    on_step: OnStep | None = None,
+    progress: Progress | None = None,
+) -> DiffResult:
+    """Compare ``model`` under two settings of this machine.
+
+    Exactly one of ``device`` ... ``python`` has two values, the first of them the reference's. Of
+    the others a single value holds for both sides. ``batch``: prompts that run together. ``env``:
+    ``NAME=VALUE``; with one value the reference runs without it. ``python``: a virtual environment
+    or interpreter that has divergence. ``out``: holds the runs ``a``, ``b`` and ``truth``, and
+    report.json; what is there already is used again. ``force``: removes runs of another diff.
+
+    Raises UsageError for settings that do not make two sides and for a step that fails,
+    RunExistsError where ``out`` holds other runs, and what ``compare`` raises.
+    """
+    given = {"device": device, "dtype": dtype, "attn_implementation": attn_implementation,
+             "engine": engine, "threads": threads, "batch": batch, "env": env,
+             "python": python}  # fmt: skip
+    sides = _sides({name: _listed(value) for name, value in given.items()})
+    common: dict[str, Any] = {"prompt": _listed(prompts), "prompts": prompts_file, "chat": chat,
+              "max_new_tokens": max_new_tokens, "trust_remote_code": trust_remote_code}  # fmt: skip
+    steps = _Steps(Path(out), force=force, quiet=quiet, on_step=on_step)
+    first, second = sides
+    a = steps.run(
+        "a", first, "capture", str(model), like=None, **common, **_batches(first, model_first=True)
+    )
+    manifest = a.manifest
+    engines = {one.options.get("engine", "transformers") for one in sides}
+    escalate = manifest.model.dtype in _NARROW and engines <= {*_ESCALATES}
+    escalate = escalate and "dtype" not in second.options
+    remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
+                  **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
+    truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
+    report = compare(a, b, truth=truth, progress=progress)
+    (steps.folder / "report.json").write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
+    here = all(not side.variables and side.python == sys.executable for side in sides)
+    return DiffResult(
+        report=report,
+        folder=steps.folder,
+        localize=command_line("localize", a.path, b.path, truth=truth.path,
+                              o=steps.folder / "localized", **remote)
+        if here and report.verdict.kind in _PLACED else None,
+    )  # fmt: skip
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None or isinstance(value, str | int):
+        return [] if value is None else [value]
+    return list(value)
+
+
+def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
+    """The two sides; raises UsageError where the settings do not make two."""
+    given = {name: values for name, values in given.items() if values}
+    several = [name for name, values in given.items() if len(values) > 1]
+    if "env" in given and "env" not in several:
+        several.append("env")
+    if len(several) != 1:
+        told = "nothing differs between the two sides"
+        if several:
+            told = f"{len(several)} settings have two values: {', '.join(map(_flag, several))}"
+        raise UsageError(
+            told,
+            hint="give one setting two values: --device cuda,cpu, --attn-implementation "
+            "eager,sdpa, --engine transformers,compile, --batch 1,8, --env NAME=VALUE; two "
+            "machines: divergence capture MODEL -o a, there divergence capture --like a -o b",
+        )
+    (name,) = several
+    values = [None, *given[name]] if name == "env" and len(given[name]) == 1 else given[name]
+    if len(values) > 2:
+        raise UsageError(
+            f"{_flag(name)} has {len(values)} values, and diff compares two",
+            hint="capture each with --like, then divergence compare A B C: the first is the "
+            "reference",
+        )
+    fixed = {key: value[0] for key, value in given.items() if key != name}
+    return _side(name, values[0], fixed), _side(name, values[1], fixed)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _side(name: str, value: Any, fixed: dict[str, Any]) -> _Side:
+    values = {**fixed, name: value}
+    variables = {}
+    if (pair := values.pop("env", None)) is not None:
+        key, equals, text = str(pair).partition("=")
+        if not (key and equals):
+            raise UsageError(f"{pair!r} is not NAME=VALUE", where="--env")
+        variables[key] = text
+    python = values.pop("python", None)
+    size = values.pop("batch", None)
+    if size is not None and size < 1:
+        raise UsageError("a batch holds at least one prompt", where="--batch")
+    label = f"{name.replace('_', '-')} {'unset' if value is None else value}"
+    return _Side(label, values, variables, _interpreter(python), size)
+
+
+def _interpreter(given: str | None) -> str:
+    """The Python of a virtual environment, or the one that is named."""
+    if given is None:
+        return sys.executable
+    path = Path(given).expanduser()
+    found = path / "bin" / "python" if path.is_dir() else path
+    if not found.is_file():
+        raise UsageError(
+            f"{given} is neither a virtual environment nor a Python", where="--python",
+            hint="give a directory with bin/python, or the interpreter",
+        )  # fmt: skip
+    done = subprocess.run([found, "-c", "import divergence"], capture_output=True, check=False)
+    if done.returncode:
+        raise UsageError(
+            f"{given} has no divergence", where="--python",
+            hint=f"{quoted(found)} -m pip install divergence-debug",
+        )  # fmt: skip
+    return str(found)
+
+
+def _batches(side: _Side, num: int = 0, *, model_first: bool = False) -> dict[str, Any]:
+    """The option that runs the prompts by so many. The number of prompts is known once the first
+    run is made; that one runs them singly, or all in one batch."""
+    if side.batch is None:
+        return {}
+    if model_first:
+        return {"batch": True} if side.batch > 1 else {}
+    if side.batch == 1:
+        return {"no_batch": True}
+    groups = [range(start, min(start + side.batch, num)) for start in range(0, num, side.batch)]
+    return {"batches": " ".join(",".join(map(str, group)) for group in groups)}
+
+
+class _Steps:
+    """Runs the commands, in order, each unless its run is there."""
+
+    def __init__(self, folder: Path, *, force: bool, quiet: bool, on_step: OnStep | None) -> None:
+        self.folder, self._force, self._quiet = folder, force, quiet
+        self._on_step = on_step or (lambda number, command, done: None)
+        self._number = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(
+        self, name: str, side: _Side, command: str, *operands: str, like: Run | None,
+        labelled: bool = True, **options: Any,
+    ) -> Run:  # fmt: skip
+        """The run that the command makes in ``name``."""
+        place = self.folder / name
+        own = {"label": side.label, **side.options} if labelled else {}
+        again = {"like": like.path} if like is not None and command == "capture" else {}
+        words = command_words(command, *operands, **again, o=place, **own, **options)
+        line = quoted_words(words)
+        shown = " ".join(
+            [*(f"{key}={quoted(value)}" for key, value in side.variables.items()),
+             *([f"{quoted(side.python)} -m"] if side.python != sys.executable else []), line]
+        )  # fmt: skip
+        self._number += 1
+        found = self._found(place, line, like)
+        self._on_step(self._number, shown, found is not None)
+        if found is not None:
+            return found
+        self._process([side.python, "-m", *words], side.variables, shown)
+        return Run.open(place)
+
+    def _found(self, place: Path, line: str, like: Run | None) -> Run | None:
+        """The complete run that this command made; removes one that it did not complete."""
+        if not place.exists():
+            return None
+        try:
+            run = Run.open(place)
+            mine = run.manifest.command == line
+            follows = like is None or run.manifest.like == like.manifest.id
+            if mine and follows and run.manifest.complete:
+                return run
+        except DivergenceError:
+            mine = (place / "manifest.json").exists()
+        if not mine and not self._force:
+            raise RunExistsError(
+                f"{place} was made by another command",
+                hint="choose another -o, or --force to replace it",
+            )
+        shutil.rmtree(place)
+        return None
+
+    def _process(self, words: Sequence[str], variables: dict[str, str], shown: str) -> None:
+        told = subprocess.PIPE if self._quiet else None
+        done = subprocess.run(
+            words, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=told,
+            check=False,
+        )  # fmt: skip
+        if done.returncode == 130 or done.returncode < 0:
+            raise KeyboardInterrupt
+        if done.returncode:
+            last = (done.stderr or b"").decode(errors="replace").strip()
+            raise UsageError(
+                f"this step failed: {shown}" + (f"\n{last}" if last else ""),
+                hint="settle what it says above, and run the same diff again: what is done is kept",
+            )

@@ -1,0 +1,75 @@
+"""`check` and `check --bless` as lines.
+
+A CheckResult and a Blessing (divergence.gate) are not imported, since what makes them opens runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from divergence.layout import BLANK, Line, count, line, prose
+from divergence.report.screen import screen_lines
+from divergence.report.summary import VERDICT_STYLES, report_lines
+
+__all__ = ["blessing_lines", "check_lines"]
+
+MAX_LISTED = 12
+
+
+def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> list[Line]:
+    """PASSED or FAILED with each rule that is not met and each known difference, then the report
+    it rests on; ``brief``: without that. ``result``: a CheckResult of divergence.gate.check."""
+    name = f"policy {result.policy.name or 'given'}"
+    failures = count(len(result.failures), "failure")
+    lines = [line(("PASSED", "bold green"), f": {name} is met")]
+    if not result.passed:
+        lines = [line(("FAILED", "bold red"), f": {failures} of {name}")]
+    shown = result.failures if verbose else result.failures[:MAX_LISTED]
+    lines += [prose(f"  {item.rule}: ", item.text, width=4) for item in shown]
+    if len(shown) < len(result.failures):
+        more = len(result.failures) - len(shown)
+        lines.append(line((f"  … {more:,} more (-v lists them)", "dim")))
+    lines += _known_lines(result)
+    if brief:
+        return lines
+    if result.num_ties:
+        flipped = count(result.num_ties, "flipped token")
+        what = f"{flipped} counted as equal: within the policy's tie"
+        lines.append(prose("  ties: ", what, width=4))
+    lines += [prose("  note: ", note, style="yellow", width=4) for note in result.notes]
+    shown = report_lines(result.report, verbose=True) if verbose else screen_lines(result.report)
+    return [*lines, BLANK, *shown]
+
+
+def _known_lines(result: Any) -> list[Line]:
+    """One line for each known difference of the policy: what it excused, or why it did not."""
+    lines = []
+    if result.excused:
+        what = f"the verdict is {result.report.verdict.kind}, and all of it is known:"
+        lines.append(prose("  excused: ", what, style="yellow", width=4))
+    for use in result.known:
+        sites = use.sites if isinstance(use.sites, str) else ", ".join(use.sites)
+        text = f"{sites}: {use.status}: {use.text} ({use.reason})"
+        lines.append(prose("  known: ", text, style="yellow", width=4))
+    return lines
+
+
+def blessing_lines(blessing: Any) -> list[Line]:
+    """What became the golden, what it replaces and how the two differ.
+
+    ``blessing``: a Blessing of divergence.gate.check.
+    """
+    lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
+    if blessing.previous is None:
+        return [*lines, line("  there was no golden before")]
+    lines.append(prose("previous", f"kept as {blessing.previous}"))
+    text, style = f"not compared: {blessing.reason}", "yellow"
+    if blessing.verdict is not None:
+        text, style = f"{blessing.verdict}: {blessing.summary}", VERDICT_STYLES[blessing.verdict]
+    lines.append(prose("old to new", text, style=style))
+    for name, sites in (("added", blessing.added_sites), ("removed", blessing.removed_sites)):
+        shown = ", ".join(sites[:MAX_LISTED])
+        more = f", … {len(sites) - MAX_LISTED} more" if len(sites) > MAX_LISTED else ""
+        text = f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}"
+        lines.append(prose(name, text))
+    return lines

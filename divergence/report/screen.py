@@ -1,0 +1,227 @@
+"""The first screen of a comparison: what most readers need, in 25 lines of 80 columns.
+
+The answer, what it could not have seen, what was compared, the worst rows, and one command. What is
+left out stands in the whole report (``report_lines``), behind ``-v``.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from divergence.analyses.blocks.rows import main_pass
+from divergence.comparison.result import Report, RunSummary
+from divergence.comparison.results.findings import PreflightLine
+from divergence.comparison.results.sites import SiteResult
+from divergence.layout import BLANK, Line, columns, count, cut, heading, line, prose, share, times
+from divergence.report.environment import changed_lines
+from divergence.report.summary import report_lines, verdict_lines
+
+__all__ = ["WIDTH", "screen_lines", "smallest_visible"]
+
+WIDTH = 80
+_NUM_ROWS = 5
+_NUM_PROMPTS = 4
+_NUM_SETTINGS = 3
+_QUIET = ("identical", "within_floor")
+
+
+def screen_lines(report: Report, *, more: str = "-v") -> list[Line]:
+    """The first screen. ``more``: how to see the rest. A report without blocks (operators alone, a
+    suite, probed arithmetic) is shown whole."""
+    if not report.sites and report.verdict.kind != "incomparable":
+        return report_lines(report)
+    return [
+        *verdict_lines(report),
+        *_visible_lines(report),
+        *_why_lines(report),
+        BLANK,
+        *_run_lines(report),
+        *_settings_lines(report.preflight),
+        *_token_lines(report),
+        *_compared_lines(report),
+        BLANK,
+        *_worst_lines(report),
+        *_prompt_lines(report),
+        *_next_lines(report, more),
+    ]
+
+
+def smallest_visible(report: Report) -> float | None:
+    """The relative L2 of a block's typical token from which on an error is flagged, in the middle
+    block: its limit times its floor. None where no block was judged."""
+    for of in ("escalated", main_pass(report.sites)):
+        judged = [site for site in report.sites if site.pass_ == of and site.role == "block"]
+        found = [s.limit * s.floor for s in judged if s.limit is not None and s.floor is not None]
+        if found:
+            return statistics.median(found)
+    return None
+
+
+def _visible_lines(report: Report) -> list[Line]:
+    """What this comparison could have seen; where it found an error that is not the question."""
+    seen = smallest_visible(report)
+    if seen is None or report.verdict.kind not in ("within_floor", "drift", "undetermined"):
+        return []
+    return [prose("not seen", f"errors of a block below about {share(seen)} of its output")]
+
+
+def _why_lines(report: Report) -> list[Line]:
+    """The first facts behind a verdict that is more than that all is well."""
+    verdict = report.verdict
+    if verdict.kind in _QUIET and verdict.side in (None, "neither"):
+        return []
+    most = 5 if verdict.kind in ("incomparable", "undetermined") else 2
+    return [
+        prose("because" if number == 0 else "", fact.text)
+        for number, fact in enumerate(verdict.evidence[:most])
+    ]
+
+
+def _run_lines(report: Report) -> list[Line]:
+    """Both runs; of the second only what is not as in the first."""
+    a, b = report.reference, report.candidate
+    lines = [prose("A reference", _run_text(a)), *_state_lines(a)]
+    same = (a.model, a.dtype, a.device, a.label) == (b.model, b.dtype, b.device, b.label)
+    text = f"{b.path}: the same model, dtype and machine" if same else _run_text(b)
+    return [*lines, prose("B candidate", text), *_state_lines(b)]
+
+
+def _run_text(run: RunSummary) -> str:
+    label = f" ({run.label})" if run.label else ""
+    return f"{run.path}: {cut(run.model, 40)}, {run.dtype.removeprefix('torch.')}{label}"
+
+
+def _state_lines(run: RunSummary) -> list[Line]:
+    lines = changed_lines(run.plants, run.substitutes)
+    if not run.complete:
+        why = f"stopped by {run.stopped_by}" if run.stopped_by else "the capture did not finish"
+        text = f"INCOMPLETE: {why} after {count(run.num_records, 'record')}"
+        lines.append(prose("", text, style="yellow"))
+    return lines
+
+
+def _settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
+    """What differs, in the order of how much it explains."""
+    differ = [one for one in preflight if one.status in ("differs", "blocking")]
+    unknown = [one.check for one in preflight if one.status == "unknown"]
+    shown = [f"{one.check} {one.reference} / {one.candidate}" for one in differ[:_NUM_SETTINGS]]
+    shown = [cut(text, 2 * WIDTH) for text in shown]
+    if len(differ) > len(shown):
+        shown.append(f"{len(differ) - len(shown)} more")
+    if unknown:
+        shown.append(f"{len(unknown)} unknown")
+    if not shown:
+        return [prose("settings", "all the same")] if preflight else []
+    return [prose("settings", "; ".join(shown), style="yellow" if differ else "")]
+
+
+def _token_lines(report: Report) -> list[Line]:
+    tokens = report.tokens
+    if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
+        return []
+    total = tokens.num_tokens + tokens.num_missing
+    how = "B continued A's text" if tokens.forced else "each continued its own text"
+    text = f"next-token choice agrees in {tokens.num_equal} of {total} steps ({how})"
+    first = tokens.first_difference
+    if first is not None:
+        one, two = (
+            f"#{choice.id}" if choice.text is None else repr(choice.text)
+            for choice in (first.reference, first.candidate)
+        )
+        said = {"tie": ", a tie", "fault": ", no tie", None: ""}[first.judgement]
+        text += f"; first at prompt {first.sample}, step {first.step}: {one} / {two}{said}"
+    return [prose("tokens", text)]
+
+
+def _compared_lines(report: Report) -> list[Line]:
+    coverage, sites = report.coverage, report.sites
+    if not sites:
+        return []
+    samples = {prompt.sample for site in sites for prompt in site.prompts}
+    samples |= {site.sample for site in sites}
+    blocks = {site.block for site in sites if site.block is not None}
+    steps = {site.step for site in sites}
+    over = [count(len(samples), "prompt"), count(len(steps), "step"), count(len(blocks), "block")]
+    what = " × ".join(over[:2]) + (f", {over[2]}" if blocks else "")
+    gone = (
+        ("skipped", coverage.num_skipped),
+        ("only in A", coverage.num_only_reference),
+        ("only in B", coverage.num_only_candidate),
+    )
+    lacking = [f"{number:,} {name}" for name, number in gone if number]
+    if not lacking:
+        return [prose("compared", f"everything: {what}")]
+    return [prose("compared", f"{coverage.num_compared:,} tensors of {what}; {', '.join(lacking)}")]
+
+
+def _worst_lines(report: Report) -> list[Line]:
+    """The rows nearest to their limit, or beyond it."""
+    if report.verdict.kind == "identical":
+        return []
+    wanted = main_pass(report.sites)
+    shown = [site for site in report.sites if site.pass_ == wanted or site.flagged]
+    worst: dict[str, SiteResult] = {}
+    for site in shown:
+        name = site.block or site.site
+        if name not in worst or _rank(site) > _rank(worst[name]):
+            worst[name] = site
+    rows = sorted((site for site in worst.values() if not site.identical), key=_rank, reverse=True)
+    if not rows:
+        return []
+    judged = any(site.usage for site in rows)
+    table = [("error", "of its limit" if judged else "", "where", "")]
+    for site in rows[:_NUM_ROWS]:
+        used = "not finite" if _num_bad(site) else _used(site.usage) if judged else ""
+        error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
+        table.append((error, used, cut(site.site, 40) + ("  !" if site.flagged else ""), _at(site)))
+    return [heading(f"worst of {len(worst)} places"), *columns(table, widest=44)]
+
+
+def _rank(site: SiteResult) -> tuple[bool, bool, float, float]:
+    return bool(_num_bad(site)), site.flagged, site.usage or 0.0, site.rel_l2 or 0.0
+
+
+def _num_bad(site: SiteResult) -> int:
+    return site.nonfinite.differ if site.nonfinite is not None else 0
+
+
+def _used(usage: float | None) -> str:
+    if usage is None:
+        return "-"
+    return times(usage) if usage > 1 else f"{usage:.0%}"
+
+
+def _at(site: SiteResult) -> str:
+    """``prompt 2, token 7``, ``prompt 0, step 3``."""
+    sample = site.sample if site.worst_sample is None else site.worst_sample
+    if site.step:
+        return f"prompt {sample}, step {site.step}"
+    return f"prompt {sample}" + (
+        "" if site.worst_position is None else f", token {site.worst_position}"
+    )
+
+
+def _prompt_lines(report: Report) -> list[Line]:
+    from divergence.analyses.blocks.show import prompt_usage
+
+    rows = prompt_usage(report)
+    if len(rows) < 2:
+        return []
+    shown = [f"{sample} ({_used(usage)})" for usage, sample, *_ in rows[:_NUM_PROMPTS]]
+    more = f", {len(rows) - len(shown)} more" if len(rows) > len(shown) else ""
+    return [prose("prompts", f"worst first, of the limit: {', '.join(shown)}{more}")]
+
+
+def _next_lines(report: Report, more: str) -> list[Line]:
+    lines = [heading("next"), *_first(report.verdict.next)] if report.verdict.next else []
+    rest: Iterable[str] = filter(None, (
+        f"{count(len(report.notes), 'note')}" if report.notes else "",
+        "every block" if report.sites else "",
+        "every setting",
+    ))  # fmt: skip
+    return [*lines, line((f"{more} shows {', '.join(rest)}", "dim"))]
+
+
+def _first(commands: Sequence[str]) -> list[Line]:
+    return [line(f"  {commands[0]}")]

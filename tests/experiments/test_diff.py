@@ -1,0 +1,104 @@
+"""diff: one command from the captures to the verdict; what was done is not done again."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from divergence.errors import RunExistsError, UsageError
+from divergence.experiments.diff import diff
+from divergence.run.reader import Run
+
+PROMPTS = ["The bridge was built", "one two three four"]
+
+
+@pytest.fixture(scope="module")
+def made(llama, tmp_path_factory):
+    """A diff of two attention kernels, and its steps."""
+    steps = []
+    folder = tmp_path_factory.mktemp("diff") / "d"
+    result = diff(
+        llama, out=folder, attn_implementation=("eager", "sdpa"), dtype="bfloat16",
+        prompts=PROMPTS, max_new_tokens=2, quiet=True, on_step=lambda *step: steps.append(step),
+    )  # fmt: skip
+    return result, steps
+
+
+def test_two_settings_are_captured_judged_and_compared(made):
+    result, steps = made
+    report = result.report
+    assert report.verdict.kind in ("identical", "within_floor")
+    lacking = [one.name for one in report.verdict.checks if one.state != "met"]
+    assert not {"truth", "anchored"} & {*lacking}
+    assert [step[2] for step in steps] == [False, False, False]
+    assert json.loads((result.folder / "report.json").read_text())["verdict"]
+    b = Run.open(result.folder / "b").manifest
+    assert (b.model.attn_implementation, b.environment.label) == (
+        "sdpa",
+        "attn-implementation sdpa",
+    )
+    assert b.plan.escalated
+    assert result.localize is None
+
+
+def test_again_nothing_is_done_twice(made, llama):
+    first, _ = made
+    steps = []
+    again = diff(
+        llama, out=first.folder, attn_implementation=("eager", "sdpa"), dtype="bfloat16",
+        prompts=PROMPTS, max_new_tokens=2, quiet=True, on_step=lambda *step: steps.append(step),
+    )  # fmt: skip
+    assert [step[2] for step in steps] == [True, True, True]
+    assert again.report.verdict == first.report.verdict
+
+
+def test_the_runs_of_another_diff_are_not_replaced_unasked(made, llama):
+    first, _ = made
+    with pytest.raises(RunExistsError, match="made by another command"):
+        diff(llama, out=first.folder, attn_implementation=("eager", "sdpa"), prompts=PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "nothing differs"),
+        ({"device": "cpu"}, "nothing differs"),
+        ({"device": ("cpu", "cuda"), "dtype": ("float32", "bfloat16")}, "2 settings"),
+        ({"engine": ("transformers", "compile", "onnx")}, "3 values"),
+        ({"env": "NAME"}, "not NAME=VALUE"),
+        ({"batch": (0, 2)}, "at least one"),
+        ({"python": (sys.executable, "/no/such/venv")}, "neither a virtual environment"),
+    ],
+)
+def test_settings_that_make_no_two_sides_are_refused(tmp_path, settings, said):
+    with pytest.raises(UsageError, match=said):
+        diff("model", out=tmp_path / "d", **settings)
+    assert not (tmp_path / "d").exists() or not any((tmp_path / "d").iterdir())
+
+
+def test_a_step_that_fails_is_named(tmp_path):
+    with pytest.raises(UsageError, match="this step failed: divergence capture"):
+        diff(tmp_path / "no-model", out=tmp_path / "d", threads=(1, 2), quiet=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"env": "ATEN_CPU_CAPABILITY=default"},
+        {"batch": (1, 2)},
+        {"threads": (1, 2)},
+        {"python": (sys.executable, sys.prefix)},
+        {"dtype": ("float32", "bfloat16")},
+        {"engine": ("transformers", "compile"), "dtype": "float32"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_any_one_setting(llama, tmp_path, settings):
+    """Healthy pairs of every kind of setting."""
+    result = diff(
+        llama, out=tmp_path / "d", prompts=PROMPTS, max_new_tokens=2, quiet=True, **settings
+    )
+    assert result.report.verdict.kind in ("identical", "within_floor")

@@ -40,6 +40,7 @@ def screen_lines(report: Report, *, more: str = "-v") -> list[Line]:
         *_settings_lines(report.preflight),
         *_token_lines(report),
         *_compared_lines(report),
+        *_operator_lines(report),
         BLANK,
         *_worst_lines(report),
         *_prompt_lines(report),
@@ -153,6 +154,15 @@ def _compared_lines(report: Report) -> list[Line]:
     if not lacking:
         return [prose("compared", f"everything: {what}")]
     return [prose("compared", f"{coverage.num_compared:,} tensors of {what}; {', '.join(lacking)}")]
+
+
+def _operator_lines(report: Report) -> list[Line]:
+    operators = report.operators
+    if operators is None:
+        return []
+    beyond = [one for one in operators.results if one.limit_usage > 1]
+    text = f"{operators.num_matched} compared, {len(beyond)} beyond the limit"
+    return [prose("operators", text + (f"; first {operators.onset}" if operators.onset else ""))]
 
 
 def _worst_lines(report: Report) -> list[Line]:

@@ -108,7 +108,7 @@ def test_a_block_is_gone_into_down_to_its_operators(llama, tmp_path, capsys):
     said = follow(report, capsys)
     assert said.startswith(f"DIVERGED: the error comes into {BLOCK}/aten.add#2 from operators")
     assert "side        the candidate (B) is wrong" in said
-    assert "operators  inside model.layers.1, from equal inputs" in said
+    assert "operators   " in said and "beyond the limit; first model.layers.1/aten.add#2" in said
 
 
 def test_two_sketches_are_captured_again_in_full(llama, tmp_path, capsys):

@@ -295,8 +295,8 @@ def _in_chunks(
     if len(bad):
         usual[bad] = False
         channels.zero_()
-        for part in torch.split(usual.nonzero().flatten(), rows):
-            _add_columns(wide(a[part]), wide(b[part]), wide(truth[part]), channels)
+        for numbers in torch.split(usual.nonzero().flatten(), rows):
+            _add_columns(wide(a[numbers]), wide(b[numbers]), wide(truth[numbers]), channels)
     return sums, sink, channels
 
 

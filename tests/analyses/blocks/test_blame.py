@@ -216,6 +216,19 @@ def test_one_massive_activation_is_no_bad_channel(together, swap):
     assert not [one for one in found if one.limit_usage > 1]
 
 
+@pytest.mark.parametrize("swap", [False, True])
+def test_one_element_in_each_of_many_prompts_is_no_bad_channel(swap):
+    """Prompts that begin alike have the same first token, with the same rounding: one fact."""
+    others = [Block(seed, steps=4) for seed in range(100, 105)]
+    bad = Block(1, steps=4)
+    bad.sides[1][:, 0, 20] += 12 * FLOOR
+    found = asked(bad, others, swap=swap)
+    assert next(one for one in found if one.why == "channel").limit_usage < 0.9
+
+    bad.sides[1][:, :, 20] += 12 * FLOOR
+    assert blamed(bad, others, swap=swap).why == "channel"
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_bad_channel_is_found_beside_a_massive_activation(together):
     others = [Decoded(seed, together=together) for seed in range(100, 105)]

@@ -290,11 +290,11 @@ def _where(first: Unit, units: list[Unit]) -> list[Evidence]:
     texts: list[str] = []
     healthy = [unit for unit in units if unit.why is None]
     if first.results[0].role == "inner" and first.pass_ != "free":
-        place, block = order_of(first.first), first.results[0].block
+        place, block = first.results[0].order, first.results[0].block
         inside = (u for u in healthy if u.phase == first.phase and u.results[0].block == block)
-        before = [unit for unit in inside if order_of(unit.results[0]) < place]
+        before = [unit for unit in inside if unit.results[0].order < place]
         if before:
-            last = max(before, key=lambda unit: order_of(unit.results[0]))
+            last = max(before, key=lambda unit: unit.results[0].order)
             texts.append(f"the last site before it in this block that passes: {last.site}")
     if first.phase == "decode":
         same = [u for u in units if u.site == first.site and u.phase == "prefill"]

@@ -217,7 +217,8 @@ def _hold_looks(
             if few and one_step(look.result):
                 continue
             width = spread(round(num_values(look.result) * look.share), num_looks=len(unit.looks))
-            lower = least * (2 if few else 1)  # of one row, a few bits are the whole error
+            # of one row, a few bits are the whole error; inside a block its terms may cancel, too
+            lower = least * ((4 if look.result.role == "inner" else 2) if few else 1)
             absolute = (thresholds.token if few else thresholds.typical) * width
             look.limit = absolute
             if look.place in control.at:

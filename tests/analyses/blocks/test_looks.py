@@ -88,6 +88,16 @@ def test_a_few_bits_of_one_token_are_no_fault(ratio, is_fault):
     assert bool(flagged(sites.values())) == is_fault
 
 
+@pytest.mark.parametrize(("ratio", "is_fault"), [(3.0, False), (6.0, True)])
+def test_inside_a_block_few_rows_are_held_to_a_whole_floor(ratio, is_fault):
+    """What a module gets of one token may cancel there, as the rounding model does not know."""
+    sites = {
+        at: site(at[0], 0.1, step=at[2], rows=1, role="inner") for at in drawn(places=STEPS, rows=1)
+    }
+    change(sites, (1, 0, 19), ratio=ratio, ratio_max=ratio)
+    assert bool(flagged(sites.values())) == is_fault
+
+
 def test_steps_from_one_on_are_said_as_such():
     """A cache that goes wrong stays wrong."""
     sites = drawn(places=STEPS, rows=1)

@@ -165,7 +165,9 @@ def _given(result: Localization) -> str:
         for one in first.other_operands
     ]
     if first.fed_by and not parts:
-        parts = [f"it comes from {first.fed_by[-1]}, which only the {first.fed_by_side} calls"]
+        parts = [
+            f"its input comes from {first.fed_by[-1]}, which only the {first.fed_by_side} calls"
+        ]
     for one in result.given[:2]:
         if one.difference is None:
             continue

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from divergence.importing.api import import_dump
     from divergence.ops.replay import replay
     from divergence.ops.reproducer.repro import repro
+    from divergence.recording.any_module import record
     from divergence.recording.api import capture, truth
     from divergence.run.reader import Run
     from divergence.run.storage.packing import pack, unpack
@@ -56,6 +57,7 @@ __all__ = [
     "localize",
     "pack",
     "probe",
+    "record",
     "replay",
     "repro",
     "selfcheck",
@@ -83,6 +85,7 @@ _HOMES = {
     "localize": "divergence.experiments.localization.localize",
     "pack": "divergence.run.storage.packing",
     "probe": "divergence.arithmetic.api",
+    "record": "divergence.recording.any_module",
     "replay": "divergence.ops.replay",
     "repro": "divergence.ops.reproducer.repro",
     "selfcheck": "divergence.experiments.selfcheck.selfcheck",

@@ -73,9 +73,11 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
         record(print, out=tmp_path / "x"),
     ):
         pass
-    with pytest.raises(UsageError, match="no step was made"):
-        with record(Tower(), out=tmp_path / "y"):
-            pass
+    with (
+        pytest.raises(UsageError, match="no step was made"),
+        record(Tower(), out=tmp_path / "y"),
+    ):
+        pass
     _recorded(Tower(), tmp_path / "z", num=1)
     with pytest.raises(RunExistsError), record(Tower(), out=tmp_path / "z"):
         pass

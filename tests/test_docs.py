@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXECUTED = (
     "README.md",
-    "docs/tutorial.md",
+    pytest.param("docs/tutorial.md", marks=pytest.mark.slow),
     pytest.param("README.zh.md", marks=pytest.mark.slow),
     pytest.param("docs/flowchart.md", marks=pytest.mark.slow),
     pytest.param("docs/doctor.md", marks=pytest.mark.slow),

@@ -7,6 +7,8 @@ this. The JSON form is stable and versioned; numbers that JSON cannot hold
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -15,9 +17,13 @@ from divergence.comparison.results.findings import Finding, PreflightLine, Verdi
 from divergence.comparison.results.operators import AuditResult, OperatorsResult
 from divergence.comparison.results.sites import Coverage, SiteResult
 from divergence.comparison.results.tokens import TokensResult
+from divergence.errors import UsageError
 from divergence.words import Side, SideOrBoth, printable_json
 
 if TYPE_CHECKING:
+    import pandas
+    import polars
+
     from divergence.run.reader import Run
 
 __all__ = [
@@ -97,9 +103,30 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             rows.append(row)
         return rows
 
+    def to_pandas(self) -> pandas.DataFrame:
+        """``to_records`` as a pandas DataFrame; the columns are the fields of SiteResult. Raises
+        UsageError where pandas is not installed."""
+        frame: pandas.DataFrame = _library("pandas").DataFrame(self.to_records())
+        return frame
+
+    def to_polars(self) -> polars.DataFrame:
+        """The same as a polars DataFrame."""
+        frame: polars.DataFrame = _library("polars").DataFrame(
+            self.to_records(), infer_schema_length=None, strict=False
+        )
+        return frame
+
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole report as strict JSON; nan and inf become strings."""
         return strict_json(self, indent=indent)
+
+
+def _library(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        hint = f"pip install {name}, or take to_records()"
+        raise UsageError(f"{name} is not installed", hint=hint) from error
 
 
 def strict_json(value: Any, *, indent: int | None = 2) -> str:

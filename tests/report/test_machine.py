@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from divergence.comparison.results.sites import TruthDiff
+from divergence.errors import UsageError
 from divergence.gate.check import evaluate
 from divergence.gate.policy import Policy
 from divergence.numerics.pairs.metrics import Estimate
@@ -97,3 +101,21 @@ def test_a_path_that_is_no_utf8_is_escaped(reports):
     )
     assert json.loads(report.to_json())["reference"]["path"] == "n\\udcff"
     assert json.loads(strict_json({"path": "n\udcff"})) == {"path": "n\\udcff"}
+
+
+def test_a_table_for_the_library_that_is_asked_for(reports, monkeypatch):
+    """Lazily imported; where it is missing the error says what to do."""
+    report = reports.make_report()
+    made = []
+
+    def frame(rows, **options):
+        made.append((len(rows), options))
+        return "frame"
+
+    for name in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(DataFrame=frame))
+        assert getattr(report, f"to_{name}")() == "frame"
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(UsageError, match=f"{name} is not installed"):
+            getattr(report, f"to_{name}")()
+    assert [rows for rows, _ in made] == [4, 4]

@@ -13,13 +13,25 @@ from divergence.analyses.blocks.rows import main_pass
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
-from divergence.layout import BLANK, Line, columns, count, cut, heading, line, prose, share, times
+from divergence.layout import (
+    BLANK,
+    Line,
+    columns,
+    count,
+    cut,
+    fold,
+    heading,
+    line,
+    prose,
+    share,
+    times,
+)
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines
 
 __all__ = ["WIDTH", "screen_lines", "smallest_visible"]
 
-WIDTH = 80
+WIDTH, HEIGHT = 80, 25
 _NUM_ROWS = 5
 _NUM_PROMPTS = 4
 _NUM_SETTINGS = 3
@@ -31,6 +43,14 @@ def screen_lines(report: Report, *, more: str = "-v") -> list[Line]:
     suite, probed arithmetic) is shown whole."""
     if not report.sites and report.verdict.kind != "incomparable":
         return report_lines(report)
+    for num_rows in range(_NUM_ROWS, 1, -1):  # fewer rows where the rest is long
+        lines = _screen(report, num_rows, more)
+        if sum(len(fold(item, WIDTH)) for item in lines) <= HEIGHT:
+            break
+    return lines
+
+
+def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
     return [
         *verdict_lines(report),
         *_visible_lines(report),
@@ -42,7 +62,7 @@ def screen_lines(report: Report, *, more: str = "-v") -> list[Line]:
         *_compared_lines(report),
         *_operator_lines(report),
         BLANK,
-        *_worst_lines(report),
+        *_worst_lines(report, num_rows),
         *_prompt_lines(report),
         *_next_lines(report, more),
     ]
@@ -106,8 +126,7 @@ def _settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
     """What differs, in the order of how much it explains."""
     differ = [one for one in preflight if one.status in ("differs", "blocking")]
     unknown = [one.check for one in preflight if one.status == "unknown"]
-    shown = [f"{one.check} {one.reference} / {one.candidate}" for one in differ[:_NUM_SETTINGS]]
-    shown = [cut(text, 2 * WIDTH) for text in shown]
+    shown = [_setting(one) for one in differ[:_NUM_SETTINGS]]
     if len(differ) > len(shown):
         shown.append(f"{len(differ) - len(shown)} more")
     if unknown:
@@ -115,6 +134,18 @@ def _settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
     if not shown:
         return [prose("settings", "all the same")] if preflight else []
     return [prose("settings", "; ".join(shown), style="yellow" if differ else "")]
+
+
+_DIGESTED = ("weights", "code", "config", "tokenizer", "chat template")
+"""Settings whose values are digests: what differs stands in the detail."""
+
+
+def _setting(item: PreflightLine) -> str:
+    text = f"{item.reference} / {item.candidate}"
+    if item.check in _DIGESTED:
+        text = item.detail or "differs"
+    text = f"{item.check} {text}"
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
 
 
 def _token_lines(report: Report) -> list[Line]:
@@ -165,7 +196,7 @@ def _operator_lines(report: Report) -> list[Line]:
     return [prose("operators", text + (f"; first {operators.onset}" if operators.onset else ""))]
 
 
-def _worst_lines(report: Report) -> list[Line]:
+def _worst_lines(report: Report, num_rows: int) -> list[Line]:
     """The rows nearest to their limit, or beyond it."""
     if report.verdict.kind == "identical":
         return []
@@ -181,7 +212,7 @@ def _worst_lines(report: Report) -> list[Line]:
         return []
     judged = any(site.usage for site in rows)
     table = [("error", "of its limit" if judged else "", "where", "")]
-    for site in rows[:_NUM_ROWS]:
+    for site in rows[:num_rows]:
         used = "not finite" if _num_bad(site) else _used(site.usage) if judged else ""
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
         table.append((error, used, cut(site.site, 40) + ("  !" if site.flagged else ""), _at(site)))

@@ -26,7 +26,14 @@ def explain(measured: Measured, verdict: Verdict, answer: Answer) -> list[Findin
             Finding(
                 claim="side_not_told",
                 role="abstains",
-                rests_on=[check("truth_of_reference_code", False, "", made=False)],
+                rests_on=[
+                    check(
+                        "truth_of_reference_code",
+                        False,
+                        "the sides run different code, the truth the reference's",
+                        made=False,
+                    )
+                ],
                 evidence=[Evidence(text=reason)],
             )
         )

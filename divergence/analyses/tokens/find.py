@@ -13,6 +13,7 @@ from divergence.comparison.measured import Measured
 from divergence.comparison.results.findings import Evidence, Finding, figure
 from divergence.comparison.results.sites import SiteResult
 from divergence.comparison.results.tokens import TokenDifference, TokensResult
+from divergence.numerics.floor import THRESHOLDS
 from divergence.words import Side
 
 __all__ = ["find", "findings_of"]
@@ -31,10 +32,11 @@ def _widened(tokens: TokensResult | None, sites: Sequence[SiteResult]) -> Tokens
     other as 1 and W², and so is what the head makes of them."""
     if tokens is None or tokens.kl_limit is None or tokens.floor_side is None:
         return tokens
-    blocks = [s.truth.w_median for s in sites if s.truth and s.role == "block" and not s.identical]
+    blocks = [s.truth.w_median for s in sites if s.truth and s.role == "block"
+              and s.pass_ == "anchored" and not s.identical]  # fmt: skip
     blocks = [w if tokens.floor_side == "reference" else 1 / max(w, 1e-300) for w in blocks]
     usual = statistics.median(blocks) if blocks else 1.0
-    explained = max(1.0, (1 + usual**2) / 2)
+    explained = (1 + min(max(1.0, usual), THRESHOLDS.truth_systematic) ** 2) / 2
     return msgspec.structs.replace(tokens, kl_limit=tokens.kl_limit * explained)
 
 

@@ -228,6 +228,13 @@ def config_differences(
             moved += 1
         else:
             found.append(f"{leaf} {_text(one)} / {_text(two)} ({key}, there {there[0]})")
+    for mine, other, flipped in ((only_b, a, False), (only_a, b, True)):
+        for key in list(mine):
+            leaf = key.rpartition(".")[2]
+            there = [k for k in other if k.rpartition(".")[2] == leaf and other[k] != mine[key]]
+            if leaf not in _ANYWHERE and len(there) == 1:
+                pair = (f"{_text(other[there[0]])} ({there[0]})", f"{_text(mine.pop(key))} ({key})")
+                found.append(f"{leaf} {' / '.join(pair[::-1] if flipped else pair)}")
     for side, only in (("reference", only_a), ("candidate", only_b)):
         if only:
             texts = [f"{key}={_text(value)}" for key, value in only.items()]

@@ -38,10 +38,11 @@ SWITCHES: dict[str, dict[str, str]] = {
 class Machine:
     """A process under ``switches``. ``ask`` starts a capture, ``wait`` returns when it is made."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, python: str = sys.executable) -> None:
+        """``python``: of an environment of its own."""
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
+            [python, str(Path(__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -55,16 +56,18 @@ class Machine:
         *,
         fault: tuple[str, int, float] | None = None,
         operator_fault: tuple[str, str, float] | None = None,
+        engine_fault: tuple[str, int, float] | None = None,
         is_code: bool = False,
         **values: Any,
     ) -> None:
         """``what``: ``capture`` or ``truth``, with its parameters. ``fault``: one of
         benchmarks._faults as (name, block, strength); ``operator_fault``: one of
-        benchmarks._operator_faults as (name, site, strength); ``is_code``: the run's code is
+        benchmarks._operator_faults as (name, site, strength); ``engine_fault``: one of
+        benchmarks._engine_faults' modules as (name, block, strength); ``is_code``: the run's code is
         recorded as it is with the fault, else as the model's own."""
         assert self._process.stdin is not None
         request = {"what": what, "fault": fault, "operator_fault": operator_fault,
-                   "is_code": is_code, "values": values}  # fmt: skip
+                   "engine_fault": engine_fault, "is_code": is_code, "values": values}  # fmt: skip
         self._process.stdin.write(json.dumps(request, default=str) + "\n")
         self._process.stdin.flush()
 
@@ -111,12 +114,13 @@ def planting(
 
 def _serve() -> None:
     sys.path.insert(0, str(ROOT))
-    answers, sys.stdout = sys.stdout, sys.stderr  # nothing else may write to the answers
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else may write to the answers, a library's C++ neither
     import logging
 
     import torch
 
-    from benchmarks import _faults, _operator_faults
+    from benchmarks import _engine_faults, _faults, _operator_faults
     from divergence.recording.api import capture
     from divergence.recording.api import truth as make_truth
 
@@ -133,6 +137,10 @@ def _serve() -> None:
                 plant = _faults.plant
                 if request["operator_fault"] is not None:
                     fault, plant = request["operator_fault"], _operator_faults.plant
+                if request["engine_fault"] is not None:
+                    fault, plant = request["engine_fault"], _engine_faults.plant
+                if values.get("engine") == "compile":  # what was compiled counts to torch's limits
+                    torch.compiler.reset()
                 if fault is not None:
                     name, where, strength = fault
                     values["prepare"] = planting(

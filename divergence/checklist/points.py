@@ -96,7 +96,7 @@ def _shortcuts(one: Manifest) -> Said:
     return worst(*states), f"{one.engine.name}: {', '.join(texts)}"
 
 
-_PLAIN_ENGINES = ("transformers", "compile")
+_PLAIN_ENGINES = ("transformers", "compile", "onnx")
 """Engines that run a model's own forward, once for each step."""
 _OFF = ("off", "false", "no", "none", "disabled", "0")
 _NOT_TOLD = ("", "-", "unknown", "not told", "not recorded")

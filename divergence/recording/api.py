@@ -235,8 +235,7 @@ def _execute(
                 check_data_alone(request.model, revision=request.revision)
             session = _session(request, device, ranks)
         except ModelError as error:
-            if request.like is not None and not expanded(request.model).exists():
-                error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
+            _hint_at_the_model(error, request)
             raise
         with contextlib.closing(session):
             loaded = session.loaded
@@ -258,6 +257,19 @@ def _execute(
                 request, session, device, determinism, on_progress, compute_dtype=compute_dtype
             )
             return execution.run(place, force=force, command=command)
+
+
+def _hint_at_the_model(error: ModelError, request: Request) -> None:
+    """What a run names may be elsewhere on this machine, or a file of the engine that made it."""
+    if request.like is None or request.named:
+        return
+    made_by, path = request.like.manifest.engine, expanded(request.model)
+    is_file = path.is_file() or (path.is_absolute() and not path.exists())
+    if is_file and made_by is not None and made_by.name != request.engine:
+        error.where = f"{request.like.path} was made from it by the engine {made_by.name}"
+        error.hint = f"name the model that {request.engine} is to load: --model DIR"
+    elif not path.exists():
+        error.hint = f"{error.hint}, or name this machine's copy: --model PATH"
 
 
 def _session(request: Request, device: str, ranks: Ranks | None) -> Session:

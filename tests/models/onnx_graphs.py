@@ -62,15 +62,35 @@ def _bytes(tensor: Any, transposed: bool) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _export(checkpoint: Path) -> tuple[bytes, dict[str, tuple[str, bool]]]:
-    import onnx
+def scopes_of(node: Any) -> str:
+    """The modules that a node was traced in, as the exporter wrote them."""
+    found = (one.value for one in node.metadata_props if one.key.endswith("name_scopes"))
+    return next(found, "")
+
+
+def node_of(model: Any, path: str, operator: str) -> Any:
+    """The first node of that operator in the module."""
+    nodes = (node for node in model.graph.node if node.op_type == operator)
+    return next(node for node in nodes if f"'{path}'" in scopes_of(node))
+
+
+def export(checkpoint: Path, folder: Path, *, dtype: str = "auto") -> Path:
+    """``folder/model.onnx`` as torch's exporter makes it, its weights, config and tokenizer beside
+    it. Needs onnxscript."""
+    import shutil
+
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    _program(checkpoint, dtype).save(folder / "model.onnx", external_data=True)
+    return folder / "model.onnx"
+
+
+def _program(checkpoint: Path, dtype: str = "auto") -> Any:
     import torch
     import transformers
-    from safetensors.torch import load_file
 
     encoder = "bert" in (checkpoint / "config.json").read_text(encoding="utf-8")
     factory = transformers.AutoModelForMaskedLM if encoder else transformers.AutoModelForCausalLM
-    model = factory.from_pretrained(checkpoint, dtype="auto", attn_implementation="eager").eval()
+    model = factory.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager").eval()
     model.config.use_cache = False
     ids = torch.arange(12).reshape(2, 6)
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
@@ -81,11 +101,17 @@ def _export(checkpoint: Path) -> tuple[bytes, dict[str, tuple[str, bool]]]:
     }
     if encoder:
         given["token_type_ids"] = torch.zeros_like(ids)
-    program = torch.onnx.export(
+    return torch.onnx.export(
         model, kwargs=given, dynamo=True, dynamic_shapes=dict.fromkeys(given, axes), verbose=False
     )
+
+
+def _export(checkpoint: Path) -> tuple[bytes, dict[str, tuple[str, bool]]]:
+    import onnx
+    from safetensors.torch import load_file
+
     with tempfile.TemporaryDirectory() as folder:
-        program.save(Path(folder) / "model.onnx")
+        _program(checkpoint).save(Path(folder) / "model.onnx")
         graph = onnx.load(Path(folder) / "model.onnx")
     for node in graph.graph.node:
         kept = [one for one in node.metadata_props if one.key in _KEPT]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +55,13 @@ def replay(tmp_path) -> Callable[..., Run]:
         return capture(like=run, out=tmp_path / f"replay-{count}", **options)
 
     return again
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What one test compiles is not there for the next."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -12,16 +12,7 @@ from divergence.recording.api import capture
 from divergence.recording.model.compiled import CompiledWatch, settled
 
 PROMPT = ["one two"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    """What one test compiles is not there for the next."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture(scope="module")

@@ -86,9 +86,10 @@ def preflight(
 
 
 def _tells(manifest: Manifest, check: str, shown: str) -> bool:
-    """Does the run say that of itself?"""
+    """Does the run say that of itself? An engine's kernels of attention may be its own, unnamed."""
     if manifest.model.digest or manifest.model.task == "operators":
-        return True
+        named = manifest.engine is None or manifest.engine.name == "transformers"
+        return check != "attention" or shown != "none" or named
     if check == "determinism":
         return bool(manifest.settings.switches)
     return check != "weights" and shown.strip() not in _NOTHING

@@ -10,15 +10,7 @@ from divergence.errors import ModelError, UsageError
 from divergence.recording.api import capture, truth
 
 WISHES = {"prompts": ["one two", "three"], "max_new_tokens": 3, "probe": False}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.fixture(scope="module")

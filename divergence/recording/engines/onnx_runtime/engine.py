@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -10,8 +10,7 @@ import torch
 
 from divergence.errors import UsageError
 from divergence.recording.engines.engine import EngineOptions, Feature, Loading
-from divergence.recording.engines.generate import GroupResult, check_ids, failures
-from divergence.recording.engines.identity import identify
+from divergence.recording.engines.generate import GroupResult, failures
 from divergence.recording.engines.load import LoadedModel
 from divergence.recording.engines.onnx_runtime.file import read_model
 from divergence.recording.engines.onnx_runtime.forward import GraphRecorder, decode
@@ -24,10 +23,9 @@ from divergence.recording.engines.onnx_runtime.options import (
     provider_for,
 )
 from divergence.recording.engines.onnx_runtime.pieces import Runtime
-from divergence.recording.model.structure import describe_modules
-from divergence.recording.storage import about_bytes
+from divergence.recording.engines.sessions import TorchSession, blocks_of
 from divergence.run.schema.layout import expanded
-from divergence.run.schema.manifest import EngineNote, EngineValue
+from divergence.run.schema.manifest import EngineNote
 
 if TYPE_CHECKING:
     from divergence.run.schema.manifest import ModelIdentity, ModuleNote, SampleTokens
@@ -60,14 +58,21 @@ class OnnxEngine:
         )  # fmt: skip
         folder = path.parent if options.tokenizer is None else expanded(options.tokenizer)
         loaded, left = model_of(loading, graph, path, folder)
-        return OnnxSession(loaded, graph, runtime, options, left, version=version)
+        kind = OnnxSession if blocks_of(loaded.module) else _WithoutBlocks
+        return kind(loaded, graph, runtime, options, left, version=version)
 
 
-class OnnxSession:
-    """A graph, and the modules that it tells of."""
+class OnnxSession(TorchSession):
+    """A graph, and the modules that it tells of, none of which can be called."""
 
     name: ClassVar[str] = "onnx"
-    makes_forwards: ClassVar[bool] = True
+    lacks: ClassVar[Mapping[Feature, str]] = {
+        "escalate": "its kernels compute in the graph's own dtype",
+        "whole": "each of its steps is a whole forward already",
+        "operators": "its operators are not torch's",
+        "plants": "no hook is in its forward",
+        "prepare": "it runs the graph",
+    }
 
     def __init__(
         self,
@@ -79,33 +84,13 @@ class OnnxSession:
         *,
         version: str,
     ) -> None:
-        self.loaded, self._graph, self._runtime, self._left = loaded, graph, runtime, left
-        self._options: dict[str, EngineValue] = msgspec.structs.asdict(options)
+        super().__init__(loaded, msgspec.structs.asdict(options))
+        self._graph, self._runtime, self._left = graph, runtime, left
         self._version, self._num_taps = version, 0
-        self.lacks: dict[Feature, str] = {
-            "escalate": "its kernels compute in the graph's own dtype",
-            "whole": "each of its steps is a whole forward already",
-            "operators": "its operators are not torch's",
-            "plants": "no hook is in its forward",
-            "prepare": "it runs the graph",
-        }
-        if not any(note.role == "block" for note in self.notes().values()):
-            self.lacks["anchor"] = "the file does not tell the blocks of its model"
-
-    def notes(self) -> dict[str, ModuleNote]:
-        return describe_modules(self.loaded.module)
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
-        identity = identify(self.loaded, on_parameter=on_parameter)
+        identity = super().identity(on_parameter)
         return msgspec.structs.replace(identity, code={}, attn_implementation=None)
-
-    def check_ids(self, samples: Sequence[SampleTokens]) -> None:
-        check_ids(self.loaded, samples)
-
-    def num_bytes(
-        self, hooked: Collection[str], samples: Sequence[SampleTokens], max_new_tokens: int
-    ) -> int:
-        return about_bytes(self.loaded.structure, hooked, samples, max_new_tokens)
 
     def recorder(self, notes: Mapping[str, ModuleNote], **how: Any) -> GraphRecorder:
         return GraphRecorder(
@@ -142,7 +127,13 @@ class OnnxSession:
         facts["weights"] = "as far as the file names them" + (
             f"; {len(self._left)} constants have no parameter's name" if self._left else ""
         )
-        return EngineNote(name=self.name, version=self._version, options=self._options, facts=facts)
+        return msgspec.structs.replace(super().note(), facts=facts)
 
-    def close(self) -> None:
-        return None
+    def version(self) -> str:
+        return self._version
+
+
+class _WithoutBlocks(OnnxSession):
+    lacks: ClassVar[Mapping[Feature, str]] = {
+        **OnnxSession.lacks, "anchor": "the file does not tell the blocks of its model",
+    }  # fmt: skip

@@ -1,0 +1,119 @@
+"""What the engine refuses, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from divergence.comparison.api import compare  # noqa: E402
+from divergence.errors import ModelError, UsageError  # noqa: E402
+
+
+def test_an_input_that_no_prompt_gives(damaged, recorded, again):
+    def more(model: Any) -> None:
+        model.graph.input.append(onnx.helper.make_tensor_value_info("pixel_values", 1, [1, 3]))
+
+    with pytest.raises(ModelError, match="wants the input pixel_values"):
+        again(recorded("llama", sites="blocks"), damaged(more))
+
+
+@pytest.mark.parametrize("place", ["../model.safetensors", "/etc/hostname", ""])
+def test_weights_outside_the_folder_are_not_read(place, damaged, recorded, again):
+    path = damaged(lambda model: None)
+    model = onnx.load(path)
+    weight = max(model.graph.initializer, key=lambda one: len(one.raw_data))
+    weight.raw_data = b""
+    weight.data_location = 1
+    weight.external_data.add(key="location", value=place)
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match="outside the model's folder"):
+        again(recorded("llama", sites="blocks"), path)
+
+
+def test_a_broken_file(graph_of, recorded, again, tmp_path):
+    run = recorded("llama", sites="blocks")
+    data = graph_of("llama").read_bytes()
+    for number, content in enumerate((b"", b"no graph at all", data[: len(data) // 2])):
+        path = tmp_path / f"{number}.onnx"
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match="cannot be read as an ONNX file"):
+            again(run, path)
+    with pytest.raises(ModelError, match="does not exist"):
+        again(run, tmp_path / "nothing.onnx")
+    with pytest.raises(ModelError, match="is a directory"):
+        again(run, tmp_path)
+
+
+def test_a_file_of_another_model(graph_of, recorded, again, tmp_path, tiny_model):
+    """Its config tells; without one the comparison does."""
+    checkpoint = tiny_model("llama", dtype="float32", num_blocks=2)
+    with pytest.raises(ModelError, match=r"3 blocks, and the config in .* tells of 2"):
+        again(
+            recorded("llama", sites="blocks"), graph_of("llama"),
+            engine_options={"tokenizer": str(checkpoint)},
+        )  # fmt: skip
+    run = recorded("llama", sites="blocks")
+    assert compare(run, again(run, graph_of("qwen3"))).verdict.kind == "incomparable"
+
+
+def test_kernels_that_the_provider_lacks(graph_of, recorded, again):
+    with pytest.raises(ModelError, match="CPUExecutionProvider has no kernel"):
+        again(recorded("llama-bfloat16", sites="blocks"), graph_of("llama-bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"provider": "cudaa"}, "there is no such execution provider"),
+        ({"provider": "cann"}, "has no CANNExecutionProvider"),
+        ({"optimization": "al"}, "there is no such level"),
+        ({"provder": "cpu"}, "has no such option"),
+        ({"threads": "many"}, "threads"),
+    ],
+)
+def test_unknown_options(options, words, graph_of, recorded, again):
+    with pytest.raises(UsageError, match=words) as caught:
+        again(recorded("llama", sites="blocks"), graph_of("llama"), engine_options=options)
+    assert caught.value.hint
+
+
+def test_providers_are_listed(graph_of, recorded, again):
+    with pytest.raises(UsageError) as caught:
+        again(recorded("llama", sites="blocks"), graph_of("llama"),
+              engine_options={"provider": "cudaa"})  # fmt: skip
+    assert "did you mean cuda?" in str(caught.value.hint)
+    assert "CPUExecutionProvider" in str(caught.value.hint)
+
+
+def test_what_a_graph_cannot_do(graph_of, recorded, again):
+    run, file = recorded("llama", sites="blocks"), graph_of("llama")
+    with pytest.raises(UsageError, match="operators"):
+        again(run, file, sites="ops@model.layers.1")
+    with pytest.raises(UsageError, match="--plant"):
+        again(run, file, plants=["model.layers.1:out=scale:1.1"])
+    with pytest.raises(UsageError, match="prepare: the engine onnx has none of it"):
+        again(run, file, prepare=lambda module: None)
+    notes: list[str] = []
+    other = again(run, file, escalate=True, whole=True,
+                  progress=lambda event, done, total, text: notes.append(text))  # fmt: skip
+    assert other.manifest.plan.passes == ["free", "anchored"]
+    assert any(note.startswith("no whole pass") for note in notes)
+
+
+def test_packages_that_are_missing_or_old(graph_of, recorded, again, monkeypatch):
+    import sys
+
+    import onnxruntime
+
+    run, file = recorded("llama", sites="blocks"), graph_of("llama")
+    monkeypatch.setattr(onnxruntime, "__version__", "1.9.0")
+    with pytest.raises(ModelError, match=r"onnxruntime 1\.20 or newer, and this is 1\.9\.0"):
+        again(run, file)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ModelError, match="needs onnxruntime") as caught:
+        again(run, file)
+    assert "divergence-debug[onnx]" in str(caught.value.hint)

@@ -63,8 +63,8 @@ class Machine:
         """``what``: ``capture`` or ``truth``, with its parameters. ``fault``: one of
         benchmarks._faults as (name, block, strength); ``operator_fault``: one of
         benchmarks._operator_faults as (name, site, strength); ``engine_fault``: one of
-        benchmarks._engine_faults' modules as (name, block, strength); ``is_code``: the run's code is
-        recorded as it is with the fault, else as the model's own."""
+        benchmarks._engine_faults' modules as (name, block, strength); ``is_code``: the run's code
+        is recorded as it is with the fault, else as the model's own."""
         assert self._process.stdin is not None
         request = {"what": what, "fault": fault, "operator_fault": operator_fault,
                    "engine_fault": engine_fault, "is_code": is_code, "values": values}  # fmt: skip

@@ -3,7 +3,7 @@
     python benchmarks/engines.py [--engines compile onnx] [--architectures llama qwen3]
                                  [--model DIR ...] [--dtypes float32 bfloat16 float16]
                                  [--hidden 128] [--python ENGINE=PYTHON ...]
-                                 [--faults [--strengths 1 0.1] [--out FILE]]
+                                 [--faults [--strengths 1 0.1 0.01] [--out FILE]]
 
 Small random models (3 blocks), and the checkpoints of ``--model``. transformers makes the reference
 and the truth, and the engine repeats it. Of a healthy pair the largest relative L2 of a block's
@@ -39,7 +39,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks._engine_faults import (  # noqa: E402
     FAULTS,
-    MODULES,
     WEIGHTS,
     faulty_checkpoint,
     faulty_graph,
@@ -242,7 +241,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=PYTHON")
     parser.add_argument("--faults", action="store_true", help="plant faults in random models")
-    parser.add_argument("--strengths", nargs="+", type=float, default=[1.0, 0.1])
+    parser.add_argument("--strengths", nargs="+", type=float, default=[1.0, 0.1, 0.01])
     parser.add_argument("--out", type=Path, help="append each fault's answer to this .jsonl file")
     parser.add_argument("--tables", type=Path, nargs="+", help="print those of stored answers")
     args = parser.parse_args()

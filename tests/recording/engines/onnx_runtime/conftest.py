@@ -1,4 +1,4 @@
-"""Graphs as torch's exporter writes them, and transformers' runs of the models they were made of."""
+"""Graphs as torch's exporter writes them, and transformers' runs of the same models."""
 
 from __future__ import annotations
 

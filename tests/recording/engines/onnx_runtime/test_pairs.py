@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from divergence.comparison.api import compare  # noqa: E402
-from divergence.recording.api import capture  # noqa: E402
-from tests.models import onnx_graphs  # noqa: E402
+from divergence.comparison.api import compare
+from divergence.recording.api import capture
+from tests.models import onnx_graphs
 
 HEALTHY = ("identical", "within_floor")
 RESHAPED = ("bert", "gpt2")

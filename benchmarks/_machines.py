@@ -19,6 +19,9 @@ __all__ = ["SWITCHES", "Machine", "planting"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
+_USUAL = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}  # fmt: skip
 SWITCHES: dict[str, dict[str, str]] = {
     "native": {},
     "aten-default": {"ATEN_CPU_CAPABILITY": "default"},
@@ -47,7 +50,13 @@ class Machine:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **os.environ, **SWITCHES[name]},
+            env={
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                **os.environ,
+                **SWITCHES[name],
+            },  # fmt: skip
         )
 
     def ask(

@@ -71,6 +71,8 @@ class Answer:
     place: str | None
     side: str | None
     confidence: str
+    usage: float
+    """Of the limit at its largest site; 1 is the limit."""
     is_there: bool
     """Is the place the block, or the module outside all blocks, that has the fault?"""
 
@@ -148,9 +150,14 @@ class Bench:
             model=self.name, dtype=self.dtype, engine=engine, fault=fault, block=block,
             strength=strength, verdict=verdict.kind, side=verdict.side,
             place=None if onset is None else onset.site, confidence=verdict.confidence,
+            usage=_usage(report),
             is_there=verdict.kind == "localized" and onset is not None
             and onset.site.startswith(_where(report, fault, block)),
         )  # fmt: skip
+
+
+def _usage(report: Report) -> float:
+    return max(one.limit_usage or 0.0 for one in report.sites)
 
 
 def _where(report: Report, fault: str, block: int) -> str:
@@ -174,12 +181,11 @@ def healthy_row(bench: Bench, engine: str) -> str:
         [one.rel_l2 or 0 for one in sites if one.pass_ == "anchored" and one.step],
         [one.rel_l2 or 0 for one in sites if one.pass_ == "free"],
     )
-    usage = max((one.limit_usage or 0.0) for one in report.sites)
     verdict = report.verdict
     return " | ".join([
         bench.name, bench.dtype, engine,
         *(f"{max(part):.1e}" if part else "-" for part in parts),
-        f"{report.tokens.num_equal} of {report.tokens.num_tokens}", f"{usage:.0%}",
+        f"{report.tokens.num_equal} of {report.tokens.num_tokens}", f"{_usage(report):.0%}",
         f"`{verdict.kind}`", verdict.side or "-",
     ])  # fmt: skip
 
@@ -222,13 +228,16 @@ def fault_tables(answers: list[Answer]) -> None:
     print("\nOther answers than in transformers:\n")
     for one in answers:
         other = plain.get(one.key)
-        if other is not None and _said(one) != _said(other):
-            print(f"- {one.engine}, {one.model} {one.dtype}, {one.fault} × {one.strength:g} in "
-                  f"block {one.block}: {_said(one)}; transformers: {_said(other)}")  # fmt: skip
+        if other is not None and (one.verdict, one.place, one.side) != (
+            other.verdict, other.place, other.side
+        ):  # fmt: skip
+            what = f"{one.model} {one.dtype}, {one.fault} × {one.strength:g} in block {one.block}"
+            print(f"- {what}: {one.engine} {_said(one)}; transformers {_said(other)}")
 
 
 def _said(one: Answer) -> str:
-    return f"{one.verdict} {one.place or '-'} ({one.side or '-'})"
+    shown = (one.verdict, one.place, one.side)
+    return " ".join(part for part in shown if part) + f" (limit used {one.usage:.0%})"
 
 
 def main() -> None:

@@ -194,8 +194,12 @@ def config_line(a: Manifest, b: Manifest) -> PreflightLine:
     same = digests[0] == digests[1]
     detail = None
     status: PreflightStatus = "same" if same else "differs"
-    if a.model.config and b.model.config:
-        found, moved = config_differences(a.model.config, b.model.config)
+    ours, theirs = a.model.config, b.model.config
+    if same:  # beside equal digests stand settings, of which an engine may not tell one
+        ours = {key: value for key, value in ours.items() if key in theirs}
+        theirs = {key: value for key, value in theirs.items() if key in ours}
+    if ours and theirs:
+        found, moved = config_differences(ours, theirs)
         if found:
             status, detail = "differs", list_names(found, _MOST, "; ")
         elif moved and not same:

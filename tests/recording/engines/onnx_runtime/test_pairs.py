@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from divergence.comparison.api import compare
-from divergence.recording.api import capture
+from divergence.errors import ModelError
+from divergence.recording.api import capture, truth
 from tests.models import onnx_graphs
 
 HEALTHY = ("identical", "within_floor")
@@ -57,6 +60,9 @@ def test_the_sites_are_those_of_transformers(graph_of, recorded, again):
     assert other.manifest.engine.name == "onnx"
     assert other.manifest.engine.facts["provider"] == "CPUExecutionProvider"
     assert other.manifest.engine.facts["cache"].startswith("none")
+    lines = compare(run, other).preflight
+    assert [line.check for line in lines if line.status == "differs"] == ["engine"]
+    assert [line.check for line in lines if line.status == "unknown"] == ["attention"]
 
 
 @pytest.mark.parametrize("optimization", ["disable", "basic", "extended"])
@@ -111,3 +117,17 @@ def test_the_other_way_round_and_without_tokens_to_repeat(graph_of, recorded, ti
     back = capture(checkpoint, like=own, engine="transformers", out=tmp_path / "back", probe=False)
     assert back.manifest.plan.passes == ["free", "anchored"]
     assert compare(own, back).verdict.kind in HEALTHY
+
+
+def test_what_transformers_cannot_load_of_it(graph_of, recorded, again, tiny_model, tmp_path):
+    """The run names the file: of a truth the user names the model that the file was made from."""
+    other = again(recorded("llama", sites="blocks"), graph_of("llama"))
+    for repeat in (truth, partial(capture, engine="transformers", probe=False)):
+        with pytest.raises(ModelError, match=r"model\.onnx is a file") as caught:
+            repeat(**{"run" if repeat is truth else "like": other}, out=tmp_path / "no")
+        assert "was made from it by the engine onnx" in caught.value.where
+        assert "--model DIR" in caught.value.hint
+    checkpoint = tiny_model(**onnx_graphs.MODELS["llama"])
+    right = truth(other, model=checkpoint, out=tmp_path / "truth")
+    back = capture(checkpoint, like=other, engine="transformers", out=tmp_path / "b", probe=False)
+    assert compare(other, back, truth=right).verdict.side == "neither"

@@ -56,7 +56,7 @@ class Machine:
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 **os.environ,
                 **SWITCHES[name],
-            },  # fmt: skip
+            },
         )
 
     def ask(

@@ -13,7 +13,8 @@ and in the free run. Any verdict beyond within_floor is a false alarm.
 ``--faults``: every fault of benchmarks/_engine_faults.py, on the engine's side alone, its weights
 digested as the healthy ones are (so it is a fault of what the engine made of them). Counted are:
 was it found, is the block the right one, and the side; beside each engine the same faults in
-transformers. ``--out`` keeps each answer as a line.
+transformers with other attention kernels (a pair that rounds alike differs by its fault alone).
+``--out`` keeps each answer as a line.
 
 vLLM lives in an environment of its own: ``--python vllm=/there/bin/python``, and ``--hidden 128``,
 since its kernels want heads of 32 or more. ONNX files of other sizes than the tests have and of
@@ -107,6 +108,8 @@ class Bench:
     def _run(self, on: str, what: str, **values: object) -> None:
         if what == "capture":
             values |= {"probe": False}
+        if values.get("engine") == "transformers":  # with other kernels, or the pair has equal bits
+            values |= {"attn_implementation": "sdpa"}
         self.machines[on].run(what, **values)
 
     def _source(self, engine: str) -> Path:
@@ -206,33 +209,35 @@ def of(part: list[Answer], whole: list[Answer]) -> str:
 
 
 def fault_tables(answers: list[Answer]) -> None:
-    """Rates, and each answer that another engine gives than transformers."""
+    """Rates of each engine, beside those of the same faults in transformers; and each answer that
+    is another."""
     columns = ("dtype", "engine", "found", "right block", "right side", "wrong side",
                "wrong block, not of low confidence")  # fmt: skip
     print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for dtype in dict.fromkeys(one.dtype for one in answers):
-        for engine in dict.fromkeys(one.engine for one in answers if one.dtype == dtype):
-            mine = [one for one in answers if (one.dtype, one.engine) == (dtype, engine)]
-            there = [one for one in mine if one.is_there]
-            sure = [o for o in mine if o.found and o.place and not o.is_there
-                    and o.confidence != "low"]  # fmt: skip
-            cells = (
-                of([one for one in mine if one.found], mine),
-                of(there, mine),
-                of([one for one in there if one.side == "candidate"], there),
-                str(sum(one.side == "reference" for one in mine)),
-                str(len(sure)),
-            )
-            print(f"| {dtype} | {engine} | " + " | ".join(cells) + " |")
     plain = {one.key: one for one in answers if one.engine == "transformers"}
+    others = [one for one in answers if one.engine != "transformers"]
+    for dtype, engine in dict.fromkeys((one.dtype, one.engine) for one in others):
+        mine = [one for one in others if (one.dtype, one.engine) == (dtype, engine)]
+        print(f"| {dtype} | {engine} | {_rates(mine)} |")
+        print(f"| | the same in transformers | {_rates([plain[one.key] for one in mine])} |")
     print("\nOther answers than in transformers:\n")
-    for one in answers:
-        other = plain.get(one.key)
-        if other is not None and (one.verdict, one.place, one.side) != (
-            other.verdict, other.place, other.side
-        ):  # fmt: skip
+    for one in others:
+        other = plain[one.key]
+        if (one.verdict, one.place, one.side) != (other.verdict, other.place, other.side):
             what = f"{one.model} {one.dtype}, {one.fault} × {one.strength:g} in block {one.block}"
             print(f"- {what}: {one.engine} {_said(one)}; transformers {_said(other)}")
+
+
+def _rates(mine: list[Answer]) -> str:
+    there = [one for one in mine if one.is_there]
+    elsewhere = [one for one in mine if one.found and one.place and not one.is_there]
+    return " | ".join([
+        of([one for one in mine if one.found], mine),
+        of(there, mine),
+        of([one for one in there if one.side == "candidate"], there),
+        str(sum(one.side == "reference" for one in mine)),
+        str(sum(one.confidence != "low" for one in elsewhere)),
+    ])  # fmt: skip
 
 
 def _said(one: Answer) -> str:

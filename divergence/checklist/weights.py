@@ -23,6 +23,8 @@ def weights(pair: Pair) -> tuple[PointState, str]:
     ]
     digests = [one.model.digest for one in pair.manifests]
     if state == "unknown" or (lacking and not (digests[0] and state == "pass")):
+        if line.detail and not lacking:
+            return "unknown", line.detail
         who = " and ".join(lacking) or "a run"
         return "unknown", f"{who}: digests of the parameters are not recorded"
     found = [

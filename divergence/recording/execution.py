@@ -51,6 +51,7 @@ from divergence.recording.storage import storage
 from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
+    UNKNOWN,
     Manifest,
     Plan,
     Repeatability,
@@ -93,7 +94,8 @@ class Execution:
         check_forwards(request, session)
         self.samples, self.groups, self.forced = self._tokens()
         session.check_ids(
-            self.samples if request.like is None else request.like.manifest.tokens.samples
+            self.samples if request.like is None else request.like.manifest.tokens.samples,
+            request.max_new_tokens,
         )
         refuse_lacking(
             session,
@@ -265,6 +267,7 @@ class Execution:
         recorded = None if request.like is None else request.like.manifest.model
         same_dtype = recorded is not None and recorded.dtype == identity.dtype
         told = "weights" not in self.session.note().facts  # else compare says how far
+        told = told and UNKNOWN not in identity.digests.values()
         if recorded is not None and told and same_dtype and recorded.digest != identity.digest:
             self._note(
                 f"these are not the weights of the recorded run ({identity.digest[:12]}, "

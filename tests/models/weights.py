@@ -52,8 +52,8 @@ def _experts(at: Checkpoint, path: str, shape: Shape, *, out: float, names: str)
 
 
 def llama_like(at: Checkpoint, shape: Shape, *, kind: str) -> None:
-    """Qwen3, Gemma 3, Mixtral and Qwen3-MoE: pre-norm, rotary, grouped heads."""
-    gemma = kind == "gemma3"
+    """Llama and what differs little from it: pre-norm, rotary, grouped heads."""
+    gemma = kind in ("gemma2", "gemma3")
     qk_norm = kind in ("qwen3", "qwen3-moe", "gemma3")
     score_gain = math.sqrt(SCORE_STD)
     update = embedding(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from divergence.comparison.align.pairs import replayed_from
 from divergence.comparison.align.pieces import Pair
 from divergence.comparison.preflight.code import other_code
+from divergence.comparison.preflight.models import other_weights
 from divergence.comparison.results.sites import SiteResult
 from divergence.errors import IncomparableError, UsageError
 from divergence.numerics.pairs.against import AgainstTruth
@@ -61,9 +62,7 @@ class Truth:
                 hint=make,
             )
         repeated = a if manifest.like != b.id else b
-        if repeated.model.dtype == manifest.model.dtype and (
-            repeated.model.digest != manifest.model.digest
-        ):
+        if other_weights(repeated, manifest):
             raise IncomparableError(
                 "the truth was computed with other weights than the run it repeats",
                 where=f"{run.path} ({manifest.model.digest[:12]}, "

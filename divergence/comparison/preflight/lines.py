@@ -19,6 +19,7 @@ from divergence.comparison.preflight.models import (
     block_lines,
     config_line,
     match_parameters,
+    tells_in_part,
     template_cause,
     tokenizer_cause,
     weight_causes,
@@ -184,7 +185,7 @@ def _weights(a: Manifest, b: Manifest, names: NameMap | None) -> PreflightLine:
     one, two = a.model, b.model
     found = match_parameters(one.digests, two.digests, names)
     status, detail = _weights_differ(one, two, found)
-    if status == "blocking" and any("weights" in m.engine.facts for m in (a, b) if m.engine):
+    if status == "blocking" and any(map(tells_in_part, (a, b))):
         status, detail = as_far_as_told(one, two, found)
     if status != "same":
         detail = "; ".join([*filter(None, [detail]), *weight_causes(one, two)])

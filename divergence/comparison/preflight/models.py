@@ -26,12 +26,13 @@ from dataclasses import dataclass
 
 from divergence.comparison.align.names import NameMap, find_prefix
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus, list_names
-from divergence.run.schema.manifest import ConfigValue, Manifest, ModelIdentity
+from divergence.run.schema.manifest import UNKNOWN, ConfigValue, Manifest, ModelIdentity
 from divergence.run.schema.site import starred, unescape_path
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
-    "config_line", "first_difference", "match_parameters", "template_cause",
+    "config_line", "first_difference", "match_parameters", "other_weights", "template_cause",
+    "tells_in_part",
     "tokenizer_cause",
     "weight_causes",
 ]  # fmt: skip
@@ -131,17 +132,37 @@ def _beside(
     return [name for name in names if name not in numbered and may_be(name)]
 
 
+def tells_in_part(manifest: Manifest) -> bool:
+    """Does its engine tell some of the weights, or none?"""
+    facts = {} if manifest.engine is None else manifest.engine.facts
+    return "weights" in facts or UNKNOWN in manifest.model.digests.values()
+
+
 def as_far_as_told(
     a: ModelIdentity, b: ModelIdentity, found: Matching
 ) -> tuple[PreflightStatus, str | None]:
     """(status, detail) of two models' weights, where an engine tells some of them, or none."""
-    pairs = {} if a.dtype != b.dtype else found.pairs
-    different = [name for name, other in pairs.items() if a.digests[name] != b.digests[other]]
+    pairs = [
+        (name, one, two)
+        for name, other in (found.pairs if a.dtype == b.dtype else {}).items()
+        if UNKNOWN not in (one := a.digests[name], two := b.digests[other])
+    ]
+    different = [name for name, one, two in pairs if one != two]
     if different:
         text = f"{len(different)} of {len(pairs)} parameters that both tell differ"
         return "blocking", f"{text}: {list_names(different)}"
     told = f"the {len(pairs)} parameters that both tell are equal" if pairs else "none can be told"
     return "unknown", f"{told}: not every engine tells its weights"
+
+
+def other_weights(a: Manifest, b: Manifest) -> bool:
+    """Have the two, in one dtype, weights that are not equal, as far as both tell?"""
+    one, two = a.model, b.model
+    if one.dtype != two.dtype or one.digest == two.digest:
+        return False
+    if not (tells_in_part(a) or tells_in_part(b)):
+        return True
+    return as_far_as_told(one, two, match_parameters(one.digests, two.digests))[0] == "blocking"
 
 
 def attention_of(manifest: Manifest) -> str:

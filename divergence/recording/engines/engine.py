@@ -89,8 +89,9 @@ class Session(Protocol):
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         """Which model this is. What cannot be known (digests of weights) is left empty."""
 
-    def check_ids(self, samples: Sequence[SampleTokens]) -> None:
-        """Raise ModelError for a token id that the model does not have."""
+    def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
+        """Raise ModelError for a token id that the model does not have, and UsageError for more
+        tokens than this engine was made for."""
 
     def num_bytes(
         self, hooked: Collection[str], samples: Sequence[SampleTokens], max_new_tokens: int

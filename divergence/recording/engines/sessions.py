@@ -44,7 +44,7 @@ class TorchSession:
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         return identify(self.loaded, on_parameter=on_parameter)
 
-    def check_ids(self, samples: Sequence[SampleTokens]) -> None:
+    def check_ids(self, samples: Sequence[SampleTokens], max_new_tokens: int) -> None:
         check_ids(self.loaded, samples)
 
     def num_bytes(

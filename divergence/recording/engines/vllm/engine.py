@@ -1,9 +1,10 @@
-"""vLLM as an engine: in this process, eager, greedy, one prompt at a time, whole prompts.
+"""vLLM as an engine: in this process, eager, greedy, whole prompts; a batch through its scheduler.
 
-What would make a forward depend on others is off: prefix caching, chunked prefill, speculative
-decoding, CUDA graphs, asynchronous scheduling. The structure of transformers' model of the same
-checkpoint, without weights, gives names and roles; a name map says where its modules are in vLLM's
-(``names``), and views show them in its form (``views``).
+What would make a forward depend on others of its batch, or on what ran before, is off: prefix
+caching, chunked prefill, speculative decoding, CUDA graphs, asynchronous scheduling. The structure
+of transformers' model of the same checkpoint, without weights, gives names and roles; a name map
+says where its modules are in vLLM's (``names``), views show them in its form (``views``), and the
+rows of a forward are divided into its prompts (``batches``).
 
 vLLM reads many settings from environment variables as it is imported or starts. Those that this
 engine needs are set before that, recorded, and put back when it is done.
@@ -12,7 +13,6 @@ engine needs are set before that, recorded, and put back when it is done.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import warnings
@@ -24,14 +24,11 @@ import torch
 
 from divergence.errors import DivergenceError, ModelError, UsageError, first_line
 from divergence.recording.engines.engine import EngineOptions, Loading
-from divergence.recording.engines.identity import identify
 from divergence.recording.engines.load import LoadedModel, empty_model
-from divergence.recording.engines.vllm.names import Place, map_for, places_of
+from divergence.recording.engines.vllm.names import map_for, parameters_of, places_of
 from divergence.recording.engines.vllm.session import VllmSession
+from divergence.recording.engines.vllm.weights import identity_of
 from divergence.recording.engines.vllm.worker import EXTENSION, FORMAT, register_loader
-from divergence.run.schema.fingerprint import digest_many
-from divergence.run.schema.manifest import ModelIdentity
-from divergence.run.schema.site import escape_path
 
 __all__ = ["VllmEngine", "VllmOptions"]
 
@@ -44,6 +41,7 @@ _QUIET = {
 }
 """Set where the user has not: they change no number."""
 _MOST_TOKENS = 4096
+_MOST_AT_ONCE = 8192
 
 
 class VllmOptions(EngineOptions, frozen=True, kw_only=True):
@@ -53,14 +51,19 @@ class VllmOptions(EngineOptions, frozen=True, kw_only=True):
     """Tokens of a prompt and what follows it; None: the model's own, at most 4096."""
     block_size: int | None = None
     """Tokens in a block of the cache; None: vLLM's choice."""
+    max_num_seqs: int = 64
+    """Prompts of a batch that run at a time; the others wait."""
+    max_num_batched_tokens: int | None = None
+    """Tokens that one forward may have; prompts that do not fit wait for the next. None: 8192, or
+    max_model_len where that is more."""
     kv_cache_dtype: str = "auto"
     """``auto``: the model's."""
     kv_cache_gib: int = 1
     """GiB of the cache."""
     batch_invariant: bool = False
     """``VLLM_BATCH_INVARIANT``: kernels whose result does not depend on the batch."""
-    tensor_parallel_size: int = 1
-    """Processes that a model is divided among. More than one cannot be recorded yet."""
+    tensor_parallel_size: int | None = None
+    """Processes that a model is divided among; None: as many as ``--mesh tp`` says."""
     name_map: str | None = None
     """A name map, by name (configs/maps/) or path; None: the family's own."""
 
@@ -82,10 +85,12 @@ class VllmEngine:
         shown: dict[str, Any] = {}
 
         def on_loaded(module: torch.nn.Module) -> None:
-            shown["places"] = places_of(
+            places = shown["places"] = places_of(
                 found, structure=twin.module, module=module, model_type=family
             )
-            shown["identity"] = _identity(twin, module, shown["places"])
+            more = parameters_of(found, structure=twin.module, module=module)
+            gather = None if loading.ranks is None else loading.ranks.gather
+            shown["identity"] = identity_of(twin, module, places, more, gather=gather)
 
         variables = _QUIET | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -102,39 +107,49 @@ class VllmEngine:
                 register_loader(on_loaded)
                 llm = _made(loading, options, twin)
             closing.callback(_let_go, llm)
-            module = _model_of(llm)
+            runner = llm.collective_rpc("divergence_runner")[0]
+            module = runner.get_model()
+            module.generation_config = _generation_config(loading)
         except BaseException:
             closing.close()
             raise
         loaded = LoadedModel(
             source=twin.source, revision=twin.revision, task=twin.task, module=module,
             tokenizer=twin.tokenizer, device=torch.device(loading.device),
-            trust_remote_code=twin.trust_remote_code, twin=twin.module,
+            trust_remote_code=twin.trust_remote_code, twin=twin.module, ranks=loading.ranks,
         )  # fmt: skip
         return VllmSession(
-            loaded, msgspec.structs.asdict(options), llm=llm, places=shown["places"],
-            identity=shown["identity"], facts=_facts(llm, module, variables), ends=_ends(loading),
+            loaded, msgspec.structs.asdict(options), llm=llm, runner=runner, places=shown["places"],
+            identity=shown["identity"], facts=_facts(llm, module, variables),
             on_close=closing.close,
         )  # fmt: skip
 
 
 def _check(loading: Loading, options: VllmOptions, twin: LoadedModel) -> None:
     """Raise UsageError for what this engine does not do."""
-    if options.tensor_parallel_size != 1:
-        raise UsageError(
-            f"--engine-option tensor_parallel_size={options.tensor_parallel_size}: vLLM then runs "
-            "the model in other processes, where nothing is recorded",
-            hint="leave it out: one process",
-        )
     if twin.task != "causal-lm":
         raise UsageError(
             f"--engine vllm: {loading.source} is no causal language model but an {twin.task}",
             hint="--engine transformers runs it",
         )
-    given = {"--device-map": loading.device_map, "--mesh": loading.ranks}
-    for option, value in given.items():
-        if value is not None:
-            raise UsageError(f"--engine vllm places the model itself: {option} cannot be given")
+    if loading.device_map is not None:
+        raise UsageError("--engine vllm places the model itself: --device-map cannot be given")
+    ranks, size = loading.ranks, _num_ranks(loading)
+    if ranks is not None and set(ranks.sizes) != {"tp"}:
+        raise UsageError(
+            f"--engine vllm divides matrices alone, and --mesh is {ranks.mesh}", hint="--mesh tp"
+        )
+    if options.tensor_parallel_size not in (None, 1, size):
+        count = options.tensor_parallel_size
+        raise UsageError(
+            f"--engine-option tensor_parallel_size={count}: "
+            f"{'this is one process' if size == 1 else f'--mesh tp has {size} processes'}",
+            hint=f"torchrun --nproc-per-node {count} -m divergence capture ... --mesh tp",
+        )
+
+
+def _num_ranks(loading: Loading) -> int:
+    return 1 if loading.ranks is None else loading.ranks.size
 
 
 def _import() -> None:
@@ -183,7 +198,11 @@ def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:
     own = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_TOKENS
     length = options.max_model_len or min(own, _MOST_TOKENS)
     dtype = next(p.dtype for p in twin.module.parameters() if p.dtype.is_floating_point)
-    optional = {} if options.block_size is None else {"block_size": options.block_size}
+    optional: dict[str, Any] = {}
+    if options.block_size is not None:
+        optional["block_size"] = options.block_size
+    if loading.ranks is not None:  # torchrun's processes, each with its worker in it
+        optional["distributed_executor_backend"] = "external_launcher"
     try:
         return LLM(
             model=os.path.expanduser(loading.source),
@@ -194,10 +213,10 @@ def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:
             load_format=FORMAT,
             use_tqdm_on_load=False,
             worker_extension_cls=EXTENSION,
-            tensor_parallel_size=options.tensor_parallel_size,
+            tensor_parallel_size=_num_ranks(loading),
             max_model_len=length,
-            max_num_batched_tokens=length,  # so no prompt is divided
-            max_num_seqs=1,
+            max_num_batched_tokens=options.max_num_batched_tokens or max(length, _MOST_AT_ONCE),
+            max_num_seqs=options.max_num_seqs,
             kv_cache_dtype=options.kv_cache_dtype,
             enforce_eager=True,
             enable_prefix_caching=False,
@@ -214,69 +233,6 @@ def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:
             f"vLLM cannot load {loading.source!r}: {first_line(error, most=300)}",
             hint="VLLM_LOGGING_LEVEL=INFO shows what it does",
         ) from error
-
-
-def _model_of(llm: Any) -> torch.nn.Module:
-    """The worker's model, in this process."""
-    found = (
-        llm.collective_rpc("divergence_model")
-        if hasattr(llm, "collective_rpc")
-        else llm.apply_model(lambda model: model)
-    )
-    module: torch.nn.Module = found[0]
-    return module
-
-
-def _identity(
-    twin: LoadedModel, module: torch.nn.Module, places: Mapping[str, Place]
-) -> ModelIdentity:
-    """Digests of the weights as vLLM has read them, under transformers' names.
-
-    One that the map does not say where to find is noted as not digested, as one that is offloaded.
-    What code ran is told by the engine's version.
-    """
-    filled = copy.deepcopy(twin.module)
-    names = set(twin.module.state_dict())
-    shared: dict[int, torch.nn.Parameter] = {}
-    for path, part in filled.named_modules():
-        place = places.get(escape_path(path))
-        own = None if place is None or not path else module.get_submodule(place.theirs)
-        for name, empty in list(part._parameters.items()):
-            if empty is None:
-                continue
-            if id(empty) not in shared:
-                weight = None if own is None else own._parameters.get(name)
-                read = None if weight is None or place is None else _rows(weight, place, empty)
-                if read is None:
-                    part._parameters[name] = None
-                    continue
-                shared[id(empty)] = torch.nn.Parameter(read, requires_grad=False)
-            part._parameters[name] = shared[id(empty)]
-        for name, buffer in list(part._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                part._buffers[name] = None
-    found = identify(LoadedModel(
-        source=twin.source, revision=twin.revision, task=twin.task, module=filled,
-        tokenizer=twin.tokenizer, device=torch.device("cpu"),
-        trust_remote_code=twin.trust_remote_code,
-    ))  # fmt: skip
-    unknown = sorted(names - set(found.digests))
-    digests = found.digests | dict.fromkeys(unknown, "offloaded")
-    count = sum(weight.numel() for weight in twin.module.parameters())
-    sizes: dict[str, Any] = {"num_parameters": count}
-    if unknown:
-        sizes |= {"digests": digests, "digest": digest_many(digests), "rounded_digests": {}}
-    return msgspec.structs.replace(found, code={}, attn_implementation=None, **sizes)
-
-
-def _rows(
-    weight: torch.nn.Parameter, place: Place, empty: torch.nn.Parameter
-) -> torch.Tensor | None:
-    """The part of vLLM's weight that is transformers' ``empty``: without rows that vLLM added (a
-    vocabulary made longer); None where it has another form."""
-    rows = place.rows or slice(0, empty.shape[0])
-    part = weight.detach()[rows] if weight.ndim else weight.detach()
-    return part if part.shape == empty.shape and part.dtype == empty.dtype else None
 
 
 def _facts(llm: Any, module: torch.nn.Module, variables: Mapping[str, str]) -> dict[str, str]:
@@ -301,6 +257,7 @@ def _facts(llm: Any, module: torch.nn.Module, variables: Mapping[str, str]) -> d
         "CUDA graphs": said(not config.model_config.enforce_eager),
         "compilation": str(getattr(config.compilation_config.mode, "name", "unknown")).lower(),
         "sequences at a time": str(scheduler.max_num_seqs),
+        "tokens at a time": str(scheduler.max_num_batched_tokens),
         "max model length": str(config.model_config.max_model_len),
         "block size": str(cache.block_size),
         "cache dtype": str(cache.cache_dtype),
@@ -314,21 +271,19 @@ def _transformers_version() -> str:
     return transformers.__version__
 
 
-def _ends(loading: Loading) -> set[int]:
-    """The tokens after which a sample has ended, as transformers takes them."""
+def _generation_config(loading: Loading) -> Any:
+    """The model's own, as transformers takes it: which tokens end a sample, which is padding."""
     from transformers import AutoConfig, GenerationConfig
 
     source = os.path.expanduser(loading.source)
     try:
-        own = GenerationConfig.from_pretrained(source, revision=loading.revision or "main")
+        return GenerationConfig.from_pretrained(source, revision=loading.revision or "main")
     except OSError:  # it has none
-        own = GenerationConfig.from_model_config(
+        return GenerationConfig.from_model_config(
             AutoConfig.from_pretrained(
                 source, revision=loading.revision, trust_remote_code=loading.trust_remote_code
             )
         )
-    eos = own.eos_token_id
-    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 @contextlib.contextmanager

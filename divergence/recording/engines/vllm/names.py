@@ -1,11 +1,13 @@
 """Where the modules of transformers are in vLLM's: name maps, by model family.
 
-``configs/maps/NAME.toml`` lists vLLM's modules that have transformers' names (``same``), and those
-that compute several of its modules in one (``split``: which, in the order of their rows). ``*``
-stands for one part of a path. A matrix is split by the sizes that transformers' own model has.
+``configs/maps/NAME.toml`` lists vLLM's modules that have transformers' names (``same``), those that
+have another (``renamed``), and those that compute several of its modules in one (``split``: which,
+in the order of their rows). ``weights`` are parameters whose modules are not to be recorded: an
+embedding that is scaled outside its module gives another thing. ``*`` stands for one part of a
+path. A matrix is split by vLLM's word on it, or by the sizes that transformers' own model has.
 
 Of a family without a map the blocks alone are known, and only where both have them at one path:
-what stands between them (an embedding that is scaled outside its module) may mean another thing.
+what stands between them may mean another thing.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from divergence.run.schema.site import ROOT, escape_path, near_names
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ModuleMap", "Place", "map_for", "places_of"]
+__all__ = ["ModuleMap", "Place", "map_for", "parameters_of", "places_of"]
 
 _FOLDER = "maps/"
+_OWN_ROWS = "output_partition_sizes"
+"""Of a fused module: the rows of each part that this rank has."""
 
 
 class ModuleMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,8 +41,12 @@ class ModuleMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """``model_type`` of the configurations that it is for."""
     same: tuple[str, ...]
     """Modules with one path in both."""
+    renamed: dict[str, str] = {}
+    """vLLM's module → transformers'."""
     split: dict[str, tuple[str, ...]] = {}
     """vLLM's module → transformers' modules that it computes in one."""
+    weights: dict[str, str] = {}
+    """vLLM's parameter → transformers', where the modules are not one another's."""
     description: str = ""
 
 
@@ -86,21 +94,39 @@ def places_of(
                 "(docs/engines.md)",
             )
         return places | {path: Place(path) for path in blocks}
-    for pattern in found.same:
-        for path, _ in _matches(pattern, theirs):
-            _check_here(path, ours)
-            places[escape_path(path)] = Place(path)
+    for pattern, other in ({one: one for one in found.same} | found.renamed).items():
+        for path, stars in _matches(pattern, theirs):
+            name = _filled(other, stars)
+            _check_here(name, ours)
+            places[escape_path(name)] = Place(path)
     for pattern, parts in found.split.items():
         for path, stars in _matches(pattern, theirs):
-            first = 0
-            for part in parts:
+            first, own = 0, getattr(theirs[path], _OWN_ROWS, None)
+            for number, part in enumerate(parts):
                 name = _filled(part, stars)
                 _check_here(name, ours)
                 weight = getattr(ours[name], "weight", None)
                 num_rows = 0 if weight is None else int(weight.shape[0])
+                if own is not None:
+                    num_rows = int(own[number])
                 places[escape_path(name)] = Place(path, slice(first, first + num_rows))
                 first += num_rows
     return places
+
+
+def parameters_of(
+    found: ModuleMap | None, *, structure: torch.nn.Module, module: torch.nn.Module
+) -> dict[str, str]:
+    """transformers' parameter → vLLM's, of those that the map names one by one."""
+    ours = dict(structure.named_parameters(remove_duplicate=False))
+    theirs = dict(module.named_parameters(remove_duplicate=False))
+    names: dict[str, str] = {}
+    for pattern, other in (found.weights if found is not None else {}).items():
+        for path, stars in _matches(pattern, theirs):
+            name = _filled(other, stars)
+            _check_here(name, ours)
+            names[name] = path
+    return names
 
 
 def _read(name: str) -> ModuleMap:

@@ -2,8 +2,8 @@
 
 Three things differ:
 
-``tokens``    vLLM runs the tokens of a batch as rows (T, H); transformers (B, T, H). With one
-              prompt at a time the first axis is put in front.
+``tokens``    vLLM runs the tokens of a batch as rows (N, H); transformers (B, T, H). ``through``
+              shows them so (``batches``).
 ``stream``    a decoder layer of vLLM takes and gives the residual stream as a sum that is not yet
               made: (hidden, residual). Its norms make it, fused. What transformers' block takes and
               gives is hidden + residual, added in the model's dtype: bit for bit the residual that
@@ -24,18 +24,14 @@ from typing import Any
 import torch
 
 from divergence.errors import PlantError
+from divergence.recording.engines.vllm.batches import Shown, Through, alone
 from divergence.recording.hooks.arguments import argument_names
 
-__all__ = ["head_hooked", "tokens", "viewed"]
+__all__ = ["head_hooked", "viewed"]
 
 Before = Callable[..., Any]
 After = Callable[..., Any]
 _RESIDUAL = "residual"
-
-
-def tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """(T, ...) → (1, T, ...)"""
-    return tensor.unsqueeze(0)
 
 
 @contextlib.contextmanager
@@ -46,21 +42,22 @@ def viewed(
     *,
     is_block: bool = False,
     rows: slice | None = None,
+    through: Through = alone,
 ) -> Iterator[None]:
     """The hooks of a recorder on a module, which show them transformers' form of it.
 
     ``is_block``: what it gives is (hidden, residual), a stream. ``rows``: the part of the output
-    that is meant.
+    that is meant. ``through``: shows the tokens of a forward as batches.
     """
     names = _names(module)
     if rows is None:
-        view = _View(before, after, names, is_block=is_block)
+        view = _View(before, after, names, through, is_block=is_block)
         handles = [
             module.register_forward_pre_hook(view.pre, with_kwargs=True),
             module.register_forward_hook(view.post, with_kwargs=True),
         ]
     else:
-        part = _part(before, after, names, rows)
+        part = _part(before, after, names, rows, through)
         handles = [module.register_forward_hook(part, with_kwargs=True)]
     try:
         yield
@@ -72,8 +69,11 @@ def viewed(
 class _View:
     """Both hooks of one module."""
 
-    def __init__(self, before: Before, after: After, names: list[str], *, is_block: bool) -> None:
+    def __init__(
+        self, before: Before, after: After, names: list[str], through: Through, *, is_block: bool
+    ) -> None:
         self._before, self._after, self._names, self._is_block = before, after, names, is_block
+        self._through = through
         self._stream: torch.Tensor | None = None
         """What a norm was given, where a hook put something else in its place."""
 
@@ -81,15 +81,15 @@ class _View:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         name, hidden = _hidden(given)
         residual = given.get(_RESIDUAL)
-        seen = tokens(hidden if residual is None else hidden + residual)
+        seen = hidden if residual is None else hidden + residual
         self._stream = None
-        new = _given(self._before(module, (seen,), {}), seen)
+        new = self._through(_entering(self._before, module), seen)
         if new is None:
             return None
         given[name] = new.reshape(hidden.shape)
         if residual is not None:
             given[_RESIDUAL] = torch.zeros_like(residual)
-            self._stream = seen[0]
+            self._stream = seen
         # by position as they came: a forward may take more than it names
         count = len(args)
         return (
@@ -104,9 +104,9 @@ class _View:
         parts = output if isinstance(output, tuple) else (output,)
         first, residual = parts[0], parts[1] if len(parts) > 1 else None
         stream = residual if self._is_block and isinstance(residual, torch.Tensor) else None
-        seen = tokens(first if stream is None else first + stream)
-        new = self._after(module, (), {}, seen)
-        changed = None if new is None or new is seen else new.reshape(first.shape)
+        seen = first if stream is None else first + stream
+        new = self._through(_leaving(self._after, module), seen)
+        changed = None if new is None else new.reshape(first.shape)
         if stream is not None:
             return None if changed is None else (changed, torch.zeros_like(stream), *parts[2:])
         if self._stream is not None and isinstance(residual, torch.Tensor):
@@ -117,26 +117,26 @@ class _View:
         return (changed, *parts[1:]) if isinstance(output, tuple) else changed
 
 
-def _part(before: Before, after: After, names: list[str], rows: slice) -> Callable[..., Any]:
+def _part(
+    before: Before, after: After, names: list[str], rows: slice, through: Through
+) -> Callable[..., Any]:
     """One hook for a part of a fused module: input and output are told when both are there."""
 
     def hook(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         _, hidden = _hidden(dict(zip(names, args, strict=False)) | kwargs)
-        shown = tokens(hidden)
-        if _given(before(module, (shown,), {}), shown) is not None:
+        if through(_entering(before, module), hidden) is not None:
             raise PlantError(
                 "vLLM computes this module in one with others, which take the same input",
                 hint="plant at its output, or at the input of the module around it",
             )
         whole = output[0] if isinstance(output, tuple) else output
-        seen = tokens(whole[..., rows])
-        new = after(module, (), {}, seen)
-        if new is None or new is seen:
+        new = through(_leaving(after, module), whole[..., rows])
+        if new is None:
             return None
         whole = whole.clone()
-        whole[..., rows] = new[0]
+        whole[..., rows] = new
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     return hook
@@ -149,33 +149,62 @@ def head_hooked(
     head: tuple[Before, After] | None,
     after_root: After,
     choose: Callable[[torch.Tensor], torch.Tensor],
+    through: Through = alone,
 ) -> Iterator[None]:
     """Around ``compute_logits``, which vLLM calls after the forward: the hooks of the output matrix
     (its module is never called), then the root's, then the choice of a token.
 
-    ``choose``: logits (1, V) → what vLLM's sampler gets.
+    The matrix is asked where vLLM has its product in a method of its own: what scales or caps the
+    logits comes after it. ``choose``: logits (requests, V) → what vLLM's sampler gets.
     """
-    inner = model.compute_logits
+    processor = getattr(model, "logits_processor", None)
+    owner, name = (
+        (processor, _PRODUCT) if hasattr(processor, _PRODUCT) else (model, "compute_logits")
+    )
+    module = getattr(model, "lm_head", model)
 
-    def compute_logits(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        module = getattr(model, "lm_head", model)
+    def product(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def hooked(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert head is not None
+            new = through(_entering(head[0], module), hidden_states)
+            logits = inner(hidden_states if new is None else new, *args, **kwargs)
+            changed = through(_leaving(head[1], module), logits)
+            return logits if changed is None else changed
+
+        return hooked
+
+    def whole(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            logits = inner(*args, **kwargs)
+            changed = through(_leaving(after_root, model), logits)
+            return choose(logits if changed is None else changed)
+
+        return hooked
+
+    with contextlib.ExitStack() as stack:
         if head is not None:
-            seen = tokens(hidden_states)
-            new = _given(head[0](module, (seen,), {}), seen)
-            hidden_states = hidden_states if new is None else new[0]
-        logits = inner(hidden_states, *args, **kwargs)
-        for after, owner in ((head and head[1], module), (after_root, model)):
-            if after is not None:
-                seen = tokens(logits)
-                new = after(owner, (), {}, seen)
-                logits = logits if new is None or new is seen else new[0]
-        return choose(logits)
+            stack.enter_context(_wrapped(owner, name, product))
+        stack.enter_context(_wrapped(model, "compute_logits", whole))
+        yield
 
-    model.compute_logits = compute_logits
+
+_PRODUCT = "_get_logits"
+
+
+@contextlib.contextmanager
+def _wrapped(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """A method of one object, wrapped."""
+    before = owner.__dict__.get(name)
+    setattr(owner, name, wrap(getattr(owner, name)))
     try:
         yield
     finally:
-        del model.compute_logits
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def _names(module: Any) -> list[str]:
@@ -197,9 +226,21 @@ def _hidden(given: dict[str, Any]) -> tuple[str, torch.Tensor]:
     return next((item for item in found if item[0] not in ("positions", _RESIDUAL)), found[0])
 
 
-def _given(changed: Any, seen: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a pre-hook gives in place of ``seen``; None where it gives none."""
-    if changed is None or changed[0][0] is seen:
-        return None
-    new: torch.Tensor = changed[0][0]
-    return new
+def _entering(before: Before, module: torch.nn.Module) -> Shown:
+    """A pre-hook, as what it puts in place of what it is shown."""
+
+    def shown(seen: torch.Tensor) -> torch.Tensor | None:
+        changed = before(module, (seen,), {})
+        return None if changed is None or changed[0][0] is seen else changed[0][0]
+
+    return shown
+
+
+def _leaving(after: After, module: torch.nn.Module) -> Shown:
+    """A hook, likewise."""
+
+    def shown(seen: torch.Tensor) -> torch.Tensor | None:
+        new = after(module, (), {}, seen)
+        return None if new is seen else new
+
+    return shown

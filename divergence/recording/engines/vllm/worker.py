@@ -21,11 +21,10 @@ FORMAT = "divergence"
 class WorkerExtension:
     """Methods that vLLM's worker gets (``worker_extension_cls``), to be called by name."""
 
-    def divergence_model(self) -> torch.nn.Module:
-        """The model: in one process with the worker it is handed over as it is."""
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        model: torch.nn.Module = runner.get_model()
-        return model
+    def divergence_runner(self) -> Any:
+        """What runs the model, and knows what each forward holds: in one process with the worker it
+        is handed over as it is."""
+        return self.model_runner  # type: ignore[attr-defined]
 
 
 EXTENSION = f"{__name__}.{WorkerExtension.__name__}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -9,10 +11,13 @@ from torch import nn
 from divergence.config import config_names
 from divergence.errors import ConfigError, UsageError
 from divergence.recording.engines.load import empty_model
-from divergence.recording.engines.vllm.names import ModuleMap, map_for, places_of
-from tests.models.tiny import build
+from divergence.recording.engines.vllm.names import ModuleMap, map_for, parameters_of, places_of
+from tests.models.families import build
 
-FAMILIES = {"llama": "llama", "qwen3": "qwen3"}
+FAMILIES = {
+    "gemma2": "gemma2", "gemma3": "gemma3", "llama": "llama", "mixtral": "mixtral",
+    "phi3": "phi3", "qwen3": "qwen3", "qwen3_moe": "qwen3-moe",
+}  # fmt: skip
 """Name map → a tiny model of such a family."""
 
 
@@ -28,15 +33,29 @@ def paths(*names):
     return root
 
 
+def others(pattern, target, names):
+    """``target`` for each of the names that ``pattern`` stands for."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", "([^.]+)"))
+    for match in filter(None, map(expression.fullmatch, names)):
+        stars = iter(match.groups())
+        yield re.sub(r"\*", lambda _, stars=stars: next(stars), target)
+
+
 def as_vllm(found, structure):
     """vLLM's modules as far as the map names them, of a model of transformers."""
-    names = [name for name, _ in structure.named_modules() if name]
-    fused = set()
-    for whole, parts in found.split.items():
-        for name in names:
-            if parts[0].rpartition(".")[2] == name.rpartition(".")[2]:
-                fused.add(f"{name.rpartition('.')[0]}.{whole.rpartition('.')[2]}")
-    return paths(*names, *fused)
+    names = {name for name, _ in structure.named_modules() if name}
+    added = set()
+    for whole, parts in ({one: [two] for one, two in found.renamed.items()} | found.split).items():
+        added.update(others(parts[0], whole, names))
+    parameters = {name for name, _ in structure.named_parameters(remove_duplicate=False)}
+    weights = {
+        one for whole, part in found.weights.items() for one in others(part, whole, parameters)
+    }
+    tree = paths(*names, *added, *(one.rpartition(".")[0] for one in weights))
+    for one in weights:
+        owner, _, name = one.rpartition(".")
+        tree.get_submodule(owner).register_parameter(name, nn.Parameter(torch.zeros(1)))
+    return tree
 
 
 def test_every_map_is_tested():
@@ -44,28 +63,56 @@ def test_every_map_is_tested():
     assert set(config_names("maps/")) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_map_names_modules_of_transformers(tmp_path, name):
-    """Every pattern is a module of a real model, and a fused matrix has all rows of its parts."""
-    twin = empty_model(str(build(FAMILIES[name], tmp_path / "model"))).module
-    found = map_for(name)
-    assert found is not None and name in found.models
-    places = places_of(found, structure=twin, module=as_vllm(found, twin), model_type=name)
-    config = twin.config
-    head, hidden = config.head_dim, config.hidden_size
+@pytest.fixture(scope="module", params=FAMILIES)
+def mapped(request, tmp_path_factory):
+    """(name of the map, transformers' model, places, parameters) of each map."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name) / "model"
+    twin = empty_model(str(build(FAMILIES[name], folder))).module
+    found = map_for("", name)
+    assert found is not None and twin.config.model_type in found.models
+    tree = as_vllm(found, twin)
+    places = places_of(found, structure=twin, module=tree, model_type=name)
+    return name, twin, places, parameters_of(found, structure=twin, module=tree)
+
+
+def test_a_map_names_all_modules_with_weights(mapped):
+    """Each has a place, or its parameters are found one by one."""
+    _, twin, places, parameters = mapped
+    left = {
+        f"{path}.{weight}" for path, module in twin.named_modules() if path not in places
+        for weight, _ in module.named_parameters(recurse=False)
+    }  # fmt: skip
+    if twin.config.tie_word_embeddings:
+        left.discard("lm_head.weight")
+    assert left <= set(parameters)
+    assert set(parameters) <= dict(twin.named_parameters(remove_duplicate=False)).keys()
+
+
+def test_a_fused_matrix_has_all_rows_of_its_parts(mapped):
+    """In the order of the map; where transformers has the same matrix there is nothing to split."""
+    name, twin, places, _ = mapped
+    config, block = twin.config, "model.layers.1."
+    head = config.head_dim if hasattr(config, "head_dim") else 16
     q, kv = config.num_attention_heads * head, config.num_key_value_heads * head
-    block = "model.layers.1."
+    if name == "phi3":
+        assert places[f"{block}self_attn.qkv_proj"].rows is None
+        return
     assert places[f"{block}self_attn.q_proj"].rows == slice(0, q)
     assert places[f"{block}self_attn.k_proj"].rows == slice(q, q + kv)
     assert places[f"{block}self_attn.v_proj"].rows == slice(q + kv, q + 2 * kv)
-    assert places[f"{block}mlp.up_proj"].rows.start == config.intermediate_size
     assert places[f"{block}self_attn.q_proj"].theirs == f"{block}self_attn.qkv_proj"
-    assert twin.get_submodule("model.norm").weight.shape == torch.Size([hidden])
-    left = {
-        path for path, module in twin.named_modules()
-        if path not in places and any(True for _ in module.parameters(recurse=False))
-    }  # fmt: skip
-    assert not left, "modules with weights that the map does not know"
+    if f"{block}mlp.up_proj" in places:
+        assert places[f"{block}mlp.up_proj"].rows.start == config.intermediate_size
+
+
+def test_the_parts_that_a_rank_has():
+    """Of a matrix that is divided among ranks vLLM tells the rows itself."""
+    tree, structure = paths("a.qkv_proj"), paths("a.q_proj", "a.k_proj")
+    tree.a.qkv_proj.output_partition_sizes = [8, 2]
+    found = ModuleMap(models=("x",), same=(), split={"a.qkv_proj": ("a.q_proj", "a.k_proj")})
+    places = places_of(found, structure=structure, module=tree, model_type="x")
+    assert places["a.q_proj"].rows == slice(0, 8) and places["a.k_proj"].rows == slice(8, 10)
 
 
 def test_a_pattern_that_matches_nothing():

@@ -11,8 +11,8 @@ import os
 import pytest
 
 from divergence import Run, capture, compare, truth
-from divergence.errors import ModelError, PlantError, UsageError
-from tests.models.tiny import build
+from divergence.errors import ModelError, PlantError
+from tests.models.families import build
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
@@ -20,8 +20,12 @@ pytestmark = [
 ]
 
 PROMPTS = ["Hello there, who are you?", [5, 6, 7]]
+MORE = ["one two three four"]
+DTYPES = ("float32", "bfloat16")
 PAIRS = [
-    ("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("qwen3", "bfloat16"),
+    *((name, dtype) for name in ("llama", "qwen3") for dtype in DTYPES),
+    *((name, "bfloat16") for name in ("gemma2", "gemma3", "granite", "mistral", "mixtral", "phi3",
+                                      "qwen2", "qwen3-moe")),
     ("gpt2", "float32"),
 ]  # fmt: skip
 
@@ -31,14 +35,15 @@ def made(tmp_path_factory):
     """(architecture, dtype) → model, transformers' run of it and the truth; made once each."""
     folder, done = tmp_path_factory.mktemp("runs"), {}
 
-    def make(architecture, dtype):
-        key = f"{architecture}-{dtype}"
+    def make(architecture, dtype, *, batch=False):
+        key = f"{architecture}-{dtype}-{batch}"
         if key not in done:
-            model = build(architecture, folder / key, dtype=dtype, hidden=128)
+            model = build(architecture, folder / key / "model", dtype=dtype, hidden=128)
             a = capture(
-                model, out=folder / f"{key}-a", prompts=PROMPTS, max_new_tokens=4, sites="modules"
-            )
-            done[key] = model, a, truth(a, out=folder / f"{key}-t")
+                model, out=folder / key / "a", prompts=PROMPTS + MORE * batch, batch=batch,
+                max_new_tokens=4, sites="modules", probe=False,
+            )  # fmt: skip
+            done[key] = model, a, truth(a, out=folder / key / "t")
         return done[key]
 
     return make
@@ -53,13 +58,13 @@ def test_healthy_pairs_are_within_the_floor(made, tmp_path, architecture, dtype)
     """Block by block, inner modules and decode steps too; the weights are the same bits."""
     _, a, wide = made(architecture, dtype)
     before = dict(os.environ)
-    b = capture(like=a, out=tmp_path / "b", engine="vllm")
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", probe=False)
     assert dict(os.environ) == before
     report = compare(a, b, truth=wide)
     assert report.verdict.kind in ("within_floor", "identical"), report.verdict.summary
     lines = {line.check: line for line in report.preflight}
     if architecture == "gpt2":
-        assert "were not digested" in lines["weights"].detail
+        assert lines["weights"].status == "unknown"
     else:
         assert lines["weights"].status == "same"
     assert lines["attention"].candidate == "CPU_ATTN"
@@ -68,12 +73,62 @@ def test_healthy_pairs_are_within_the_floor(made, tmp_path, architecture, dtype)
     assert b.manifest.plan.passes == ["free", "anchored"]
     found = paths_of(b)
     assert found <= paths_of(a), "no name of vLLM's own"
-    layer = "transformer.h.1" if architecture == "gpt2" else "model.layers.1"
-    assert layer in found
     if architecture == "gpt2":  # of which no map is known
         assert found == {".", "transformer.h.0", "transformer.h.1", "transformer.h.2"}
-    else:
-        assert {f"{layer}.self_attn.k_proj", f"{layer}.mlp.up_proj", "lm_head"} <= found
+        return
+    layer = "model.layers.1"
+    qkv = "qkv_proj" if architecture == "phi3" else "k_proj"
+    mlp = {"phi3": ".gate_up_proj", "mixtral": ".gate", "qwen3-moe": ".gate"}
+    assert {layer, f"{layer}.self_attn.{qkv}", f"{layer}.mlp", "model.norm", "lm_head"} <= found
+    assert f"{layer}.mlp{mlp.get(architecture, '.up_proj')}" in found
+
+
+def compared(report):
+    """(pass, sample, step, site) of what was held against the reference."""
+    return {(site.pass_, site.sample, site.step, site.site) for site in report.sites}
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), [
+    ("llama", "float32"), ("llama", "bfloat16"), ("qwen3-moe", "bfloat16"),
+])  # fmt: skip
+def test_a_batch(made, tmp_path, architecture, dtype):
+    """Prompts of several lengths in one forward: each row in its own prompt and step."""
+    _, a, wide = made(architecture, dtype, batch=True)
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", probe=False)
+    assert b.manifest.tokens.groups == [[0, 1, 2]]
+    report = compare(a, b, truth=wide)
+    assert report.verdict.kind in ("within_floor", "identical"), report.verdict.summary
+    assert {step for _, _, step, _ in compared(report)} == {0, 1, 2, 3}
+    assert b.manifest.engine.facts["forwards of several steps"] == "0"
+
+
+def test_a_batch_that_waits(made, tmp_path):
+    """Where not all prompts fit into one forward, some are begun beside others' decode steps."""
+    model, a, wide = made("llama", "float32", batch=True)
+    longest = max(len(sample.prompt_ids) for sample in a.manifest.tokens.samples)
+    tight = {"max_model_len": longest + 4, "max_num_batched_tokens": longest + 4}
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", engine_options=tight, probe=False)
+    assert b.manifest.engine.facts["forwards of several steps"] != "0"
+    report = compare(a, b, truth=wide)
+    assert report.verdict.kind == "within_floor", report.verdict.summary
+    ample = capture(like=a, out=tmp_path / "c", engine="vllm", probe=False)
+    keys = [{(r.pass_, r.sample, r.step, r.site) for r in run.records} for run in (b, ample)]
+    assert keys[0] == keys[1]
+    own = capture(
+        model, out=tmp_path / "d", engine="vllm", engine_options=tight, prompts=PROMPTS + MORE,
+        batch=True, max_new_tokens=4, sites="modules", probe=False,
+    )  # fmt: skip
+    tokens = [[s.generated_ids for s in run.manifest.tokens.samples] for run in (a, own)]
+    assert tokens[0] == tokens[1]
+
+
+def test_together_what_was_recorded_one_by_one(made, tmp_path):
+    """The anchored pass gets each prompt's recorded rows."""
+    _, a, wide = made("llama", "float32")
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", batch=True, probe=False)
+    report = compare(a, b, truth=wide)
+    assert report.verdict.kind == "within_floor", report.verdict.summary
+    assert "anchored" in {pass_ for pass_, _, _, _ in compared(report)}
 
 
 def weight(model):
@@ -94,13 +149,13 @@ def cached_values(model):
     attention.forward = forward
 
 
-@pytest.mark.parametrize(
-    ("fault", "block"), [(weight, 1), (epsilon, 2), (cached_values, 1)], ids=lambda f: str(f)[:20]
-)
-def test_a_fault_in_a_module_of_vllm(made, tmp_path, fault, block):
+@pytest.mark.parametrize(("fault", "block"), [(weight, 1), (epsilon, 2), (cached_values, 1)],
+                         ids=["weight", "epsilon", "cached_values"])  # fmt: skip
+@pytest.mark.parametrize(("architecture", "dtype"), PAIRS[:4])
+def test_a_fault_in_a_module_of_vllm(made, tmp_path, architecture, dtype, fault, block):
     """The right block, and the right side."""
-    _, a, wide = made("llama", "float32")
-    b = capture(like=a, out=tmp_path / "b", engine="vllm", prepare=fault)
+    _, a, wide = made(architecture, dtype)
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", prepare=fault, probe=False)
     verdict = compare(a, b, truth=wide).verdict
     assert verdict.kind == "localized" and verdict.side == "candidate"
     assert verdict.onset.block == f"model.layers.{block}"
@@ -117,14 +172,12 @@ def test_a_plant_at_an_inner_module(made, tmp_path, site):
     assert verdict.kind == "localized" and verdict.onset.site == site
 
 
-def test_what_cannot_be_planted_or_batched(made, tmp_path):
+def test_what_cannot_be_planted(made, tmp_path):
     """Said, with what to do."""
     _, a, _ = made("llama", "float32")
     site = "model.layers.1.self_attn.k_proj:in"
     with pytest.raises((PlantError, ModelError), match="in one with others"):
         capture(like=a, out=tmp_path / "b", engine="vllm", plants=[f"{site}=scale:1.2"])
-    with pytest.raises(UsageError, match="one prompt at a time"):
-        capture(like=a, out=tmp_path / "c", engine="vllm", batch=True)
 
 
 def test_a_run_of_vllm_is_repeated_by_transformers(made, tmp_path):

@@ -97,6 +97,24 @@ class Pairs:
         a, b = self("same")
         return self.altered("nd-a", a, change), self.altered("nd-b", b, change)
 
+    def _some_weights(self):
+        """An engine does not tell all weights; those that it tells are the same."""
+        return self.untold("some-weights")
+
+    def _other_weights(self):
+        """The same, and one that is told differs."""
+        return self.untold("other-weights", {"model.norm.weight": "0" * 32})
+
+    def untold(self, name, others=None):
+        def change(manifest):
+            model = manifest["model"]
+            mlp = [one for one in model["digests"] if ".mlp." in one]
+            model["digests"] |= dict.fromkeys(mlp, "unknown") | (others or {})
+            model["digest"] = "0" * 32
+
+        a, b = self("same")
+        return a, self.altered(name, b, change)
+
     def _imported(self):
         """What another tool dumped: of the model, the settings and the code nothing is known."""
         a, b = self("same")

@@ -24,6 +24,8 @@ EXPECTED = {
     "dtype": ("Fppppppp", "pF-----"),
     "weights": ("Fpppppp?", "pF-----"),
     "no_digests": ("?ppppppp", "p??pppp"),
+    "some_weights": ("?ppppppp", "p?ppppp"),
+    "other_weights": ("Fpppppp?", "pF-----"),
     "imported": ("?????ppp", "p??ppp?"),
     "engine_off": ("pppppppp", "ppppppp"),
     "engine_on": ("pppFpppp", "ppppppp"),

@@ -17,7 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
@@ -44,25 +44,28 @@ _MOST_TOKENS = 4096
 _MOST_AT_ONCE = 8192
 
 
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class VllmOptions(EngineOptions, frozen=True, kw_only=True):
     """What vLLM is given."""
 
-    max_model_len: int | None = None
+    max_model_len: _Count | None = None
     """Tokens of a prompt and what follows it; None: the model's own, at most 4096."""
-    block_size: int | None = None
+    block_size: _Count | None = None
     """Tokens in a block of the cache; None: vLLM's choice."""
-    max_num_seqs: int = 64
+    max_num_seqs: _Count = 64
     """Prompts of a batch that run at a time; the others wait."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: _Count | None = None
     """Tokens that one forward may have; prompts that do not fit wait for the next. None: 8192, or
     max_model_len where that is more."""
     kv_cache_dtype: str = "auto"
     """``auto``: the model's."""
-    kv_cache_gib: int = 1
+    kv_cache_gib: _Count = 1
     """GiB of the cache."""
     batch_invariant: bool = False
     """``VLLM_BATCH_INVARIANT``: kernels whose result does not depend on the batch."""
-    tensor_parallel_size: int | None = None
+    tensor_parallel_size: _Count | None = None
     """Processes that a model is divided among; None: as many as ``--mesh tp`` says."""
     name_map: str | None = None
     """A name map, by name (configs/maps/) or path; None: the family's own."""
@@ -198,6 +201,13 @@ def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:
     own = getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_TOKENS
     length = options.max_model_len or min(own, _MOST_TOKENS)
     dtype = next(p.dtype for p in twin.module.parameters() if p.dtype.is_floating_point)
+    at_once = options.max_num_batched_tokens or max(length, _MOST_AT_ONCE)
+    if at_once < length:
+        raise UsageError(
+            f"--engine-option max_num_batched_tokens={at_once}: a prompt may have max_model_len="
+            f"{length} tokens, and is not divided",
+            hint=f"max_num_batched_tokens={length}, or a smaller max_model_len",
+        )
     optional: dict[str, Any] = {}
     if options.block_size is not None:
         optional["block_size"] = options.block_size
@@ -215,7 +225,7 @@ def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:
             worker_extension_cls=EXTENSION,
             tensor_parallel_size=_num_ranks(loading),
             max_model_len=length,
-            max_num_batched_tokens=options.max_num_batched_tokens or max(length, _MOST_AT_ONCE),
+            max_num_batched_tokens=at_once,
             max_num_seqs=options.max_num_seqs,
             kv_cache_dtype=options.kv_cache_dtype,
             enforce_eager=True,

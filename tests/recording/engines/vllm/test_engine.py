@@ -40,15 +40,27 @@ def test_too_old(model, tmp_path, monkeypatch):
 
 
 def test_several_processes(model, tmp_path):
-    """Their modules are out of reach."""
+    """torchrun starts them: with what to type."""
     error = refused(model, tmp_path, UsageError, engine_options=["tensor_parallel_size=2"])
-    assert "tensor_parallel_size=2" in str(error)
+    assert "tensor_parallel_size=2: this is one process" in str(error)
+    assert "--nproc-per-node 2" in error.hint and "--mesh tp" in error.hint
 
 
 def test_an_option_that_it_has_not(model, tmp_path):
     """Near ones are suggested."""
     error = refused(model, tmp_path, UsageError, engine_options=["max_model_length=64"])
     assert "max_model_len" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("max_num_seqs=many", "Expected `int`"), ("max_model_len=0", ">= 1"),
+     ("batch_invariant=often", "Expected `bool`"), ("max_model_len", "is not KEY=VALUE")],
+)  # fmt: skip
+def test_an_option_of_another_type(model, tmp_path, option, said):
+    """Before anything is loaded, with what would be right."""
+    error = refused(model, tmp_path, UsageError, engine_options=[option])
+    assert said in str(error) and "for example" in error.hint
 
 
 def test_an_encoder(tmp_path):

@@ -41,7 +41,7 @@ def torchrun(folder: Path, captures: list[dict[str, Any]], *, ranks: int = 2) ->
         command,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,  # vLLM takes a minute to start
         env={**os.environ, "PYTHONWARNINGS": ""},
     )
     return done.stdout + done.stderr

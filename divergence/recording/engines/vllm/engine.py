@@ -16,7 +16,7 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -101,15 +101,15 @@ class VllmEngine:
             "VLLM_BATCH_INVARIANT": str(int(options.batch_invariant)),
             "VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib),
         }
-        closing = contextlib.ExitStack()
+        closing, llm = contextlib.ExitStack(), None
         try:
             closing.enter_context(_surroundings(variables))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what it and its packages find outdated
                 _import()
+                closing.callback(lambda: _let_go(llm, with_group=loading.ranks is None))
                 register_loader(on_loaded)
                 llm = _made(loading, options, twin)
-            closing.callback(_let_go, llm)
             runner = llm.collective_rpc("divergence_runner")[0]
             module = runner.get_model()
             module.generation_config = _generation_config(loading)
@@ -313,12 +313,21 @@ def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _let_go(llm: Any) -> None:
-    """Its memory and process groups, so that another can be made."""
+def _let_go(llm: Any | None, *, with_group: bool) -> None:
+    """Its memory and process groups, so that another can be made. ``with_group``: the default group
+    too, where vLLM made it."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    shutdown: Callable[[], None] | None = getattr(llm.llm_engine.engine_core, "shutdown", None)
-    with contextlib.suppress(Exception):  # it is done with, whatever it has to say
-        if shutdown is not None:
-            shutdown()
-        cleanup_dist_env_and_memory()
+    destroy = torch.distributed.destroy_process_group
+    if not with_group:  # it ends the default group, whoever made it
+        torch.distributed.destroy_process_group = lambda group=None: (
+            None if group is None else destroy(group)
+        )
+    try:
+        with contextlib.suppress(Exception):  # it is done with, whatever it has to say
+            if llm is None:
+                cleanup_dist_env_and_memory()
+            else:
+                llm.llm_engine.engine_core.shutdown()
+    finally:
+        torch.distributed.destroy_process_group = destroy

@@ -30,6 +30,9 @@ __all__ = ["VllmRecorder"]
 Choose = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 """(places of the prompts, their logits (n, V)) → what vLLM's sampler gets."""
 
+_OWN_CODE = "vllm.model_executor.models.transformers."
+"""Where vLLM runs transformers' own code of a model, modules see all rows as a batch (1, N, H)."""
+
 _LANE = ("_step", "_order", "_num_tokens", "_selected", "_calls", "_num_calls", "sink", "_keep",
          "_on_step", "_on_block")  # fmt: skip
 """What a recorder knows of one step."""
@@ -54,6 +57,7 @@ class VllmRecorder(Recorder):
         super().__init__(model, notes, **how)
         self._runner, self._places, self._heads = runner, places, heads
         self._routers = {path for path, part in routing_modules(notes).items() if part == "router"}
+        self._has_batch = any(one.__module__.startswith(_OWN_CODE) for one in type(model).__mro__)
         self._forward = Forward((), (), (), 0)
         self._gathered: dict[int, Gathered] = {}
         self._lanes: dict[int, dict[str, Any]] = {}
@@ -79,7 +83,7 @@ class VllmRecorder(Recorder):
 
     def _through(self, shown: Shown, rows: torch.Tensor) -> torch.Tensor | None:
         """Shows each part of the forward as a batch (B, T, ...)."""
-        return self._in_parts(self._forward.parts, shown, rows)
+        return self._in_parts(self._forward.parts, shown, rows[0] if self._has_batch else rows)
 
     def _flat(self, shown: Shown, rows: torch.Tensor) -> torch.Tensor | None:
         """The same to a router, which has no axis of prompts: (B · T, n)."""

@@ -17,6 +17,7 @@ from divergence.comparison.align.pieces import Pair
 from divergence.comparison.answer import Answer
 from divergence.comparison.decide import check
 from divergence.comparison.measured import Measured
+from divergence.comparison.preflight.owner import without_pads
 from divergence.comparison.result import RankShare, ReplicaCheck, ReplicaDiff, ToldBy
 from divergence.comparison.results.findings import Evidence, Finding, Onset, Verdict
 from divergence.comparison.results.sites import SiteResult, order_of
@@ -277,7 +278,10 @@ def _share(onset: Onset, measured: Measured) -> RankShare | None:
             parts = run.shares(own)
             if len({repr(part.index) for part in parts}) < max(2, len(parts)):
                 continue  # whole on each rank, or terms of a sum
-            x, y = a.read(one), b.read(two)
+            x = without_pads(a.manifest, one, a.read(one))
+            y = without_pads(b.manifest, two, b.read(two))
+            if x is None or y is None:
+                continue
             errors = [_rel_l2(x[part.index], y[part.index]) for part in parts]
             worst = max(range(len(parts)), key=errors.__getitem__)
             rest = max(error for n, error in enumerate(errors) if n != worst)

@@ -226,7 +226,7 @@ def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:
             tensor_parallel_size=_num_ranks(loading),
             max_model_len=length,
             max_num_batched_tokens=at_once,
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=min(options.max_num_seqs, at_once),  # vLLM wants no more
             kv_cache_dtype=options.kv_cache_dtype,
             enforce_eager=True,
             enable_prefix_caching=False,
@@ -240,9 +240,16 @@ def _made(loading: Loading, options: VllmOptions, twin: LoadedModel) -> Any:
         raise
     except Exception as error:  # a configuration that it refuses, memory, a kernel: its own kinds
         raise ModelError(
-            f"vLLM cannot load {loading.source!r}: {first_line(error, most=300)}",
+            f"vLLM cannot load {loading.source!r}: {_reason(error)}",
             hint="VLLM_LOGGING_LEVEL=INFO shows what it does",
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Its first line; of one that counts what it found wrong, the first of these."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    counted = len(lines) > 1 and "validation error" in lines[0]
+    return lines[1].partition(" [type=")[0][:300] if counted else first_line(error, most=300)
 
 
 def _facts(llm: Any, module: torch.nn.Module, variables: Mapping[str, str]) -> dict[str, str]:

@@ -136,7 +136,7 @@ def weight(model):
 
 
 def epsilon(model):
-    model.model.layers[2].post_attention_layernorm.variance_epsilon = 1e-2
+    model.model.layers[2].post_attention_layernorm.variance_epsilon = 0.1
 
 
 def cached_values(model):

@@ -56,11 +56,11 @@ class Part:
 
     def spread(self, tensor: torch.Tensor, *, fill: int = 0) -> torch.Tensor:
         """(N, ...) → (B, T, ...)"""
-        if self.in_order:
-            return tensor.unflatten(0, self.shape)
-        batch = tensor.new_full((self.shape[0] * self.shape[1], *tensor.shape[1:]), fill)
-        batch[self.places] = tensor[self.rows]
-        return batch.unflatten(0, self.shape)
+        batch = tensor
+        if not self.in_order:
+            batch = tensor.new_full((self.shape[0] * self.shape[1], *tensor.shape[1:]), fill)
+            batch[self.places] = tensor[self.rows]
+        return batch.reshape(*self.shape, *tensor.shape[1:])
 
     def put(self, batch: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` (N, ...) with the values of ``batch`` (B, T, ...) in this part's rows."""
@@ -110,7 +110,8 @@ def forward_of(runner: Any, samples: Sequence[SampleTokens]) -> Forward:
     padded = first.num_left_pad + len(first.prompt_ids) + first.num_right_pad
     parts, last = [], []
     for step, found in sorted(steps.items()):
-        rows, places = [], []
+        rows: list[int] = []
+        places: list[int] = []
         for place, _, start in found:
             count = 1 if step else len(samples[place].prompt_ids)
             begin = place if step else place * padded + samples[place].num_left_pad

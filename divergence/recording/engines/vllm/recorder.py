@@ -77,7 +77,7 @@ class VllmRecorder(Recorder):
             yield viewed(
                 self._model.get_submodule(place.theirs), self._pre_hook(path, ()),
                 self._post_hook(path), is_block=self._notes[path].role == "block",
-                rows=place.rows, through=self._flat if path in self._routers else self._through,
+                rows=place.rows, through=self._routed if path in self._routers else self._through,
             )  # fmt: skip
         yield self._root_hooked()
 
@@ -85,7 +85,7 @@ class VllmRecorder(Recorder):
         """Shows each part of the forward as a batch (B, T, ...)."""
         return self._in_parts(self._forward.parts, shown, rows[0] if self._has_batch else rows)
 
-    def _flat(self, shown: Shown, rows: torch.Tensor) -> torch.Tensor | None:
+    def _routed(self, shown: Shown, rows: torch.Tensor) -> torch.Tensor | None:
         """The same to a router, which has no axis of prompts: (B · T, n)."""
 
         def flat(batch: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from divergence.recording.engines.vllm.names import Place
 from divergence.recording.engines.vllm.recorder import VllmRecorder
 from divergence.recording.engines.vllm.tokens import Tokens
 from divergence.recording.hooks.modules import Recorder
-from divergence.recording.model.structure import describe_modules, output_paths
+from divergence.recording.model.structure import describe_modules, output_paths, routing_modules
 from divergence.run.schema.manifest import EngineNote, EngineValue
 from divergence.run.schema.site import ROOT
 
@@ -58,7 +58,9 @@ class VllmSession(TorchSession):
 
     def notes(self) -> dict[str, ModuleNote]:
         notes = describe_modules(self.loaded.structure)
-        return {path: note for path, note in notes.items() if path in self._places}
+        # experts are seen nowhere, and tell which module is their router
+        known = self._places.keys() | routing_modules(notes).keys()
+        return {path: note for path, note in notes.items() if path in known}
 
     def identity(self, on_parameter: Callable[[int, int, str], None]) -> ModelIdentity:
         return self._identity

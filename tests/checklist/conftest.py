@@ -99,11 +99,11 @@ class Pairs:
 
     def _some_weights(self):
         """An engine does not tell all weights; those that it tells are the same."""
-        return self.untold("some-weights")
+        return self.untold("untold-some")
 
     def _other_weights(self):
         """The same, and one that is told differs."""
-        return self.untold("other-weights", {"model.norm.weight": "0" * 32})
+        return self.untold("untold-other", {"model.norm.weight": "0" * 32})
 
     def untold(self, name, others=None):
         def change(manifest):

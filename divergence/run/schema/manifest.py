@@ -49,8 +49,7 @@ SUITE = "suite:"
 """Before the name of an operator suite, which stands where a model's source would."""
 
 UNKNOWN = "unknown"
-"""The device of a run that does not tell its own (an imported dump), and the digest of a parameter
-that the engine does not tell."""
+"""The device of an imported dump, and the digest of a parameter: not told."""
 
 ModuleRole = Literal["block", "trunk", "inner"]
 SwitchStatus = Literal["accepted", "set", "refused", "absent"]
@@ -115,8 +114,7 @@ class ModelIdentity(_Strict, kw_only=True):
     digest: str
     """One digest over all of ``digests``."""
     digests: dict[str, str] = {}
-    """xxh3-128 of each parameter and buffer in the run's dtype, by name; ``offloaded`` and
-    ``unknown`` where it was not read, or the engine does not tell it."""
+    """xxh3-128 of each parameter and buffer, in the run's dtype; or ``offloaded``, ``unknown``."""
     rounded_digests: dict[str, str] = {}
     """By narrower dtype: the overall digest of the same weights rounded to it. So a float32 run and
     a bfloat16 run of one checkpoint can be recognised as such."""

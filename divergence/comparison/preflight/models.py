@@ -31,10 +31,8 @@ from divergence.run.schema.site import starred, unescape_path
 
 __all__ = [
     "Matching", "as_far_as_told", "attention_of", "block_lines", "config_differences",
-    "config_line", "first_difference", "match_parameters", "other_weights", "template_cause",
-    "tells_in_part",
-    "tokenizer_cause",
-    "weight_causes",
+    "config_line", "first_difference", "match_parameters", "other_weights", "tells_in_part",
+    "template_cause", "tokenizer_cause", "weight_causes",
 ]  # fmt: skip
 
 _MAX_PREFIXES = 6  # pairs of prefixes that are tried, one after another

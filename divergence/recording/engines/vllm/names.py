@@ -47,6 +47,8 @@ class ModuleMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """vLLM's module → transformers' modules that it computes in one."""
     weights: dict[str, str] = {}
     """vLLM's parameter → transformers', where the modules are not one another's."""
+    tables: dict[str, str] = {}
+    """vLLM's rotary module in one block → transformers', whose output is read from its table."""
     description: str = ""
 
 
@@ -58,6 +60,8 @@ class Place:
     """Path of vLLM's module, as torch writes it."""
     rows: slice | None = None
     """The part of its output (last axis) and of its weight (first axis), where it is fused."""
+    is_table: bool = False
+    """A rotary table, of which the rows are recorded that a forward reads."""
 
 
 def map_for(model_type: str, given: str | None = None) -> ModuleMap | None:
@@ -94,11 +98,12 @@ def places_of(
                 "(docs/engines.md)",
             )
         return places | {path: Place(path) for path in blocks}
-    for pattern, other in ({one: one for one in found.same} | found.renamed).items():
+    named = {one: one for one in found.same} | found.renamed
+    for pattern, other in (named | found.tables).items():
         for path, stars in _matches(pattern, theirs):
             name = _filled(other, stars)
             _check_here(name, ours)
-            places[escape_path(name)] = Place(path)
+            places[escape_path(name)] = Place(path, is_table=pattern in found.tables)
     for pattern, parts in found.split.items():
         for path, stars in _matches(pattern, theirs):
             first, own = 0, getattr(theirs[path], _OWN_ROWS, None)

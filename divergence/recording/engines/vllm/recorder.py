@@ -16,7 +16,7 @@ import torch
 from divergence.errors import ModelError
 from divergence.recording.engines.vllm.batches import Forward, Gathered, Part, Shown, forward_of
 from divergence.recording.engines.vllm.names import Place
-from divergence.recording.engines.vllm.views import head_hooked, viewed
+from divergence.recording.engines.vllm.views import head_hooked, table_viewed, viewed
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.keeper import CopyKeeper
 from divergence.recording.model.structure import routing_modules
@@ -74,8 +74,13 @@ class VllmRecorder(Recorder):
         for path, place in self._places.items():
             if path == ROOT or path in self._heads or path not in self._hooked:
                 continue
+            module = self._model.get_submodule(place.theirs)
+            if place.is_table:
+                attention = self._model.get_submodule(place.theirs.rpartition(".")[0])
+                yield table_viewed(attention, module, self._post_hook(path), through=self._through)
+                continue
             yield viewed(
-                self._model.get_submodule(place.theirs), self._pre_hook(path, ()),
+                module, self._pre_hook(path, ()),
                 self._post_hook(path), is_block=self._notes[path].role == "block",
                 rows=place.rows, through=self._routed if path in self._routers else self._through,
             )  # fmt: skip

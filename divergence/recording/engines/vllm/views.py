@@ -27,7 +27,7 @@ from divergence.errors import PlantError
 from divergence.recording.engines.vllm.batches import Shown, Through, alone
 from divergence.recording.hooks.arguments import argument_names
 
-__all__ = ["head_hooked", "viewed"]
+__all__ = ["head_hooked", "table_viewed", "viewed"]
 
 Before = Callable[..., Any]
 After = Callable[..., Any]
@@ -64,6 +64,41 @@ def viewed(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def table_viewed(
+    attention: torch.nn.Module, rotary: Any, after: After, *, through: Through = alone
+) -> Iterator[None]:
+    """The rows of a rotary table that a forward reads, seen as the output of transformers' module:
+    (cos, sin), each (B, T, D) with both halves alike. Told once, by the ``attention`` of one block.
+    A table of another form is not shown.
+    """
+    names = argument_names(attention)
+
+    def pre(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        table, positions = getattr(rotary, "cos_sin_cache", None), given.get("positions")
+        if table is None or positions is None or positions.ndim != 1 or not rotary.is_neox_style:
+            return
+        _, hidden = _hidden(given)
+        halves = table[positions].to(hidden.dtype).unflatten(-1, (2, -1))
+
+        def shown(seen: torch.Tensor) -> None:
+            pair = tuple(one.repeat(1, 1, 2) for one in seen.unbind(2))
+            if after(rotary, (), {}, pair) is not None:
+                raise PlantError(
+                    "vLLM reads its rotary table inside its kernels",
+                    hint="plant at the output of a module, or change the table by prepare",
+                )
+
+        through(shown, halves)
+
+    handle = attention.register_forward_pre_hook(pre, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _View:

@@ -45,7 +45,8 @@ def as_vllm(found, structure):
     """vLLM's modules as far as the map names them, of a model of transformers."""
     names = {name for name, _ in structure.named_modules() if name}
     added = set()
-    for whole, parts in ({one: [two] for one, two in found.renamed.items()} | found.split).items():
+    others_named = (found.renamed | found.tables).items()
+    for whole, parts in ({one: [two] for one, two in others_named} | found.split).items():
         added.update(others(parts[0], whole, names))
     parameters = {name for name, _ in structure.named_parameters(remove_duplicate=False)}
     weights = {

@@ -9,6 +9,7 @@ import importlib.util
 import os
 
 import pytest
+import torch
 
 from divergence import Run, capture, compare, truth
 from divergence.errors import ModelError, PlantError
@@ -142,6 +143,11 @@ def epsilon(model):
     model.model.layers[2].post_attention_layernorm.variance_epsilon = 0.1
 
 
+def rotary(model):
+    table = model.model.layers[0].self_attn.rotary_emb.cos_sin_cache
+    table.copy_(table[torch.arange(len(table)) * 2 % len(table)])
+
+
 def cached_values(model):
     attention = model.model.layers[1].self_attn.attn
     inner = attention.forward
@@ -173,6 +179,16 @@ def test_a_plant_at_an_inner_module(made, tmp_path, site):
     b = capture(like=a, out=tmp_path / "b", engine="vllm", plants=[f"{site}=scale:1.2"])
     verdict = compare(a, b, truth=wide).verdict
     assert verdict.kind == "localized" and verdict.onset.site == site
+
+
+def test_a_fault_in_the_rotary_table(made, tmp_path):
+    """Seen at the table, and in each block, since all read it: not one layer's."""
+    _, a, wide = made("llama", "bfloat16")
+    b = capture(like=a, out=tmp_path / "b", engine="vllm", prepare=rotary, probe=False)
+    report = compare(a, b, truth=wide)
+    assert report.verdict.kind == "systematic" and report.verdict.side == "candidate"
+    table = [one for one in report.sites if one.site == "model.rotary_emb:out"]
+    assert min(one.limit_usage for one in table if one.pass_ == "anchored") > 10
 
 
 def test_what_cannot_be_planted(made, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from divergence.errors import PlantError
-from divergence.recording.engines.vllm.views import head_hooked, viewed
+from divergence.recording.engines.vllm.views import head_hooked, table_viewed, viewed
 
 
 class FusedNorm(nn.Module):
@@ -170,3 +170,37 @@ def test_logits_are_shown_then_chosen_from():
     assert torch.equal(root.taken[0], head.taken[0])
     assert torch.equal(result, torch.zeros(1, 4))
     assert torch.equal(model.compute_logits(HIDDEN[:1]), torch.full((1, 4), 3.0))
+
+
+class Attention(nn.Module):
+    def forward(self, positions, hidden_states):
+        return hidden_states
+
+
+def test_rows_of_a_rotary_table():
+    """As transformers' module gives them: cosines and sines, both halves alike, for each token."""
+    rotary = nn.Module()
+    rotary.is_neox_style = True
+    rotary.cos_sin_cache = torch.arange(20.0).reshape(5, 4)
+    attention, taken = Attention(), []
+    with table_viewed(attention, rotary, lambda *args: taken.append(args[3])):
+        attention(torch.tensor([1, 3]), hidden_states=torch.zeros(2, 8, dtype=torch.bfloat16))
+    cos, sin = taken[0]
+    assert cos.dtype == torch.bfloat16
+    assert cos.tolist() == [[[4, 5, 4, 5], [12, 13, 12, 13]]]
+    assert sin.tolist() == [[[6, 7, 6, 7], [14, 15, 14, 15]]]
+    rotary.is_neox_style = False
+    with table_viewed(attention, rotary, lambda *args: taken.append(args[3])):
+        attention(torch.tensor([1, 3]), torch.zeros(2, 8))
+    assert len(taken) == 1, "a table of another form"
+
+
+def test_a_rotary_table_cannot_be_planted():
+    """Its rows are read where no hook is."""
+    rotary, attention = nn.Module(), Attention()
+    rotary.is_neox_style, rotary.cos_sin_cache = True, torch.zeros(5, 4)
+    with (
+        table_viewed(attention, rotary, lambda *args: args[3]),
+        pytest.raises(PlantError, match="rotary table"),
+    ):
+        attention(torch.tensor([1]), torch.zeros(1, 8))

@@ -32,6 +32,7 @@ LEVELS = {
     "errors": 0,
     "_version": 0,
     "layout": 1,
+    "html": 1,  # elements of pages: an analysis shows its part with them
     "words": 0,
     "numerics": 1,
     "run": 2,

@@ -73,6 +73,14 @@ def compare(
             OUTPUT,
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        Option(
+            "--html FILE",
+            "Also write the report as a page for a browser: one file, to be sent.",
+            OUTPUT,
+        ),
+    ] = None,
     reports: Annotated[
         Path | None,
         Option("--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT),
@@ -95,6 +103,7 @@ def compare(
     divergence compare a b --truth truth            # divergence truth a -o truth
     divergence compare a b --explain-token          # the model runs here: why a token flipped
     divergence compare a b --json > report.json
+    divergence compare a b --html report.html       # a page to send: one file, works offline
     divergence compare a b --quiet --exit-code || echo "not the same"
     divergence compare a b c d                      # a fleet: one row a machine, who is odd
     divergence compare a b c d --reports pairs      # with the report of each pair in a file
@@ -116,6 +125,16 @@ def compare(
             many and csv is not None,
             "--csv is the table of two runs, and there are more",
             "--reports DIR writes each pair's whole report, --json prints all of them",
+        ),
+        (
+            many and html is not None,
+            "--html is the page of two runs, and there are more",
+            "divergence compare A B --html report.html",
+        ),
+        (
+            html is not None and not html.parent.is_dir(),
+            f"--html: there is no folder {html and html.parent}",
+            "make the folder first",
         ),
         (
             reports is not None and not many,
@@ -175,6 +194,8 @@ def compare(
             )  # fmt: skip
     if csv is not None:
         _write_csv(report, csv)
+    if html is not None:
+        report.to_html(html)
     if csv is None or str(csv) != "-":
         show_report(report, every=every, json=json, quiet=quiet, verbose=verbose)
     if exit_code:

@@ -7,7 +7,9 @@ this. The JSON form is stable and versioned; numbers that JSON cannot hold
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,6 +121,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self, *, indent: int | None = None) -> str:
         """The whole report as strict JSON; nan and inf become strings."""
         return strict_json(self, indent=indent)
+
+    def html(self) -> str:
+        """The report as a page for a browser: one file that loads nothing. What a report does not
+        hold (texts, machines) is read from the runs, where they are still there."""
+        background = _by_name("comparison", "background").background_of(self)
+        page: str = _by_name("report", "page", "whole").page(self, background)
+        return page
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``html()`` to a file, as a whole or not at all; its path."""
+        written: Path = _by_name("html", "document").write_page(self.html(), path)
+        return written
+
+
+def _by_name(*names: str) -> ModuleType:
+    """A module that is needed for a page alone, and that knows reports."""
+    return import_module(".".join(("divergence", *names)))
 
 
 def _library(name: str) -> ModuleType:

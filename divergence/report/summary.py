@@ -22,6 +22,7 @@ __all__ = [
     "VERDICT_STYLES",
     "headline",
     "report_lines",
+    "shown_analyses",
     "verdict_lines",
 ]
 
@@ -192,11 +193,20 @@ def _next_lines(commands: list[str]) -> list[Line]:
 _ORDER = ("tokens", "blocks", "suite", "operators", "precision", "ends", "ranks")
 
 
+def shown_analyses() -> list[str]:
+    """All analyses that have a ``show`` module, others behind those of _ORDER."""
+    names = dict.fromkeys((*_ORDER, *answer.ANALYSES))
+    return [
+        name
+        for name in names
+        if name in _ORDER or find_spec(f"divergence.analyses.{name}.show") is not None
+    ]
+
+
 def _shown_by_analyses(report: Report, *, all_sites: bool) -> list[Line]:
-    """The sections of all analyses that have a ``show`` module, others behind those of _ORDER."""
+    """The sections of all of them."""
     lines = []
-    for name in dict.fromkeys((*_ORDER, *answer.ANALYSES)):
+    for name in shown_analyses():
         path = f"divergence.analyses.{name}.show"
-        if name in _ORDER or find_spec(path) is not None:
-            lines += import_module(path).show(report, all_sites=all_sites)
+        lines += import_module(path).show(report, all_sites=all_sites)
     return lines

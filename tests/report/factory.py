@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 
 from divergence.comparison.result import Report, RunSummary
@@ -235,6 +237,48 @@ def make_long_report(num_blocks: int = 60, onset: int = 30) -> Report:
         candidate=make_run("b", plants=["model.layers.30.mlp.down_proj:out=scale:1.3"]),
         notes=["the candidate was captured with [brackets] in a path"],
     )
+
+
+def make_large_report(num_blocks: int, num_steps: int, num_prompts: int) -> Report:
+    """Blocks × steps × prompts, free and anchored, with a fault in one block of one prompt."""
+    dice = random.Random(1)
+    sites = []
+    for sample in range(num_prompts):
+        for step in range(num_steps):
+            for number in range(num_blocks):
+                block = f"model.layers.{number}"
+                hit = number == num_blocks // 2 and sample == 1
+                for pass_ in ("free", "anchored"):
+                    size = dice.lognormvariate(0, 0.4) * (30 if hit and pass_ == "anchored" else 1)
+                    values = {name: dice.random() for name in _FILLED}
+                    sites.append(
+                        make_site(
+                            f"{block}:out",
+                            pass_=pass_,
+                            sample=sample,
+                            step=step,
+                            order=number,
+                            block=block,
+                            role="block",
+                            kind="LlamaDecoderLayer",
+                            rel_l2=2e-3 * size,
+                            ratio=size,
+                            usage=size / 6,
+                            limit_usage=size / 6,
+                            limit=6.0,
+                            flagged=hit and size > 6,
+                            **values,
+                        )
+                    )
+    return make_report(sites=sites, verdict=make_verdict("localized", summary="it is block 50"))
+
+
+_FILLED = (
+    "cosine", "one_minus_cosine", "max_abs", "max_abs_reference", "max_abs_candidate", "gain",
+    "gain_se", "ulp_p99", "ulp_max", "token_rel_l2_median", "token_rel_l2_p99", "token_rel_l2_max",
+    "channel_rel_l2_max", "update_rel_l2",
+)  # fmt: skip
+"""Figures that fill a result as a real one is filled: digits do not compress."""
 
 
 def make_explanation(flip: TokenDifference, block: str) -> Explanation:

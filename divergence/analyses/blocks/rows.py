@@ -14,7 +14,10 @@ from typing import NamedTuple
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
 
-__all__ = ["Elision", "Row", "elide", "escalated_ratios", "main_pass", "phase_rows", "phases"]
+__all__ = [
+    "Elision", "Row", "badness", "elide", "escalated_ratios", "is_input", "main_pass",
+    "phase_rows", "phases",
+]  # fmt: skip
 
 MAX_ROWS = 40
 NUM_AROUND = 4
@@ -130,11 +133,12 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
     if all_sites:
         return rows
     # an input is another site's output; where nothing else was recorded it is all there is
-    telling = [row for row in rows if row.flagged or row.onset or not _is_input(row.name)]
+    telling = [row for row in rows if row.flagged or row.onset or not is_input(row.name)]
     return telling or rows
 
 
-def _is_input(name: str) -> bool:
+def is_input(name: str) -> bool:
+    """Is it a site of what enters a module?"""
     _, colon, port = name.rpartition(":")
     return bool(colon) and port.split(".")[0] == "in"
 

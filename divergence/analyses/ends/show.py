@@ -5,12 +5,26 @@ from __future__ import annotations
 from divergence.comparison.result import Report
 from divergence.layout import BLANK, Line, columns, decimal, fixed, heading
 
-__all__ = ["show"]
+__all__ = ["TITLES", "logit_rows", "show"]
+
+TITLES = ("pass", "KL mean", "KL max", "same top 1", "same top 5", "least margin", "chosen Δlogp")
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     """Distributions, worst over the steps of each phase and pass."""
-    rows = []
+    rows = logit_rows(report)
+    if not rows:
+        return []
+    return [
+        heading("logits", "KL in nats from reference to candidate; the worst of all steps"),
+        *columns([TITLES, *rows]),
+        BLANK,
+    ]
+
+
+def logit_rows(report: Report) -> list[tuple[str, ...]]:
+    """One for each phase of each pass, in the order of TITLES."""
+    rows: list[tuple[str, ...]] = []
     for pass_ in ("anchored", "free"):
         for phase in ("prefill", "decode"):
             sites = [s for s in report.sites if s.pass_ == pass_]
@@ -28,12 +42,4 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
                 decimal(max(item.chosen_logprob_diff_max for item in group)),
             )
             rows.append(row)
-    if not rows:
-        return []
-    titles = ("pass", "KL mean", "KL max", "same top 1", "same top 5", "least margin",
-              "chosen Δlogp")  # fmt: skip
-    return [
-        heading("logits", "KL in nats from reference to candidate; the worst of all steps"),
-        *columns([titles, *rows]),
-        BLANK,
-    ]
+    return rows

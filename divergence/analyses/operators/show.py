@@ -17,7 +17,7 @@ from divergence.layout import (
     times,
 )
 
-__all__ = ["show"]
+__all__ = ["beside", "chosen", "short_name", "show", "verdict_word"]
 
 _AROUND, _WORST = 4, 6
 _MATCHED = {"sequence": "~", "value": "=", "dataflow": "&"}
@@ -36,7 +36,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
         frame = "each operator alone, on equal inputs"
     lines = [heading("operators", frame)]
     with_truth = operators.judged == "truth"
-    shown = operators.results if all_sites else _chosen(operators)
+    shown = operators.results if all_sites else chosen(operators)
     width = MAX_WIDTH - 4 - (9 + 9 + 8 + 8 + 7 + 11 + 10)
     titles = ["W", "err ref", "err cand", "ideal", "ulp>1", "verdict"]
     if not with_truth:
@@ -48,14 +48,14 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
             lines.append(line(("  …", "dim")))
         last = operators.results.index(result)
         lines.append(_row(result, operators, width, with_truth=with_truth))
-        lines += _beside(result)
+        lines += beside(result)
     lines.append(line((f"    {_footer(operators, with_truth=with_truth)}", "dim")))
     lines += _lone(operators, all_sites=all_sites)
     lines += [line(f"    {note}") for note in operators.notes]
     return [*lines, BLANK]
 
 
-def _beside(result: OperatorResult) -> list[Line]:
+def beside(result: OperatorResult) -> list[Line]:
     """Under a row: what stands in whose place there, and with what else it was called."""
     lines: list[Line] = []
     if result.region is not None:
@@ -77,7 +77,7 @@ def _cells(values: list[str]) -> str:
     return f"{cells}  {values[-1]}"
 
 
-def _chosen(operators: OperatorsResult) -> list[OperatorResult]:
+def chosen(operators: OperatorsResult) -> list[OperatorResult]:
     """The onset and its surroundings, what is flagged, and where nothing is the worst few."""
     results = operators.results
     marked = [i for i, r in enumerate(results) if r.site == operators.onset]
@@ -96,13 +96,11 @@ def _row(
     flagged = result.limit_usage > 1
     style = "bold red" if onset else "yellow" if flagged else ""
     mark = (">" if onset else " ") + ("!" if flagged else " ")
-    name = _short(result)
+    name = short_name(result)
     if result.match != "exact":
         name += f" {_MATCHED[result.match]}"
     over = max(result.ulp_share_reference or 0.0, result.ulp_share_candidate or 0.0)
-    verdict = _WORDS.get(result.verdict, result.verdict)
-    if result.why not in ("typical", None) and verdict:
-        verdict += f" ({result.why})"
+    verdict = verdict_word(result)
     values = [
         times(result.w) if result.w is not None else "codes" if result.codes is not None else "-",
         decimal(result.reference_error),
@@ -117,7 +115,13 @@ def _row(
     return line(f" {mark} ", (cut(name, width - 1).ljust(width), style), (_cells(values), style))
 
 
-def _short(result: OperatorResult) -> str:
+def verdict_word(result: OperatorResult) -> str:
+    """The side that is off and by which question; nothing where all is fine."""
+    word = _WORDS.get(result.verdict, result.verdict)
+    return f"{word} ({result.why})" if result.why not in ("typical", None) and word else word
+
+
+def short_name(result: OperatorResult) -> str:
     """Without the block's path, which the heading has; the phase where it is a decode step."""
     name = result.site
     if result.block:

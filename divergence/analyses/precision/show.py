@@ -6,7 +6,7 @@ from divergence.comparison.result import Report
 from divergence.comparison.results.operators import AuditedPlace, AuditResult, AuditRow
 from divergence.layout import BLANK, MAX_WIDTH, Line, count, cut, heading, line, prose
 
-__all__ = ["audit_lines", "show"]
+__all__ = ["audit_lines", "dtype_words", "expectation", "footer", "show"]
 
 _PART, _SIDE = 18, 19
 
@@ -32,7 +32,7 @@ def audit_lines(
             for name, places in (("reference", audit.reference), ("candidate", audit.candidate)):
                 found = [place for place in places or () if place.part == row.part]
                 lines += [_place("" if alone else name, place) for place in found]
-    lines += _footer(audit, alone=alone)
+    lines += footer(audit, alone=alone)
     return [*lines, BLANK]
 
 
@@ -41,14 +41,19 @@ def _row(row: AuditRow, *, alone: bool) -> Line:
     style = "bold red" if wrong else "yellow" if row.below is not None else ""
     mark = "!" if wrong else "?" if row.below is not None else " "
     sides = (row.reference,) if alone else (row.reference, row.candidate)
-    cells = "".join(cut(_dtypes(side), _SIDE - 1).ljust(_SIDE) for side in sides)
-    expected = " or ".join(row.expected) if len(row.expected) < 3 else f"{row.expected[0]} or less"
-    by = f" ({row.expected_by})" if row.expected else "-"
-    text = f"{row.part.ljust(_PART)}{cells}{expected}{by}"
+    cells = "".join(cut(dtype_words(side), _SIDE - 1).ljust(_SIDE) for side in sides)
+    text = f"{row.part.ljust(_PART)}{cells}{expectation(row)}"
     return line(f"  {mark} ", (text[: MAX_WIDTH - 4], style))
 
 
-def _dtypes(side: list[str] | None) -> str:
+def expectation(row: AuditRow) -> str:
+    """The dtypes that will do, and who says so."""
+    expected = " or ".join(row.expected) if len(row.expected) < 3 else f"{row.expected[0]} or less"
+    return expected + (f" ({row.expected_by})" if row.expected else "-")
+
+
+def dtype_words(side: list[str] | None) -> str:
+    """What a part was computed in."""
     if side is None:
         return "not audited"
     known = ["in one kernel" if name.startswith("inside ") else name for name in side]
@@ -64,7 +69,8 @@ def _place(name: str, place: AuditedPlace) -> Line:
     return prose(f"    {mark} {name}".ljust(18 if name else 8), text, width=18 if name else 8)
 
 
-def _footer(audit: AuditResult, *, alone: bool) -> list[Line]:
+def footer(audit: AuditResult, *, alone: bool) -> list[Line]:
+    """What the table's words mean."""
     places = [*(audit.reference or ()), *(audit.candidate or ())]
     lines = []
     kernels = list(dict.fromkeys(place.kernel for place in places if place.kernel))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from divergence.comparison.result import ReplicaDiff, Report
+from divergence.comparison.result import ReplicaCheck, ReplicaDiff, Report
 from divergence.layout import BLANK, Line, heading, prose
 
-__all__ = ["show"]
+__all__ = ["check_text", "diff_text", "show"]
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
@@ -17,20 +17,24 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
         return []
     lines = [heading("ranks", "tensors that several of a run's ranks computed alike")]
     for check in checks:
-        if not check.num_tensors:
-            text = f"{check.mesh}: no tensor is on more than one"
-        elif not check.num_different:
-            text = f"{check.mesh}: all {check.num_tensors:,} replicas agree bit for bit"
-        else:
-            disagree = f"{check.num_different:,} of {check.num_tensors:,}"
-            text = f"{check.mesh}: ranks disagree at {disagree} replicas"
         style = "bold red" if check.num_different else ""
-        lines.append(prose(f"  {check.side}", text, style=style))
-        lines += [prose("", _diff_text(diff)) for diff in check.first]
+        lines.append(prose(f"  {check.side}", check_text(check), style=style))
+        lines += [prose("", diff_text(diff)) for diff in check.first]
     return [*lines, BLANK]
 
 
-def _diff_text(diff: ReplicaDiff) -> str:
+def check_text(check: ReplicaCheck) -> str:
+    """Whether one run's ranks agree."""
+    if not check.num_tensors:
+        return f"{check.mesh}: no tensor is on more than one"
+    if not check.num_different:
+        return f"{check.mesh}: all {check.num_tensors:,} replicas agree bit for bit"
+    disagree = f"{check.num_different:,} of {check.num_tensors:,}"
+    return f"{check.mesh}: ranks disagree at {disagree} replicas"
+
+
+def diff_text(diff: ReplicaDiff) -> str:
+    """The first difference of a pass."""
     size = "" if diff.rel_l2 is None else f", rel L2 {diff.rel_l2:.1e}"
     return (
         f"first in the {diff.pass_} pass: rank {_listed(diff.ranks)} against "

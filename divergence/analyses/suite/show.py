@@ -16,7 +16,7 @@ from divergence.layout import (
     times,
 )
 
-__all__ = ["show"]
+__all__ = ["all_rows", "operator_row", "show", "titles"]
 
 _STYLES = {"wrong": "bold red", "flushed": "yellow", "ties": "yellow"}
 _PREFIX = "suite."
@@ -33,8 +33,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     equal = [one for one in suite.operators if one.status == "identical" and not all_sites]
     shown = [one for one in suite.operators if one not in equal]
     if shown:
-        titles = _titles(suite.judged)
-        rows = [titles, *(_row(one, judged=suite.judged) for one in shown)]
+        rows = [titles(suite.judged), *(operator_row(one, judged=suite.judged) for one in shown)]
         for number, item in enumerate(columns(rows, indent=2, widest=44)):
             style = "dim" if number == 0 else _STYLES.get(shown[number - 1].status, "")
             lines.append(line((item.text, style)))
@@ -53,7 +52,8 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
         names = ", ".join(_short(one.operator) for one in equal)
         lines.append(prose("  ", f"bit-identical: {names}", width=2, style="dim"))
     if all_sites:
-        lines += [BLANK, *_all(suite.cases, judged=suite.judged)]
+        rows = all_rows(suite.cases, judged=suite.judged)
+        lines += [BLANK, heading("results"), *columns(rows, widest=44)]
     return [*lines, BLANK]
 
 
@@ -61,13 +61,14 @@ def _short(operator: str) -> str:
     return operator.removeprefix(_PREFIX)
 
 
-def _titles(judged: bool) -> tuple[str, ...]:
+def titles(judged: bool) -> tuple[str, ...]:
+    """Those of ``operator_row``."""
     if not judged:
         return ("operator", "differ", "rel L2", "ulp p99", "ulp max", "worst case")
     return ("operator", "worse", "differ", "W", "score", "ulp p99", "ulp max", "worst case")
 
 
-def _row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
+def operator_row(one: SuiteOperator, *, judged: bool) -> tuple[str, ...]:
     """Implementations other than torch's stand behind the name."""
     name = _short(one.operator)
     implementations = {one.reference_implementation, one.candidate_implementation}
@@ -118,10 +119,10 @@ def _ulp(value: float | None) -> str:
     return f"{value:.0f}" if value < 1e5 else decimal(value)
 
 
-def _all(cases: list[SuiteCase], *, judged: bool) -> list[Line]:
-    titles = _titles(judged)
-    rows = [("operator", "status", *titles[3 if judged else 2 :])]
+def all_rows(cases: list[SuiteCase], *, judged: bool) -> list[tuple[str, ...]]:
+    """One for each result, below titles."""
+    rows = [("operator", "status", *titles(judged)[3 if judged else 2 :])]
     for case in cases:
         status = case.status + (f": {case.side}" if case.side else "")
         rows.append((_short(case.operator), status, *_figures(case, judged=judged)))
-    return [heading("results"), *columns(rows, widest=44)]
+    return rows

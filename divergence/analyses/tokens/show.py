@@ -16,7 +16,7 @@ from divergence.comparison.results.tokens import (
 )
 from divergence.layout import BLANK, Line, columns, count, decimal, fixed, heading, prose, times
 
-__all__ = ["show"]
+__all__ = ["judgement_lines", "kl_lines", "show", "top_rows"]
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
@@ -35,7 +35,7 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     if first is not None:
         lines += _difference_lines(first, forced=tokens.forced)
     lines += _other_lines(tokens)
-    lines += _kl_lines(tokens)
+    lines += kl_lines(tokens)
     if tokens.explanation is not None:
         lines += _explanation_lines(tokens.explanation, tokens.first_difference)
     return [*lines, BLANK]
@@ -60,8 +60,8 @@ def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
         for name, choice, margin, sigmas in sides
     ]
     lines += columns(rows, indent=4, widest=40)
-    lines += _judgement_lines(first)
-    tops = list(_tops(first.reference_top, first.candidate_top))
+    lines += judgement_lines(first)
+    tops = top_rows(first.reference_top, first.candidate_top)
     if tops:
         titles = ("top of the reference", "logprob", "top of the candidate", "logprob")
         lines += columns([titles, *tops], indent=4, widest=32)
@@ -83,7 +83,7 @@ _JUDGEMENTS = {
 }
 
 
-def _judgement_lines(first: TokenDifference) -> list[Line]:
+def judgement_lines(first: TokenDifference) -> list[Line]:
     """What a truth says of the flip; without one, that there is none to say it."""
     if first.z_of == "difference":
         text = "not judged: σ is that of the diff itself, which a fault widens; give --truth"
@@ -124,7 +124,7 @@ def _other_lines(tokens: TokensResult) -> list[Line]:
     return [prose("  later differences: ", f"{len(rest)} ({', '.join(counts)})", width=4)]
 
 
-def _kl_lines(tokens: TokensResult) -> list[Line]:
+def kl_lines(tokens: TokensResult) -> list[Line]:
     """The distributions of all decided positions, beside the floor's distance from the truth."""
     if tokens.kl_mean is None:
         return []
@@ -178,9 +178,9 @@ def _explanation_lines(found: Explanation, first: TokenDifference | None) -> lis
     return lines
 
 
-def _tops(
+def top_rows(
     reference: list[TokenChoice], candidate: list[TokenChoice], num: int = 5
-) -> list[tuple[str, str, str, str]]:
+) -> list[tuple[str, ...]]:
     """Both top lists side by side, the shorter one padded."""
 
     def cells(choice: TokenChoice | None) -> tuple[str, str]:

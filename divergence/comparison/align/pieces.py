@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from divergence.numerics.formats import format_named
 from divergence.run.reader import Run
+from divergence.run.schema.contents import records_at
 from divergence.run.schema.manifest import Manifest
 from divergence.run.schema.record import Record
 from divergence.run.schema.site import is_operator_site, module_of, unescape_path
@@ -62,11 +63,15 @@ def indexed(run: Run, *, split: bool) -> dict[tuple[str, int, int, str], Piece]:
     return pieces
 
 
-def pieces_in(run: Run, pass_: str, *, split: bool) -> dict[tuple[int, int, str], Piece]:
-    """Every piece of one pass by (sample, step, site); ``split``: batches into their samples."""
+def pieces_in(
+    run: Run, pass_: str, *, split: bool, sites: Collection[str] | None = None
+) -> dict[tuple[int, int, str], Piece]:
+    """Every piece of one pass by (sample, step, site); ``split``: batches into their samples;
+    ``sites``: of these alone."""
+    records = run.records if sites is None else records_at(run.records, sites)
     return {
         (piece.sample, record.step, record.site): piece
-        for record in run.records
+        for record in records
         if record.pass_ == pass_
         for piece in (_pieces(record, run.manifest) if split else [Piece(record, record.sample)])
     }

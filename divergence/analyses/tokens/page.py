@@ -1,0 +1,180 @@
+"""Tokens on a page: both sides' choices as a strip, the first flip with its margins, all flips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from divergence.analyses.tokens.show import judgement_lines, kl_lines, top_rows
+from divergence.comparison.result import Report
+from divergence.comparison.results.background import Background
+from divergence.comparison.results.tokens import TokenChoice, TokenDifference, TokensResult
+from divergence.html.element import Element, Node, el, shortened
+from divergence.html.parts import Section, Table, details, facts, prose_block, table
+from divergence.layout import count, fixed
+from divergence.run.schema.manifest import SampleTokens
+
+__all__ = ["page"]
+
+_MOST_STRIPS = 8
+_MOST_TOKENS = 128
+"""Of one prompt."""
+_MOST_FLIPS = 60
+
+Places = dict[tuple[int, int], TokenDifference]
+
+
+def page(report: Report, background: Background) -> list[Section]:
+    """Nothing where no token was generated."""
+    tokens = report.tokens
+    if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
+        return []
+    body: list[Node] = []
+    if tokens.first_difference is not None:
+        body += _first(tokens.first_difference)
+    body += _strips(tokens, background)
+    if len(tokens.differences) > 1:
+        body.append(details(f"All {len(tokens.differences)} different choices",
+                            table(_flips(tokens.differences))))  # fmt: skip
+    body += [el("p", line.text.strip(), class_="note") for line in kl_lines(tokens)]
+    return [Section(id="tokens", title="Tokens", lead=_lead(tokens), body=tuple(body))]
+
+
+def _lead(tokens: TokensResult) -> str:
+    total = tokens.num_tokens + tokens.num_missing
+    how = (
+        "B continued A's text, so every step can be compared"
+        if tokens.forced
+        else "each continued its own text, so steps behind a difference say nothing"
+    )
+    return f"{tokens.num_equal} of {count(total, 'choice')} of the next token agree; {how}."
+
+
+def _first(first: TokenDifference) -> list[Node]:
+    rows = [
+        ("where", f"prompt {first.sample}, step {first.step}"),
+        ("A chose", f"{_quoted(first.reference)}, ahead by {fixed(first.margin)} logits"),
+        ("B chose", f"{_quoted(first.candidate)}, ahead by {fixed(first.candidate_margin)} logits"),
+    ]
+    if first.truth_choice is not None:
+        rows.append(("the truth chose", _quoted(first.truth_choice)))
+    says = [prose_block(line.text.strip(), class_="note") for line in judgement_lines(first)]
+    tops = top_rows(first.reference_top, first.candidate_top)
+    shown: list[Node] = [el("h3", "The first different choice"), facts(rows), *says]
+    if tops:
+        content = Table(
+            caption="The most likely tokens there", num_left=2, names=True,
+            titles=("A, reference", "B, candidate", "A, log-probability", "B, log-probability"),
+            rows=[(one, two, a, b) for one, a, two, b in tops],
+        )  # fmt: skip
+        shown.append(table(content))
+    return shown
+
+
+def _strips(tokens: TokensResult, background: Background) -> list[Node]:
+    """Prompts with different choices first; of equal ones a few."""
+    flips: Places = {(one.sample, one.step): one for one in tokens.differences}
+    samples = [
+        (number, one, two)
+        for number, (one, two) in enumerate(background.samples())
+        if one.chosen_ids or two.chosen_ids
+    ]
+    if not samples:
+        return []
+    apart = [item for item in samples if item[1].chosen_ids != item[2].chosen_ids]
+    equal = [item for item in samples if item not in apart]
+    strips, folded = (
+        [
+            _strip(number, one, two, flips, background, forced=tokens.forced)
+            for number, one, two in group[:_MOST_STRIPS]
+        ]
+        for group in (apart, equal)
+    )
+    legend = el(
+        "p", el("span", "A", class_="a"), " above, ", el("span", "B", class_="b"),
+        " below where they differ. Below a difference: by how many logits A's choice was ahead.",
+        class_="note",
+    )  # fmt: skip
+    gone = sum(max(0, len(group) - _MOST_STRIPS) for group in (apart, equal))
+    shown: list[Node] = [el("h3", "Both sides' choices"), legend, *strips] if strips else []
+    if folded:
+        shown.append(details(f"{count(len(equal), 'prompt')} with the same choices", *folded))
+    last = el("p", f"{count(gone, 'more prompt')} not shown.", class_="note") if gone else None
+    return [*shown, last]
+
+
+def _strip(
+    number: int, one: SampleTokens, two: SampleTokens, flips: Places, background: Background, *,
+    forced: bool,
+) -> Element:  # fmt: skip
+    cells: list[Node] = []
+    parted = False
+    steps = max(len(one.chosen_ids), len(two.chosen_ids))
+    for step in range(min(steps, _MOST_TOKENS)):
+        a, b = (
+            background.text_of(ids[step]) if step < len(ids) else None
+            for ids in (one.chosen_ids, two.chosen_ids)
+        )
+        same = a == b
+        cells.append(_cell(a, b, flips.get((number, step)), parted=parted))
+        parted = parted or (not same and not forced)
+    more = steps - min(steps, _MOST_TOKENS)
+    prompt = None
+    if one.text:
+        prompt = el("p", shortened(one.text, 400), class_="prompt")
+    return el(
+        "div", el("p", f"Prompt {number}", class_="of-prompt"), prompt,
+        el("p", *cells, class_="strip"),
+        el("p", f"{count(more, 'more token')}.", class_="note") if more else None,
+        class_="sample",
+    )  # fmt: skip
+
+
+def _cell(a: str | None, b: str | None, flip: TokenDifference | None, *, parted: bool) -> Element:
+    if a == b and a is not None:
+        return el("span", _visible(a), class_="tok parted" if parted else "tok")
+    margin = None if flip is None or flip.margin is None else fixed(flip.margin, 2)
+    return el(
+        "span",
+        el("span", "differs: A ", class_="aside"),
+        el("span", _visible(a), class_="a"),
+        el("span", ", B ", class_="aside"),
+        el("span", _visible(b), class_="b"),
+        el("small", margin) if margin is not None else None,
+        class_="tok flip parted" if parted else "tok flip",
+    )
+
+
+def _visible(text: str | None) -> str:
+    """A token in a strip: line feeds as a sign, an absent one as a dash."""
+    if text is None:
+        return "–"
+    return shortened(text.replace("\n", "⏎"), 40) or "∅"
+
+
+def _flips(differences: Iterable[TokenDifference]) -> Table:
+    found = list(differences)
+    shown = found[:_MOST_FLIPS]
+    more = len(found) - len(shown)
+    judged = any(one.judgement for one in shown)
+    with_truth = any(one.truth_choice for one in shown)
+    return Table(
+        caption="Different choices", num_left=4,
+        titles=("prompt", "step", "A chose", "B chose", "A ahead by", "B ahead by",
+                *(["the truth chose"] if with_truth else []), *(["judged"] if judged else [])),
+        rows=[
+            (str(one.sample), str(one.step), _quoted(one.reference), _quoted(one.candidate),
+             fixed(one.margin), fixed(one.candidate_margin),
+             *([_quoted(one.truth_choice)] if with_truth else []),
+             *([one.judgement or "-"] if judged else []))
+            for one in shown
+        ],
+        marks=["flagged" if one.judgement == "fault" else "" for one in shown],
+        note=f"{more:,} more are in the JSON." if more else "",
+    )  # fmt: skip
+
+
+def _quoted(choice: TokenChoice | None) -> str:
+    """In quotes, so that spaces and line feeds are seen."""
+    if choice is None:
+        return "-"
+    return f"#{choice.id}" if choice.text is None else shortened(repr(choice.text), 80)

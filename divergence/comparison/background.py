@@ -1,0 +1,125 @@
+"""Opens a report's runs once more, for what its page shows and the report does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from divergence.comparison.align.pairs import compared_passes
+from divergence.comparison.align.pieces import Piece, Pieces, pieces_in, why_no_pair
+from divergence.comparison.result import Report, RunSummary
+from divergence.comparison.results.background import Background, Positions
+from divergence.comparison.results.sites import SiteResult
+from divergence.errors import RunError, first_line
+from divergence.run.reader import Run
+
+__all__ = ["background_of"]
+
+_MOST_ELEMENTS = 64_000_000
+"""Of both sides' block outputs in one prefill: more are not read for a picture."""
+
+
+def background_of(report: Report) -> Background:
+    """Runs that have gone, or have been replaced by others since, are left out, with a note."""
+    notes: list[str] = []
+    a, b = (_opened(one, notes) for one in (report.reference, report.candidate))
+    positions = None
+    if a is not None and b is not None:
+        a.set_fallback(b)
+        b.set_fallback(a)
+        positions = _positions(report, a, b)
+    found = Background(
+        reference=None if a is None else a.manifest,
+        candidate=None if b is None else b.manifest,
+        positions=positions,
+        notes=tuple(notes),
+    )  # fmt: skip
+    for run in (a, b):
+        if run is not None:
+            run.close()
+    return found
+
+
+def _opened(summary: RunSummary, notes: list[str]) -> Run | None:
+    try:
+        run = Run.open(summary.path)
+    except RunError as error:
+        notes.append(f"{summary.path} could not be opened again: {first_line(error)}")
+        return None
+    if run.manifest.id != summary.id:
+        run.close()
+        notes.append(f"{summary.path} holds another run now, and is left out")
+        return None
+    return run
+
+
+def _positions(report: Report, a: Run, b: Run) -> Positions | None:
+    """The error at each token of one prompt's prefill: the onset's, or that of the worst site."""
+    passes = {
+        label: (ours, theirs) for label, ours, theirs in compared_passes(a.manifest, b.manifest, [])
+    }
+    label = "anchored" if "anchored" in passes else "free"
+    sites = [site for site in report.sites if site.pass_ == label and _is_prefill(site)]
+    divided = a.manifest.mesh is not None or b.manifest.mesh is not None
+    size = 2 * sum(site.numel for site in sites)
+    if not sites or divided or label not in passes or size > _MOST_ELEMENTS:
+        return None
+    sample = _sample(report, sites)
+    sites.sort(key=lambda site: (site.sample != sample, site.order))
+    floors: dict[str, float] = {}
+    for site in sites:
+        if site.block is not None and site.floor:
+            floors.setdefault(site.block, site.floor)
+    ours, theirs = passes[label]
+    wanted = {site.site for site in sites}, {site.candidate_site or site.site for site in sites}
+    mine = pieces_in(a, ours, split=True, sites=wanted[0])
+    other = pieces_in(b, theirs, split=True, sites=wanted[1])
+    rows: dict[str, list[float | None]] = {}
+    names: list[str] = []
+    for site in sites:
+        one = mine.get((sample, 0, site.site))
+        two = other.get((sample, 0, site.candidate_site or site.site))
+        if site.block is None or one is None or two is None or site.block in rows:
+            continue
+        errors = _errors(Pieces(a, b), one, two)
+        if errors is not None and (not names or len(errors) == len(names)):
+            names = names or [str(n) for n in one.record.positions or range(len(errors))]
+            scale = floors.get(site.block, 1.0)  # without a floor all bits are equal
+            rows[site.block] = [None if np.isnan(x) else float(x) / scale for x in errors]
+    if not rows or len(names) < 2:
+        return None
+    return Positions(sample=sample, tokens=names, blocks=list(rows), floors=list(rows.values()))
+
+
+def _is_prefill(site: SiteResult) -> bool:
+    """A block's output in the first forward, with rows that are tokens."""
+    own = site.role == "block" and site.site == f"{site.block}:out"
+    known = bool(site.floor) or site.identical
+    return own and known and site.step == 0 and len(site.shape) == 3
+
+
+def _sample(report: Report, sites: Sequence[SiteResult]) -> int:
+    onset = report.verdict.onset
+    if onset is not None:
+        return onset.sample
+    worst = max(sites, key=lambda site: site.usage or site.ratio or 0.0)
+    return worst.sample if worst.worst_sample is None else worst.worst_sample
+
+
+def _errors(pieces: Pieces, one: Piece, two: Piece) -> np.ndarray | None:
+    """‖a_t - b_t‖ / ‖a_t‖ of each token; 0 for 0/0."""
+    a, b = pieces.reference, pieces.candidate
+    readable = a.has_bytes(one.record) and b.has_bytes(two.record)
+    if not readable or why_no_pair(one, two, exactly=True) is not None:
+        return None
+    x, y = (
+        pieces.tensor(run, piece).double().numpy()
+        for run, piece in ((a, one), (b, two))
+    )  # fmt: skip
+    if x.ndim != 3 or x.shape != y.shape or x.shape[0] != 1:
+        return None
+    with np.errstate(all="ignore"):
+        apart, size = (np.linalg.norm(part[0], axis=-1) for part in (x - y, x))
+        errors: np.ndarray = np.where(apart == 0, 0.0, apart / size)
+    return errors

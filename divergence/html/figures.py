@@ -1,0 +1,229 @@
+"""Figures as SVG: a line over blocks on a logarithmic axis, and a map of colours.
+
+Own SVG and no library: two kinds of figure are needed. A library that is put into a page is larger
+than all of this, and draws nothing where scripts do not run: in print, in a mail's preview. These
+are drawn without a script, follow the page's colours and width, and have a text beside them; the
+script only adds a cursor.
+
+The width is the reader's: along x all is in percent, or in a nested picture that is stretched and
+whose strokes are not. Along y all is in pixels. So letters keep their size on a phone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from divergence.html.element import Element, Node, el
+from divergence.html.scales import HeatScale, LogAxis
+
+__all__ = ["Line", "figure", "heat_map", "line_plot"]
+
+HEIGHT = 232.0
+_MOST_DOTS = 130
+"""Of one line; more of them are a line."""
+_NAMED = 7
+"""Names below an axis, at most, for a phone's width."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of a plot. ``kind``: its CSS class, and the shape of its points."""
+
+    label: str
+    kind: str
+    values: Sequence[float | None]
+
+
+def figure(
+    id: str, title: str, picture: Element, *, described: str,
+    legend: Sequence[tuple[str, str]], wide: bool = False,
+) -> Element:  # fmt: skip
+    """A picture with its title, what it shows in words, and what its colours mean: (class, text).
+    ``wide``: it takes a line of its own."""
+    keys = [el("li", el("i", class_=f"key {kind}"), text) for kind, text in legend]
+    return el(
+        "figure",
+        el("figcaption", el("strong", title), el("span", described)),
+        el("ul", *keys, class_="legend"),
+        el("div", picture, class_="stage", data_figure=id),
+        id=id, class_="wide" if wide else None,
+    )  # fmt: skip
+
+
+def line_plot(
+    names: Sequence[str], lines: Sequence[Line], *,
+    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None,
+    flagged: Sequence[int] = (), onset: int | None = None, label: str,
+) -> Element:  # fmt: skip
+    """Lines over ``names``. ``band``: from the floor to the limit; ``flagged``: columns of the
+    first line that are marked; ``label``: the picture in words."""
+    edges = [value for edge in band or () for value in edge]
+    axis = LogAxis.over([*edges, *(v for line in lines for v in line.values)], HEIGHT)
+    count = len(names)
+    stretched: list[Node] = []
+    if band is not None:
+        stretched += _band(band, axis)
+    dots: list[Node] = []
+    for line in lines:
+        stretched += _strokes(line, axis)
+        marked = set(flagged) if line is lines[0] else set()
+        dots += [
+            _dot(line.kind, _percent(n, count), axis.at(v), n in marked)
+            for n, v in enumerate(line.values)
+            if v is not None and (count <= _MOST_DOTS or n in marked)
+        ]
+    grid: list[Node] = [el("line", x1=0, x2="100%", y1=_px(y), y2=_px(y), class_="grid")
+                        for y, _ in axis.ticks()]  # fmt: skip
+    if onset is not None:
+        x = _percent(onset, count)
+        grid.append(el("line", x1=x, x2=x, y1=0, y2=HEIGHT, class_="onset"))
+    inner = el(
+        "svg", *stretched, width="100%", height=HEIGHT, viewBox=f"0 0 {count} {HEIGHT:g}",
+        preserveAspectRatio="none",
+    )  # fmt: skip
+    area = el(
+        "svg", *grid, inner, *dots, *_names_below(names), class_="area", height=HEIGHT + 22,
+        aria_hidden="true",
+    )  # fmt: skip
+    return el("div", _ticks(axis), area, class_="plot", role="img", aria_label=label)
+
+
+def heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], *,
+    scale: HeatScale, label: str, row_height: float,
+) -> Element:  # fmt: skip
+    """A map of ``values[row][column]``; None is left empty."""
+    height = row_height * len(rows)
+    cells: dict[str, list[str]] = {}
+    for y, row in enumerate(values):
+        for x, length, kind in _stretches(row, scale):
+            cells.setdefault(kind, []).append(f"M{x} {y}h{length}v1h-{length}z")
+    paths = [el("path", d="".join(found), class_=kind) for kind, found in sorted(cells.items())]
+    inner = el(
+        "svg", *paths, width="100%", height=height, viewBox=f"0 0 {len(columns)} {len(rows)}",
+        preserveAspectRatio="none", shape_rendering="crispEdges",
+    )  # fmt: skip
+    ticks: list[Node] = []
+    for n in _beside(rows, max(2, int(height // 16))):
+        middle = (n + 0.5) * row_height
+        name = _cut(rows[n], 8)
+        ticks.append(el("text", name, x="100%", dx=-6, y=_px(middle + 4), text_anchor="end"))
+    left = el("svg", *ticks, class_="ticks", height=height, aria_hidden="true")
+    area = el(
+        "svg", inner, *_names_below(columns, height), class_="area", height=height + 22,
+        aria_hidden="true",
+    )  # fmt: skip
+    return el("div", left, area, class_="plot", role="img", aria_label=label)
+
+
+def _ticks(axis: LogAxis) -> Element:
+    marks = [
+        el("text", text, x="100%", dx=-6, y=_px(min(y + 4, HEIGHT)), text_anchor="end")
+        for y, text in axis.ticks()
+    ]
+    return el("svg", *marks, class_="ticks", height=HEIGHT, aria_hidden="true")
+
+
+def _band(
+    band: tuple[Sequence[float | None], Sequence[float | None]], axis: LogAxis
+) -> list[Element]:
+    """Steps, since each block has limits of its own: to the floor, and on to the limit."""
+    floors, limits = band
+    parts: dict[str, list[str]] = {"band floor": [], "band limit": []}
+    for n, (low, high) in enumerate(zip(floors, limits, strict=True)):
+        if low is None or low <= 0:
+            continue
+        y = axis.at(low)
+        parts["band floor"].append(f"M{n} {_px(y)}h1V{_px(axis.height)}h-1z")
+        if high is not None and math.isfinite(high) and high > low:
+            parts["band limit"].append(f"M{n} {_px(axis.at(high))}h1V{_px(y)}h-1z")
+    return [el("path", d="".join(d), class_=kind) for kind, d in parts.items() if d]
+
+
+def _strokes(line: Line, axis: LogAxis) -> list[Element]:
+    """The line, interrupted where there is no value."""
+    d, pen_up = [], True
+    for n, value in enumerate(line.values):
+        if value is None or not math.isfinite(value):
+            pen_up = True
+            continue
+        d.append(f"{'M' if pen_up else 'L'}{n + 0.5} {_px(axis.at(value))}")
+        pen_up = False
+    return [el("path", d="".join(d), class_=f"line {line.kind}")] if d else []
+
+
+def _dot(kind: str, x: str, y: float, flagged: bool) -> Element:
+    style = f"dot {kind}{' flagged' if flagged else ''}"
+    size = 5.0 if flagged else 2.6
+    if kind == "candidate":  # another shape, for who does not tell the colours apart
+        return el("rect", x=x, y=_px(y - size), width=2 * size, height=2 * size,
+                  transform=f"translate({-size:g})", class_=style)  # fmt: skip
+    return el("circle", cx=x, cy=_px(y), r=size, class_=style)
+
+
+def _stretches(row: Sequence[float | None], scale: HeatScale) -> list[tuple[int, int, str]]:
+    """(first column, number of columns, class) of equal colours side by side."""
+    classes = scale.classes()
+    found: list[tuple[int, int, str]] = []
+    for x, value in enumerate(row):
+        if value is None:
+            continue
+        step = scale.step(value)
+        kind = "cell " + ("broken" if step < 0 else classes[step])
+        if found and found[-1][2] == kind and found[-1][0] + found[-1][1] == x:
+            found[-1] = (found[-1][0], found[-1][1] + 1, kind)
+        else:
+            found.append((x, 1, kind))
+    return found
+
+
+def _names_below(names: Sequence[str], height: float = HEIGHT) -> list[Node]:
+    """Numbers at even steps. Words are longer: only the last is named, where there is room."""
+    numbers = [n for n, name in enumerate(names) if name.isdigit()]
+    step = _even(len(numbers), _NAMED)
+    shown = [n for n in numbers if not numbers or int(names[n]) % step == 0]
+    if not numbers:
+        shown = list(range(0, len(names), 1 + (len(names) - 1) // 4))
+    last = len(names) - 1
+    if last not in shown and (last - shown[-1]) * 6 > len(names):
+        shown.append(last)
+    found: list[Node] = []
+    for n in shown:
+        word = len(_cut(names[n])) > 3
+        anchor = "start" if word and n == 0 else "end" if word and n == last else "middle"
+        x = {"start": "0", "end": "100%"}.get(anchor, _percent(n, len(names)))
+        found.append(el("text", _cut(names[n]), x=x, y=_px(height + 16), text_anchor=anchor))
+    return found
+
+
+def _even(count: int, most: int) -> int:
+    """The least of 1, 2, 5, 10, 20, ... that makes at most ``most`` steps of ``count``."""
+    step = 1
+    while count / step > most:
+        step = step * 2 if str(step)[0] != "2" else step * 5 // 2
+    return step
+
+
+def _beside(names: Sequence[str], most: int) -> list[int]:
+    """Rows that are named: numbers at even steps, words where no number is near."""
+    step = _even(len(names), most)
+    numbers = [n for n, name in enumerate(names) if name.isdigit() and int(name) % step == 0]
+    words = [n for n, name in enumerate(names) if not name.isdigit()]
+    for n in reversed(words):
+        if all(abs(n - other) >= step for other in numbers):
+            numbers.append(n)
+    return sorted(numbers)
+
+
+def _cut(text: str, most: int = 12) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _percent(n: int, count: int) -> str:
+    return f"{100 * (n + 0.5) / count:.4g}%"
+
+
+def _px(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

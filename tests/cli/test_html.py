@@ -1,0 +1,100 @@
+"""compare --html: a page beside the answer."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from base64 import b64decode
+from pathlib import Path
+
+import pytest
+
+from divergence.comparison.api import compare
+from divergence.comparison.background import background_of
+from divergence.recording.api import capture
+
+
+@pytest.fixture(scope="module")
+def runs(llama, tmp_path_factory) -> tuple[Path, Path]:
+    """A small run, and its repetition with a fault in block 1."""
+    folder = tmp_path_factory.mktemp("runs")
+    a, b = folder / "a", folder / "b"
+    capture(llama, out=a, prompts=["Snow fell", "Rain"], max_new_tokens=3, probe=False)
+    capture(like=a, out=b, plants=["model.layers.1.mlp.down_proj:out=scale:1.5"], probe=False)
+    return a, b
+
+
+def test_a_page_is_written_beside_the_answer(runs, invoke, tmp_path):
+    """The terminal says what it says without; the page has both machines, and the prompts."""
+    code, out, err = invoke("compare", *runs, "--html", "report.html", "-q")
+    assert code == 0, err
+    assert out.startswith("LOCALIZED")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Snow fell" in page
+    for part in ("blocks", "tokens", "settings", "machines", "findings", "map-tokens", "map-steps"):
+        assert f'id="{part}"' in page, part
+    packed = re.search(r'id="attachment">([^<]*)<', page)[1]
+    report = json.loads(gzip.decompress(b64decode(packed)))
+    assert report["verdict"]["kind"] == "localized"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_python_writes_the_same_page(runs, invoke, tmp_path):
+    """``Report.to_html`` is what the option calls."""
+    assert invoke("compare", *runs, "--html", "one.html", "-q")[0] == 0
+    report = compare(*runs)
+    assert report.to_html(tmp_path / "two.html") == tmp_path / "two.html"
+    assert report.html() == (tmp_path / "two.html").read_text(encoding="utf-8")
+    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
+
+
+def test_the_error_of_each_token(runs):
+    """Block by block, in floors; the blocks whose bits are equal have none."""
+    report = compare(*runs)
+    positions = background_of(report).positions
+    sample = report.verdict.onset.sample
+    assert positions.sample == sample
+    assert positions.blocks == [f"model.layers.{number}" for number in range(3)]
+    clean, faulty, _ = positions.floors
+    assert set(clean) == {0.0} and min(faulty) > 1
+    (site,) = (
+        one for one in report.sites
+        if one.site == "model.layers.1:out" and one.pass_ == "anchored" and one.step == 0
+        and one.sample == sample
+    )  # fmt: skip
+    assert max(faulty) * site.floor == pytest.approx(site.token_rel_l2_max)
+
+
+def test_runs_that_are_gone_leave_a_page(runs, tmp_path):
+    """What only they hold is left out, and the page says so."""
+    import shutil
+
+    a, b = tmp_path / "a", tmp_path / "b"
+    for source, target in zip(runs, (a, b), strict=True):
+        shutil.copytree(source, target)
+    report = compare(a, b)
+    shutil.rmtree(b)
+    shutil.rmtree(a)
+    shutil.copytree(runs[1], a)
+    notes = background_of(report).notes
+    assert [note.rpartition("/")[2][:40] for note in notes] == [
+        "a holds another run now, and is left out"[:40],
+        "b could not be opened again: no such direct"[:40],
+    ] or len(notes) == 2
+    page = report.html()
+    assert "holds another run now" in page and "could not be opened again" in page
+    assert 'id="machines"' not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("a", "b", "c", "--html", "x.html"), "--html is the page of two runs"),
+        (("a", "b", "--html", "nowhere/x.html"), "there is no folder nowhere"),
+    ],
+)
+def test_bad_input_is_told_before_the_work(words, said, invoke):
+    """Nothing was read yet."""
+    code, out, err = invoke("compare", *words)
+    assert (code, out) == (2, "") and said in err

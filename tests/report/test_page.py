@@ -1,0 +1,263 @@
+"""The page of a report: what it holds, what it lets in, and how large it becomes."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+
+from divergence.comparison.results.background import Background
+from divergence.comparison.results.operators import (
+    AuditResult,
+    AuditRow,
+    OperatorResult,
+    OperatorsResult,
+)
+from divergence.report.page.attachment import MOST_BYTES, attached
+from divergence.report.page.whole import page
+from divergence.report.summary import verdict_lines
+from divergence.words import printable
+
+VOID = {"meta", "input", "br", "link", "img", "col", "wbr"}
+
+
+class Page(HTMLParser):
+    """Elements, texts and identifiers of a page; that every element is closed by its own end."""
+
+    def __init__(self, markup: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.raw: dict[str, str] = {}
+        self._open: list[str] = []
+        self.feed(markup)
+        self.close()
+        assert self._open == [], self._open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] in ("script", "style"):
+            key = self.tags[-1][1].get("id") or self._open[-1]
+            self.raw[key] = self.raw.get(key, "") + data
+        else:
+            self.text += data
+
+    def ids(self) -> list[str]:
+        return [value for _, attributes in self.tags if (value := attributes.get("id"))]
+
+    def data(self) -> dict:
+        return json.loads(self.raw["data"])
+
+    def report(self) -> dict:
+        return json.loads(gzip.decompress(base64.b64decode(self.raw["attachment"])))
+
+
+def made(report, background: Background | None = None) -> Page:
+    return Page(page(report, background or Background()))
+
+
+def test_the_verdict_is_the_terminals(reports):
+    """The first screen says what `compare --quiet` says, in the same words."""
+    report = reports.make_long_report()
+    text = made(report).text
+    for line in verdict_lines(report):
+        for span in line.spans:
+            words = span.text.strip().rstrip(":")
+            assert words[:1].upper() + words[1:] in text or words in text
+
+
+def test_commands_are_there_in_full(reports):
+    """Each of them, with a button; and why, and all findings."""
+    report = reports.make_long_report()
+    found = made(report)
+    for command in report.verdict.next:
+        assert command in found.text
+    assert [tag for tag, its in found.tags if its.get("class") == "copy"] == ["button"] * 2
+    assert report.verdict.evidence[0].text in found.text
+
+
+def test_the_policy_allows_this_page_alone(reports):
+    """Its own style and script by digest; no address, no handler, no style in an element."""
+    found = made(reports.make_long_report())
+    policy = next(
+        its["content"] for tag, its in found.tags
+        if tag == "meta" and its.get("http-equiv") == "Content-Security-Policy"
+    )  # fmt: skip
+    assert policy.startswith("default-src 'none'; ")
+    for kind in ("script", "style"):
+        digest = base64.b64encode(hashlib.sha256(found.raw[kind].encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "unsafe" not in policy
+    for tag, attributes in found.tags:
+        assert not {"style", "src", "srcset", "action", "ping"} & set(attributes), tag
+        assert not [name for name in attributes if name.startswith("on")], tag
+        assert (attributes.get("href") or "#").startswith("#"), attributes
+    assert not re.search(r"innerHTML|insertAdjacent|document\.write|eval\(|Function\(",
+                         found.raw["script"])  # fmt: skip
+
+
+def test_sections_are_those_that_apply(reports):
+    """Each analysis shows its part where it has something to say, and nothing where it has not."""
+    plain = made(reports.make_report())
+    assert {"verdict", "blocks", "tokens", "settings", "coverage", "download"} <= set(plain.ids())
+    assert not {"operators", "precision", "ranks", "suite", "logits"} & set(plain.ids())
+    result = OperatorResult(
+        site="model.layers.1/aten.mm#0", candidate_site="model.layers.1/aten.mm#0", match="exact",
+        operator="aten.mm", candidate_operator="aten.mm", block="model.layers.1", phase="prefill",
+        order=1, shape=(4, 4), reference_dtype="bfloat16", candidate_dtype="bfloat16", w=9.0,
+        limit_usage=3.0, verdict="candidate",
+    )  # fmt: skip
+    operators = OperatorsResult(
+        frame="block", judged="truth", num_matched=1, onset=result.site, results=[result]
+    )
+    row = AuditRow(
+        part="softmax", reference=["float32"], candidate=["bfloat16"], expected=["float32"],
+        differs=True,
+    )  # fmt: skip
+    audit = AuditResult(rows=[row])
+    report = msgspec.structs.replace(reports.make_long_report(), operators=operators, audit=audit)
+    full = made(report)
+    assert {"operators", "precision", "logits"} <= set(full.ids())
+    assert "aten.mm#0" in full.text and "softmax" in full.text
+    tables = full.data()["blocks"]["model.layers.1"]["tables"]
+    assert [table["caption"] for table in tables] == [
+        "Modules, the worst forward of each",
+        "Operators",
+    ]
+
+
+def test_identifiers_are_of_one_element_each(reports):
+    """And every link within the page leads to one."""
+    found = made(reports.make_long_report())
+    assert len(set(found.ids())) == len(found.ids())
+    links = [its["href"][1:] for tag, its in found.tags if tag == "a"]
+    assert len(links) > 4 and set(links) <= set(found.ids())
+
+
+def test_pictures_have_a_text(reports):
+    """Each figure says in words what it shows; what a script draws from is there for each."""
+    found = made(reports.make_long_report())
+    pictures = [its for _, its in found.tags if its.get("role") == "img"]
+    assert len(pictures) >= 3
+    assert all(len(its["aria-label"]) > 40 for its in pictures)
+    assert any("model.layers.30" in its["aria-label"] for its in pictures)
+    figures = {its["data-figure"] for _, its in found.tags if "data-figure" in its}
+    assert figures == set(found.data()["figures"])
+
+
+def test_the_report_is_inside(reports):
+    """What is downloaded is what `compare --json` prints; equal reports make equal pages."""
+    report = reports.make_long_report()
+    assert made(report).report() == json.loads(report.to_json())
+    assert page(report, Background()) == page(report, Background())
+
+
+def test_numbers_that_are_none_break_nothing(reports):
+    """nan and inf stand on the page, and its data is JSON all the same."""
+    found = made(reports.make_nonfinite_report())
+    assert "nan" in found.text
+    assert json.loads(found.raw["data"], parse_constant=pytest.fail)["figures"]
+
+
+HOSTILE = (
+    "</script><script>window.pwned=1</script>", "<img src=x onerror=window.pwned=1>",
+    "\"><svg onload='window.pwned=1'>", "' onmouseover='window.pwned=1' x='", "<!--<script>", "]]>",
+    "\u202egpj.exe", "\x1b[31mred\x1b]0;title\x07", "line\u2028end\u2029", "&lt;b&gt;&#x27;",
+    "__proto__", "javascript:window.pwned=1", "{{7*7}}${7*7}", "\udcff\ufffe\x00", "m." * 5000,
+)  # fmt: skip
+
+
+def hostile_report(reports, evil: str):
+    """A report in which every name is ``evil``."""
+    report = reports.make_long_report(num_blocks=4, onset=2)
+
+    def renamed(value):
+        if isinstance(value, str) and value not in KEPT:
+            return value.replace("model.layers", evil) if "model.layers" in value else evil
+        if isinstance(value, list):
+            return [renamed(item) for item in value]
+        if isinstance(value, msgspec.Struct):
+            return type(value)(**{n: renamed(getattr(value, n)) for n in value.__struct_fields__})
+        return value
+
+    return renamed(report)
+
+
+KEPT = {
+    "free", "anchored", "localized", "high", "candidate", "reference", "both", "block", "inner",
+    "fault", "after", "floor", "bfloat16", "blocking", "differs", "same", "exact",
+}  # fmt: skip
+
+
+SHAPING = ("details", "summary", "span", "p", "text")
+"""Elements that a longer name has more of."""
+
+
+@pytest.mark.parametrize("evil", HOSTILE, ids=range(len(HOSTILE)))
+def test_names_inject_nothing(reports, evil):
+    """The same elements as with harmless names, and the name as it prints."""
+    harmless = made(hostile_report(reports, "harmless"))
+    found = made(hostile_report(reports, evil))
+    structure = [tag for tag, _ in found.tags if tag not in SHAPING]
+    wanted = [tag for tag, _ in harmless.tags if tag not in SHAPING]
+    if len(evil) < 100:
+        assert structure == wanted
+    assert printable(evil)[:60] in found.text
+    for text in (found.text, found.raw["data"], found.raw["attachment"]):
+        assert "<script" not in text.replace("\\u003cscript", "") or text is found.text
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]", text)
+
+
+def test_large_reports_make_small_pages(reports):
+    """100 blocks × 64 steps × 8 prompts: under 1 MB, and the page says what it left out."""
+    report = reports.make_large_report(num_blocks=100, num_steps=64, num_prompts=8)
+    text = page(report, Background())
+    assert len(text.encode()) < 1_000_000
+    found = Page(text)
+    assert {"map-steps", "map-prompts"} <= set(found.data()["figures"])
+    assert f"of {len(report.sites):,} results" in found.text
+    kept = found.report()["sites"]
+    assert any(site["flagged"] for site in kept)
+
+
+def test_what_is_attached_is_bounded(reports):
+    """The worst results are kept, in their order."""
+    report = reports.make_large_report(num_blocks=20, num_steps=20, num_prompts=4)
+    data, kept = attached(report)
+    assert len(gzip.compress(data)) <= MOST_BYTES * 1.05
+    sites = json.loads(data)["sites"]
+    assert len(sites) == kept <= len(report.sites)
+    flagged = sum(site.flagged for site in report.sites)
+    assert sum(site["flagged"] for site in sites) == flagged
+
+
+def test_a_page_is_written_whole_or_not_at_all(reports, tmp_path, monkeypatch):
+    """An old page stays until the new one is there; what fails leaves nothing behind."""
+    from divergence.errors import UsageError
+    from divergence.html import document
+
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    assert document.write_page("new", path) == path
+    assert path.read_text() == "new"
+    monkeypatch.setattr(
+        document.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+    )
+    with pytest.raises(UsageError, match="full"):
+        document.write_page("newer", path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
+    with pytest.raises(UsageError, match="cannot write"):
+        document.write_page("x", tmp_path / "nowhere" / "page.html")

@@ -23,6 +23,10 @@ from divergence.options.commands import CheckOptions
 
 __all__ = ["check", "compare"]
 
+HTML = Option(
+    "--html FILE", "Also write the report as a page for a browser: one file, to be sent.", OUTPUT
+)
+
 EXIT_CODES = {
     "identical": 0,
     "within_floor": 0,
@@ -73,14 +77,7 @@ def compare(
             OUTPUT,
         ),
     ] = None,
-    html: Annotated[
-        Path | None,
-        Option(
-            "--html FILE",
-            "Also write the report as a page for a browser: one file, to be sent.",
-            OUTPUT,
-        ),
-    ] = None,
+    html: Annotated[Path | None, HTML] = None,
     reports: Annotated[
         Path | None,
         Option("--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT),
@@ -132,11 +129,6 @@ def compare(
             "divergence compare A B --html report.html",
         ),
         (
-            html is not None and not html.parent.is_dir(),
-            f"--html: there is no folder {html and html.parent}",
-            "make the folder first",
-        ),
-        (
             reports is not None and not many,
             "--reports is for more than two runs",
             "divergence compare A B --json > report.json",
@@ -159,6 +151,7 @@ def compare(
     ):
         if wrong:
             raise UsageError(message, hint=hint)
+    _check_folder(html)
     if candidate is not None:
         options = {**settings("compare"), **options}
 
@@ -202,6 +195,13 @@ def compare(
         raise typer.Exit(EXIT_CODES[report.verdict.kind])
     if report.verdict.kind == "incomparable":
         raise typer.Exit(2)
+
+
+def _check_folder(html: Path | None) -> None:
+    """Before the work, not behind it."""
+    if html is not None and not html.parent.is_dir():
+        message = f"--html: there is no folder {html.parent}"
+        raise UsageError(message, hint="make the folder first")
 
 
 def _show_matrix(matrix: Matrix, *, every: bool, json: bool, quiet: bool, verbose: bool) -> None:
@@ -281,6 +281,7 @@ def check(
             "With --bless: also a run in which a block or the logits hold nan or inf.",
         ),
     ] = False,
+    html: Annotated[Path | None, HTML] = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -294,12 +295,16 @@ def check(
     divergence check golden new
     divergence check golden new --policy strict
     divergence check golden new --policy ./policies/nightly.toml --json > check.json
+    divergence check golden new --html report.html       # kept with the job
     divergence check golden new --bless      # new becomes the golden; the old one is kept
 
     Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
     """
     options = {**settings("check"), **options}
+    _check_folder(html)
     if bless:
+        if html is not None:
+            raise UsageError("--bless checks nothing, so there is no page", hint="drop --html")
         from divergence.gate import golden as goldens
         from divergence.layout import print_lines
         from divergence.report.checking import blessing_lines
@@ -329,6 +334,13 @@ def check(
         if report is not None:
             show_report(report, json=json, quiet=quiet, verbose=verbose)
         raise
+    if html is not None:
+        from divergence.comparison.background import background_of
+        from divergence.html.document import write_page
+        from divergence.report.page.whole import page
+
+        answer = check_lines(result, brief=True)
+        write_page(page(result.report, background_of(result.report), answer=answer), html)
     if json:
         show(check_json(result))
     else:

@@ -12,6 +12,7 @@ from divergence.cli.answers import progress_bars, show
 from divergence.cli.compare import EXIT_CODES
 from divergence.options.commands import Force, Json, Quiet, TrustRemoteCode, Verbose
 from divergence.options.option import Option
+from divergence.words import printable
 
 __all__ = ["diff"]
 
@@ -24,7 +25,10 @@ def diff(
     model: Annotated[str, Option("MODEL", "Model: a directory, or a name on the hub.")],
     out: Annotated[
         Path | None,
-        Option("-o --out DIR", "For the runs and report.json. Default: diff-MODEL-SETTING."),
+        Option(
+            "-o --out DIR",
+            "For the runs, report.json and report.html. Default: diff-MODEL-SETTING.",
+        ),
     ] = None,
     device: Annotated[
         Sequence[str], Option("--device LIST", "cuda,cpu or npu,cpu: two of them.", _BOTH)
@@ -93,7 +97,7 @@ def diff(
     divergence compare a b.
     """
     from divergence.experiments.diff import diff as call
-    from divergence.layout import BLANK, print_lines
+    from divergence.layout import BLANK, line, print_lines
     from divergence.report.screen import screen_lines
     from divergence.report.summary import report_lines, verdict_lines
 
@@ -124,6 +128,7 @@ def diff(
         print_lines(report_lines(report, verbose=True))
     else:
         print_lines(screen_lines(report, more=result.whole))
+        print_lines([line(f"the page to send: {printable(str(result.page))}")])
     if result.localize is not None and not (json or quiet):
         print_lines([BLANK])
         on_step(4, result.localize, False)

@@ -54,6 +54,11 @@ class DiffResult:
         return subprocess.run(words, check=False).returncode
 
     @property
+    def page(self) -> Path:
+        """The report as a page for a browser."""
+        return self.folder / "report.html"
+
+    @property
     def whole(self) -> str:
         """The command that prints all of the report."""
         a, b, truth = (self.folder / name for name in ("a", "b", "truth"))
@@ -96,8 +101,9 @@ def diff(
     Exactly one of ``device`` ... ``python`` has two values, the first of them the reference's. Of
     the others a single value holds for both sides. ``batch``: prompts that run together. ``env``:
     ``NAME=VALUE``; with one value the reference runs without it. ``python``: a virtual environment
-    or interpreter that has divergence. ``out``: holds the runs ``a``, ``b`` and ``truth``, and
-    report.json; what is there already is used again. ``force``: removes runs of another diff.
+    or interpreter that has divergence. ``out``: holds the runs ``a``, ``b`` and ``truth``,
+    report.json and report.html; what is there already is used again. ``force``: removes runs of
+    another diff.
 
     Raises UsageError for settings that do not make two sides and for a step that fails,
     RunExistsError where ``out`` holds other runs, and what ``compare`` raises.
@@ -123,6 +129,7 @@ def diff(
     truth = steps.run("truth", first, "truth", str(a.path), like=a, labelled=False, **remote)
     report = compare(a, b, truth=truth, progress=progress)
     (steps.folder / "report.json").write_text(report.to_json(indent=2) + "\n", encoding="utf-8")
+    report.to_html(steps.folder / "report.html")
     here = all(not side.variables and side.python == sys.executable for side in sides)
     return DiffResult(
         report=report,

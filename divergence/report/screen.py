@@ -29,7 +29,10 @@ from divergence.layout import (
 from divergence.report.environment import changed_lines
 from divergence.report.summary import report_lines, verdict_lines
 
-__all__ = ["WIDTH", "screen_lines", "smallest_visible"]
+__all__ = [
+    "WIDTH", "compared_lines", "screen_lines", "settings_lines", "smallest_visible", "token_lines",
+    "visible_lines",
+]  # fmt: skip
 
 WIDTH, HEIGHT = 80, 25
 _NUM_ROWS = 5
@@ -53,13 +56,13 @@ def screen_lines(report: Report, *, more: str = "-v") -> list[Line]:
 def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
     return [
         *verdict_lines(report),
-        *_visible_lines(report),
+        *visible_lines(report),
         *_why_lines(report),
         BLANK,
         *_run_lines(report),
-        *_settings_lines(report.preflight),
-        *_token_lines(report),
-        *_compared_lines(report),
+        *settings_lines(report.preflight),
+        *token_lines(report),
+        *compared_lines(report),
         *_operator_lines(report),
         BLANK,
         *_worst_lines(report, num_rows),
@@ -79,7 +82,7 @@ def smallest_visible(report: Report) -> float | None:
     return None
 
 
-def _visible_lines(report: Report) -> list[Line]:
+def visible_lines(report: Report) -> list[Line]:
     """What this comparison could have seen; where it found an error that is not the question."""
     seen = smallest_visible(report)
     if seen is None or report.verdict.kind not in ("within_floor", "drift", "undetermined"):
@@ -122,7 +125,7 @@ def _state_lines(run: RunSummary) -> list[Line]:
     return lines
 
 
-def _settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
+def settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
     """What differs, in the order of how much it explains."""
     differ = [one for one in preflight if one.status in ("differs", "blocking")]
     unknown = [one.check for one in preflight if one.status == "unknown"]
@@ -148,7 +151,8 @@ def _setting(item: PreflightLine) -> str:
     return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
 
 
-def _token_lines(report: Report) -> list[Line]:
+def token_lines(report: Report) -> list[Line]:
+    """How many choices of a token agree, and where they first do not."""
     tokens = report.tokens
     if tokens is None or tokens.num_tokens + tokens.num_missing == 0:
         return []
@@ -166,7 +170,8 @@ def _token_lines(report: Report) -> list[Line]:
     return [prose("tokens", text)]
 
 
-def _compared_lines(report: Report) -> list[Line]:
+def compared_lines(report: Report) -> list[Line]:
+    """What was compared, and what not."""
     coverage, sites = report.coverage, report.sites
     if not sites:
         return []

@@ -29,7 +29,7 @@ def test_a_page_is_written_beside_the_answer(runs, invoke, tmp_path):
     """The terminal says what it says without; the page has both machines, and the prompts."""
     code, out, err = invoke("compare", *runs, "--html", "report.html", "-q")
     assert code == 0, err
-    assert out.startswith("LOCALIZED")
+    assert out.startswith("DIVERGED")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Snow fell" in page
     for part in ("blocks", "tokens", "settings", "machines", "findings", "map-tokens", "map-steps"):
@@ -85,6 +85,17 @@ def test_runs_that_are_gone_leave_a_page(runs, tmp_path):
     page = report.html()
     assert "holds another run now" in page and "could not be opened again" in page
     assert 'id="machines"' not in page
+
+
+def test_check_writes_the_policys_answer_first(runs, invoke, tmp_path):
+    """PASSED or FAILED with each rule that is not met, then the report."""
+    golden, _ = runs
+    new = tmp_path / "new"
+    capture(like=golden, out=new, probe=False)
+    assert invoke("check", golden, new, "--html", "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.index(">PASSED</p>") < page.index('id="verdict"') < page.index('id="blocks"')
+    assert invoke("check", golden, new, "--bless", "--html", "page.html")[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_two_settings_are_captured_judged_and_compared(made):
     assert not {"truth", "anchored"} & {*lacking}
     assert [step[2] for step in steps] == [False, False, False]
     assert json.loads((result.folder / "report.json").read_text())["verdict"]
+    assert result.page.read_text(encoding="utf-8").startswith("<!doctype html>")
     b = Run.open(result.folder / "b").manifest
     assert (b.model.attn_implementation, b.environment.label) == (
         "sdpa",

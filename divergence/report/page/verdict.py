@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from divergence.comparison.result import Report, RunSummary
 from divergence.html.element import Element, Node, el
 from divergence.html.parts import Section, command, facts, name, prose_block
-from divergence.layout import count
-from divergence.report.summary import verdict_lines
+from divergence.layout import Line, count
+from divergence.report.screen import compared_lines, settings_lines, token_lines, visible_lines
+from divergence.report.summary import headline, verdict_lines
+from divergence.words import HEADLINES
 
-__all__ = ["STANDINGS", "findings_section", "verdict"]
+__all__ = ["STANDINGS", "findings_section", "policy", "verdict"]
 
 STANDINGS = {
     "identical": ("good", "✓"),
@@ -24,19 +28,23 @@ STANDINGS = {
 
 
 def verdict(report: Report) -> Element:
-    """What `compare --quiet` prints, why, and the command that goes deeper."""
-    standing, sign = STANDINGS[report.verdict.kind]
-    headline, *more = verdict_lines(report)
-    first, *rest = (span.text for span in headline.spans)
-    word = first.strip().rstrip(":").replace("_", " ") if rest else ""
-    title = "".join(rest) or first
-    rows = [
-        (line.spans[0].text.strip(), line.spans[1].text) for line in more if len(line.spans) > 1
-    ]
+    """What the terminal's first screen says, why, and the command that goes deeper."""
+    kind = report.verdict.kind
+    standing, sign = STANDINGS[kind]
+    if headline(report) != HEADLINES[kind]:
+        standing, sign = STANDINGS["incomparable"]
+    first, *more = verdict_lines(report)
+    word, *rest = (span.text for span in first.spans)
+    word, title = word.strip().rstrip(":"), "".join(rest)
+    lines = [
+        *more, *visible_lines(report), *settings_lines(report.preflight), *token_lines(report),
+        *compared_lines(report),
+    ]  # fmt: skip
+    rows = [(line.spans[0].text.strip(), line.spans[1].text) for line in lines]
     badge = el("p", el("span", sign, class_="sign", aria_hidden="true"), word, class_="badge")
     heading = el("h1", name(title[:1].upper() + title[1:]), class_=_size(title))
     said = el(
-        "div", badge if word else None, heading,
+        "div", badge, heading,
         facts(rows, class_="facts verdict-facts") if rows else None, *_why(report),
     )  # fmt: skip
     return el(
@@ -47,6 +55,20 @@ def verdict(report: Report) -> Element:
 
 def _size(title: str) -> str | None:
     return "long" if len(title) > 110 else None
+
+
+def policy(answer: Sequence[Line]) -> Element:
+    """What `check` says of the policy, before the verdict that it judges."""
+    first, *more = answer
+    word, *rest = (span.text for span in first.spans)
+    standing, sign = STANDINGS["identical" if word == "PASSED" else "localized"]
+    badge = el("p", el("span", sign, class_="sign", aria_hidden="true"), word, class_="badge")
+    items = [el("li", prose_block(line.text.strip())) for line in more]
+    return el(
+        "section", badge, el("p", "".join(rest).removeprefix(": ")),
+        el("ul", *items, class_="why") if items else None,
+        class_=f"verdict {standing}", id="policy", aria_label="Policy",
+    )  # fmt: skip
 
 
 def _why(report: Report) -> list[Node]:

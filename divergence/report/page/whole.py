@@ -7,6 +7,7 @@ it prints stands on the page as it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,17 +17,18 @@ from divergence.comparison.results.background import Background
 from divergence.html.document import document
 from divergence.html.element import Element, el
 from divergence.html.parts import BlockPart, Section
+from divergence.layout import Line
 from divergence.report.machine import csv_columns
 from divergence.report.page.attachment import attached
 from divergence.report.page.runs import coverage_section, machines_section, settings_section
-from divergence.report.page.verdict import findings_section, verdict
-from divergence.report.summary import shown_analyses
+from divergence.report.page.verdict import findings_section, policy, verdict
+from divergence.report.summary import headline, shown_analyses
 
 __all__ = ["page"]
 
 
-def page(report: Report, background: Background) -> str:
-    """The whole file, as text."""
+def page(report: Report, background: Background, *, answer: Sequence[Line] = ()) -> str:
+    """The whole file, as text. ``answer``: a policy's (report.checking), which comes first."""
     packed, num_kept = attached(report)
     sections = [
         *_of_analyses(report, background),
@@ -42,13 +44,13 @@ def page(report: Report, background: Background) -> str:
         el("a", "Skip to the verdict", href="#verdict", class_="skip"),
         _top(),
         el(
-            "main", verdict(report), _contents(shown),
+            "main", policy(answer) if answer else None, verdict(report), _contents(shown),
             *(section.element() for section in shown),
         ),
         _bottom(report),
     )  # fmt: skip
     a, b = (run.label or run.path for run in (report.reference, report.candidate))
-    title = f"{report.verdict.kind.replace('_', ' ')}: {a[:60]} / {b[:60]} · divergence"
+    title = f"{headline(report)}: {a[:60]} / {b[:60]} · divergence"
     return document(title, body, data=strict_json(_data(shown), indent=None), attachment=packed)
 
 

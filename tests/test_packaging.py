@@ -86,6 +86,8 @@ def test_wheel_holds_the_package_and_the_configs(tmp_path):
         assert file.relative_to(ROOT).as_posix() in names
     for file in (ROOT / "configs").glob("*.toml"):
         assert f"divergence/configs/{file.name}" in names
-    assert "divergence/py.typed" in names
+    assert {"divergence/py.typed", "divergence/html/style.css", "divergence/html/page.js"} <= {
+        *names
+    }
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if name.startswith("tests/")]

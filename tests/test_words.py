@@ -31,7 +31,7 @@ deterministic device devices diff differ different differs disturbed driver dry 
 elsewhere embedding empty entering environment environments equal error escalate
 estimated example exit expected explain explained explanation extra fallbacks faults
 first flags flips flushed fold force format forwards found frame functions generated
-generates graphs head here high holds hooks id identical ids impl index inf injected
+generates graphs head here high holds hooks html id identical ids impl index inf injected
 inputs is json judged judgement keep kernel key kind kl largest leads leans least left
 like logits logprob low markdown mask masked match matched matches max mean measurable
 median min minus misalignment missing model more nan near neginf new next no

@@ -8,10 +8,12 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from divergence.analyses.tokens.page import page as tokens_page
 from divergence.comparison.results.background import Background
 from divergence.comparison.results.operators import (
     AuditResult,
@@ -19,9 +21,12 @@ from divergence.comparison.results.operators import (
     OperatorResult,
     OperatorsResult,
 )
+from divergence.comparison.results.tokens import TokensResult
+from divergence.html.element import plain
 from divergence.report.page.attachment import MOST_BYTES, attached
 from divergence.report.page.whole import page
 from divergence.report.summary import verdict_lines
+from divergence.run.schema.manifest import SampleTokens, Tokens
 from divergence.words import printable
 
 VOID = {"meta", "input", "br", "link", "img", "col", "wbr"}
@@ -137,6 +142,28 @@ def test_sections_are_those_that_apply(reports):
         "Modules, the worst forward of each",
         "Operators",
     ]
+
+
+def manifest(chosen: list[int]):
+    """As much of a run's manifest as the tokens need."""
+    texts = {str(n): f"[{n}]" for n in range(20)}
+    sample = SampleTokens(text="a prompt", prompt_ids=[1], chosen_ids=chosen)
+    return SimpleNamespace(tokens=Tokens(samples=[sample], groups=[[0]], texts=texts))
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_both_sides_choices(reports, forced):
+    """One line while B continued A's text; else up to the difference, then two texts."""
+    tokens = TokensResult(num_tokens=4, num_equal=3, forced=forced)
+    report = reports.make_report(tokens=tokens)
+    sides = [manifest(ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 9, 4, 6])]
+    section = tokens_page(report, Background(reference=sides[0], candidate=sides[1]))[0]
+    text = plain(section.element())
+    if forced:
+        assert "[1][2]differs: A [3], B [9][4]differs: A [5], B [6]" in text
+    else:
+        assert "[1][2]differs: A [3], B [9]A went on[4][5]B went on[4][6]" in text
+    assert "a prompt" in text
 
 
 def test_identifiers_are_of_one_element_each(reports):

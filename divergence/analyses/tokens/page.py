@@ -106,32 +106,42 @@ def _strip(
     number: int, one: SampleTokens, two: SampleTokens, flips: Places, background: Background, *,
     forced: bool,
 ) -> Element:  # fmt: skip
-    cells: list[Node] = []
-    parted = False
-    steps = max(len(one.chosen_ids), len(two.chosen_ids))
-    for step in range(min(steps, _MOST_TOKENS)):
-        a, b = (
-            background.text_of(ids[step]) if step < len(ids) else None
-            for ids in (one.chosen_ids, two.chosen_ids)
-        )
-        same = a == b
-        cells.append(_cell(a, b, flips.get((number, step)), parted=parted))
-        parted = parted or (not same and not forced)
-    more = steps - min(steps, _MOST_TOKENS)
-    prompt = None
-    if one.text:
-        prompt = el("p", shortened(one.text, 400), class_="prompt")
+    ids = one.chosen_ids, two.chosen_ids
+    steps = max(map(len, ids))
+    parted = next((n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), steps)
+    shown = min(_MOST_TOKENS, steps if forced else parted + 1, steps)
+    cells = []
+    for step in range(shown):
+        a, b = (background.text_of(side[step]) if step < len(side) else None for side in ids)
+        cells.append(_cell(a, b, flips.get((number, step))))
+    rest = [
+        "".join(background.text_of(token) for token in side[shown : shown + _MOST_TOKENS])
+        for side in ids
+    ]
+    more = max(0, steps - shown)
     return el(
-        "div", el("p", f"Prompt {number}", class_="of-prompt"), prompt,
+        "div", el("p", f"Prompt {number}", class_="of-prompt"),
+        el("p", shortened(one.text, 400), class_="prompt") if one.text else None,
         el("p", *cells, class_="strip"),
-        el("p", f"{count(more, 'more token')}.", class_="note") if more else None,
+        _apart(rest) if not forced and any(rest) else None,
+        el("p", f"{count(more, 'more token')}.", class_="note") if more and forced else None,
         class_="sample",
     )  # fmt: skip
 
 
-def _cell(a: str | None, b: str | None, flip: TokenDifference | None, *, parted: bool) -> Element:
+def _apart(texts: list[str]) -> Element:
+    """How each went on by itself, side by side."""
+    sides = zip(("A", "B"), ("a", "b"), texts, strict=True)
+    parts = [
+        el("div", el("p", f"{letter} went on", class_=kind), el("p", text, class_="prompt"))
+        for letter, kind, text in sides
+    ]
+    return el("div", *parts, class_="texts")
+
+
+def _cell(a: str | None, b: str | None, flip: TokenDifference | None) -> Element:
     if a == b and a is not None:
-        return el("span", _visible(a), class_="tok parted" if parted else "tok")
+        return el("span", _visible(a), class_="tok")
     margin = None if flip is None or flip.margin is None else fixed(flip.margin, 2)
     return el(
         "span",
@@ -140,7 +150,7 @@ def _cell(a: str | None, b: str | None, flip: TokenDifference | None, *, parted:
         el("span", ", B ", class_="aside"),
         el("span", _visible(b), class_="b"),
         el("small", margin) if margin is not None else None,
-        class_="tok flip parted" if parted else "tok flip",
+        class_="tok flip",
     )
 
 

@@ -151,6 +151,19 @@ def manifest(chosen: list[int]):
     return SimpleNamespace(tokens=Tokens(samples=[sample], groups=[[0]], texts=texts))
 
 
+def test_equal_bits_are_no_error(reports):
+    """Where nothing differs there is no largest error to list."""
+    sites = [
+        reports.make_site(f"model.layers.{n}:out", block=f"model.layers.{n}", order=n,
+                          identical=True, rel_l2=0.0, ratio=0.0)
+        for n in range(3)
+    ]  # fmt: skip
+    verdict = reports.make_verdict("identical", summary="all bits are equal")
+    found = made(reports.make_report(sites=sites, verdict=verdict))
+    assert "There is none: all bits are equal." in found.text
+    assert "largest" not in found.text.partition("Settings")[0].replace("The largest:", "")
+
+
 @pytest.mark.parametrize("forced", [True, False])
 def test_both_sides_choices(reports, forced):
     """One line while B continued A's text; else up to the difference, then two texts."""

@@ -37,11 +37,14 @@ def page(report: Report, background: Background) -> list[Section]:
     pictures, more = maps(report, background)
     figures |= more
     parts = block_parts(report)
+    equal = all(site.identical for site in report.sites)
+    placed = report.verdict.onset is not None
     return [
         Section(
-            id="blocks", title="Where the error is made", lead=_lead(report),
+            id="blocks", lead=_lead(report, equal=equal),
+            title="Where the error is made" if placed else "The error of each block",
             body=(
-                table(_worst(rows_of.values())),
+                None if equal else table(_worst(rows_of.values())),
                 el("div", *plots, class_="figures"),
                 el("div", class_="chosen", id="chosen", hidden=True),
                 el("div", *pictures, class_="figures") if pictures else None,
@@ -53,7 +56,9 @@ def page(report: Report, background: Background) -> list[Section]:
     ]  # fmt: skip
 
 
-def _lead(report: Report) -> str:
+def _lead(report: Report, *, equal: bool) -> str:
+    if equal:
+        return "There is none: all bits are equal."
     if main_pass(report.sites) == "anchored":
         return (
             "Each block of B was given the input that A recorded, so an error at its output was "

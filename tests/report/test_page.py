@@ -261,9 +261,12 @@ def test_names_inject_nothing(reports, evil):
         assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]", text)
 
 
-def test_large_reports_make_small_pages(reports):
+@pytest.mark.parametrize(
+    ("num_steps", "num_prompts"), [(12, 3), pytest.param(64, 8, marks=pytest.mark.slow)]
+)
+def test_large_reports_make_small_pages(reports, num_steps, num_prompts):
     """100 blocks × 64 steps × 8 prompts: under 1 MB, and the page says what it left out."""
-    report = reports.make_large_report(num_blocks=100, num_steps=64, num_prompts=8)
+    report = reports.make_large_report(100, num_steps, num_prompts)
     text = page(report, Background())
     assert len(text.encode()) < 1_000_000
     found = Page(text)

@@ -11,6 +11,7 @@ from collections import abc
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +20,9 @@ import divergence
 
 BARE = (dict, frozenset, list, set, tuple, type, *(getattr(abc, name) for name in abc.__all__))
 """Of anything, where nothing is said of what."""
+
+OPTIONAL = ("pandas", "polars")
+"""Libraries that a user may have, and whose tables a report makes."""
 
 
 @cache
@@ -29,7 +33,13 @@ def namespace(module: str) -> dict[str, object]:
     source = Path(found.__file__).read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            exec(compile(ast.Module(node.body, []), found.__file__, "exec"), names)
+            for line in node.body:
+                try:
+                    exec(compile(ast.Module([line], []), found.__file__, "exec"), names)
+                except ModuleNotFoundError as error:  # pandas, polars: asked for by name alone
+                    if error.name not in OPTIONAL:
+                        raise
+                    names[error.name] = SimpleNamespace(DataFrame=type("DataFrame", (), {}))
     return names
 
 

@@ -149,7 +149,9 @@ def _by_forward(stats: TruthStats, forwards: _Forwards, rows: _Rows) -> None:
                 both = usual if members is None else usual & members
                 keep = both if both.any() else members if members is not None else ~usual
                 typical = {side: _median(rows.errors[side][mine][keep]) for side in SIDES}
-                count, total = int(keep.sum()), float(spread[mine][keep].sum())
+                # of a few unlike rows the median is one row: no more certain than that one is
+                count = int(keep.sum())
+                total = count * _median(spread[mine][keep])
             stats.forwards[sample, result.step] = Forward(
                 result, typical, count, max(1, round(total))
             )

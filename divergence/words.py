@@ -1,7 +1,9 @@
-"""Words that mean one thing in every room: which side of a comparison, and how progress is told."""
+"""Words that mean one thing in every room: which side of a comparison, how progress is told, and
+how text from a run is written where a terminal or Markdown would obey it."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Callable
 from typing import Literal
@@ -12,6 +14,8 @@ __all__ = [
     "Side",
     "SideBothOrNeither",
     "SideOrBoth",
+    "markdown_code",
+    "markdown_text",
     "printable",
     "printable_json",
     "printable_lines",
@@ -79,3 +83,18 @@ def _written(char: str) -> str:
 def _in_json(char: str) -> str:
     units = char.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+
+_OBEYED = re.compile(r"[^\w .,:;()/+%='-]|_|:(?=/)|(?<=www)\.", re.IGNORECASE)
+"""Marks, tags, links and addresses: all that is no letter, digit or plain sign."""
+
+
+def markdown_text(text: str) -> str:
+    """``text`` on one line, with each character that Markdown or HTML could obey as a number. For
+    use in an HTML element: alone, GitHub would still see mentions in it."""
+    return _OBEYED.sub(lambda match: f"&#{ord(match[0])};", printable(text))
+
+
+def markdown_code(text: str) -> str:
+    """One line of code in HTML, which shows ``text`` and does nothing else."""
+    return f"<code>{markdown_text(text)}</code>"

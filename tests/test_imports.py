@@ -64,6 +64,7 @@ whether they apply. It may only shrink."""
 
 REPORT_READS = (
     "divergence.fleet.result",
+    "divergence.gate.result",
     "divergence.comparison.result",
     "divergence.experiments.result",
     "divergence.experiments.selfcheck.result",

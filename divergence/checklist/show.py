@@ -7,12 +7,10 @@ could read is written as a number.
 
 from __future__ import annotations
 
-import re
-
 from divergence.checklist.result import Checkup
 from divergence.layout import BLANK, Line, Span, heading, line, prose
 from divergence.run.command import command_line
-from divergence.words import HEADLINES, printable
+from divergence.words import HEADLINES, markdown_code, printable
 
 __all__ = ["checkup_lines", "checkup_markdown"]
 
@@ -90,28 +88,30 @@ def _commands(checkup: Checkup) -> list[str]:
 
 def checkup_markdown(checkup: Checkup) -> str:
     """Tables that can be pasted into an issue, with nothing in them that Markdown obeys."""
-    lines = [f"**{_kind(checkup)}**: {_code(_summary(checkup))}", ""]
+    lines = [f"**{_kind(checkup)}**: {markdown_code(_summary(checkup))}", ""]
     lines += _table(
         ("", "run", "model", "dtype", "device"),
         [
-            (name, *(_code(text) for text in (run.path, run.model, run.dtype, run.device)))
+            (name, *(markdown_code(text) for text in (run.path, run.model, run.dtype, run.device)))
             for name, run in (("A", checkup.reference), ("B", checkup.candidate))
         ],
     )
     lines += _table(
         ("", "point", "state", "evidence"),
         [
-            (str(one.number), one.title, _state(one.state), _code(one.evidence))
+            (str(one.number), one.title, _state(one.state), markdown_code(one.evidence))
             for one in checkup.points
         ],
     )
     lines += _table(
         ("rung", "state", "evidence"),
-        [(rung.name, _state(rung.state), _code(rung.evidence)) for rung in checkup.ladder],
+        [(rung.name, _state(rung.state), markdown_code(rung.evidence)) for rung in checkup.ladder],
     )
     lines += [f"The ladder: {_stop(checkup)}.", ""]
-    lines += [f"- {_code(note)}" for note in checkup.notes] + ([""] if checkup.notes else [])
-    lines += [f"Next: {_code(one)}<br>" for one in _commands(checkup)]
+    lines += [f"- {markdown_code(note)}" for note in checkup.notes] + (
+        [""] if checkup.notes else []
+    )
+    lines += [f"Next: {markdown_code(one)}<br>" for one in _commands(checkup)]
     lines.append(f"\nMade by `divergence doctor --markdown` {checkup.tool_version}.")
     return "\n".join(lines) + "\n"
 
@@ -123,13 +123,3 @@ def _state(state: str) -> str:
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     lines = [head, ("---",) * len(head), *rows]
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
-
-
-_OBEYED = re.compile(r"[^\w .,:;()/+%='-]|_|:(?=/)|(?<=www)\.", re.IGNORECASE)
-"""Marks, tags, links and addresses: all that is no letter, digit or plain sign."""
-
-
-def _code(text: str) -> str:
-    """One line of code in HTML, which shows ``text`` and does nothing else."""
-    escaped = _OBEYED.sub(lambda match: f"&#{ord(match[0])};", printable(text))
-    return f"<code>{escaped}</code>"

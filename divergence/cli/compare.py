@@ -1,4 +1,4 @@
-"""`divergence compare` and `check`: where two runs part, and whether a policy allows it."""
+"""`divergence compare`: where two runs part, and why."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-
-from divergence.errors import IncomparableError
-from divergence.options.commands import CheckOptions
-
-__all__ = ["check", "compare"]
+__all__ = ["HTML", "check_folder", "compare", "show_report"]
 
 HTML = Option(
     "--html FILE", "Also write the report as a page for a browser: one file, to be sent.", OUTPUT
@@ -151,7 +147,7 @@ def compare(
     ):
         if wrong:
             raise UsageError(message, hint=hint)
-    _check_folder(html)
+    check_folder(html)
     if candidate is not None:
         options = {**settings("compare"), **options}
 
@@ -197,7 +193,7 @@ def compare(
         raise typer.Exit(2)
 
 
-def _check_folder(html: Path | None) -> None:
+def check_folder(html: Path | None) -> None:
     """Before the work, not behind it."""
     if html is not None and not html.parent.is_dir():
         message = f"--html: there is no folder {html.parent}"
@@ -260,90 +256,3 @@ def _write_csv(report: Report, path: Path) -> None:
         path.write_text(text.getvalue(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the CSV: {error.strerror}", where=str(path)) from error
-
-
-def check(
-    *,
-    golden: Annotated[str, Option("GOLDEN", "The run kept as right.")],
-    new: Annotated[str, Option("NEW", "The run to check.")],
-    options: Annotated[dict[str, Any], CheckOptions],
-    bless: Annotated[
-        bool,
-        Option(
-            "--bless",
-            "Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
-        ),
-    ] = False,
-    allow_nonfinite: Annotated[
-        bool,
-        Option(
-            "--allow-nonfinite",
-            "With --bless: also a run in which a block or the logits hold nan or inf.",
-        ),
-    ] = False,
-    html: Annotated[Path | None, HTML] = None,
-    json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
-    """Check a run against a golden under a policy.
-
-    The policy says which verdicts pass, how many tokens must agree and how much must
-    have been compared.
-
-    Examples:
-    divergence check golden new
-    divergence check golden new --policy strict
-    divergence check golden new --policy ./policies/nightly.toml --json > check.json
-    divergence check golden new --html report.html       # kept with the job
-    divergence check golden new --bless      # new becomes the golden; the old one is kept
-
-    Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
-    """
-    options = {**settings("check"), **options}
-    _check_folder(html)
-    if bless:
-        if html is not None:
-            raise UsageError("--bless checks nothing, so there is no page", hint="drop --html")
-        from divergence.gate import golden as goldens
-        from divergence.layout import print_lines
-        from divergence.report.checking import blessing_lines
-        from divergence.report.machine import blessing_json
-
-        with progress_bars(quiet=quiet or json) as progress:
-            blessing = goldens.bless(
-                golden, new, name_map=options.get("name_map"), allow_nonfinite=allow_nonfinite,
-                progress=progress,
-            )  # fmt: skip
-        if json:
-            show(blessing_json(blessing))
-        elif not quiet:
-            print_lines(blessing_lines(blessing))
-        return
-
-    from divergence.gate.check import check
-    from divergence.layout import print_lines
-    from divergence.report.checking import check_lines
-    from divergence.report.machine import check_json
-
-    try:
-        with progress_bars(quiet=quiet or json) as progress:
-            result = check(golden, new, progress=progress, **options)
-    except IncomparableError as error:
-        report = getattr(error, "report", None)
-        if report is not None:
-            show_report(report, json=json, quiet=quiet, verbose=verbose)
-        raise
-    if html is not None:
-        from divergence.comparison.background import background_of
-        from divergence.html.document import write_page
-        from divergence.report.page.whole import page
-
-        answer = check_lines(result, brief=True)
-        write_page(page(result.report, background_of(result.report), answer=answer), html)
-    if json:
-        show(check_json(result))
-    else:
-        print_lines(check_lines(result, verbose=verbose, brief=quiet))
-    if not result.passed:
-        raise typer.Exit(1)

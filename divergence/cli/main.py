@@ -61,7 +61,7 @@ COMMANDS = {
         "compare",
         "Compare two runs: the verdict, the first site where they part, and why.",
     ),
-    "check": ("compare", "Check a run against a golden under a policy."),
+    "check": ("check", "Check a run against a golden under a policy."),
     "localize": (
         "experiments",
         "Go from the block to the operator, and prove it; captures what is missing.",

@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from divergence.comparison.measure.unmeasured import NO_PREFILL
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Verdict
@@ -27,8 +25,9 @@ from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
 from divergence.gate.golden import refuse_unfit
-from divergence.gate.known import Knowledge, KnownUse, excuse, place_of
+from divergence.gate.known import Knowledge, excuse, place_of
 from divergence.gate.policy import Policy, load_policy
+from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
 from divergence.run.schema.site import near_names
 from divergence.words import Progress
@@ -36,36 +35,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     from divergence.run.reader import Run
 
-__all__ = ["CheckResult", "Failure", "check", "coverage_share", "evaluate", "is_tie"]
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule of the policy that is not met."""
-
-    rule: str
-    site: str | None = None
-    allowed: str
-    """What the rule allows, as text for people."""
-    found: str
-    """What was found, as text for people."""
-    text: str
-
-
-class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `check`."""
-
-    passed: bool
-    failures: list[Failure]
-    num_ties: int = 0
-    """Flipped tokens that count as equal."""
-    excused: bool = False
-    """The policy's known differences explain the verdict."""
-    known: list[KnownUse] = []
-    """What became of each known difference of the policy."""
-    notes: list[str] = []
-    """What the policy names and this comparison lacks, and what was not recorded."""
-    report: Report
-    policy: Policy
+__all__ = ["check", "coverage_share", "evaluate", "is_tie"]
 
 
 class _NothingComparedError(IncomparableError):
@@ -293,6 +263,7 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
         within = "" if tolerance.pass_ is None else f" in the {tolerance.pass_} pass"
         yield Failure(
             rule=f"tolerance[{number}]",
+            tolerance=number,
             allowed="a site to hold it against",
             found="none",
             text=f"no compared site is meant by {meant!r}{within}, so nothing was held against "
@@ -300,7 +271,9 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
         )
     for site in report.sites:
         tolerance_here = policy.tolerance_for(site)
-        for name, limit in (tolerance_here.limits() if tolerance_here else {}).items():
+        if tolerance_here is None:
+            continue
+        for name, limit in tolerance_here.limits().items():
             found = getattr(site, name)
             # written as "not <=", so that a nan is above every limit
             if site.identical or (found is not None and found <= limit):
@@ -315,6 +288,7 @@ def _tolerances(report: Report, policy: Policy) -> Iterator[Failure]:
             yield Failure(
                 rule=f"tolerance.{name}", site=site.site, allowed=f"<= {limit:g}",
                 found="unknown" if found is None else f"{found:.6g}", text=text,
+                tolerance=policy.tolerance.index(tolerance_here),
             )  # fmt: skip
 
 

@@ -13,11 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from divergence.comparison.decide import WITH_ITSELF
 from divergence.comparison.result import Report
 from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
+from divergence.gate.result import Blessing
 from divergence.run.command import command_line
 from divergence.run.schema.site import natural_key
 from divergence.run.storage.location import (
@@ -34,24 +33,7 @@ from divergence.words import Progress
 if TYPE_CHECKING:
     from divergence.run.reader import Run
 
-__all__ = ["Blessing", "bless", "refuse_unfit"]
-
-
-class Blessing(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bless` did."""
-
-    golden: str
-    previous: str | None = None
-    """Where the old golden was kept; None if there was none."""
-    verdict: str | None = None
-    """Of the old golden against the new one."""
-    summary: str | None = None
-    reason: str | None = None
-    """Why the two could not be compared, where they could not."""
-    added_sites: list[str] = []
-    """Sites that the new golden alone has."""
-    removed_sites: list[str] = []
-    """Sites that the old golden alone has."""
+__all__ = ["bless", "refuse_unfit"]
 
 
 def bless(

@@ -22,36 +22,9 @@ from divergence.analyses.blocks.drift import find_drift
 from divergence.comparison.result import Report
 from divergence.comparison.results.sites import SiteResult
 from divergence.gate.policy import Known, Policy
+from divergence.gate.result import KnownUse
 
-__all__ = ["Knowledge", "KnownUse", "excuse", "place_of"]
-
-
-class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one known difference of the policy."""
-
-    number: int
-    """Its place in the policy, from 0."""
-    sites: str | tuple[str, ...]
-    status: str
-    """One of:
-
-    * ``used``: it excused ``num_records`` flagged records;
-    * ``matched``: it would have, but the verdict rests on more than what is known;
-    * ``exceeded``: some of them are beyond its ``max``;
-    * ``expired``: its last day is over;
-    * ``unused``: it matches nothing that is flagged.
-    """
-    num_records: int = 0
-    """Flagged records that it matches."""
-    allowed: dict[str, float] = {}
-    """Its ``max``, by the name of the number."""
-    found: dict[str, float | None] = {}
-    """The largest value of each number that ``max`` bounds, over the flagged records that it
-    matches."""
-    reason: str
-    until: datetime.date | None = None
-    text: str
-    """The same as a sentence."""
+__all__ = ["Knowledge", "excuse", "place_of"]
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):

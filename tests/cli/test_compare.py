@@ -179,7 +179,7 @@ def test_the_policy_can_be_a_setting(invoke, answering, reports, tmp_path, monke
 def test_bless_tells_what_changes(invoke, monkeypatch):
     """The answer to --bless is what the golden is now, was before, and how they differ."""
     from divergence.gate import golden
-    from divergence.gate.golden import Blessing
+    from divergence.gate.result import Blessing
 
     blessing = Blessing(
         golden="golden",

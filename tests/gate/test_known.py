@@ -10,8 +10,8 @@ import pytest
 from divergence.gate.check import check, evaluate
 from divergence.gate.policy import Policy
 from divergence.recording.api import capture
+from divergence.report.checking import check_lines
 from divergence.report.machine import check_json
-from divergence.report.summary import check_lines
 
 PROMPTS = ["A bridge is built twice: once on paper, where every beam is exact."]
 FAULT = "model.layers.1.mlp:out=scale:1.05"

@@ -1,0 +1,207 @@
+"""`divergence check`: whether a policy allows what differs from a golden."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from divergence.cli.answers import progress_bars, show
+from divergence.cli.compare import HTML, check_folder, show_report
+from divergence.cli.signature import settings
+from divergence.errors import DivergenceError, UsageError
+from divergence.options.commands import OUTPUT, CheckOptions, Json, Quiet, Verbose
+from divergence.options.option import Option
+
+if TYPE_CHECKING:
+    from divergence.report.ci.cases import CheckPage
+
+__all__ = ["check"]
+
+
+def check(
+    *,
+    golden: Annotated[str, Option("GOLDEN", "The run kept as right.")],
+    new: Annotated[str, Option("NEW", "The run to check.")],
+    options: Annotated[dict[str, Any], CheckOptions],
+    bless: Annotated[
+        bool,
+        Option(
+            "--bless",
+            "Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
+        ),
+    ] = False,
+    allow_nonfinite: Annotated[
+        bool,
+        Option(
+            "--allow-nonfinite",
+            "With --bless: also a run in which a block or the logits hold nan or inf.",
+        ),
+    ] = False,
+    html: Annotated[Path | None, HTML] = None,
+    junit: Annotated[
+        Path | None,
+        Option("--junit FILE", "Also write the rules as a JUnit file, for a CI server.", OUTPUT),
+    ] = None,
+    github: Annotated[
+        bool,
+        Option(
+            "--github",
+            "Also print GitHub's annotations, and append to the step's summary.",
+            OUTPUT,
+        ),
+    ] = False,
+    codequality: Annotated[
+        Path | None,
+        Option("--codequality FILE", "Also write GitLab's code quality report.", OUTPUT),
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check a run against a golden under a policy.
+
+    The policy says which verdicts pass, how many tokens must agree and how much must
+    have been compared.
+
+    Examples:
+    divergence check golden new
+    divergence check golden new --policy strict
+    divergence check golden new --policy ./policies/nightly.toml --json > check.json
+    divergence check golden new --html report.html       # kept with the job
+    divergence check golden new --junit junit.xml --github      # in CI
+    divergence check golden new --bless      # new becomes the golden; the old one is kept
+
+    Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
+    """
+    options = {**settings("check"), **options}
+    check_folder(html)
+    sinks = _Sinks(junit=junit, codequality=codequality, summary=_summary_file(github, json=json))
+    if bless and any((html, junit, github, codequality)):
+        raise UsageError(
+            "--bless checks nothing, so there is nothing for --html, --junit, --github or "
+            "--codequality",
+            hint="check first, then bless",
+        )
+    from divergence.layout import print_lines
+
+    if bless:
+        from divergence.gate import golden as goldens
+        from divergence.report.checking import blessing_lines
+        from divergence.report.machine import blessing_json
+
+        with progress_bars(quiet=quiet or json) as progress:
+            blessing = goldens.bless(
+                golden, new, name_map=options.get("name_map"), allow_nonfinite=allow_nonfinite,
+                progress=progress,
+            )  # fmt: skip
+        if json:
+            show(blessing_json(blessing))
+        elif not quiet:
+            print_lines(blessing_lines(blessing))
+        return
+
+    from divergence.gate.check import check
+    from divergence.report.checking import check_lines
+    from divergence.report.ci.cases import checked_page, stopped_page
+    from divergence.report.machine import check_json
+
+    try:
+        with progress_bars(quiet=quiet or json) as progress:
+            result = check(golden, new, progress=progress, **options)
+    except DivergenceError as error:
+        report = getattr(error, "report", None)
+        sinks.write(stopped_page(error, golden, new))
+        with sinks.fence():
+            if report is not None:
+                show_report(report, json=json, quiet=quiet, verbose=verbose)
+            if sinks.summary is None:
+                raise
+            show(f"error: {error}")
+        raise typer.Exit(error.exit_code) from error
+    if html is not None:
+        from divergence.comparison.background import background_of
+        from divergence.html.document import write_page
+        from divergence.report.page.whole import page
+
+        answer = check_lines(result, brief=True)
+        write_page(page(result.report, background_of(result.report), answer=answer), html)
+    with sinks.fence():
+        if json:
+            show(check_json(result))
+        else:
+            print_lines(check_lines(result, verbose=verbose, brief=quiet))
+    sinks.write(checked_page(result))
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _summary_file(github: bool, *, json: bool) -> Path | None:
+    """Where GitHub wants a step's summary."""
+    if not github:
+        return None
+    if json:
+        raise UsageError(
+            "--github prints annotations on stdout, which --json needs for itself",
+            hint="use --junit FILE for programs, or check twice",
+        )
+    file = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not file:
+        raise UsageError(
+            "--github: GITHUB_STEP_SUMMARY is not set, so this is no step of GitHub Actions",
+            hint="elsewhere use --junit FILE; to try it: GITHUB_STEP_SUMMARY=summary.md divergence "
+            "check ...",
+        )
+    return Path(file)
+
+
+class _Sinks(NamedTuple):
+    """Where the answer goes beside the terminal. ``summary`` stands for GitHub."""
+
+    junit: Path | None
+    codequality: Path | None
+    summary: Path | None
+
+    @contextlib.contextmanager
+    def fence(self) -> Iterator[None]:
+        """What is printed inside is obeyed by no runner."""
+        if self.summary is None:
+            yield
+            return
+        from divergence.report.ci.github import fence
+
+        begin, end = fence()
+        show(begin)
+        try:
+            yield
+        finally:
+            show(end)
+
+    def write(self, page: CheckPage) -> None:
+        if self.junit is not None:
+            from divergence.report.ci.junit import junit_xml
+
+            _write(self.junit, junit_xml(page), option="--junit")
+        if self.codequality is not None:
+            from divergence.report.ci.codequality import codequality_json
+
+            _write(self.codequality, codequality_json(page), option="--codequality")
+        if self.summary is not None:
+            from divergence.report.ci.github import annotation_lines, summary_markdown
+
+            _write(self.summary, summary_markdown(page), option="GITHUB_STEP_SUMMARY", mode="a")
+            show("\n".join(annotation_lines(page)))
+
+
+def _write(path: Path, text: str, *, option: str, mode: str = "w") -> None:
+    try:
+        with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(
+            f"{option}: cannot be written: {error.strerror or error}", where=str(path)
+        ) from error

@@ -1,0 +1,88 @@
+"""What `check` and `check --bless` answer: typed data, and nothing that opens a run."""
+
+from __future__ import annotations
+
+import datetime
+
+import msgspec
+
+from divergence.comparison.result import Report
+from divergence.gate.policy import Policy
+
+__all__ = ["Blessing", "CheckResult", "Failure", "KnownUse"]
+
+
+class KnownUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one known difference of the policy."""
+
+    number: int
+    """Its place in the policy, from 0."""
+    sites: str | tuple[str, ...]
+    status: str
+    """One of:
+
+    * ``used``: it excused ``num_records`` flagged records;
+    * ``matched``: it would have, but the verdict rests on more than what is known;
+    * ``exceeded``: some of them are beyond its ``max``;
+    * ``expired``: its last day is over;
+    * ``unused``: it matches nothing that is flagged.
+    """
+    num_records: int = 0
+    """Flagged records that it matches."""
+    allowed: dict[str, float] = {}
+    """Its ``max``, by the name of the number."""
+    found: dict[str, float | None] = {}
+    """The largest value of each number that ``max`` bounds, over the flagged records that it
+    matches."""
+    reason: str
+    until: datetime.date | None = None
+    text: str
+    """The same as a sentence."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule of the policy that is not met."""
+
+    rule: str
+    site: str | None = None
+    allowed: str
+    """What the rule allows, as text for people."""
+    found: str
+    """What was found, as text for people."""
+    text: str
+    tolerance: int | None = None
+    """The tolerance of the policy that is not met, from 0."""
+
+
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `check`."""
+
+    passed: bool
+    failures: list[Failure]
+    num_ties: int = 0
+    """Flipped tokens that count as equal."""
+    excused: bool = False
+    """The policy's known differences explain the verdict."""
+    known: list[KnownUse] = []
+    """What became of each known difference of the policy."""
+    notes: list[str] = []
+    """What the policy names and this comparison lacks, and what was not recorded."""
+    report: Report
+    policy: Policy
+
+
+class Blessing(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bless` did."""
+
+    golden: str
+    previous: str | None = None
+    """Where the old golden was kept; None if there was none."""
+    verdict: str | None = None
+    """Of the old golden against the new one."""
+    summary: str | None = None
+    reason: str | None = None
+    """Why the two could not be compared, where they could not."""
+    added_sites: list[str] = []
+    """Sites that the new golden alone has."""
+    removed_sites: list[str] = []
+    """Sites that the old golden alone has."""

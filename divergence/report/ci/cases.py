@@ -1,0 +1,150 @@
+"""The answer of `check` as cases: what a CI server counts, lists and follows from build to build.
+
+A case is a rule of the policy or one of its known differences, so that its name is the same in
+every build. The number of cases that fail is above zero where the policy is not met, and only
+there. What stopped before any rule was asked is one case more, ``comparison``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from divergence.comparison.result import Report
+from divergence.errors import DivergenceError
+from divergence.gate.result import CheckResult, Failure
+from divergence.report.screen import screen_lines
+from divergence.words import HEADLINES, printable
+
+__all__ = ["Case", "CheckPage", "checked_page", "screen_text", "stopped_page"]
+
+_MOST = 100
+"""Failures and facts of one case that are written out."""
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one rule. All text prints on one line."""
+
+    rule: str
+    status: Literal["passed", "failed", "skipped", "stopped"]
+    text: str
+    """One sentence."""
+    evidence: tuple[str, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+
+class CheckPage(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written for a CI server. ``report``: none where nothing was compared."""
+
+    golden: str
+    new: str
+    policy: str
+    headline: str
+    """``FAILED: 2 of 4 rules of policy ci are not met``."""
+    cases: tuple[Case, ...]
+    report: Report | None = None
+
+    @property
+    def bad(self) -> list[Case]:
+        """The cases that failed or stopped."""
+        return [case for case in self.cases if case.status in ("failed", "stopped")]
+
+
+def checked_page(result: CheckResult) -> CheckPage:
+    """A case for each rule of the policy, in its order, then one for each known difference."""
+    policy = f"policy {printable(result.policy.name or 'given')}"
+    cases = (*_rules(result), *_known(result))
+    num_bad = sum(case.status == "failed" for case in cases)
+    headline = f"PASSED: {policy} is met"
+    if num_bad:
+        headline = f"FAILED: {num_bad} of {len(cases)} rules of {policy} are not met"
+    return CheckPage(
+        golden=printable(result.report.reference.path), new=printable(result.report.candidate.path),
+        policy=policy, headline=headline, cases=cases, report=result.report,
+    )  # fmt: skip
+
+
+def stopped_page(error: DivergenceError, golden: str, new: str) -> CheckPage:
+    """The one case of runs that could not be checked."""
+    case = Case(
+        rule="comparison",
+        status="stopped",
+        text=printable(error.message),
+        evidence=tuple(printable(text) for text in (error.where, error.hint) if text),
+    )
+    return CheckPage(
+        golden=printable(golden), new=printable(new), policy="policy",
+        headline=f"{HEADLINES['incomparable']}: {case.text}", cases=(case,),
+        report=getattr(error, "report", None),
+    )  # fmt: skip
+
+
+def screen_text(page: CheckPage) -> list[str]:
+    """The first screen of the report; nothing where there is none."""
+    if page.report is None:
+        return []
+    return [printable(item.text) for item in screen_lines(page.report)]
+
+
+def _rules(result: CheckResult) -> Iterator[Case]:
+    policy, report = result.policy, result.report
+    verdict = report.verdict
+    excused = ", which its known differences excuse" if result.excused else ""
+    facts = (*(one.text for one in verdict.evidence), *(f"next: {one}" for one in verdict.next[:1]))
+    yield _case(result, "verdicts", f"the verdict is {verdict.kind}{excused}", facts)
+    if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
+        yield _case(result, "whole", "the new run's whole pass has a verdict that is allowed")
+    least = f"{policy.min_coverage:g}"
+    yield _case(result, "min_coverage", f"at least {least} of the golden's records were compared")
+    yield _case(result, "preflight", "no setting differs that must not")
+    for name in ("min_equal", "min_equal_count"):
+        limit = getattr(policy.tokens, name)
+        if limit is not None:
+            yield _case(result, f"tokens.{name}", f"at least {limit:g} of the tokens are equal")
+    for number, tolerance in enumerate(policy.tolerance):
+        sites = tolerance.sites if isinstance(tolerance.sites, str) else ", ".join(tolerance.sites)
+        limits = ", ".join(f"{name} <= {limit:g}" for name, limit in tolerance.limits().items())
+        yield _case(result, f"tolerance[{number}]", f"{sites}: {limits}", tolerance=number)
+
+
+def _case(
+    result: CheckResult,
+    rule: str,
+    text: str,
+    facts: tuple[str, ...] = (),
+    *,
+    tolerance: int | None = None,
+) -> Case:
+    """``text`` and nothing else where it holds; else what is wrong, with its evidence."""
+    failures = tuple(
+        one
+        for one in result.failures
+        if (one.rule == rule if tolerance is None else one.tolerance == tolerance)
+    )
+    if not failures:
+        return Case(rule=rule, status="passed", text=printable(text))
+    more = f" (and {len(failures) - 1:,} more)" if len(failures) > 1 else ""
+    evidence = [*(one.text for one in failures[1:]), *facts]
+    if len(evidence) > _MOST:
+        evidence = [*evidence[:_MOST], f"{len(evidence) - _MOST:,} more: check --json has them all"]
+    return Case(
+        rule=rule, status="failed", text=printable(failures[0].text) + more,
+        evidence=tuple(map(printable, evidence)), failures=failures,
+    )  # fmt: skip
+
+
+def _known(result: CheckResult) -> Iterator[Case]:
+    """A known difference that was exceeded or is over fails where the verdict does; one that
+    excused nothing is skipped."""
+    judged = any(failure.rule == "verdicts" for failure in result.failures)
+    for use in result.known:
+        sites = use.sites if isinstance(use.sites, str) else ", ".join(use.sites)
+        text = printable(f"{sites}: {use.status}: {use.text} ({use.reason})")
+        status: Literal["passed", "failed", "skipped"] = "skipped"
+        if use.status == "used":
+            status = "passed"
+        elif use.status in ("exceeded", "expired") and use.num_records and judged:
+            status = "failed"
+        yield Case(rule=f"known[{use.number}]", status=status, text=text)

@@ -32,8 +32,12 @@ def check(
         bool,
         Option(
             "--bless",
-            "Store NEW as the golden and say what changes; keep the old as GOLDEN.previous.",
+            "Store NEW as the golden (a directory, .tar or .zip) and say what changes.",
         ),
+    ] = False,
+    keep_previous: Annotated[
+        bool,
+        Option("--keep-previous", "With --bless: keep the old golden as GOLDEN.previous."),
     ] = False,
     allow_nonfinite: Annotated[
         bool,
@@ -74,7 +78,7 @@ def check(
     divergence check golden new --policy ./policies/nightly.toml --json > check.json
     divergence check golden new --html report.html       # kept with the job
     divergence check golden new --junit junit.xml --github      # in CI
-    divergence check golden new --bless      # new becomes the golden; the old one is kept
+    divergence check golden.zip new --bless      # new becomes the golden
 
     Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.
     """
@@ -97,6 +101,7 @@ def check(
         with progress_bars(quiet=quiet or json) as progress:
             blessing = goldens.bless(
                 golden, new, name_map=options.get("name_map"), allow_nonfinite=allow_nonfinite,
+                keep_previous=keep_previous,
                 progress=progress,
             )  # fmt: skip
         if json:

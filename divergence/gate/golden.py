@@ -1,7 +1,9 @@
 """Goldens: the run that CI compares with, what may be one, and how another takes its place.
 
-Storing is a copy beside the place and two renames, so that at every moment either the old golden or
-the new one is whole. The old one is kept.
+A golden is a directory or an archive of this machine. Storing is a copy beside the place and
+renames, so that whatever stops it, the old golden or the new one is whole. What only the run itself
+was for is left out: its anchored pass, which got the inputs of another run. The old golden is kept
+where that is asked for; else it is in the history of what holds goldens.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from divergence.comparison.decide import WITH_ITSELF
 from divergence.comparison.result import Report
-from divergence.errors import IncomparableError, RunFormatError, RunWriteError, UsageError
+from divergence.errors import (
+    IncomparableError,
+    RunExistsError,
+    RunFormatError,
+    RunWriteError,
+    UsageError,
+)
 from divergence.gate.result import Blessing
 from divergence.run.command import command_line
 from divergence.run.schema.site import natural_key
@@ -27,7 +35,7 @@ from divergence.run.storage.location import (
     folder_of,
     location_of,
 )
-from divergence.run.storage.packing import write_directory
+from divergence.run.storage.packing import write_archive, write_directory
 from divergence.words import Progress
 
 if TYPE_CHECKING:
@@ -42,21 +50,25 @@ def bless(
     *,
     name_map: str | Path | None = None,
     allow_nonfinite: bool = False,
+    keep_previous: bool = False,
     progress: Progress | None = None,
 ) -> Blessing:
     """Store ``new`` as the golden and say what that changes.
 
-    The run is copied beside its place and renamed into it; the old golden stays as
-    GOLDEN.previous, replacing an earlier one. Refuses an incomplete or damaged run, one with
-    planted faults, one with results of another run, and, unless ``allow_nonfinite``, one in which a
-    block or the model hands on nan or inf.
+    The run, without its anchored pass, is copied beside its place and renamed into it: a directory,
+    or one file where the name ends in .tar or .zip. With ``keep_previous`` the old golden stays as
+    GOLDEN.previous (golden.previous.zip of an archive), replacing an earlier one.
+
+    Refuses an incomplete or damaged run, one with planted faults, one with results of another run,
+    and, unless ``allow_nonfinite``, one in which a block or the model hands on nan or inf.
     """
     from divergence.run.reader import Run
     from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 
-    _refuse_packed(golden, new)
+    _refuse_far(golden, new)
     source, target = location_of(new), Path(os.path.abspath(folder_of(golden)))
-    previous = target.with_name(target.name + ".previous")
+    suffix = "" if archive_kind(target) is None else target.suffix
+    previous = target.with_name(target.name.removesuffix(suffix) + ".previous" + suffix)
     run = Run.open(source)
     _refuse_damaged(run, source)
     bad = None if allow_nonfinite else first_nonfinite(run.manifest, run.records)
@@ -70,15 +82,51 @@ def bless(
         target.resolve() in (real, *real.parents) or real in target.resolve().parents
     ):
         raise UsageError(f"{new} is the golden, or lies in it", hint="bless a run from elsewhere")
-    for place in (target, previous):
-        if place.exists() and not (place / "manifest.json").is_file():
-            raise UsageError(
-                f"{place} exists and is no run, so it is not replaced", hint="move it away"
-            )
+    for place in (target, previous) if keep_previous else (target,):
+        _refuse_other(place)
     changes = _changes(target, run, str(source), name_map, progress) if target.exists() else {}
-    if _replace(run, target, previous):
+    if _replace(_without_anchored(run), target, previous if keep_previous else None):
         changes["previous"] = str(Path(golden).parent / previous.name)
-    return Blessing(golden=str(golden), **changes)
+    return Blessing(golden=str(golden), num_bytes=_num_bytes(target), **changes)
+
+
+def _without_anchored(run: Run) -> Run:
+    if not any(record.pass_ == "anchored" for record in run.records):
+        return run
+    from divergence.run.partial import without_passes
+
+    kept = without_passes(run, ("anchored",))
+    if not kept.records:
+        raise UsageError(
+            f"{run.path} cannot become a golden: it holds an anchored pass alone",
+            hint=command_line("capture", like=run.path, o="NEW"),
+        )
+    return kept
+
+
+def _num_bytes(place: Path) -> int:
+    """Of one file, or of all below a directory."""
+    files = [place] if place.is_file() else [one for one in place.rglob("*") if one.is_file()]
+    return sum(one.stat().st_size for one in files)
+
+
+def _refuse_other(place: Path) -> None:
+    """UsageError where something is at ``place`` and is no run."""
+    from divergence.run.storage.packing import check_archive
+
+    if not place.exists():
+        return
+    is_run = (place / "manifest.json").is_file()
+    if archive_kind(place) is not None and place.is_file():
+        try:
+            check_archive(place, force=True)
+            is_run = True
+        except RunExistsError:
+            is_run = False
+    if not is_run:
+        raise UsageError(
+            f"{place} exists and is no run, so it is not replaced", hint="move it away"
+        )
 
 
 def _changes(
@@ -94,7 +142,9 @@ def _changes(
     try:
         old_sites = site_names(Run.open(target).records)
         report = compare(target, source, name_map=name_map, progress=progress)
-        changes = {"verdict": report.verdict.kind, "summary": report.verdict.summary}
+        changes = {
+            "verdict": report.verdict.kind, "summary": report.verdict.summary, "report": report,
+        }  # fmt: skip
     # a golden that cannot be compared any more is what blessing is for
     except (IncomparableError, RunFormatError, UsageError) as error:
         changes = {"reason": error.message}
@@ -104,20 +154,19 @@ def _changes(
     return changes
 
 
-def _refuse_packed(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
-    """A golden is a directory: of an archive or a URL the old one could not be kept beside."""
+def _refuse_far(golden: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+    """A golden is a directory or an archive of this machine."""
     place = location_of(golden)
     if not isinstance(place, Url) and (
-        place.is_dir() or not (archive_kind(place) or place.is_file())
+        place.is_dir() or archive_kind(place) is not None or not place.is_file()
     ):
         return
     name = str(place)
     archive = name if name.lower().endswith(ARCHIVES) else f"{name.rstrip('/')}.tar"
-    is_there = archive == name and (isinstance(place, Url) or place.exists())
     raise UsageError(
-        f"{place} is no directory of this machine, and only one can be replaced and its old state "
-        "kept",
-        hint=command_line("pack", new, o=archive, force=is_there) + ", and check against that",
+        f"{place} is no directory or archive of this machine, and only such is replaced here",
+        hint=command_line("pack", new, o=archive, force=archive == name)
+        + ", and check against that",
     )
 
 
@@ -146,26 +195,32 @@ def _refuse_damaged(run: Run, source: Location) -> None:
         raise UsageError(f"{source} cannot become a golden: {'; '.join(problems)}", hint=hint)
 
 
-def _replace(run: Run, target: Path, previous: Path) -> bool:
-    """Copy ``run`` to ``target`` by way of a temporary neighbour; True if one was kept."""
+def _replace(run: Run, target: Path, previous: Path | None) -> bool:
+    """Copy ``run`` to ``target`` by way of a temporary neighbour; True if the old one was kept, as
+    ``previous``."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            (beside / "run").mkdir()
-            write_directory(run, beside / "run")
-            kept = target.exists()
-            if kept:
-                if previous.exists():
-                    shutil.rmtree(previous)
-                target.rename(previous)
+            new, old = beside / f"new{target.suffix}", beside / "old"
+            if archive_kind(target) is not None and not target.is_dir():
+                write_archive(run, new)
+            else:
+                new.mkdir()
+                write_directory(run, new)
+            replaced = target.exists()
+            if replaced:
+                target.rename(old)
             try:
-                (beside / "run").rename(target)
+                new.rename(target)
             except OSError:
-                if kept:
-                    previous.rename(target)
+                if replaced:
+                    old.rename(target)
                 raise
-            return kept
+            if replaced and previous is not None:
+                _remove(previous)
+                old.rename(previous)
+            return replaced and previous is not None
         finally:
             with contextlib.suppress(OSError):
                 shutil.rmtree(beside)
@@ -173,6 +228,13 @@ def _replace(run: Run, target: Path, previous: Path) -> bool:
         raise RunWriteError(
             f"the golden could not be stored: {error}", where=str(target)
         ) from error
+
+
+def _remove(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
 
 
 def refuse_unfit(report: Report) -> None:

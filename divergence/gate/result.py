@@ -76,7 +76,9 @@ class Blessing(msgspec.Struct, frozen=True, kw_only=True):
 
     golden: str
     previous: str | None = None
-    """Where the old golden was kept; None if there was none."""
+    """Where the old golden was kept; None if there was none, or if it was not to be kept."""
+    num_bytes: int | None = None
+    """Of the new golden, as it is stored."""
     verdict: str | None = None
     """Of the old golden against the new one."""
     summary: str | None = None
@@ -86,3 +88,5 @@ class Blessing(msgspec.Struct, frozen=True, kw_only=True):
     """Sites that the new golden alone has."""
     removed_sites: list[str] = []
     """Sites that the old golden alone has."""
+    report: Report | None = None
+    """The comparison of the two, where they could be compared."""

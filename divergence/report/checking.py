@@ -1,13 +1,9 @@
-"""`check` and `check --bless` as lines.
-
-A CheckResult and a Blessing (divergence.gate) are not imported, since what makes them opens runs.
-"""
+"""`check` and `check --bless` as lines."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from divergence.layout import BLANK, Line, count, line, prose
+from divergence.gate.result import Blessing, CheckResult
+from divergence.layout import BLANK, Line, count, line, prose, size
 from divergence.report.screen import screen_lines
 from divergence.report.summary import VERDICT_STYLES, report_lines
 
@@ -16,7 +12,7 @@ __all__ = ["blessing_lines", "check_lines"]
 MAX_LISTED = 12
 
 
-def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> list[Line]:
+def check_lines(result: CheckResult, *, verbose: bool = False, brief: bool = False) -> list[Line]:
     """PASSED or FAILED with each rule that is not met and each known difference, then the report
     it rests on; ``brief``: without that. ``result``: a CheckResult of divergence.gate.check."""
     name = f"policy {result.policy.name or 'given'}"
@@ -37,11 +33,15 @@ def check_lines(result: Any, *, verbose: bool = False, brief: bool = False) -> l
         what = f"{flipped} counted as equal: within the policy's tie"
         lines.append(prose("  ties: ", what, width=4))
     lines += [prose("  note: ", note, style="yellow", width=4) for note in result.notes]
-    shown = report_lines(result.report, verbose=True) if verbose else screen_lines(result.report)
-    return [*lines, BLANK, *shown]
+    report = result.report
+    return [
+        *lines,
+        BLANK,
+        *(report_lines(report, verbose=True) if verbose else screen_lines(report)),
+    ]
 
 
-def _known_lines(result: Any) -> list[Line]:
+def _known_lines(result: CheckResult) -> list[Line]:
     """One line for each known difference of the policy: what it excused, or why it did not."""
     lines = []
     if result.excused:
@@ -54,15 +54,17 @@ def _known_lines(result: Any) -> list[Line]:
     return lines
 
 
-def blessing_lines(blessing: Any) -> list[Line]:
+def blessing_lines(blessing: Blessing) -> list[Line]:
     """What became the golden, what it replaces and how the two differ.
 
     ``blessing``: a Blessing of divergence.gate.check.
     """
-    lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now")]
-    if blessing.previous is None:
+    stored = "" if blessing.num_bytes is None else f", {size(blessing.num_bytes)}"
+    lines = [line(("BLESSED", "bold green"), f": {blessing.golden} is the golden now{stored}")]
+    if blessing.verdict is None and blessing.reason is None:
         return [*lines, line("  there was no golden before")]
-    lines.append(prose("previous", f"kept as {blessing.previous}"))
+    if blessing.previous is not None:
+        lines.append(prose("previous", f"kept as {blessing.previous}"))
     text, style = f"not compared: {blessing.reason}", "yellow"
     if blessing.verdict is not None:
         text, style = f"{blessing.verdict}: {blessing.summary}", VERDICT_STYLES[blessing.verdict]
@@ -72,4 +74,6 @@ def blessing_lines(blessing: Any) -> list[Line]:
         more = f", … {len(sites) - MAX_LISTED} more" if len(sites) > MAX_LISTED else ""
         text = f"{count(len(sites), 'site')}{': ' if sites else ''}{shown}{more}"
         lines.append(prose(name, text))
+    if blessing.report is not None:
+        lines += [BLANK, *screen_lines(blessing.report)]
     return lines

@@ -477,15 +477,25 @@ def test_bless_keeps_the_old_golden(reports, comparing, make_folder, tmp_path):
     golden = make_folder("golden", "a:out", "b:out")
     new = make_folder("new", "b:out", "c:out")
     before = (golden / "manifest.json").read_text()
-    blessing = bless(golden, new)
+    blessing = bless(golden, new, keep_previous=True)
     assert (golden / "manifest.json").read_text() == (new / "manifest.json").read_text()
     assert (tmp_path / "golden.previous" / "manifest.json").read_text() == before
     assert blessing.verdict == "within_floor"
     assert (blessing.added_sites, blessing.removed_sites) == (["c:out"], ["a:out"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["golden", "golden.previous", "new"]
     # a second blessing replaces the kept one
-    bless(golden, new)
+    bless(golden, new, keep_previous=True)
     assert (tmp_path / "golden.previous" / "manifest.json").read_text() != before
+
+
+def test_bless_keeps_nothing_unasked(reports, comparing, make_folder, tmp_path):
+    """A golden lives where its history is kept."""
+    comparing(reports.make_report())
+    golden, new = make_folder("golden", "a:out"), make_folder("new", "b:out")
+    blessing = bless(golden, new)
+    assert (blessing.previous, blessing.verdict) == (None, "within_floor")
+    assert "b:out" in (golden / "manifest.json").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["golden", "new"]
 
 
 def test_bless_makes_a_first_golden(make_folder, tmp_path):
@@ -500,12 +510,11 @@ def test_bless_makes_a_first_golden(make_folder, tmp_path):
     [
         ("s3://bucket/golden", "s3://bucket/golden.tar"),
         ("s3://b/g.zip", "s3://b/g.zip --force"),
-        ("g.tar", "g.tar"),
     ],
 )
 def test_what_to_do_where_nothing_can_be_blessed(golden, packed):
     """The old one could not be kept at a URL; the command that is printed packs an archive."""
-    with pytest.raises(UsageError, match="is no directory of this machine") as caught:
+    with pytest.raises(UsageError, match="is no directory or archive of this machine") as caught:
         bless(golden, "of me")
     assert caught.value.hint.startswith(f"divergence pack 'of me' -o {packed}, and check")
 

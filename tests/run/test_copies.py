@@ -51,7 +51,7 @@ def test_a_golden_is_the_run_alone(crowded, tmp_path):
     for name in own:
         assert not (golden / name).is_symlink()
         assert (golden / name).read_bytes() == (crowded / name).read_bytes()
-    bless(golden, crowded)
+    bless(golden, crowded, keep_previous=True)
     assert names(tmp_path / "golden.previous") == own
 
 

@@ -68,11 +68,12 @@ def checked_page(result: CheckResult) -> CheckPage:
 
 def stopped_page(error: DivergenceError, golden: str, new: str) -> CheckPage:
     """The one case of runs that could not be checked."""
+    hints = (error.hint,) if isinstance(error.hint, str) else error.hint or ()
     case = Case(
         rule="comparison",
         status="stopped",
         text=printable(error.message),
-        evidence=tuple(printable(text) for text in (error.where, error.hint) if text),
+        evidence=tuple(printable(text) for text in (error.where, *hints) if text),
     )
     return CheckPage(
         golden=printable(golden), new=printable(new), policy="policy",

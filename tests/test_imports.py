@@ -50,6 +50,7 @@ LEVELS = {
     "importing": 5,  # dumps of other tools, made runs
     "report": 6,
     "cli": 7,
+    "pytest_plugin": 8,  # of pytest's command line, as cli is of ours
     "__main__": 8,
     "__init__": 8,
 }

@@ -25,7 +25,9 @@ __all__ = ["check"]
 
 def check(
     *,
-    golden: Annotated[str, Option("GOLDEN", "The run kept as right.")],
+    golden: Annotated[
+        str, Option("GOLDEN", "The run kept as right, or a folder of them by device and dtype.")
+    ],
     new: Annotated[str, Option("NEW", "The run to check.")],
     options: Annotated[dict[str, Any], CheckOptions],
     bless: Annotated[
@@ -78,6 +80,7 @@ def check(
     divergence check golden new --policy ./policies/nightly.toml --json > check.json
     divergence check golden new --html report.html       # kept with the job
     divergence check golden new --junit junit.xml --github      # in CI
+    divergence check goldens/llama new       # of a folder, the golden that fits best
     divergence check golden.zip new --bless      # new becomes the golden
 
     Exit codes: 0 the policy is met; 1 it is not; 2 the runs cannot be compared.

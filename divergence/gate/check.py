@@ -18,12 +18,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from divergence.comparison.measure.unmeasured import NO_PREFILL
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
+from divergence.gate.choice import choose_golden
 from divergence.gate.golden import refuse_unfit
 from divergence.gate.known import Knowledge, excuse, place_of
 from divergence.gate.policy import Policy, load_policy
@@ -56,6 +59,7 @@ def check(
 ) -> CheckResult:
     """Compare ``new`` with ``golden`` and hold the report against ``policy`` (configs/ci.toml).
 
+    ``golden`` may be a folder of goldens: the one that fits best is taken, which a note says.
     ``truth`` and ``floor`` as for compare; the policy's thresholds are used.
 
     Raises IncomparableError where preflight blocks or nothing was compared, and UsageError for a
@@ -64,6 +68,8 @@ def check(
     from divergence.comparison.api import compare
 
     rules = load_policy(policy)
+    chosen = choose_golden(golden, new) if isinstance(golden, str | os.PathLike) else None
+    golden = golden if chosen is None else chosen.path
     report = compare(
         golden, new, name_map=name_map, truth=truth, floor=floor, thresholds=rules.thresholds,
         progress=progress,
@@ -74,7 +80,11 @@ def check(
     whole = None
     if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
         whole = compare(new, thresholds=rules.thresholds, progress=progress).verdict
-    return evaluate(report, rules, whole=whole)
+    result = evaluate(report, rules, whole=whole)
+    if chosen is None:
+        return result
+    notes = [f"the golden is {chosen.text}", *result.notes]
+    return msgspec.structs.replace(result, notes=notes)
 
 
 def _nothing_compared(report: Report) -> _NothingComparedError:

@@ -6,9 +6,9 @@
     def test_server(divergence_golden, tmp_path):
         divergence_golden("server", run=my_capture(tmp_path / "run"), policy="strict")
 
-Goldens of the name ``llama`` lie in ``goldens/llama/`` beside the test file, one for each device and
-dtype; the one that fits best is taken (gate.choice), which the end of pytest's output says. With
-``--divergence-bless`` the run becomes the golden, and how it differs from the old one is printed.
+Goldens of the name ``llama`` lie in ``goldens/llama/`` beside the test file, one for each device
+and dtype; the one that fits best is taken (gate.choice), which the end of pytest's output says.
+``--divergence-bless`` makes the run the golden and prints how it differs from the old one.
 
 pytest imports this module whenever it starts, so it imports nothing but pytest: torch comes with
 the first golden.
@@ -71,7 +71,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 class GoldenCheck:
-    """``divergence_golden(NAME, ...)``. ``folder``: where goldens lie; ``say``: told what was done."""
+    """``divergence_golden(NAME)``. ``folder``: where goldens lie; ``say``: told what was done."""
 
     def __init__(
         self, *, folder: Path, scratch: Path, bless: bool, say: Callable[[str], None]

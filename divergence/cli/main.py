@@ -101,6 +101,10 @@ COMMANDS = {
         "runs",
         "Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.",
     ),
+    "bundle": (
+        "runs",
+        "Put what a vendor or a colleague needs to see of a comparison into one zip.",
+    ),
     "env": (
         "machine",
         "Show this machine as a run records it: device, CPU, versions and variables.",

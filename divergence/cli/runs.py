@@ -1,16 +1,17 @@
-"""`divergence inspect`, `pack`, `unpack` and `import`: a run as it is stored."""
+"""`divergence inspect`, `pack`, `unpack`, `import`, `bundle`: runs as they are stored and sent."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from divergence.cli.answers import progress_bars, show, show_copy
-from divergence.errors import RunFormatError, UsageError
-from divergence.options.commands import OUTPUT, Force, Json, Out, Quiet, Verbose
+from divergence.cli.signature import settings
+from divergence.errors import RunExistsError, RunFormatError, UsageError
+from divergence.options.commands import OUTPUT, DoctorOptions, Force, Json, Out, Quiet, Verbose
 from divergence.options.option import Option
 
-__all__ = ["import_", "inspect", "pack", "unpack"]
+__all__ = ["bundle", "import_", "inspect", "pack", "unpack"]
 
 FORMATS = ("auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files")
 
@@ -190,3 +191,62 @@ def import_(
             command=command, progress=progress,
         )  # fmt: skip
     show_copy("imported", made, json=json, quiet=quiet)
+
+
+def bundle(
+    *,
+    reference: Annotated[str, Option("A", "The reference run.")],
+    candidate: Annotated[str, Option("B", "The candidate run.")],
+    options: Annotated[dict[str, Any], DoctorOptions],
+    out: Annotated[str | None, Option("--out -o FILE", "The .zip to write; needed.")] = None,
+    force: Annotated[bool, Option("--force", "Replace an existing file.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Put what a vendor or a colleague needs to see of a comparison into one zip.
+
+    report.md (the first screen and both machines), report.json, the report as a page, and
+    the operator's reproducer where localize has left one beside the runs. The runs are not
+    in it; paths and the names of this host and user are taken out of all text. Whatever the
+    verdict, the exit code is 0.
+
+    Examples:
+    divergence bundle a b -o bug.zip
+    divergence bundle a b -o bug.zip --truth truth
+    """
+    from divergence.gate.sending import reproducer_beside, write_whole
+    from divergence.layout import print_lines, prose, size
+    from divergence.report.bundle import bundle_files, zipped
+    from divergence.report.machine import strict_json
+    from divergence.report.redaction import Redaction
+    from divergence.report.summary import verdict_lines
+    from divergence.run.reader import Run
+    from divergence.run.storage.location import folder_of
+
+    if out is None or not out.lower().endswith(".zip"):
+        raise UsageError("a bundle is a .zip file", hint="-o bug.zip")
+    from divergence.comparison.api import compare
+
+    target = Path(folder_of(out))
+    if target.exists() and not force:
+        raise RunExistsError(f"{target} exists already", hint="another -o, or --force")
+    given = {**settings("compare"), **options}
+    with progress_bars(quiet=quiet or json) as progress:
+        report = compare(reference, candidate, progress=progress, **given)
+    named = {reference: "A", candidate: "B"}
+    named |= {given["truth"]: "TRUTH"} if given.get("truth") else {}
+    runs = {"A": Run.open(reference), "B": Run.open(candidate)}
+    machines = {name: run.manifest.environment for name, run in runs.items()}
+    files = bundle_files(
+        report, machines, Redaction(named), reproducer=reproducer_beside(*runs.values())
+    )
+    data = zipped(files)
+    write_whole(target, data)
+    if json:
+        show(strict_json({"schema_version": 1, "path": out, "files": sorted(files)}))
+    elif quiet:
+        show(out)
+    else:
+        print_lines(verdict_lines(report))
+        print_lines([prose("bundled", f"{out}: {', '.join(files)}; {size(len(data))}")])

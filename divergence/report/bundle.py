@@ -1,0 +1,128 @@
+"""`divergence bundle`: one zip with what a vendor or a colleague needs to see of a comparison.
+
+Names of files in it are fixed here, so that no name of a run can lead out of it. All text goes
+through one place that takes out paths and names of hosts and users (report.redaction), and in
+report.md every word of a run is code (divergence.words).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections.abc import Mapping
+
+import msgspec
+
+from divergence.comparison.result import Report
+from divergence.layout import cut
+from divergence.report.redaction import Redaction
+from divergence.report.screen import screen_lines
+from divergence.run.schema.manifest import Environment
+from divergence.words import HEADLINES, markdown_code, markdown_text
+
+__all__ = ["bundle_files", "redacted_report", "zipped"]
+
+_MOST_LINES = 200
+_WIDEST = 400
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def redacted_report(report: Report, redaction: Redaction) -> Report:
+    """The report with nothing in it that tells of people and places."""
+    return msgspec.convert(redaction.all(msgspec.to_builtins(report)), Report)
+
+
+def bundle_files(
+    report: Report,
+    environments: Mapping[str, Environment],
+    redaction: Redaction,
+    *,
+    reproducer: Mapping[str, bytes] | None = None,
+) -> dict[str, bytes]:
+    """The files of the zip by name. ``environments``: of the runs, by what they are called;
+    ``reproducer``: the files of one that `localize` wrote."""
+    report = redacted_report(report, redaction)
+    machines = {
+        name: msgspec.convert(redaction.all(msgspec.to_builtins(one)), Environment)
+        for name, one in environments.items()
+    }
+    files = {"report.json": report.to_json(indent=1)}
+    # under other ids, since a page opens the runs again if it can, and they tell more
+    sides = {
+        side: msgspec.structs.replace(getattr(report, side), id="")
+        for side in ("reference", "candidate")
+    }
+    page = getattr(msgspec.structs.replace(report, **sides), "html", None)
+    if page is not None:
+        files["report.html"] = page()
+    encoded = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
+    for name, data in (reproducer or {}).items():
+        if _NAME.fullmatch(name) is None:
+            continue
+        if name.endswith((".md", ".py")):
+            data = redaction.text(data.decode("utf-8", "replace")).encode()
+        encoded[f"reproducer/{name}"] = data
+    text = _markdown(report, machines, sorted(encoded))
+    return {"report.md": text.encode("utf-8", "backslashreplace"), **encoded}
+
+
+def zipped(files: Mapping[str, bytes]) -> bytes:
+    """The same files give the same bytes."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as folder:
+        for name, data in files.items():
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.create_system, entry.external_attr = 3, 0o100644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            folder.writestr(entry, data)
+    return made.getvalue()
+
+
+def _markdown(report: Report, machines: Mapping[str, Environment], files: list[str]) -> str:
+    lines = [f"# {HEADLINES[report.verdict.kind]}", "", _code(report.verdict.summary), ""]
+    lines += ["## The comparison", "", "<pre>"]
+    screen = [item.text for item in screen_lines(report, more="report.json")]
+    lines += [markdown_text(_short(text)) for text in screen[:_MOST_LINES]]
+    lines += ["</pre>", "", "## The machines", ""]
+    lines += _machine_table(machines)
+    lines += ["", "## In this bundle", ""]
+    lines += [f"- {_code(name)}" for name in files]
+    if any(name.startswith("reproducer/") for name in files):
+        lines += [
+            "",
+            "`python reproducer/repro.py` runs the operator alone, on its recorded inputs.",
+        ]
+    lines += ["", f"Made by `divergence bundle` {_code(report.tool_version)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _machine_table(machines: Mapping[str, Environment]) -> list[str]:
+    """A row for each fact, a column for each machine; rows that differ first."""
+    facts = {name: _facts(one) for name, one in machines.items()}
+    keys = list(dict.fromkeys(key for one in facts.values() for key in one))
+    rows = {key: [one.get(key, "") for one in facts.values()] for key in keys}
+    lines = [f"| | {' | '.join(machines)} | |", f"| --- |{' --- |' * (len(machines) + 1)}"]
+    for key in sorted(rows, key=lambda key: len(set(rows[key])) == 1):
+        differs = "**differs**" if len(set(rows[key])) > 1 else ""
+        cells = " | ".join(_code(text) if text else "" for text in rows[key])
+        lines.append(f"| {_code(key)} | {cells} | {differs} |")
+    return lines
+
+
+def _facts(machine: Environment) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    for name, value in msgspec.to_builtins(machine).items():
+        if isinstance(value, dict):
+            facts |= {f"{name}: {key}": str(one) for key, one in sorted(value.items())}
+        elif value not in (None, ""):
+            facts[name] = str(value)
+    return facts
+
+
+def _code(text: str) -> str:
+    return markdown_code(_short(text))
+
+
+def _short(text: str) -> str:
+    return cut(text, _WIDEST)

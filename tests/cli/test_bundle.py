@@ -1,0 +1,63 @@
+"""`divergence bundle`: one zip to send, of two runs in a home directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+
+import pytest
+
+from divergence.recording.api import capture
+
+
+@pytest.fixture(scope="module")
+def runs(llama, tmp_path_factory):
+    """Two runs in somebody's home, and what `localize` leaves beside them."""
+    home = tmp_path_factory.mktemp("x") / "home" / "somebody"
+    options = {"prompts": ["Snow fell"], "max_new_tokens": 1, "probe": False}
+    one = capture(llama, out=home / "one", **options)
+    two = capture(llama, out=home / "two", plants=["model.layers.1:out=scale:1.5"], **options)
+    (home / "one-two" / "repro").mkdir(parents=True)
+    pair = {"reference": one.manifest.id, "candidate": two.manifest.id}
+    (home / "one-two" / "pair.json").write_text(json.dumps(pair))
+    (home / "one-two" / "repro" / "repro.py").write_text("print('alone')\n")
+    (home / "one-two" / "repro" / "notes.txt").write_text("somebody else's")
+    return home
+
+
+def test_a_bundle_tells_nothing_of_its_maker(invoke, runs, tmp_path):
+    """Both paths lie in a home, which no file of the bundle names."""
+    code, out, err = invoke("bundle", runs / "one", runs / "two", "-o", "bug.zip")
+    assert (code, err) == (0, "")
+    assert "bundled     bug.zip: report.md, report.json" in out
+    with zipfile.ZipFile(tmp_path / "bug.zip") as folder:
+        files = {name: folder.read(name) for name in folder.namelist()}
+    assert "reproducer/repro.py" in files and "reproducer/notes.txt" not in files
+    for name, data in files.items():
+        assert b"somebody" not in data and str(tmp_path.parent).encode() not in data, name
+    assert json.loads(files["report.json"])["candidate"]["path"] == "B"
+    assert b"## The machines" in files["report.md"]
+
+
+def test_a_link_is_not_followed(invoke, runs, tmp_path):
+    """A reproducer that is a link to something else stays out."""
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder)
+    (tmp_path / "secret").write_text("a secret")
+    (folder / "one-two" / "repro" / "repro.py").unlink()
+    (folder / "one-two" / "repro" / "repro.py").symlink_to(tmp_path / "secret")
+    assert invoke("bundle", folder / "one", folder / "two", "-o", "bug.zip", "-q")[0] == 0
+    with zipfile.ZipFile(tmp_path / "bug.zip") as made:
+        assert not [name for name in made.namelist() if name.startswith("reproducer")]
+
+
+def test_what_is_there_stays(invoke, runs, tmp_path):
+    """A bundle replaces nothing unasked, and is a zip."""
+    (tmp_path / "bug.zip").write_text("mine")
+    code, _, err = invoke("bundle", runs / "one", runs / "two", "-o", "bug.zip")
+    assert code == 2 and "--force" in err
+    assert (tmp_path / "bug.zip").read_text() == "mine"
+    for out in ([], ["-o", "bug.tar"]):
+        code, _, err = invoke("bundle", runs / "one", runs / "two", *out)
+        assert code == 2 and "a bundle is a .zip file" in err

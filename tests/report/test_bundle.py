@@ -1,0 +1,105 @@
+"""The bundle: what one sends of a comparison, without what tells of people and places."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+
+import pytest
+
+from divergence.comparison.result import Report
+from divergence.comparison.results.findings import Evidence
+from divergence.report.bundle import bundle_files, redacted_report, zipped
+from divergence.report.redaction import Redaction
+from divergence.run.schema.manifest import Environment
+
+HOSTILE = "</pre><script>x</script> | `a` [b](http://c.d) @you #1 \u202e\x1b[31m\n# head"
+
+
+@pytest.fixture
+def redaction():
+    return Redaction({"/home/alice/runs/a": "A", "b": "B"}, private=("myhost", "alice", "root"))
+
+
+def machine(**changes):
+    values = {
+        "label": "CPU", "platform": "Linux x86_64", "python": "3.12", "device_type": "cpu",
+        "device_name": "CPU", "cpu": "CPU", "cpu_capability": "AVX2", "num_threads": 2,
+        "versions": {"torch": "2.8"},
+    }  # fmt: skip
+    return Environment(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("divergence compare /home/alice/runs/a b --json", "divergence compare A b --json"),
+        ("in /home/alice/runs/a/manifest.json", "in A/manifest.json"),
+        ("a and ab and b.zip", "a and ab and b.zip"),
+        ("--model /data/models/llama -o x", "--model …/llama -o x"),
+        ("~/models/llama", "…/llama"),
+        ("~/llama", "…/llama"),
+        ("at '/Users/bob'", "at '…/'"),
+        (r"C:\Users\bob\model", "…/model"),
+        ("file:///home/bob/x.py:12", "…/x.py:12"),
+        ("model.layers.0/aten.mm:out", "model.layers.0/aten.mm:out"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("a label of myhost, by Alice; root mean square", "a label of …, by …; root mean square"),
+        ("1 / 2 and x/y/z", "1 / 2 and x/y/z"),
+    ],
+)
+def test_what_tells_is_taken_out(redaction, text, left):
+    """Paths, homes, this host and user; sites, addresses and arithmetic stay."""
+    assert redaction.text(text) == left
+
+
+def test_a_redacted_report_is_a_report(redaction, reports):
+    """Nothing but texts has changed."""
+    report = reports.make_long_report()
+    made = redacted_report(report, Redaction({"a": "A", "b": "B"}, private=()))
+    assert isinstance(made, Report)
+    assert made.to_json() == report.to_json()
+
+
+def test_the_bundle_holds_both_machines_and_the_first_screen(redaction, reports):
+    """Rows that differ first; the reproducer's files by their names."""
+    files = bundle_files(
+        reports.make_long_report(), {"A": machine(), "B": machine(cpu="other")}, redaction,
+        reproducer={"repro.py": b"# /home/al/x.py", "../evil": b"", "inputs.safetensors": b"1"},
+    )  # fmt: skip
+    assert {"report.md", "report.json", "reproducer/repro.py", "reproducer/inputs.safetensors"} <= (
+        set(files)
+    )
+    assert set(files) <= {
+        "report.md", "report.json", "report.html", "reproducer/repro.py",
+        "reproducer/inputs.safetensors",
+    }  # fmt: skip
+    assert files["reproducer/repro.py"] == "# …/x.py".encode()
+    text = files["report.md"].decode()
+    assert text.startswith("# DIVERGED\n")
+    table = text.partition("## The machines")[2].strip().splitlines()
+    assert table[2] == "| <code>cpu</code> | <code>CPU</code> | <code>other</code> | **differs** |"
+    assert "DIVERGED: the error is made in model.layers.30.mlp.down&#95;proj" in text
+    assert json.loads(files["report.json"])["reference"]["path"] == "a"
+
+
+def test_hostile_names_stay_text_and_inside(redaction, reports):
+    """No tag, mark or line of a run's own, and the zip's names are fixed."""
+    report = reports.make_report(
+        reference=reports.make_run("../../" + HOSTILE, model=HOSTILE, label=HOSTILE),
+        verdict=reports.make_verdict(
+            "localized", summary=HOSTILE, evidence=[Evidence(text=HOSTILE)]
+        ),
+        sites=[reports.make_site(f"{HOSTILE}:out")],
+    )
+    files = bundle_files(
+        report, {"A": machine(label=HOSTILE, versions={HOSTILE: HOSTILE})}, redaction
+    )
+    text = files["report.md"].decode()
+    for obeyed in ("<script", "](", "@you", " #1", "\x1b", "\u202e", "\n# head", "http://"):
+        assert obeyed not in text
+    assert text.count("</pre>") == 1
+    with zipfile.ZipFile(io.BytesIO(zipped(files))) as folder:
+        assert set(folder.namelist()) <= {"report.md", "report.json", "report.html"}
+    assert zipped(files) == zipped(dict(files))

@@ -28,7 +28,7 @@ below beside bless buffer build bytes cache capability causal changed channel ch
 checks choice chosen chunk class clause command compared compiled complete compute
 computed config confirm consumer cosine cpu created cross csv db decoder detail
 deterministic device devices diff differ different differs disturbed driver dry dtype
-elsewhere embedding empty entering environment environments equal error escalate
+elsewhere embedding empty entering env environment environments equal error escalate
 estimated example exit expected explain explained explanation extra fallbacks faults
 first flags flips flushed fold force format forwards found frame functions generated
 generates graphs head here high holds hooks html id identical ids impl index inf injected
@@ -37,7 +37,7 @@ like logits logprob low markdown mask masked match matched matches max mean meas
 median min minus misalignment missing model more nan near neginf new next no
 nondeterministic nonfinite norm note notes num number numbers numel off offset on one
 only origin other out over overlap overrides own p99 pad parameters passes peers phase
-place places plan platform posinf prefill problem projections prompt prompts python
+place places plan platform posinf prefill previous problem projections prompt prompts python
 quantization quick quiet reason region relative remote repeat repeatability replaced
 replayed report reports resolution rests result results revision right rms rounded rows
 runtime same schema score se seed seen settings shape size sizes skipped source sqnr

@@ -35,7 +35,7 @@ from divergence.run.storage.location import (
     folder_of,
     location_of,
 )
-from divergence.run.storage.packing import write_archive, write_directory
+from divergence.run.storage.packing import put_in_place, write_archive, write_directory
 from divergence.words import Progress
 
 if TYPE_CHECKING:
@@ -209,14 +209,7 @@ def _replace(run: Run, target: Path, previous: Path | None) -> bool:
                 new.mkdir()
                 write_directory(run, new)
             replaced = target.exists()
-            if replaced:
-                target.rename(old)
-            try:
-                new.rename(target)
-            except OSError:
-                if replaced:
-                    old.rename(target)
-                raise
+            put_in_place(new, target, old)
             if replaced and previous is not None:
                 _remove(previous)
                 old.rename(previous)

@@ -40,7 +40,7 @@ from divergence.run.storage.remote import Remote
 from divergence.run.storage.store import open_store
 from divergence.words import Progress
 
-__all__ = ["check_archive", "pack", "unpack", "write_archive", "write_directory"]
+__all__ = ["check_archive", "pack", "put_in_place", "unpack", "write_archive", "write_directory"]
 
 
 _ALIGNMENT = 64
@@ -103,13 +103,13 @@ def unpack(
             new, old = folder / "new", folder / "old"
             new.mkdir()  # with the usual permissions; mkdtemp's are for the owner alone
             write_directory(source, new, progress=progress)
-            _put_in_place(new, target, old)
+            put_in_place(new, target, old)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     return Run.open(target)
 
 
-def _put_in_place(new: Path, target: Path, old: Path) -> None:
+def put_in_place(new: Path, target: Path, old: Path) -> None:
     """Renames ``new`` to ``target``, and what was there to ``old``: whoever stops this, one of the
     two is there, whole."""
     if not target.exists():

@@ -53,9 +53,7 @@ def bundle_files(
         side: msgspec.structs.replace(getattr(report, side), id="")
         for side in ("reference", "candidate")
     }
-    page = getattr(msgspec.structs.replace(report, **sides), "html", None)
-    if page is not None:
-        files["report.html"] = page()
+    files["report.html"] = msgspec.structs.replace(report, **sides).html()
     encoded = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
     for name, data in (reproducer or {}).items():
         if _NAME.fullmatch(name) is None:

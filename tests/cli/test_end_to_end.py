@@ -48,7 +48,7 @@ def test_ci_fails_on_a_planted_fault_and_names_its_block(invoke, golden):
     answer = json.loads(out)
     assert answer["failures"][0]["rule"] == "verdicts"
     assert answer["report"]["verdict"]["onset"]["block"] == "model.layers.1"
-    code, out, _ = invoke("compare", "golden", "new", "--exit-code")
+    code, out, _ = invoke("compare", "golden", "new", "--exit-code", "-v")
     assert code == 1
     assert f"PLANTED FAULT: {plant}" in out
     assert any(line.startswith(" >! model.layers.1 ") for line in out.splitlines())
@@ -61,7 +61,7 @@ def test_other_prompts_are_incomparable(invoke, golden, llama):
     """Two experiments are neither a pass nor a divergence."""
     other = ("capture", llama, "-o", "other", "--prompt", "Another text", "-q")
     assert invoke(*other)[0] == 0
-    code, out, _ = invoke("compare", "golden", "other")
+    code, out, _ = invoke("compare", "golden", "other", "-v")
     assert code == 2
     assert "BLOCKS  prompt ids" in out
     code, out, err = invoke("check", "golden", "other")

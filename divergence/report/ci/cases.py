@@ -15,6 +15,7 @@ import msgspec
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError
 from divergence.gate.result import CheckResult, Failure
+from divergence.layout import share
 from divergence.report.screen import screen_lines
 from divergence.words import HEADLINES, printable
 
@@ -97,13 +98,16 @@ def _rules(result: CheckResult) -> Iterator[Case]:
     yield _case(result, "verdicts", f"the verdict is {verdict.kind}{excused}", facts)
     if any(row.pass_ == "whole" and row.num_elsewhere for row in report.coverage.passes):
         yield _case(result, "whole", "the new run's whole pass has a verdict that is allowed")
-    least = f"{policy.min_coverage:g}"
+    least = share(policy.min_coverage)
     yield _case(result, "min_coverage", f"at least {least} of the golden's records were compared")
     yield _case(result, "preflight", "no setting differs that must not")
-    for name in ("min_equal", "min_equal_count"):
-        limit = getattr(policy.tokens, name)
-        if limit is not None:
-            yield _case(result, f"tokens.{name}", f"at least {limit:g} of the tokens are equal")
+    least_equal, num_equal = policy.tokens.min_equal, policy.tokens.min_equal_count
+    if least_equal is not None:
+        text = f"at least {share(least_equal)} of the generated tokens are equal"
+        yield _case(result, "tokens.min_equal", text)
+    if num_equal is not None:
+        text = f"at least {num_equal:,} of the generated tokens are equal"
+        yield _case(result, "tokens.min_equal_count", text)
     for number, tolerance in enumerate(policy.tolerance):
         sites = tolerance.sites if isinstance(tolerance.sites, str) else ", ".join(tolerance.sites)
         limits = ", ".join(f"{name} <= {limit:g}" for name, limit in tolerance.limits().items())

@@ -76,6 +76,7 @@ def test_each_rule_and_known_difference_is_a_case(failing):
         "known[0]": "failed",
         "known[1]": "skipped",
     }
+    assert failing.cases[4].text == "at least 1 of the generated tokens are equal"
     assert failing.headline == "FAILED: 7 of 9 rules of policy given are not met"
 
 

@@ -9,7 +9,6 @@ command, is not done again.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -42,15 +41,20 @@ class DiffResult:
 
     report: Report
     folder: Path
-    localize: str | None
-    """The command that goes on to the operator, where the verdict names a block and this machine
-    can make both sides again."""
+    localize_words: list[str] | None
+    """The words of ``localize``."""
+
+    @property
+    def localize(self) -> str | None:
+        """The command that goes on to the operator, where the verdict names a block and this
+        machine can make both sides again."""
+        return None if self.localize_words is None else quoted_words(self.localize_words)
 
     def go_on(self) -> int:
         """Runs ``localize``, which prints its own answer; its exit code."""
-        if self.localize is None:
+        if self.localize_words is None:
             return 0
-        words = [sys.executable, "-m", *shlex.split(self.localize)]
+        words = [sys.executable, "-m", *self.localize_words]
         return subprocess.run(words, check=False).returncode
 
     @property
@@ -122,7 +126,7 @@ def diff(
     manifest = a.manifest
     engines = {one.options.get("engine", "transformers") for one in sides}
     escalate = manifest.model.dtype in _NARROW and engines <= {*_ESCALATES}
-    escalate = escalate and "dtype" not in second.options
+    escalate = escalate and first.options.get("dtype") == second.options.get("dtype")
     remote: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     b = steps.run("b", second, "capture", like=a, escalate=escalate, **remote,
                   **_batches(second, len(manifest.tokens.samples)))  # fmt: skip
@@ -134,8 +138,8 @@ def diff(
     return DiffResult(
         report=report,
         folder=steps.folder,
-        localize=command_line("localize", a.path, b.path, truth=truth.path,
-                              o=steps.folder / "localized", **remote)
+        localize_words=command_words("localize", a.path, b.path, truth=truth.path,
+                                     o=steps.folder / "localized", **remote)
         if here and report.verdict.kind in _PLACED else None,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from divergence.analyses.tokens.measure import comparable_places
+from divergence.analyses.tokens.show import UNEXPLAINED
 from divergence.comparison.align.names import load_name_map
 from divergence.comparison.align.pairs import align
 from divergence.comparison.align.pieces import Pair, PromptStep, logits_row
@@ -110,7 +111,6 @@ def injections_of(
 
 
 _OTHER: dict[Side, Side] = {"reference": "candidate", "candidate": "reference"}
-_NOTHING = "nothing to explain: "
 _SAME = 0.1  # of what is explained: the share is told to a tenth
 
 
@@ -255,7 +255,7 @@ def _nothing(report: Report) -> str | None:
 
 
 def _noted(report: Report, reason: str) -> Report:
-    return msgspec.structs.replace(report, notes=[*report.notes, _NOTHING + reason])
+    return msgspec.structs.replace(report, notes=[*report.notes, UNEXPLAINED + reason])
 
 
 def _closest(a: Run, b: Run) -> PromptStep | None:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from divergence.analyses.blocks.rows import main_pass
+from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results.findings import PreflightLine
 from divergence.comparison.results.sites import SiteResult
@@ -62,6 +63,7 @@ def _screen(report: Report, num_rows: int, more: str) -> list[Line]:
         *_run_lines(report),
         *settings_lines(report.preflight),
         *token_lines(report),
+        *explained_lines(report),
         *compared_lines(report),
         *_operator_lines(report),
         BLANK,
@@ -133,7 +135,8 @@ def settings_lines(preflight: Sequence[PreflightLine]) -> list[Line]:
     if len(differ) > len(shown):
         shown.append(f"{len(differ) - len(shown)} more")
     if unknown:
-        shown.append(f"{len(unknown)} unknown")
+        first, rest = unknown[:_NUM_SETTINGS], len(unknown[_NUM_SETTINGS:])
+        shown.append(f"unknown: {', '.join(first)}" + (f" and {rest} more" if rest else ""))
     if not shown:
         return [prose("settings", "all the same")] if preflight else []
     return [prose("settings", "; ".join(shown), style="yellow" if differ else "")]

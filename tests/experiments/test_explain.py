@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ def test_an_error_of_the_head_is_added_to_the_one_row_it_makes(run):
     assert found.share == pytest.approx(1.0, abs=0.05)
 
 
-def test_the_command_explains(run, capsys, monkeypatch):
+def test_the_command_explains(run, tmp_path, capsys, monkeypatch):
     """compare --explain-token: lines under the tokens, and the same as JSON."""
     from divergence.cli.main import app
 
@@ -188,10 +189,17 @@ def test_the_command_explains(run, capsys, monkeypatch):
             app([str(word) for word in words], prog_name="divergence")
         return caught.value.code, *capsys.readouterr()
 
-    code, out, err = call("compare", a.path, b.path, "--explain-token")
-    assert code == 0, err
-    assert "by the candidate's error at model.layers.1:out alone" in out
-    assert "of the movement explained; the error flips the token" in out
+    for option in ((), ("-v",)):
+        code, out, err = call("compare", a.path, b.path, "--explain-token", *option)
+        assert code == 0, err
+        out = " ".join(out.split())
+        assert "by the candidate's error at model.layers.1:out alone" in out
+        assert "of the movement explained; the error flips the token" in out
+    shutil.copytree(a.path, tmp_path / "a")
+    manifest = tmp_path / "a/manifest.json"
+    manifest.write_text(manifest.read_text().replace(a.manifest.id, uuid.uuid4().hex))
+    out = call("compare", a.path, tmp_path / "a", "--explain-token")[1]
+    assert "explained nothing to explain: the runs" in " ".join(out.split())
     code, out, _ = call("compare", a.path, b.path, "--explain-token", "--json")
     assert json.loads(out)["tokens"]["explanation"]["flips"] is True
     assert call("compare", a.path, "--explain-token")[0] == 2

@@ -161,7 +161,7 @@ def test_other_prompts_block_the_comparison(captured, tmp_path):
     run = import_dump(tmp_path / "dump", out=tmp_path / "b", like=captured)
     report = compare(captured, run)
     assert report.verdict.kind == "incomparable"
-    assert "prompt ids" in report.verdict.summary
+    assert "the prompts differ" in report.verdict.summary
 
 
 def test_layers_of_two_parts(captured, tmp_path):

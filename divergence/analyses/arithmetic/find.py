@@ -62,6 +62,6 @@ def _of_probes(measured: Measured, found: Explained) -> Finding:
         summary="the probed arithmetic is the same"
         + (f", and all {len(sites)} recorded tensors are equal bit for bit" if same else ""),
         side="neither",
-        rests_on=[check("coverage", not missing, "")],
+        rests_on=[check("coverage", not missing, "not everything was compared")],
         evidence=[] if same and not missing else evidence,
     )

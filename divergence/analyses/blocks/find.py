@@ -204,7 +204,7 @@ def _equal(measured: Measured, flagged: list[Unit]) -> Finding:
         summary=f"all {count} compared tensors are equal bit for bit"
         + (f" ({lacking})" if missing else "")
         + ("; both are far from the truth" if shared else ""),
-        rests_on=[check("coverage", not missing, "")],
+        rests_on=[check("coverage", not missing, "not everything was compared")],
         side="both" if shared else "neither",
         evidence=[unit_evidence(unit) for unit in shared[:3]],
     )

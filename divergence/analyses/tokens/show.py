@@ -16,7 +16,10 @@ from divergence.comparison.results.tokens import (
 )
 from divergence.layout import BLANK, Line, columns, count, decimal, fixed, heading, prose, times
 
-__all__ = ["judgement_lines", "kl_lines", "show", "top_rows"]
+__all__ = ["UNEXPLAINED", "explained_lines", "judgement_lines", "kl_lines", "show", "top_rows"]
+
+UNEXPLAINED = "nothing to explain: "
+"""How the note begins that says why a token was not explained."""
 
 
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
@@ -39,6 +42,16 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     if tokens.explanation is not None:
         lines += _explanation_lines(tokens.explanation, tokens.first_difference)
     return [*lines, BLANK]
+
+
+def explained_lines(report: Report) -> list[Line]:
+    """The answer of --explain-token for the first screen, also where it has none."""
+    if report.tokens is None or report.tokens.explanation is None:
+        return [prose("explained", note) for note in report.notes if note.startswith(UNEXPLAINED)]
+    found = report.tokens.explanation
+    where = f"prompt {found.sample}, step {found.step}"
+    text = f"{where}, by {_cause(found)} alone: {_effect(found)}"
+    return [prose("explained", text, style="yellow")]
 
 
 def _difference_lines(first: TokenDifference, *, forced: bool) -> list[Line]:
@@ -145,17 +158,13 @@ def kl_lines(tokens: TokensResult) -> list[Line]:
 
 def _explanation_lines(found: Explanation, first: TokenDifference | None) -> list[Line]:
     """What one block's error alone does to the decision, on this machine."""
-    sites = ", ".join(found.sites[:3])
-    if len(found.sites) > 3:
-        sites += f" and {len(found.sites) - 3} more"
-    other = "candidate" if found.disturbed == "reference" else "reference"
     what = "the closest decision (no token differs)"
     if found.differs:
         same = first is not None and (first.sample, first.step) == (found.sample, found.step)
         what = "the first difference" if same else "the first difference that is a fault"
     why = "" if found.flagged else "; nothing is flagged, this block's error is the largest"
     forwards = count(found.num_forwards, "forward")
-    whence = f"sample {found.sample}, step {found.step}, by the {other}'s error at {sites} alone"
+    whence = f"sample {found.sample}, step {found.step}, by {_cause(found)} alone"
     added = f"added to the {found.disturbed}'s model in {forwards}"
     lines = [
         prose("  explained: ", f"{what}, {whence}{why}", width=4),
@@ -169,13 +178,25 @@ def _explanation_lines(found: Explanation, first: TokenDifference | None) -> lis
         ("  here, with the error", fixed(found.injected_margin)),
     ]
     lines += columns(rows, indent=4, widest=60)
+    chosen = f"; chosen with it: {_token(found.injected_choice)}"
+    lines.append(prose("    ", _effect(found) + chosen, style="yellow", width=4))
+    return lines
+
+
+def _cause(found: Explanation) -> str:
+    """``the candidate's error at model.layers.1:out``."""
+    sites = ", ".join(found.sites[:3])
+    if len(found.sites) > 3:
+        sites += f" and {len(found.sites) - 3} more"
+    other = "candidate" if found.disturbed == "reference" else "reference"
+    return f"the {other}'s error at {sites}"
+
+
+def _effect(found: Explanation) -> str:
     share = "the two runs' margins are equal: nothing moved"
     if found.share is not None:
         share = f"{100 * found.share:.0f}% of the movement explained"
-    flips = "the error flips the token" if found.flips else "the error does not flip the token"
-    chosen = f"; chosen with it: {_token(found.injected_choice)}"
-    lines.append(prose("    ", f"{share}; {flips}{chosen}", style="yellow", width=4))
-    return lines
+    return f"{share}; the error {'flips' if found.flips else 'does not flip'} the token"
 
 
 def top_rows(

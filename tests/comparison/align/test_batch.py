@@ -226,7 +226,7 @@ def test_the_advised_command_repeats_the_batch(single, prompts, tiny_model, tmp_
         out, err = capsys.readouterr()
         assert caught.value.code == 0, err
     assert out.startswith("OK")
-    assert "batch shape: 8 × batch 1 / 1 × batch 8" in out
+    assert "batch shape 8 × batch 1 / 1 × batch 8" in out
 
 
 def test_float32_sees_below_the_floor_of_a_batch(single, tmp_path):

@@ -29,6 +29,7 @@ from divergence.recording.engines.vllm.names import map_for, parameters_of, plac
 from divergence.recording.engines.vllm.session import VllmSession
 from divergence.recording.engines.vllm.weights import identity_of
 from divergence.recording.engines.vllm.worker import EXTENSION, FORMAT, register_loader
+from divergence.run.command import command_line
 
 __all__ = ["VllmEngine", "VllmOptions"]
 
@@ -147,7 +148,9 @@ def _check(loading: Loading, options: VllmOptions, twin: LoadedModel) -> None:
         raise UsageError(
             f"--engine-option tensor_parallel_size={count}: "
             f"{'this is one process' if size == 1 else f'--mesh tp has {size} processes'}",
-            hint=f"torchrun --nproc-per-node {count} -m divergence capture ... --mesh tp",
+            hint=command_line(
+                "capture", loading.source, ranks=count, engine="vllm", mesh="tp", o="RUN"
+            ),
         )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from divergence.recording.api import capture, truth
     from divergence.run.reader import Run
     from divergence.run.storage.packing import pack, unpack
+    from divergence.sending import bundle
 
 __all__ = [
     "Checkup",
@@ -47,6 +48,7 @@ __all__ = [
     "Run",
     "SelfcheckResult",
     "__version__",
+    "bundle",
     "capture",
     "check",
     "compare",
@@ -75,6 +77,7 @@ _HOMES = {
     "Run": "divergence.run.reader",
     "SelfcheckResult": "divergence.experiments.selfcheck.result",
     "__version__": "divergence._version",
+    "bundle": "divergence.sending",
     "capture": "divergence.recording.api",
     "check": "divergence.gate.check",
     "compare": "divergence.comparison.api",

@@ -49,10 +49,11 @@ LEVELS = {
     "fleet": 5,
     "importing": 5,  # dumps of other tools, made runs
     "report": 6,
-    "cli": 7,
-    "pytest_plugin": 8,  # of pytest's command line, as cli is of ours
-    "__main__": 8,
-    "__init__": 8,
+    "sending": 7,  # a report and what lies beside it, in one file
+    "cli": 8,
+    "pytest_plugin": 9,  # of pytest's command line, as cli is of ours
+    "__main__": 9,
+    "__init__": 9,
 }
 """A room may import itself and what stands lower; rooms of one level see exceptions below."""
 

@@ -134,10 +134,12 @@ def check(
     if html is not None:
         from divergence.comparison.background import background_of
         from divergence.html.document import write_page
+        from divergence.report.page.verdict import policy
         from divergence.report.page.whole import page
 
-        answer = check_lines(result, brief=True)
-        write_page(page(result.report, background_of(result.report), answer=answer), html)
+        answer = policy(check_lines(result, brief=True))
+        background = background_of(result.report)
+        write_page(page(result.report, background, openings=[answer], command_name="check"), html)
     with sinks.fence():
         if json:
             show(check_json(result))

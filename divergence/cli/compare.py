@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["HTML", "check_folder", "compare", "show_report"]
 
 HTML = Option(
-    "--html FILE", "Also write the report as a page for a browser: one file, to be sent.", OUTPUT
+    "--html FILE", "Also write the answer as a page for a browser: one file, to be sent.", OUTPUT
 )
 
 EXIT_CODES = {
@@ -120,11 +120,6 @@ def compare(
             "--reports DIR writes each pair's whole report, --json prints all of them",
         ),
         (
-            many and html is not None,
-            "--html is the page of two runs, and there are more",
-            "divergence compare A B --html report.html",
-        ),
-        (
             reports is not None and not many,
             "--reports is for more than two runs",
             "divergence compare A B --json > report.json",
@@ -165,6 +160,8 @@ def compare(
                 reference, candidates or (), reports=reports, keep_reports=json or verbose,
                 progress=progress, **options,
             )  # fmt: skip
+        if html is not None:
+            matrix.to_html(html)
         _show_matrix(matrix, every=every, json=json, quiet=quiet, verbose=verbose)
         raise typer.Exit(_matrix_code(matrix, asked=exit_code))
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from divergence.cli.answers import progress_bars, show
+from divergence.cli.compare import HTML, check_folder
 from divergence.errors import RunExistsError, RunWriteError, UsageError
 from divergence.options.commands import (
     LIMITS,
@@ -60,6 +61,7 @@ def localize(
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     operators: Operators = (),
+    html: Annotated[Path | None, HTML] = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -81,6 +83,7 @@ def localize(
     """  # noqa: E501 - printed as it stands
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o DIR")
+    check_folder(html)
     from divergence.experiments.localization.localize import localize
     from divergence.layout import print_lines
     from divergence.report.localization import localization_lines
@@ -91,6 +94,8 @@ def localize(
             here=here, force=force, trust_remote_code=trust_remote_code, operators=operators,
             progress=progress,
         )  # fmt: skip
+    if html is not None:
+        result.to_html(html)
     if json:
         show(result.to_json(indent=2))
     else:
@@ -135,6 +140,7 @@ def sensitivity(
     model: Model = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    html: Annotated[Path | None, HTML] = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -154,6 +160,7 @@ def sensitivity(
     Faults: scale, update-scale, noise, bias, channel, zero. Not for a pair that is judged faulty
     before anything is planted: exit code 2.
     """
+    check_folder(html)
     from divergence.experiments.sensitivity.sensitivity import sensitivity
     from divergence.gate.policy import load_policy
     from divergence.layout import print_lines
@@ -165,6 +172,8 @@ def sensitivity(
             faults=_words(faults), thresholds=load_policy(policy).thresholds, confirm=confirm,
             model=model, device=device, trust_remote_code=trust_remote_code, progress=progress,
         )  # fmt: skip
+    if html is not None:
+        result.to_html(html)
     if json:
         show(result.to_json(indent=2))
     else:
@@ -210,6 +219,7 @@ def selfcheck(
     ] = None,
     exit_code: Annotated[bool, Option("--exit-code", "Exit with 1 where a line diverged.")] = False,
     trust_remote_code: TrustRemoteCode = False,
+    html: Annotated[Path | None, HTML] = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -227,6 +237,7 @@ def selfcheck(
 
     With --exit-code: 1 where a line diverged, 2 where one could not be told; else 0.
     """
+    check_folder(html)
     from divergence.experiments.selfcheck.selfcheck import selfcheck
     from divergence.layout import print_lines
     from divergence.report.selfcheck import selfcheck_answer, selfcheck_lines
@@ -238,6 +249,8 @@ def selfcheck(
             trust_remote_code=trust_remote_code, only=_words(only), truth=truth, keep=keep,
             progress=progress,
         )  # fmt: skip
+    if html is not None:
+        result.to_html(html)
     if json:
         show(result.to_json(indent=2))
     else:

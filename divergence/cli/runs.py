@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from divergence.cli.answers import progress_bars, show, show_copy
 from divergence.cli.signature import settings
-from divergence.errors import RunExistsError, RunFormatError, UsageError
+from divergence.errors import RunFormatError, UsageError
 from divergence.options.commands import OUTPUT, DoctorOptions, Force, Json, Out, Quiet, Verbose
 from divergence.options.option import Option
 
@@ -215,38 +215,21 @@ def bundle(
     divergence bundle a b -o bug.zip
     divergence bundle a b -o bug.zip --truth truth
     """
-    from divergence.gate.sending import reproducer_beside, write_whole
     from divergence.layout import print_lines, prose, size
-    from divergence.report.bundle import bundle_files, zipped
     from divergence.report.machine import strict_json
-    from divergence.report.redaction import Redaction
     from divergence.report.summary import verdict_lines
-    from divergence.run.reader import Run
-    from divergence.run.storage.location import folder_of
+    from divergence.sending import bundle
 
-    if out is None or not out.lower().endswith(".zip"):
+    if out is None:
         raise UsageError("a bundle is a .zip file", hint="-o bug.zip")
-    from divergence.comparison.api import compare
-
-    target = Path(folder_of(out))
-    if target.exists() and not force:
-        raise RunExistsError(f"{target} exists already", hint="another -o, or --force")
     given = {**settings("compare"), **options}
     with progress_bars(quiet=quiet or json) as progress:
-        report = compare(reference, candidate, progress=progress, **given)
-    named = {reference: "A", candidate: "B"}
-    named |= {given["truth"]: "TRUTH"} if given.get("truth") else {}
-    runs = {"A": Run.open(reference), "B": Run.open(candidate)}
-    machines = {name: run.manifest.environment for name, run in runs.items()}
-    files = bundle_files(
-        report, machines, Redaction(named), reproducer=reproducer_beside(*runs.values())
-    )
-    data = zipped(files)
-    write_whole(target, data)
+        made = bundle(reference, candidate, out=out, force=force, progress=progress, **given)
     if json:
-        show(strict_json({"schema_version": 1, "path": out, "files": sorted(files)}))
+        show(strict_json({"schema_version": 1, "path": out, "files": sorted(made.files)}))
     elif quiet:
         show(out)
     else:
-        print_lines(verdict_lines(report))
-        print_lines([prose("bundled", f"{out}: {', '.join(files)}; {size(len(data))}")])
+        print_lines(verdict_lines(made.report))
+        told = f"{out}: {', '.join(made.files)}; {size(made.num_bytes)}"
+        print_lines([prose("bundled", told)])

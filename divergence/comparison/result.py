@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from divergence.run.reader import Run
 
 __all__ = [
-    "REPORT_SCHEMA_VERSION", "Cell", "RankShare", "ReplicaCheck", "ReplicaDiff", "Report",
+    "REPORT_SCHEMA_VERSION", "Answer", "Cell", "RankShare", "ReplicaCheck", "ReplicaDiff", "Report",
     "RunSummary", "SuiteCase", "SuiteOperator", "SuiteResult", "SuiteSide", "SuiteStatus", "ToldBy",
     "json_safe", "strict_json", "summary_of",
 ]  # fmt: skip
@@ -65,7 +65,30 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The model chooses tokens."""
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Answer:
+    """What a command found: a Struct that is written as JSON or as a page."""
+
+    __slots__ = ()
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The whole answer as strict JSON; nan and inf become strings."""
+        return strict_json(self, indent=indent)
+
+    def html(self) -> str:
+        """A page for a browser: one file that loads nothing. What an answer does not hold (texts,
+        machines) is read from the runs, where they are still there."""
+        report = self if isinstance(self, Report) else getattr(self, "report", None)
+        background = report and _by_name("comparison", "background").background_of(report)
+        page: str = _by_name("report", "page", "answers").page_of(self, background)
+        return page
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``html()`` to a file, as a whole or not at all; its path."""
+        written: Path = _by_name("html", "document").write_page(self.html(), path)
+        return written
+
+
+class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """The answer of `compare`."""
 
     schema_version: int = REPORT_SCHEMA_VERSION
@@ -117,22 +140,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             self.to_records(), infer_schema_length=None, strict=False
         )
         return frame
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """The whole report as strict JSON; nan and inf become strings."""
-        return strict_json(self, indent=indent)
-
-    def html(self) -> str:
-        """The report as a page for a browser: one file that loads nothing. What a report does not
-        hold (texts, machines) is read from the runs, where they are still there."""
-        background = _by_name("comparison", "background").background_of(self)
-        page: str = _by_name("report", "page", "whole").page(self, background)
-        return page
-
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write ``html()`` to a file, as a whole or not at all; its path."""
-        written: Path = _by_name("html", "document").write_page(self.html(), path)
-        return written
 
 
 def _by_name(*names: str) -> ModuleType:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.result import Report, RunSummary, json_safe, strict_json
+from divergence.comparison.result import Answer, Report, RunSummary, json_safe
 from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.operators import CausalCheck, OperatorResult, OtherInput
 from divergence.comparison.results.sites import SiteResult
@@ -150,7 +150,7 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True):
         return f"{self.run} is as far from the truth as {self.repeats}, though {where}"
 
 
-class Localization(msgspec.Struct, kw_only=True, frozen=True):
+class Localization(msgspec.Struct, Answer, kw_only=True, frozen=True):
     """The answer of `localize`."""
 
     schema_version: int = LOCALIZATION_SCHEMA_VERSION
@@ -190,10 +190,6 @@ class Localization(msgspec.Struct, kw_only=True, frozen=True):
     """The command that continues after that."""
     report: Report | None = None
     """The last comparison."""
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """Strict JSON; nan and inf become strings. ``report`` holds the last comparison."""
-        return strict_json(self, indent=indent)
 
 
 SENSITIVITY_SCHEMA_VERSION = 1
@@ -237,7 +233,7 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
 
 
-class Sensitivity(msgspec.Struct, kw_only=True, frozen=True):
+class Sensitivity(msgspec.Struct, Answer, kw_only=True, frozen=True):
     """The answer of `sensitivity`."""
 
     schema_version: int = SENSITIVITY_SCHEMA_VERSION
@@ -271,10 +267,6 @@ class Sensitivity(msgspec.Struct, kw_only=True, frozen=True):
     def of(self, fault: str) -> list[FaultSize]:
         """The sizes of one fault, block by block."""
         return [size for size in self.sizes if size.fault == fault]
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """The whole answer as strict JSON; nan and inf become strings."""
-        return strict_json(self, indent=indent)
 
 
 SELFTEST_SCHEMA_VERSION = 1

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.result import Report, RunSummary, strict_json
+from divergence.comparison.result import Answer, Report, RunSummary
 from divergence.comparison.results.findings import Onset, VerdictKind
 from divergence.words import SideBothOrNeither
 
@@ -65,7 +65,7 @@ class CrossCheck(msgspec.Struct, frozen=True, kw_only=True):
     """Why the two could not be compared; ``verdict`` is then None."""
 
 
-class Matrix(msgspec.Struct, frozen=True, kw_only=True):
+class Matrix(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """The answer of `compare` for three runs and more. Runs are named by path."""
 
     schema_version: int = MATRIX_SCHEMA_VERSION
@@ -93,7 +93,3 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
         pair's report all fields are megabytes."""
         paths = " ".join([self.reference.path, *(row.path for row in self.rows)])
         return f"<Matrix {paths}: {self.agreement}>"
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """The whole matrix as strict JSON; nan and inf become strings."""
-        return strict_json(self, indent=indent)

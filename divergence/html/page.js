@@ -84,7 +84,7 @@
     chosen = name;
     const at = names.indexOf(name);
     const heading = make("h3", name, { id: "chosen-title", tabindex: "-1" });
-    const list = make("select", null, { "aria-label": "Block" });
+    const list = make("select", null, { "aria-label": data.noun });
     names.forEach((one) => list.append(make("option", one)));
     list.selectedIndex = at;
     list.addEventListener("change", () => {
@@ -101,7 +101,7 @@
       return button;
     };
     const bar = make("div", null, { class: "bar" });
-    bar.append(step("Block before", at - 1, "‹"), list, step("Block after", at + 1, "›"));
+    bar.append(step(`${data.noun} before`, at - 1, "‹"), list, step(`${data.noun} after`, at + 1, "›"));
     const facts = make("dl", null, { class: "facts" });
     for (const [term, what] of block.facts) {
       const pair = make("div");
@@ -142,11 +142,11 @@
     const picture = element.querySelector(".area svg");
     const cursor = make("div", null, { class: "cursor" });
     const held = make("div", null, { class: "held" });
-    const hint = stages.length ? "" : "Point at a figure, or use the arrow keys; Enter opens a block.";
+    const hint = stages.length ? "" : "Point at a figure, or use the arrow keys; Enter opens what it stands on.";
     const readout = make("output", hint, { class: "readout" });
     const surface = make("div", null, heat
       ? { class: "surface", tabindex: "0", role: "application", "aria-label": `${title}: arrow keys move` }
-      : { class: "surface", tabindex: "0", role: "slider", "aria-label": `Block in: ${title}`,
+      : { class: "surface", tabindex: "0", role: "slider", "aria-label": `${data.noun} in: ${title}`,
           "aria-valuemin": "0", "aria-valuemax": String(columns - 1), "aria-valuenow": "0" });
     surface.append(held, cursor);
     element.append(surface);
@@ -212,7 +212,7 @@
       },
     });
   }
-  for (const cell of document.querySelectorAll("#blocks .names tbody th")) {
+  for (const cell of document.querySelectorAll("#blocks .names tbody th, #runs .names tbody th")) {
     const name = cell.firstChild;
     if (name.nodeType !== Node.TEXT_NODE || !Object.hasOwn(data.blocks, name.textContent)) continue;
     const button = make("button", name.textContent, { type: "button", class: "plain" });
@@ -264,7 +264,7 @@
     document.getElementById("download-json").addEventListener("click", async () => {
       save(await unpacked(), "report.json", "application/json");
     });
-    document.getElementById("download-csv").addEventListener("click", async () => {
+    document.getElementById("download-csv")?.addEventListener("click", async () => {
       save(table(JSON.parse(await unpacked())), "report.csv", "text/csv");
     });
   }

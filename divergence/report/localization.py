@@ -9,7 +9,7 @@ from divergence.experiments.result import Level, Localization
 from divergence.layout import BLANK, Line, heading, line, prose, times
 from divergence.run.command import quoted_words
 
-__all__ = ["localization_lines", "reproducer_lines"]
+__all__ = ["localization_lines", "proof_lines", "reproducer_lines"]
 
 
 _PLACED = "with the other side's result in its place"
@@ -24,9 +24,7 @@ def localization_lines(
         return lines
     lines += [BLANK, heading("descent")]
     lines += [_level(level, named=result.side is not None) for level in result.levels]
-    lines += _repeated(result)
-    lines += _proof(result)
-    lines.append(BLANK)
+    lines += [*proof_lines(result), BLANK]
     if result.report is not None:
         evidence = result.report.verdict.evidence
         told = {level.why for level in result.levels}
@@ -126,8 +124,9 @@ def _repeated(result: Localization) -> list[Line]:
     return [prose("  repeated", text, width=12) for text in texts]
 
 
-def _proof(result: Localization) -> list[Line]:
-    lines: list[Line] = []
+def proof_lines(result: Localization) -> list[Line]:
+    """What was captured again, the causal check, each side's operator by itself, the reproducer."""
+    lines = _repeated(result)
     if result.causal is not None and result.causal.num_after:
         lines.append(
             prose(

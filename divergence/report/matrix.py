@@ -25,7 +25,7 @@ from divergence.layout import (
 )
 from divergence.report.summary import VERDICT_STYLES
 
-__all__ = ["matrix_headline", "matrix_lines"]
+__all__ = ["NUM_WORDS", "TITLES", "matrix_headline", "matrix_lines", "row_cells"]
 
 MAX_ROWS = 40
 NUM_FIRST = 4
@@ -33,8 +33,8 @@ NUM_FIRST = 4
 MAX_NAMED = 8
 """Runs of one group that are named."""
 _GAP = "  "
-_TITLES = ("run", "machine", "verdict", "from", "wrong", "of limit", "logits L2", "top-1", "tokens")
-_LEFT = 5
+TITLES = ("run", "machine", "verdict", "from", "wrong", "of limit", "logits L2", "top-1", "tokens")
+NUM_WORDS = 5
 """Columns of words; the others are numbers."""
 _SHARED = (0, 1, 3)
 """Columns that take what room the others leave."""
@@ -119,9 +119,9 @@ def _state(row: MatrixRow) -> str:
 
 def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
     first = matrix.reference
-    rest = ("-",) * (len(_TITLES) - 3)
+    rest = ("-",) * (len(TITLES) - 3)
     rows = [(first.path, "first", (first.path, first.label, "(first)", *rest))]
-    rows += [(row.path, _state(row), _cells(row)) for row in matrix.rows]
+    rows += [(row.path, _state(row), row_cells(row)) for row in matrix.rows]
     hidden: set[int] = set()
     if len(rows) > MAX_ROWS and not all_runs:
         agreeing = [n for n, row in enumerate(rows) if row[1] == "agrees"]
@@ -134,8 +134,8 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
         for number, (path, state, cells) in enumerate(rows)
         if number not in hidden
     ]
-    widths = _widths([_TITLES, *(cells for _, _, cells in shown)])
-    lines = [line(("    " + _joined(_TITLES, widths), "dim"))]
+    widths = _widths([TITLES, *(cells for _, _, cells in shown)])
+    lines = [line(("    " + _joined(TITLES, widths), "dim"))]
     for path, state, cells in shown:
         odd = path in matrix.odd
         style = "bold red" if odd else VERDICT_STYLES.get(cells[2], "")
@@ -149,7 +149,7 @@ def _table(matrix: Matrix, *, all_runs: bool) -> list[Line]:
     return lines
 
 
-def _cells(row: MatrixRow) -> tuple[str, ...]:
+def row_cells(row: MatrixRow) -> tuple[str, ...]:
     run, onset = row.run, row.onset
     tokens = "-" if row.num_tokens is None else f"{row.num_equal}/{row.num_tokens}"
     return (
@@ -167,7 +167,7 @@ def _cells(row: MatrixRow) -> tuple[str, ...]:
 
 def _widths(rows: list[tuple[str, ...]]) -> list[int]:
     """Each column as wide as its widest cell; the names give way where that is too much."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
     room = MAX_WIDTH - 4 - len(_GAP) * (len(widths) - 1)
     while sum(widths) > room:
         longest = max(_SHARED, key=lambda column: widths[column])
@@ -181,5 +181,5 @@ def _joined(cells: tuple[str, ...], widths: list[int]) -> str:
     parts = []
     for column, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         text = cut(cell, width)
-        parts.append(text.ljust(width) if column < _LEFT else text.rjust(width))
+        parts.append(text.ljust(width) if column < NUM_WORDS else text.rjust(width))
     return _GAP.join(parts).rstrip()

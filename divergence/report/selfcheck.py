@@ -7,7 +7,7 @@ from pathlib import PurePath
 from divergence.experiments.selfcheck.result import SelfcheckLine, SelfcheckResult
 from divergence.layout import BLANK, Line, count, cut, heading, line, prose, times
 
-__all__ = ["selfcheck_answer", "selfcheck_lines"]
+__all__ = ["how_changed", "result_text", "selfcheck_answer", "selfcheck_lines"]
 
 _STYLES = {
     "identical": "green", "within_floor": "green", "suspected": "yellow", "diverged": "bold red",
@@ -64,7 +64,9 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
         f"all, {count(result.max_new_tokens, 'new token')} each"
     )
     lines = [*selfcheck_answer(result), BLANK, prose("base run", ran, width=10), BLANK]
-    rows = [(one.name, _changed(one), _told(one), _STYLES[one.status]) for one in result.lines]
+    rows = [
+        (one.name, how_changed(one), result_text(one), _STYLES[one.status]) for one in result.lines
+    ]
     first, second = (
         max([len(head), *(min(len(row[n]), _WIDEST) for row in rows)])
         for n, head in enumerate(("line", "what is changed"))
@@ -80,7 +82,7 @@ def selfcheck_lines(result: SelfcheckResult, *, verbose: bool = False) -> list[L
     return lines
 
 
-def _changed(one: SelfcheckLine) -> str:
+def how_changed(one: SelfcheckLine) -> str:
     return one.changed if one.against == "base" else f"{one.changed} (against {one.against})"
 
 
@@ -88,7 +90,7 @@ def _place(one: SelfcheckLine) -> str:
     return "in no one block" if one.block is None else f"from {one.block} on"
 
 
-def _told(one: SelfcheckLine) -> str:
+def result_text(one: SelfcheckLine) -> str:
     if one.status == "identical":
         more = one.num_missing if one.name != "hooks" else 0
         return f"bit-identical, {more:,} tensors not compared" if more else "bit-identical"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from divergence.experiments.result import FaultSize, Sensitivity
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose, share
 
-__all__ = ["answer_lines", "sensitivity_lines"]
+__all__ = ["answer_lines", "cell", "sensitivity_lines", "setup_lines"]
 
 
 def answer_lines(result: Sensitivity) -> list[Line]:
@@ -15,7 +15,7 @@ def answer_lines(result: Sensitivity) -> list[Line]:
 
 def sensitivity_lines(result: Sensitivity, *, verbose: bool = False) -> list[Line]:
     """The sentences, what they rest on, the tables, and what would see smaller faults."""
-    lines = [*answer_lines(result), BLANK, *_setup_lines(result), BLANK]
+    lines = [*answer_lines(result), BLANK, *setup_lines(result), BLANK]
     lines += _table(result, escalated=False)
     if result.escalated:
         lines += _table(result, escalated=True)
@@ -66,7 +66,7 @@ def _blocks(result: Sensitivity) -> str:
     return f"any of the {len(result.blocks)} blocks tried"
 
 
-def _setup_lines(result: Sensitivity) -> list[Line]:
+def setup_lines(result: Sensitivity) -> list[Line]:
     a, b = result.reference, result.candidate
     tokens, blocks = count(result.num_prompt_tokens, "prompt token"), result.num_blocks
     lines = [
@@ -96,11 +96,11 @@ def _table(result: Sensitivity, *, escalated: bool) -> list[Line]:
     rows = [("block", *result.phrases)]
     for block in result.blocks:
         found = {one.fault: one for one in result.sizes if one.block == block}
-        rows.append((block, *(_cell(found[fault], escalated) for fault in result.phrases)))
+        rows.append((block, *(cell(found[fault], escalated) for fault in result.phrases)))
     return [heading("smallest size seen", detail), *columns(rows, widest=44), BLANK]
 
 
-def _cell(one: FaultSize, escalated: bool) -> str:
+def cell(one: FaultSize, escalated: bool) -> str:
     if one.reason is not None:
         return "-"
     size = one.escalated_size if escalated else one.size

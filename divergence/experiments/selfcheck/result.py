@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.result import strict_json
+from divergence.comparison.result import Answer
 from divergence.comparison.results.findings import VerdictKind
 from divergence.words import SideBothOrNeither
 
@@ -75,7 +75,7 @@ class SelfcheckLine(msgspec.Struct, frozen=True, kw_only=True):
     """Commands that look closer."""
 
 
-class SelfcheckResult(msgspec.Struct, frozen=True, kw_only=True):
+class SelfcheckResult(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """The answer of `selfcheck`."""
 
     schema_version: int = SELFCHECK_SCHEMA_VERSION
@@ -117,7 +117,3 @@ class SelfcheckResult(msgspec.Struct, frozen=True, kw_only=True):
             for line in self.lines
             if line.same_bits and line.verdict not in (None, "identical")
         ]
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """Strict JSON; nan and inf become strings."""
-        return strict_json(self, indent=indent)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.html.element import Element, Node, el
-from divergence.html.parts import Section, command, facts, name, prose_block
+from divergence.html.parts import Section, facts, name, prose_block
 from divergence.layout import Line, count
+from divergence.report.page.frame import next_commands, opening
 from divergence.report.screen import compared_lines, settings_lines, token_lines, visible_lines
 from divergence.report.summary import headline, verdict_lines
 from divergence.words import HEADLINES
@@ -33,42 +35,23 @@ def verdict(report: Report) -> Element:
     standing, sign = STANDINGS[kind]
     if headline(report) != HEADLINES[kind]:
         standing, sign = STANDINGS["incomparable"]
-    first, *more = verdict_lines(report)
-    word, *rest = (span.text for span in first.spans)
-    word, title = word.strip().rstrip(":"), "".join(rest)
     lines = [
-        *more, *visible_lines(report), *settings_lines(report.preflight), *token_lines(report),
-        *compared_lines(report),
+        *verdict_lines(report), *visible_lines(report), *settings_lines(report.preflight),
+        *token_lines(report), *explained_lines(report), *compared_lines(report),
     ]  # fmt: skip
-    rows = [(line.spans[0].text.strip(), line.spans[1].text) for line in lines]
-    badge = el("p", el("span", sign, class_="sign", aria_hidden="true"), word, class_="badge")
-    heading = el("h1", name(title[:1].upper() + title[1:]), class_=_size(title))
-    said = el(
-        "div", badge, heading,
-        facts(rows, class_="facts verdict-facts") if rows else None, *_why(report),
+    return opening(
+        lines, *_why(report), standing=standing, sign=sign, beside=_pair(report),
+        below=next_commands(report.verdict.next),
     )  # fmt: skip
-    return el(
-        "section", el("div", said, _pair(report), class_="opening"), *_next(report),
-        class_=f"verdict {standing}", id="verdict", aria_label="Verdict",
-    )  # fmt: skip
-
-
-def _size(title: str) -> str | None:
-    return "long" if len(title) > 110 else None
 
 
 def policy(answer: Sequence[Line]) -> Element:
     """What `check` says of the policy, before the verdict that it judges."""
     first, *more = answer
-    word, *rest = (span.text for span in first.spans)
-    standing, sign = STANDINGS["identical" if word == "PASSED" else "localized"]
-    badge = el("p", el("span", sign, class_="sign", aria_hidden="true"), word, class_="badge")
     items = [el("li", prose_block(line.text.strip())) for line in more]
-    return el(
-        "section", badge, el("p", "".join(rest).removeprefix(": ")),
-        el("ul", *items, class_="why") if items else None,
-        class_=f"verdict {standing}", id="policy", aria_label="Policy",
-    )  # fmt: skip
+    return opening(
+        [first], el("ul", *items, class_="why") if items else None, id="policy", label="Policy"
+    )
 
 
 def _why(report: Report) -> list[Node]:
@@ -81,13 +64,6 @@ def _why(report: Report) -> list[Node]:
         class_="more",
     )  # fmt: skip
     return [el("h2", "Why"), el("ul", *shown, class_="why"), more if hidden else None]
-
-
-def _next(report: Report) -> list[Node]:
-    commands = report.verdict.next
-    if not commands:
-        return []
-    return [el("h2", "Do this next"), *map(command, commands)]
 
 
 def _pair(report: Report) -> Element:

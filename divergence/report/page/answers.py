@@ -1,0 +1,283 @@
+"""The pages of answers that are not one comparison: many runs, localize, sensitivity, selfcheck.
+
+Each has the terminal's answer on top and its tables as tables. ``page_of`` takes any of them, and a
+Report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from divergence._version import __version__
+from divergence.comparison.result import Answer, Report
+from divergence.comparison.results.background import Background
+from divergence.experiments.result import Localization, Sensitivity
+from divergence.experiments.selfcheck.result import SelfcheckResult
+from divergence.fleet.result import Matrix, MatrixRow
+from divergence.html.element import Node, el
+from divergence.html.figures import Line as PlotLine
+from divergence.html.figures import figure, line_plot
+from divergence.html.parts import BlockPart, Section, Table, details, prose_block, table
+from divergence.layout import Line, count, share, times
+from divergence.report import localization as localized
+from divergence.report import matrix as matrices
+from divergence.report import selfcheck as selfchecks
+from divergence.report import sensitivity as sensitivities
+from divergence.report.page.frame import frame, next_commands, opening, printed
+from divergence.report.page.whole import page
+
+__all__ = ["page_of"]
+
+_MOST_ROWS = 2000
+
+
+def page_of(answer: Answer, background: Background | None = None) -> str:
+    """The page, whatever the answer is of. ``background``: of its report, where it has one."""
+    if isinstance(answer, Matrix):
+        return _matrix(answer)
+    if isinstance(answer, Sensitivity):
+        return _sensitivity(answer)
+    if isinstance(answer, SelfcheckResult):
+        return _selfcheck(answer)
+    background = background or Background()
+    if isinstance(answer, Localization):
+        return _localization(answer, background)
+    assert isinstance(answer, Report)
+    return page(answer, background)
+
+
+def _framed(
+    name: str, answer: Matrix | Sensitivity | SelfcheckResult, lines: Sequence[Line],
+    sections: Sequence[Section | None], *, commands: Sequence[str] = (), noun: str = "Block",
+    data_lead: str = "This page holds the answer it was made of.",
+) -> str:  # fmt: skip
+    word = lines[0].text
+    return frame(
+        name, f"{word[:120]} · divergence", [opening(lines, below=next_commands(commands))],
+        [section for section in sections if section is not None],
+        attachment=answer.to_json().encode(), data_lead=data_lead, made_by=answer.tool_version,
+        noun=noun,
+    )  # fmt: skip
+
+
+# --- many runs ----------------------------------------------------------------------------------
+
+
+def _matrix(matrix: Matrix) -> str:
+    small = replace(matrix, rows=[replace(row, report=None) for row in matrix.rows])
+    return _framed(
+        "compare", small, matrices.matrix_headline(matrix),
+        [_runs(matrix), _among(matrix), _not_compared(matrix)], commands=matrix.next, noun="Run",
+        data_lead="This page holds the answer it was made of, without the report of each pair.",
+    )  # fmt: skip
+
+
+def _runs(matrix: Matrix) -> Section:
+    rows = matrix.rows[:_MOST_ROWS]
+    told = [_says(matrix, row) for row in rows]
+    figures: dict[str, dict[str, Any]] = {}
+    body: list[Node] = []
+    if sum(row.limit_usage is not None for row in rows) > 1:
+        flagged = [n for n, row in enumerate(rows) if (row.limit_usage or 0) > 1]
+        paths = [row.path for row in rows]
+        figures["usage"] = {"kind": "line", "says": told, "blocks": paths}
+        plot = line_plot(
+            [str(n) for n in range(1, len(rows) + 1)],
+            [PlotLine(label="of a limit", kind="run", values=[r.limit_usage for r in rows])],
+            band=([1.0] * len(rows), [None] * len(rows)), flagged=flagged,
+            label=f"The largest share of a limit that each of {count(len(rows), 'run')} uses: "
+            f"{len(flagged)} beyond 1.",
+        )  # fmt: skip
+        legend = [("dot run", "a run"), ("band floor", "within the limit")]
+        body.append(figure(
+            "usage", "How far each run is from the first", plot, legend=legend, wide=True,
+            described="The largest share of any limit, by the order in which runs were given.",
+        ))  # fmt: skip
+        body.append(el("div", class_="chosen", id="chosen", hidden=True))
+    marks = ["flagged" if (row.limit_usage or 0) > 1 else "" for row in rows]
+    grid = Table(
+        caption="Each run against the first", titles=matrices.TITLES, names=True,
+        rows=[matrices.row_cells(row) for row in rows], marks=marks, num_left=matrices.NUM_WORDS,
+        note="" if len(rows) == len(matrix.rows) else f"The first {len(rows):,} rows.",
+    )  # fmt: skip
+    body.append(table(grid))
+    return Section(
+        id="runs", title="Runs", body=tuple(body), figures=figures,
+        lead=f"{count(len(matrix.rows), 'run')}, each compared with {matrix.reference.path}.",
+        blocks=[BlockPart(block=row.path, facts=_facts(row)) for row in rows],
+    )  # fmt: skip
+
+
+def _says(matrix: Matrix, row: MatrixRow) -> str:
+    parts: list[str] = [row.verdict or "not compared"]
+    if row.limit_usage is not None:
+        parts.append(f"{times(row.limit_usage)} of a limit")
+    if row.path in matrix.odd:
+        parts.append("not like most of the others")
+    return f"{row.path}: {', '.join(parts)}"
+
+
+def _facts(row: MatrixRow) -> list[tuple[str, str]]:
+    found = [("verdict", row.summary or row.problem or row.verdict or "not compared")]
+    if row.confidence:
+        found.append(("confidence", row.confidence))
+    if row.onset is not None:
+        found.append(("onset", row.onset.site))
+    if row.run is not None:
+        found.append(("machine", row.run.label))
+    if row.report is not None:
+        found += [("because", fact.text) for fact in row.report.verdict.evidence[:5]]
+    elif row.report_path:
+        found.append(("report", row.report_path))
+    return found
+
+
+def _among(matrix: Matrix) -> Section | None:
+    if not matrix.cross_checks:
+        return None
+    rows: list[tuple[str, ...]] = [
+        (one.reference, one.candidate, one.verdict or f"not compared: {one.problem or ''}")
+        for one in matrix.cross_checks
+    ]
+    titles = ("run", "and run", "verdict")
+    grid = Table(caption="Candidates with one another", titles=titles, rows=rows, num_left=3)
+    return Section(
+        id="among", title="Among themselves", body=(table(grid),),
+        lead="Who agrees with whom, where the first run is the odd one.",
+    )  # fmt: skip
+
+
+def _not_compared(matrix: Matrix) -> Section | None:
+    failed = [row for row in matrix.rows if row.problem is not None]
+    if not failed:
+        return None
+    items = [el("li", prose_block(f"{row.path}: {row.problem}")) for row in failed]
+    return Section(id="failed", title="Not compared", body=(el("ul", *items, class_="why"),))
+
+
+# --- localize -----------------------------------------------------------------------------------
+
+
+def _localization(result: Localization, background: Background) -> str:
+    lines = localized.localization_lines(result, answer_only=True)
+    top = opening(lines, id="answer", label="Answer", below=next_commands(result.commands))
+    descent = Section(
+        id="descent", title="The descent", lead="From the block to the operator, and its proof.",
+        body=(table(_levels(result)), printed(localized.proof_lines(result))),
+    )  # fmt: skip
+    title = f"{lines[0].text[:120]} · divergence"
+    if result.report is None:
+        return frame(
+            "localize", title, [top], [descent], attachment=result.to_json().encode(),
+            data_lead="This page holds the answer it was made of.", made_by=__version__,
+        )  # fmt: skip
+    return page(
+        result.report, background, openings=[top], sections=[descent], command_name="localize"
+    )
+
+
+def _levels(result: Localization) -> Table:
+    rows: list[tuple[str, ...]] = [
+        (one.level, one.site or "nothing stands out", one.side or "-", one.verdict, one.why or "-")
+        for one in result.levels
+    ]
+    return Table(
+        caption="Level by level", titles=("level", "begins at", "wrong", "verdict", "why"),
+        rows=rows, num_left=5,
+    )  # fmt: skip
+
+
+# --- sensitivity --------------------------------------------------------------------------------
+
+
+def _sensitivity(result: Sensitivity) -> str:
+    first, *rest = sensitivities.answer_lines(result)
+    tables = [_sizes(result, escalated=False)]
+    if result.escalated:
+        tables.append(_sizes(result, escalated=True))
+    pictures = _size_plots(result) if len(result.blocks) > 3 else []
+    sizes = Section(
+        id="sizes", title="The smallest fault that is seen",
+        lead="Faults of growing size were planted in what the candidate recorded, until compare "
+        "saw them.",
+        body=(el("div", *pictures, class_="figures") if pictures else None, *map(table, tables)),
+    )  # fmt: skip
+    units = Table(
+        caption="A size is a share of", titles=("fault", "unit"), rows=list(result.units.items()),
+        num_left=2,
+    )  # fmt: skip
+    more = [el("p", line.text.strip()) for line in rest]
+    basis = Section(
+        id="basis", title="What it rests on",
+        body=(printed(sensitivities.setup_lines(result)), table(units)),
+    )  # fmt: skip
+    return frame(
+        "sensitivity", f"{first.text[:120]} · divergence",
+        [opening([first], *more, standing="good", label="Answer",
+                 below=next_commands(result.next))],
+        [sizes, basis], attachment=result.to_json().encode(), made_by=result.tool_version,
+        data_lead="This page holds the answer it was made of.",
+    )  # fmt: skip
+
+
+def _sizes(result: Sensitivity, *, escalated: bool) -> Table:
+    found = {(one.block, one.fault): one for one in result.sizes}
+    rows = [
+        (block, *(sensitivities.cell(found[block, fault], escalated) for fault in result.phrases))
+        for block in result.blocks
+    ]
+    what = "with the escalated pass, float32" if escalated else f"anchored pass, {result.dtype}"
+    return Table(
+        caption=f"Smallest size seen, {what}", titles=("block", *result.phrases), rows=rows
+    )
+
+
+def _size_plots(result: Sensitivity) -> list[Node]:
+    plots: list[Node] = []
+    names = [block.rpartition(".")[2] for block in result.blocks]
+    for fault in result.phrases:
+        sizes = {one.block: one for one in result.of(fault)}
+        lines = [PlotLine(label="anchored", kind="anchored",
+                          values=[sizes[block].size for block in result.blocks])]  # fmt: skip
+        if result.escalated:
+            deep = [sizes[block].escalated_size for block in result.blocks]
+            lines.append(PlotLine(label="escalated", kind="free", values=deep))
+        seen = [value for value in lines[0].values if value is not None]
+        worst = f"up to {share(max(seen))}" if seen else "in no block"
+        legend = [("line anchored", f"in {result.dtype}"), ("line free", "escalated, float32")]
+        plots.append(figure(
+            f"size-{fault}", fault, line_plot(names, lines, label=f"{fault}: seen {worst}."),
+            described=f"The smallest size that is seen, by block: {worst}.",
+            legend=legend[: len(lines)],
+        ))  # fmt: skip
+    return plots
+
+
+# --- selfcheck ----------------------------------------------------------------------------------
+
+
+def _selfcheck(result: SelfcheckResult) -> str:
+    rows: list[tuple[str, ...]] = [
+        (one.name, selfchecks.how_changed(one), selfchecks.result_text(one)) for one in result.lines
+    ]
+    bad = [one.status in ("diverged", "suspected") for one in result.lines]
+    grid = Table(
+        caption="Ways of running", titles=("line", "what is changed", "result"), rows=rows,
+        num_left=3, marks=["flagged" if one else "" for one in bad],
+    )  # fmt: skip
+    verdicts = [
+        el("li", prose_block(f"{one.name}: {one.summary}")) for one in result.lines if one.summary
+    ]
+    body: list[Node] = [table(grid)]
+    if verdicts:
+        body.append(details("What compare says of each", el("ul", *verdicts)))
+    commands = [command for one in result.diverged or result.compared for command in one.next[:1]]
+    ways = Section(
+        id="ways", title="Ways of running", body=tuple(body),
+        lead="Each is a run like the base run with one thing changed.",
+    )  # fmt: skip
+    lines = selfchecks.selfcheck_answer(result)
+    return _framed("selfcheck", result, lines, [ways], commands=commands[:3])

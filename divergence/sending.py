@@ -1,0 +1,142 @@
+"""bundle(): what is sent of a comparison, in one zip; with the reproducer of `localize`, found by
+its pair.
+
+A folder of `localize` holds the ids of its two runs (pair.json). It is looked for beside the runs
+and where one works. Only files that a reproducer consists of are read, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from divergence.errors import RunExistsError, RunWriteError, UsageError
+from divergence.ops.reproducer.repro import FILES
+
+if TYPE_CHECKING:
+    from divergence.comparison.result import Report
+    from divergence.run.reader import Run
+    from divergence.words import Progress
+
+__all__ = ["Bundle", "bundle"]
+
+_PAIR_BYTES = 4096
+_MOST_BYTES = 256 << 20
+"""Larger ones are no attachment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The zip that was written, its size in bytes, the names in it, and the report it rests on."""
+
+    path: Path
+    num_bytes: int
+    files: list[str]
+    report: Report
+
+
+def bundle(
+    reference: str | Path | Run,
+    candidate: str | Path | Run,
+    *,
+    out: str | Path,
+    truth: str | Path | Run | None = None,
+    floor: str | Path | Run | Sequence[str | Path | Run] = (),
+    name_map: str | Path | None = None,
+    device: str = "cpu",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Compare two runs and put into the zip ``out`` what a vendor or a colleague needs to see:
+    report.md, report.json, the report as a page, and the operator's reproducer where `localize` has
+    left one beside the runs. The runs are not in it; paths and the names of this host and user are
+    taken out of all text. ``truth``, ``floor``, ``name_map``, ``device``: as in ``compare``.
+    ``force``: replaces ``out``.
+
+    Raises UsageError where ``out`` is no .zip file, RunExistsError where it exists and ``force`` is
+    false, RunWriteError, and what ``compare`` raises.
+    """
+    from divergence.comparison.api import compare
+    from divergence.report.bundle import bundle_files, zipped
+    from divergence.report.redaction import Redaction
+    from divergence.run.reader import Run
+    from divergence.run.storage.location import folder_of
+
+    if not str(out).lower().endswith(".zip"):
+        raise UsageError("a bundle is a .zip file", hint="-o bug.zip")
+    target = Path(folder_of(out))
+    if target.exists() and not force:
+        raise RunExistsError(f"{target} exists already", hint="another -o, or --force")
+    report = compare(
+        reference, candidate, truth=truth, floor=floor, name_map=name_map, device=device,
+        progress=progress,
+    )  # fmt: skip
+    runs = {"A": Run.open(reference), "B": Run.open(candidate)}
+    named = {str(run.path): letter for letter, run in runs.items()}
+    named |= {str(reference): "A", str(candidate): "B"}
+    if truth is not None:
+        named[str(truth)] = "TRUTH"
+    machines = {name: run.manifest.environment for name, run in runs.items()}
+    files = bundle_files(
+        report, machines, Redaction(named), reproducer=_reproducer_beside(*runs.values())
+    )
+    data = zipped(files)
+    _write_whole(target, data)
+    return Bundle(target, len(data), list(files), report)
+
+
+def _reproducer_beside(a: Run, b: Run) -> dict[str, bytes]:
+    """The files of the reproducer that `localize` made of this pair; empty where there is none."""
+    pair = {"reference": a.manifest.id, "candidate": b.manifest.id}
+    for folder in _folders(a, b):
+        if _pair_of(folder) != pair:
+            continue
+        repro = folder / "repro"
+        files = [repro / name for name in FILES if _is_file(repro / name)]
+        if files and sum(file.stat().st_size for file in files) <= _MOST_BYTES:
+            return {file.name: file.read_bytes() for file in files}
+    return {}
+
+
+def _folders(a: Run, b: Run) -> Iterator[Path]:
+    places = [Path()]
+    places += [run.path.parent for run in (a, b) if isinstance(run.path, Path)]
+    for place in dict.fromkeys(place.resolve() for place in places):
+        with contextlib.suppress(OSError):
+            yield from sorted(path for path in place.iterdir() if path.is_dir())
+
+
+def _pair_of(folder: Path) -> object:
+    file = folder / "pair.json"
+    if not _is_file(file) or file.stat().st_size > _PAIR_BYTES:
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
+
+
+def _write_whole(target: Path, data: bytes) -> None:
+    """A file that is there whole or not at all."""
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise RunWriteError(
+            f"writing failed: {error.strerror or error}", where=str(target), hint="another -o"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

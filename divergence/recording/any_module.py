@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from divergence.errors import UsageError
 from divergence.numerics.formats import format_of
+from divergence.options.capture import CaptureOptions
 from divergence.recording.hooks.modules import Recorder
 from divergence.recording.model.structure import describe_modules
 from divergence.recording.new_run import check_output, provenance
@@ -37,7 +39,11 @@ from divergence.run.schema.manifest import (
 from divergence.run.storage.location import location_of
 from divergence.run.writing.writer import RunWriter
 
-__all__ = ["Recording", "record"]
+__all__ = ["Inputs", "Recording", "capture_inputs", "record", "refuse_beside_inputs"]
+
+Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
+"""What one forward is given: its only argument, all of them, or named ones."""
+_APPLY = ("sites", "label")
 
 
 class Recording:
@@ -109,6 +115,46 @@ def record(
             raise UsageError("no step was made, or no tensor passed the sites", where=str(out),
                              hint="with record(module, out=...) as r: r.step(x)")  # fmt: skip
     Run.open(place)
+
+
+def capture_inputs(
+    module: object, inputs: Sequence[Inputs] | None, *, out: str | Path,
+    sites: str | Sequence[str], label: str | None, force: bool,
+) -> Run:  # fmt: skip
+    """The run of ``module``, one step for each of ``inputs``. Raises what ``record`` raises, and
+    UsageError for inputs that are none."""
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(
+            f"inputs are for a torch.nn.Module, and the model is {type(module).__name__}",
+            hint="capture(module, inputs=[x], out=...), or a path with prompts=...",
+        )
+    if isinstance(inputs, torch.Tensor | Mapping | str) or not inputs:
+        raise UsageError(
+            "a module needs inputs: a list with one entry for each forward",
+            hint="capture(module, inputs=[x], out=...); a tuple holds several arguments, a dict "
+            "named ones",
+        )
+    with record(module, out=out, sites=sites, label=label, force=force) as recording:
+        for given in inputs:
+            if isinstance(given, Mapping):
+                recording.step(**given)
+            else:
+                recording.step(*(given if isinstance(given, tuple) else (given,)))
+    return Run.open(out)
+
+
+def refuse_beside_inputs(options: CaptureOptions, like: object) -> None:
+    """Raise UsageError where an option was given that a module alone cannot follow."""
+    given = ["like"] if like is not None else []
+    given += [
+        name for name, value in structs.asdict(options).items()
+        if value != getattr(CaptureOptions(), name) and name not in _APPLY
+    ]  # fmt: skip
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: a module is run as it is, on its inputs",
+            hint="inputs, out, sites, label and force apply; capture(PATH, ...) takes all others",
+        )
 
 
 def _identity(module: torch.nn.Module) -> ModelIdentity:

@@ -18,6 +18,7 @@ from msgspec.structs import asdict, replace
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
 from divergence.options.commands import TruthOptions
+from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
 from divergence.recording.engines.engine import (
@@ -53,9 +54,10 @@ __all__ = ["DryRun", "Progress", "capture", "plan_capture", "truth"]
 
 
 def capture(
-    model: str | Path | None = None,
+    model: str | Path | torch.nn.Module | None = None,
     *,
     out: str | Path,
+    inputs: Sequence[Inputs] | None = None,
     like: str | Path | Run | None = None,
     task: str = "auto",
     revision: str | None = None,
@@ -124,7 +126,9 @@ def capture(
     kernel or module in place, or to compile it (``torch.compile``); a module that it returns is run
     in its place. ``engine``: what runs the model, with its own ``engine_options``
     (docs/engines.md). A ``model`` ``suite:NAME`` is a suite of operators; ``impl`` chooses
-    what runs there: see divergence.ops.suite.catalog.
+    what runs there: see divergence.ops.suite.catalog. A ``model`` that is a torch module, of any
+    kind, is run once on each of ``inputs``: a tensor, a tuple of arguments or a dict of named ones;
+    only ``sites``, ``label``, ``out`` and ``force`` apply then (``record`` lets the caller run it).
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
@@ -132,6 +136,11 @@ def capture(
     """
     options = options_of(CaptureOptions, locals())
     plain_wishes(force=force, command=command)
+    if inputs is not None or not isinstance(model, str | Path | None):
+        refuse_beside_inputs(options, like)
+        return capture_inputs(
+            model, inputs, out=out, sites=sites or ("modules",), label=label, force=force
+        )
     like = None if like is None else Run.open(like)
     if wants_suite(model, like, impl):
         return capture_suite(

@@ -112,7 +112,7 @@ def test_a_new_option_is_in_printed_commands_and_in_the_manifest():
 @pytest.mark.parametrize(
     ("function", "kind", "own"),
     [
-        (capture, CaptureOptions, "model out like force command progress prepare"),
+        (capture, CaptureOptions, "model out inputs like force command progress prepare"),
         (truth, TruthOptions, "run out force command progress"),
         (replay, ReplayOptions, "run out force command progress"),
         (probe, ProbeOptions, "out force command progress"),

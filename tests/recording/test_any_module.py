@@ -9,6 +9,7 @@ from torch import nn
 from divergence.comparison.api import compare
 from divergence.errors import RunExistsError, UsageError
 from divergence.recording.any_module import record
+from divergence.recording.api import capture
 from divergence.run.reader import Run
 
 
@@ -89,3 +90,35 @@ def test_a_block_that_raises_leaves_a_readable_run(tmp_path):
         raise ZeroDivisionError
     run = Run.open(tmp_path / "a")
     assert not run.manifest.complete and run.records
+
+
+def test_capture_takes_a_module_and_its_inputs(tmp_path):
+    """One step for each input, given as a tensor, as arguments or by name."""
+    torch.manual_seed(1)
+    x = torch.randn(1, 12, 32)
+    runs = [
+        capture(Tower(wrong=wrong), inputs=[x, (x,), {"x": x}], out=tmp_path / name)
+        for name, wrong in (("a", None), ("b", None), ("c", 1))
+    ]
+    assert len(runs[0].manifest.tokens.samples) == 3
+    assert compare(runs[0], runs[1]).verdict.kind == "identical"
+    report = compare(runs[0], runs[2])
+    first = next(site for site in report.sites if not site.identical)
+    assert first.site.startswith("blocks.2")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (Tower, {}, "needs inputs"),
+        (Tower, {"inputs": torch.zeros(1, 2, 32)}, "needs inputs"),
+        (Tower, {"inputs": [torch.zeros(1, 2, 32)], "dtype": "bfloat16"}, "dtype: a module"),
+        (Tower, {"inputs": [torch.zeros(1, 2, 32)], "like": "a"}, "like: a module"),
+        (lambda: "model", {"inputs": [torch.zeros(1, 2, 32)]}, "the model is str"),
+        (object, {}, "the model is object"),
+    ],
+)
+def test_what_a_module_cannot_follow_is_refused(tmp_path, model, options, said):
+    with pytest.raises(UsageError, match=said):
+        capture(model(), out=tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()

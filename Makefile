@@ -1,7 +1,7 @@
 # Every target does its own set-up: `make demo` works in a fresh clone.
 .DEFAULT_GOAL := test
 .PHONY: bench bench-localization bench-operators bench-trained bench-trust clean demo \
-	demo-trained lint setup test test-slow test-vllm
+	demo-trained docs lint setup test test-slow test-vllm
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +13,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt divergence/_version.py
 	@echo "setting up $(VENV): torch is large, the first time takes some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lint,test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs,lint,test]'
 	touch $@
 
 demo: $(STAMP)
@@ -45,10 +45,14 @@ $(VLLM)/.installed: $(VLLM_LIST)
 test-vllm: $(VLLM)/.installed
 	PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/recording/engines/vllm
 
-lint: $(STAMP)
+lint: $(STAMP) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documents as a site, in build/site; any link that leads nowhere is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
 
 SLOW_BENCHMARKS := $(addprefix benchmarks/,localization.py localize_health.py \
 	operator_localization.py shown_output.py trained.py trust.py)

@@ -49,6 +49,7 @@ LEVELS = {
     "fleet": 5,
     "importing": 5,  # dumps of other tools, made runs
     "report": 6,
+    "view": 6,  # the terminal browser: loaded by its command alone
     "sending": 7,  # a report and what lies beside it, in one file
     "cli": 8,
     "pytest_plugin": 9,  # of pytest's command line, as cli is of ours
@@ -91,6 +92,8 @@ OWNERS = {
     "onnxruntime": ("recording/engines/onnx_runtime/",),
     "numba": ("numerics/compiled/",),
     "llvmlite": ("numerics/compiled/",),
+    "resvg_py": ("html/picture.py",),
+    "textual": ("view/",),
     "typer": ("cli/",),
     "rich": ("cli/", "layout.py"),
 }

@@ -74,6 +74,13 @@ def compare(
         ),
     ] = None,
     html: Annotated[Path | None, HTML] = None,
+    svg: Annotated[
+        Path | None,
+        Option("--svg FILE", "Also write the error of each block as a picture.", OUTPUT),
+    ] = None,
+    png: Annotated[
+        Path | None, Option("--png FILE", "The same picture as PNG (extra plot).", OUTPUT)
+    ] = None,
     reports: Annotated[
         Path | None,
         Option("--reports DIR", "Of many runs: write each pair's report there as JSON.", OUTPUT),
@@ -97,6 +104,7 @@ def compare(
     divergence compare a b --explain-token          # the model runs here: why a token flipped
     divergence compare a b --json > report.json
     divergence compare a b --html report.html       # a page to send: one file, works offline
+    divergence compare a b --svg error.svg --png error.png    # its main curve, to put anywhere
     divergence compare a b --quiet --exit-code || echo "not the same"
     divergence compare a b c d                      # a fleet: one row a machine, who is odd
     divergence compare a b c d --reports pairs      # with the report of each pair in a file
@@ -118,6 +126,11 @@ def compare(
             many and csv is not None,
             "--csv is the table of two runs, and there are more",
             "--reports DIR writes each pair's whole report, --json prints all of them",
+        ),
+        (
+            many and (svg is not None or png is not None),
+            "--svg and --png are the picture of two runs, and there are more",
+            "divergence compare A B --svg error.svg",
         ),
         (
             reports is not None and not many,
@@ -142,7 +155,12 @@ def compare(
     ):
         if wrong:
             raise UsageError(message, hint=hint)
-    check_folder(html)
+    for option, file in (("--html", html), ("--svg", svg), ("--png", png)):
+        check_folder(file, option)
+    if png is not None:
+        from divergence.html.picture import png_library
+
+        png_library()  # before the work, not behind it
     if candidate is not None:
         options = {**settings("compare"), **options}
 
@@ -184,16 +202,19 @@ def compare(
         report.to_html(html)
     if csv is None or str(csv) != "-":
         show_report(report, every=every, json=json, quiet=quiet, verbose=verbose)
+    for kind, file in (("svg", svg), ("png", png)):  # last: there may be no curve to draw
+        if file is not None:
+            report.plot().write(file, kind)
     if exit_code:
         raise typer.Exit(EXIT_CODES[report.verdict.kind])
     if report.verdict.kind == "incomparable":
         raise typer.Exit(2)
 
 
-def check_folder(html: Path | None) -> None:
+def check_folder(file: Path | None, option: str = "--html") -> None:
     """Before the work, not behind it."""
-    if html is not None and not html.parent.is_dir():
-        message = f"--html: there is no folder {html.parent}"
+    if file is not None and not file.parent.is_dir():
+        message = f"{option}: there is no folder {file.parent}"
         raise UsageError(message, hint="make the folder first")
 
 

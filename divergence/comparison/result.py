@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pandas
     import polars
 
+    from divergence.html.picture import Picture
     from divergence.run.reader import Run
 
 __all__ = [
@@ -140,6 +141,17 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
             self.to_records(), infer_schema_length=None, strict=False
         )
         return frame
+
+    def plot(self) -> Picture:
+        """The error of each block beside what rounding explains, as a picture that a notebook
+        shows; ``plot().save("error.svg")`` or ``"error.png"`` (extra ``plot``) writes it. Raises
+        UsageError where no block was compared."""
+        made: Picture = _by_name("report", "notebook").picture_of(self)
+        return made
+
+    def _repr_html_(self) -> str:
+        text: str = _by_name("report", "notebook").report_html(self)
+        return text
 
 
 def _by_name(*names: str) -> ModuleType:

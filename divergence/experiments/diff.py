@@ -20,9 +20,10 @@ from typing import Any
 from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError, RunExistsError, UsageError
+from divergence.html.notebook import small_table
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.reader import Run
-from divergence.words import Progress
+from divergence.words import HEADLINES, Progress
 
 __all__ = ["VARIED", "DiffResult", "diff"]
 
@@ -56,6 +57,20 @@ class DiffResult:
             return 0
         words = [sys.executable, "-m", *self.localize_words]
         return subprocess.run(words, check=False).returncode
+
+    def _repr_html_(self) -> str:
+        verdict = self.report.verdict
+        return small_table(
+            f"{HEADLINES[verdict.kind]}: {verdict.summary}",
+            [
+                ("begins at", None if verdict.onset is None else verdict.onset.site),
+                ("wrong side", verdict.side),
+                ("confidence", verdict.confidence),
+                ("runs", str(self.folder)),
+                ("page", str(self.page)),
+                ("next", self.localize or self.whole),
+            ],
+        )
 
     @property
     def page(self) -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 from divergence.errors import UsageError
 from divergence.html.element import Element, render
 
-__all__ = ["document", "write_page"]
+__all__ = ["document", "write_file", "write_page"]
 
 
 def document(title: str, body: Element, *, data: str, attachment: bytes = b"") -> str:
@@ -48,13 +48,18 @@ def document(title: str, body: Element, *, data: str, attachment: bytes = b"") -
 
 
 def write_page(text: str, path: str | os.PathLike[str]) -> Path:
-    """Write a page as a whole or not at all: a reader never meets half of one."""
+    """Write a page."""
+    return write_file(text.encode(), path, what="page")
+
+
+def write_file(content: bytes, path: str | os.PathLike[str], *, what: str) -> Path:
+    """Write a file as a whole or not at all: a reader never meets half of one."""
     path = Path(path)
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
         try:
-            with open(handle, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
+            with open(handle, "wb") as file:
+                file.write(content)
             os.chmod(name, 0o666 & ~_umask())
             os.replace(name, path)
         except BaseException:
@@ -62,8 +67,8 @@ def write_page(text: str, path: str | os.PathLike[str]) -> Path:
             raise
     except OSError as error:
         raise UsageError(
-            f"cannot write the page: {error.strerror}", where=str(path),
-            hint="give --html a file in a folder that exists and can be written",
+            f"cannot write the {what}: {error.strerror}", where=str(path),
+            hint="give a file in a folder that exists and can be written",
         ) from error  # fmt: skip
     return path
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from divergence.html.element import Element, Node, el
 from divergence.html.scales import HeatScale, LogAxis
 
-__all__ = ["Line", "figure", "heat_map", "line_plot"]
+__all__ = ["HEIGHT", "Line", "Plot", "drawn", "figure", "heat_map", "line_plot"]
 
 HEIGHT = 232.0
 _MOST_DOTS = 130
@@ -34,6 +34,69 @@ class Line:
     label: str
     kind: str
     values: Sequence[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Lines over ``names``, and all that is said of them."""
+
+    id: str
+    title: str
+    described: str
+    """What it shows, in a sentence."""
+    label: str
+    """The picture in words, for who does not see it."""
+    legend: Sequence[tuple[str, str]]
+    """(class, text) of each colour."""
+    names: Sequence[str]
+    lines: Sequence[Line]
+    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None
+    """From the floor to the limit."""
+    flagged: Sequence[int] = ()
+    """Columns of the first line that are marked."""
+    onset: int | None = None
+    says: Sequence[str] = ()
+    """Each column in a sentence."""
+    blocks: Sequence[str] = ()
+    """What is shown where a column is chosen."""
+
+    @property
+    def axis(self) -> LogAxis:
+        edges = [value for edge in self.band or () for value in edge]
+        return LogAxis.over([*edges, *(v for line in self.lines for v in line.values)], HEIGHT)
+
+    def ticks(self, right: str) -> list[Node]:
+        """The axis' numbers, ending before ``right``."""
+        return [
+            el("text", text, x=right, dx=-6, y=_px(min(y + 4, HEIGHT)), text_anchor="end")
+            for y, text in self.axis.ticks()
+        ]
+
+    def figure(self) -> Element:
+        return figure(
+            self.id, self.title, line_plot(self), described=self.described, legend=self.legend
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Across:
+    """Places along x: in pixels of ``width``, or where there is none in shares of the reader's
+    width, in which a path's unit is a column."""
+
+    count: int
+    width: float | None = None
+
+    @property
+    def unit(self) -> float:
+        return 1.0 if self.width is None else self.width / self.count
+
+    @property
+    def end(self) -> str:
+        return "100%" if self.width is None else _px(self.width)
+
+    def at(self, n: int) -> str:
+        """The middle of a column."""
+        return _percent(n, self.count) if self.width is None else _px((n + 0.5) * self.unit)
 
 
 def figure(
@@ -52,42 +115,39 @@ def figure(
     )  # fmt: skip
 
 
-def line_plot(
-    names: Sequence[str], lines: Sequence[Line], *,
-    band: tuple[Sequence[float | None], Sequence[float | None]] | None = None,
-    flagged: Sequence[int] = (), onset: int | None = None, label: str,
-) -> Element:  # fmt: skip
-    """Lines over ``names``. ``band``: from the floor to the limit; ``flagged``: columns of the
-    first line that are marked; ``label``: the picture in words."""
-    edges = [value for edge in band or () for value in edge]
-    axis = LogAxis.over([*edges, *(v for line in lines for v in line.values)], HEIGHT)
-    count = len(names)
-    stretched: list[Node] = []
-    if band is not None:
-        stretched += _band(band, axis)
+def line_plot(plot: Plot) -> Element:
+    """Lines over names, as wide as the reader's window."""
+    area = el("svg", *drawn(plot), class_="area", height=HEIGHT + 22, aria_hidden="true")
+    ticks = el("svg", *plot.ticks("100%"), class_="ticks", height=HEIGHT, aria_hidden="true")
+    return el("div", ticks, area, class_="plot", role="img", aria_label=plot.label)
+
+
+def drawn(plot: Plot, width: float | None = None) -> list[Node]:
+    """What stands right of the axis: ``width`` pixels, or as wide as the reader's window."""
+    axis, across = plot.axis, _Across(len(plot.names), width)
+    curves: list[Node] = []
+    if plot.band is not None:
+        curves += _band(plot.band, axis, across)
     dots: list[Node] = []
-    for line in lines:
-        stretched += _strokes(line, axis)
-        marked = set(flagged) if line is lines[0] else set()
+    for line in plot.lines:
+        curves += _strokes(line, axis, across)
+        marked = set(plot.flagged) if line is plot.lines[0] else set()
         dots += [
-            _dot(line.kind, _percent(n, count), axis.at(v), n in marked)
+            _dot(line.kind, across.at(n), axis.at(v), n in marked)
             for n, v in enumerate(line.values)
-            if v is not None and (count <= _MOST_DOTS or n in marked)
+            if v is not None and (across.count <= _MOST_DOTS or n in marked)
         ]
-    grid: list[Node] = [el("line", x1=0, x2="100%", y1=_px(y), y2=_px(y), class_="grid")
+    if width is None:
+        curves = [el(
+            "svg", *curves, width="100%", height=HEIGHT, viewBox=f"0 0 {across.count} {HEIGHT:g}",
+            preserveAspectRatio="none",
+        )]  # fmt: skip
+    grid: list[Node] = [el("line", x1=0, x2=across.end, y1=_px(y), y2=_px(y), class_="grid")
                         for y, _ in axis.ticks()]  # fmt: skip
-    if onset is not None:
-        x = _percent(onset, count)
+    if plot.onset is not None:
+        x = across.at(plot.onset)
         grid.append(el("line", x1=x, x2=x, y1=0, y2=HEIGHT, class_="onset"))
-    inner = el(
-        "svg", *stretched, width="100%", height=HEIGHT, viewBox=f"0 0 {count} {HEIGHT:g}",
-        preserveAspectRatio="none",
-    )  # fmt: skip
-    area = el(
-        "svg", *grid, inner, *dots, *_names_below(names), class_="area", height=HEIGHT + 22,
-        aria_hidden="true",
-    )  # fmt: skip
-    return el("div", _ticks(axis), area, class_="plot", role="img", aria_label=label)
+    return [*grid, *curves, *dots, *_names_below(plot.names, across)]
 
 
 def heat_map(
@@ -112,22 +172,14 @@ def heat_map(
         ticks.append(el("text", name, x="100%", dx=-6, y=_px(middle + 4), text_anchor="end"))
     left = el("svg", *ticks, class_="ticks", height=height, aria_hidden="true")
     area = el(
-        "svg", inner, *_names_below(columns, height), class_="area", height=height + 22,
-        aria_hidden="true",
+        "svg", inner, *_names_below(columns, _Across(len(columns)), height), class_="area",
+        height=height + 22, aria_hidden="true",
     )  # fmt: skip
     return el("div", left, area, class_="plot", role="img", aria_label=label)
 
 
-def _ticks(axis: LogAxis) -> Element:
-    marks = [
-        el("text", text, x="100%", dx=-6, y=_px(min(y + 4, HEIGHT)), text_anchor="end")
-        for y, text in axis.ticks()
-    ]
-    return el("svg", *marks, class_="ticks", height=HEIGHT, aria_hidden="true")
-
-
 def _band(
-    band: tuple[Sequence[float | None], Sequence[float | None]], axis: LogAxis
+    band: tuple[Sequence[float | None], Sequence[float | None]], axis: LogAxis, across: _Across
 ) -> list[Element]:
     """Steps, since each block has limits of its own: to the floor, and on to the limit."""
     floors, limits = band
@@ -135,21 +187,21 @@ def _band(
     for n, (low, high) in enumerate(zip(floors, limits, strict=True)):
         if low is None or low <= 0:
             continue
-        y = axis.at(low)
-        parts["band floor"].append(f"M{n} {_px(y)}h1V{_px(axis.height)}h-1z")
+        x, step, y = f"{n * across.unit:g}", f"{across.unit:g}", axis.at(low)
+        parts["band floor"].append(f"M{x} {_px(y)}h{step}V{_px(axis.height)}h-{step}z")
         if high is not None and math.isfinite(high) and high > low:
-            parts["band limit"].append(f"M{n} {_px(axis.at(high))}h1V{_px(y)}h-1z")
+            parts["band limit"].append(f"M{x} {_px(axis.at(high))}h{step}V{_px(y)}h-{step}z")
     return [el("path", d="".join(d), class_=kind) for kind, d in parts.items() if d]
 
 
-def _strokes(line: Line, axis: LogAxis) -> list[Element]:
+def _strokes(line: Line, axis: LogAxis, across: _Across) -> list[Element]:
     """The line, interrupted where there is no value."""
     d, pen_up = [], True
     for n, value in enumerate(line.values):
         if value is None or not math.isfinite(value):
             pen_up = True
             continue
-        d.append(f"{'M' if pen_up else 'L'}{n + 0.5} {_px(axis.at(value))}")
+        d.append(f"{'M' if pen_up else 'L'}{(n + 0.5) * across.unit:g} {_px(axis.at(value))}")
         pen_up = False
     return [el("path", d="".join(d), class_=f"line {line.kind}")] if d else []
 
@@ -179,7 +231,7 @@ def _stretches(row: Sequence[float | None], scale: HeatScale) -> list[tuple[int,
     return found
 
 
-def _names_below(names: Sequence[str], height: float = HEIGHT) -> list[Node]:
+def _names_below(names: Sequence[str], across: _Across, height: float = HEIGHT) -> list[Node]:
     """Numbers at even steps. Words are longer: only the last is named, where there is room."""
     numbers = [n for n, name in enumerate(names) if name.isdigit()]
     step = _even(len(numbers), _NAMED)
@@ -193,7 +245,7 @@ def _names_below(names: Sequence[str], height: float = HEIGHT) -> list[Node]:
     for n in shown:
         word = len(_cut(names[n])) > 3
         anchor = "start" if word and n == 0 else "end" if word and n == last else "middle"
-        x = {"start": "0", "end": "100%"}.get(anchor, _percent(n, len(names)))
+        x = {"start": "0", "end": across.end}.get(anchor, across.at(n))
         found.append(el("text", _cut(names[n]), x=x, y=_px(height + 16), text_anchor=anchor))
     return found
 

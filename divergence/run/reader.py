@@ -89,6 +89,11 @@ class Run:
         state = "complete" if self.manifest.complete else "incomplete"
         return f"<Run {self.path} {state}, {len(self.records)} records>"
 
+    def _repr_html_(self) -> str:
+        from divergence.run.notebook import run_html
+
+        return run_html(str(self.path), self.manifest, self.records)
+
     @classmethod
     @collect_garbage_rarely()
     def open(cls, path: str | os.PathLike[str] | Url | Run) -> Run:
@@ -376,13 +381,8 @@ class Run:
                 entry = entries[place.shard].get(place.key)
                 if kind not in sizes:
                     sizes[kind] = record.num_bytes
-                if (
-                    entry is not None
-                    and entry.num_bytes == sizes[kind]
-                    and (
-                        (entry.dtype, entry.shape) == (SHARD_DTYPES.get(record.dtype), record.shape)
-                    )
-                ):
+                wanted = SHARD_DTYPES.get(record.dtype), record.shape, sizes[kind]
+                if entry is not None and (entry.dtype, entry.shape, entry.num_bytes) == wanted:
                     continue  # as nearly all are
             for part in parts_of(record):
                 check_part(self._shard(record, part.place.shard), part, where=name_of(record))

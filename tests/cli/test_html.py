@@ -1,10 +1,11 @@
-"""compare --html: a page beside the answer."""
+"""compare --html, --svg, --png: a page or a picture beside the answer."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
+import sys
 from base64 import b64decode
 from pathlib import Path
 
@@ -103,9 +104,41 @@ def test_check_writes_the_policys_answer_first(runs, invoke, tmp_path):
     [
         (("a", "b", "c", "--html", "x.html"), "--html is the page of two runs"),
         (("a", "b", "--html", "nowhere/x.html"), "there is no folder nowhere"),
+        (("a", "b", "c", "--svg", "x.svg"), "--svg and --png are the picture of two runs"),
+        (("a", "b", "--svg", "nowhere/x.svg"), "--svg: there is no folder nowhere"),
+        (("a", "b", "--png", "nowhere/x.png"), "--png: there is no folder nowhere"),
     ],
 )
 def test_bad_input_is_told_before_the_work(words, said, invoke):
     """Nothing was read yet."""
     code, out, err = invoke("compare", *words)
     assert (code, out) == (2, "") and said in err
+
+
+def test_a_picture_is_written_beside_the_answer(runs, invoke, tmp_path):
+    """As Python draws it; the answer is what it is without."""
+    pytest.importorskip("resvg_py", reason="the extra `plot` is not installed")
+    code, out, err = invoke("compare", *runs, "--svg", "e.svg", "--png", "e.png", "-q")
+    assert code == 0 and out.startswith("DIVERGED"), err
+    picture = compare(*runs).plot()
+    assert (tmp_path / "e.svg").read_text(encoding="utf-8") == picture.svg + "\n"
+    assert (tmp_path / "e.png").read_bytes() == picture.png()
+
+
+def test_a_missing_extra_is_told_before_the_work(invoke, monkeypatch):
+    """Neither run was looked for."""
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    code, out, err = invoke("compare", "a", "b", "--png", "e.png")
+    assert (code, out) == (2, "")
+    assert 'pip install "divergence-debug[plot]"' in err
+
+
+def test_without_a_curve_the_answer_stands(invoke, tmp_path):
+    """Runs of a suite have no blocks: the report is printed, and the exit code says that the
+    picture is not there."""
+    for name in "ab":
+        words = "--sites", "rms_norm.float32.odd*", "--no-probe", "-q"
+        assert invoke("capture", "suite:quick", "-o", name, *words)[0] == 0
+    code, out, err = invoke("compare", "a", "b", "--svg", "e.svg")
+    assert code == 2 and "IDENTICAL" in out and "no curve to draw" in err
+    assert not (tmp_path / "e.svg").exists()

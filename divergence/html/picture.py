@@ -1,0 +1,163 @@
+"""A picture by itself: the page's curves with what they are of, as SVG and as PNG.
+
+The SVG is the page's (figures.py) at a width of its own, with its colours in it. A PNG is that SVG,
+drawn by resvg, a small library without dependencies (the extra ``plot``). resvg draws letters with
+the fonts of this machine; where there are none it would leave them out, and is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from divergence.errors import UsageError
+from divergence.html.document import write_file
+from divergence.html.element import Element, Node, el, render, shortened
+from divergence.html.figures import HEIGHT, Plot, drawn
+from divergence.html.inked import colour, inked
+
+__all__ = ["Picture", "compose", "picture", "png_library"]
+
+WIDTH = 760.0
+_MARGIN, _AXIS, _ROW = 20.0, 56.0, 17.0
+_LETTER = 6.4
+"""Width of a letter of a legend, about."""
+_SCALE = 2.0
+"""Dots of a PNG for each of the picture's."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Picture:
+    """A picture that a notebook shows. ``save`` writes it."""
+
+    svg: str
+    """A whole file that needs nothing else."""
+
+    def __repr__(self) -> str:
+        return f"<Picture, {len(self.svg):,} characters of SVG>"
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def png(self) -> bytes:
+        """The picture as PNG. Raises UsageError without the extra ``plot``, or without fonts."""
+        library = png_library()
+        made: bytes = library.svg_to_bytes(svg_string=self.svg, zoom=_SCALE)
+        bare = _without_text(self.svg)
+        if bare != self.svg and made == library.svg_to_bytes(svg_string=bare, zoom=_SCALE):
+            raise UsageError(
+                "a PNG needs a font, and this machine has none that fits",
+                hint=("install one, such as fonts-dejavu-core", "or take the SVG: --svg FILE"),
+            )
+        return made
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``NAME.svg`` or ``NAME.png``, as a whole or not at all; its path."""
+        kind = Path(path).suffix.lower()
+        if kind not in (".svg", ".png"):
+            raise UsageError(
+                "a picture is saved as .svg or .png", where=str(path), hint='save("error.svg")'
+            )
+        return self.write(path, kind[1:])
+
+    def write(self, path: str | os.PathLike[str], kind: str) -> Path:
+        """The same in the format that is named, ``svg`` or ``png``, whatever the file's name."""
+        content = self.png() if kind == "png" else (self.svg + "\n").encode()
+        return write_file(content, path, what="picture")
+
+
+def png_library() -> ModuleType:
+    """What draws a PNG. Raises UsageError where it is not installed."""
+    try:
+        return import_module("resvg_py")
+    except ImportError as error:
+        raise UsageError(
+            "a PNG is drawn by resvg-py, which is not installed",
+            hint=('pip install "divergence-debug[plot]"', "or take the SVG: --svg FILE"),
+        ) from error
+
+
+def compose(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Element:
+    """The plots below one another. ``lines``: what they are of, below the title if there is one."""
+    y, nodes = 0.0, list[Node]()
+    if title:
+        y = _MARGIN + 14
+        nodes.append(_text(title, _MARGIN, y, size=16, letters=88, font_weight="bold"))
+    for line in lines:
+        y += _ROW
+        nodes.append(_text(line, _MARGIN, y, size=12, letters=112, fill=colour("muted")))
+    for plot in plots:
+        panel, height = _panel(plot, y + 30)
+        nodes += panel
+        y += 30 + height
+    height = y + _MARGIN
+    told = " ".join(plot.label for plot in plots)
+    canvas = el("rect", width=WIDTH, height=height, fill="#ffffff")
+    return el(
+        "svg", el("title", title) if title else None, el("desc", told), canvas, *nodes,
+        xmlns="http://www.w3.org/2000/svg", width=WIDTH, height=height,
+        viewBox=f"0 0 {WIDTH:g} {height:g}", role="img",
+        aria_label=f"{title}. {told}" if title else told,
+        font_family=colour("sans"), font_size=11, fill=colour("text"),
+        style="max-width:100%;height:auto",
+    )  # fmt: skip
+
+
+def picture(title: str, lines: Sequence[str], plots: Sequence[Plot]) -> Picture:
+    """``compose``, as a file."""
+    return Picture(render(compose(title, lines, plots)))
+
+
+def _panel(plot: Plot, top: float) -> tuple[list[Node], float]:
+    """One plot with its title, sentence and legend; how high it is."""
+    nodes: list[Node] = [
+        _text(plot.title, _MARGIN, top, size=13, letters=96, font_weight="bold"),
+        _text(plot.described, _MARGIN, top + _ROW, size=11.5, letters=116, fill=colour("muted")),
+    ]
+    x, y = _MARGIN, top + 2 * _ROW + 2
+    for kind, text in plot.legend:
+        needed = 30 + _LETTER * len(text)
+        if x + needed > WIDTH:
+            x, y = _MARGIN, y + _ROW
+        nodes += [*_key(kind, x, y - 4), _text(text, x + 20, y, size=11, letters=60)]
+        x += needed
+    y += 12
+    wide = WIDTH - 2 * _MARGIN - _AXIS
+    area = [inked(node) for node in drawn(plot, wide)]
+    grey = colour("muted")
+    nodes.append(el(
+        "g", *plot.ticks("0"), el("text", "block", x=0, dx=-6, y=HEIGHT + 16, text_anchor="end"),
+        *area, transform=f"translate({_MARGIN + _AXIS:g} {y:g})", fill=grey,
+    ))  # fmt: skip
+    return nodes, y + HEIGHT + 22 - top
+
+
+def _key(kind: str, x: float, y: float) -> list[Node]:
+    """What a legend's text is about, as it is drawn."""
+    shape, _, name = kind.partition(" ")
+    if shape == "line":
+        drawing = el("path", d=f"M{x:g} {y:g}h14", class_=kind)
+    elif shape == "band" or name == "candidate":
+        size = 12 if shape == "band" else 8
+        drawing = el("rect", x=x + 7 - size / 2, y=y - size / 2, width=size, height=size,
+                     class_=kind)  # fmt: skip
+    else:
+        drawing = el("circle", cx=x + 7, cy=y, r=4.5, class_=kind)
+    return [inked(drawing)]
+
+
+def _text(
+    text: str, x: float, y: float, *, size: float, letters: int, **attributes: str
+) -> Element:
+    cut = shortened(" ".join(text.split()), letters)
+    return el("text", cut, x=x, y=y, font_size=size, **attributes)
+
+
+def _without_text(svg: str) -> str:
+    """The same picture without letters; text in it is escaped, so that no ``<`` is a name's."""
+    return re.sub(r"<text[ >][^<]*</text>", "", svg)

@@ -1,7 +1,8 @@
-"""`divergence compare`: where two runs part, and why."""
+"""`divergence compare`, `view`: where two runs part, and why."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +12,13 @@ from divergence.cli.answers import progress_bars, show
 from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Json, Quiet, Verbose
-from divergence.options.option import Option
+from divergence.options.option import Option, fields_of
 
 if TYPE_CHECKING:
     from divergence.comparison.result import Report
     from divergence.fleet.result import Matrix
 
-__all__ = ["HTML", "check_folder", "compare", "show_report"]
+__all__ = ["HTML", "check_folder", "compare", "show_report", "view"]
 
 HTML = Option(
     "--html FILE", "Also write the answer as a page for a browser: one file, to be sent.", OUTPUT
@@ -209,6 +210,56 @@ def compare(
         raise typer.Exit(EXIT_CODES[report.verdict.kind])
     if report.verdict.kind == "incomparable":
         raise typer.Exit(2)
+
+
+def view(
+    *,
+    reference: Annotated[str, Option("A", "The reference run, or a report.json.")],
+    candidate: Annotated[str | None, Option("B", "The candidate run.")] = None,
+    options: Annotated[dict[str, Any], CompareOptions],
+    policy: Annotated[str | None, LIMITS.but(after="floor")] = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Look through a comparison in this terminal: blocks, modules, prompts, steps.
+
+    Arrow keys choose a row, Enter goes deeper, Escape back, ? shows all keys, q quits. Opens
+    a report that `compare --json` wrote too. Needs the extra tui.
+
+    Examples:
+    divergence view a b --truth truth
+    divergence view report.json
+    """
+    try:
+        from divergence.view.app import Browser
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "textual":
+            raise
+        raise UsageError(
+            "the browser is made with textual, which is not installed",
+            hint=('pip install "divergence-debug[tui]"', "or print it: divergence compare A B -v"),
+        ) from error
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        hint = "to print it: divergence compare A B -v"
+        raise UsageError("view needs a terminal, and this is a pipe or a file", hint=hint)
+
+    from divergence.comparison.api import compare
+    from divergence.comparison.result import Report
+    from divergence.gate.policy import load_policy
+
+    if Path(reference).suffix == ".json":
+        asked = any(one.is_given(options.get(one.name)) for one in fields_of(CompareOptions))
+        if candidate is not None or policy is not None or asked:
+            hint = f"divergence view {reference}"
+            raise UsageError("a stored report is shown as it is, without B and options", hint=hint)
+        report = Report.load(reference)
+    else:
+        if candidate is not None:
+            options = {**settings("compare"), **options}
+        options["thresholds"] = load_policy(policy).thresholds
+        with progress_bars(quiet=quiet) as progress:
+            report = compare(reference, candidate, progress=progress, **options)
+    Browser(report).run()
 
 
 def check_folder(file: Path | None, option: str = "--html") -> None:

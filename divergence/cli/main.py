@@ -61,6 +61,10 @@ COMMANDS = {
         "compare",
         "Compare two runs: the verdict, the first site where they part, and why.",
     ),
+    "view": (
+        "compare",
+        "Look through a comparison in this terminal: blocks, modules, prompts, steps.",
+    ),
     "check": ("check", "Check a run against a golden under a policy."),
     "localize": (
         "experiments",

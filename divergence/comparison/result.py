@@ -142,6 +142,27 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
         )
         return frame
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """The report in a file that ``compare --json``, ``check --json`` or ``localize --json``
+        wrote. Raises UsageError where there is none."""
+        hint = "divergence compare A B --json > report.json"
+        try:
+            found = msgspec.json.decode(Path(path).read_bytes())
+            found = found.get("report", found)
+            version = found["schema_version"]
+            if version != REPORT_SCHEMA_VERSION:
+                hint = "a newer divergence wrote it, which reads it too"
+                raise ValueError(f"its schema_version is {version}")
+            return msgspec.convert(found, cls, strict=False)  # "nan" is a number
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except (AttributeError, KeyError, TypeError):
+            reason = "it holds something else"
+        except (ValueError, RecursionError) as error:  # what msgspec raises is a ValueError
+            reason = str(error)
+        raise UsageError(f"no report can be read: {reason}", where=os.fspath(path), hint=hint)
+
     def plot(self) -> Picture:
         """The error of each block beside what rounding explains, as a picture that a notebook
         shows; ``plot().save("error.svg")`` or ``"error.png"`` (extra ``plot``) writes it. Raises

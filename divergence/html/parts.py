@@ -6,7 +6,7 @@ page or be shown by the script when a block is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class Table:
 
     caption: str
     titles: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     marks: list[str] = field(default_factory=list)
     num_left: int = 1
     """The first so many columns are words; the others are figures, and stand to the right."""

@@ -42,8 +42,8 @@ def test_every_answer_has_json_quiet_and_verbose(name):
     command = surface.commands()[name]
     rows = surface.describe(command)
     names = {option for row in rows for option in row["names"]}
-    # demo shows, it does not answer
-    assert {"-q", "-v"} | ({"--json"} if name != "demo" else set()) <= names
+    # demo and view show, they do not answer
+    assert {"-q", "-v"} | ({"--json"} if name not in ("demo", "view") else set()) <= names
     assert all(row["help"] and row["help"].endswith(".") for row in rows)
     assert "Examples:" in command.epilog
     assert f"divergence {name}" in command.epilog

@@ -22,7 +22,7 @@ from divergence.report.page.runs import coverage_section, machines_section, sett
 from divergence.report.page.verdict import findings_section, verdict
 from divergence.report.summary import headline, shown_analyses
 
-__all__ = ["page"]
+__all__ = ["analysis_sections", "page"]
 
 
 def page(
@@ -34,7 +34,7 @@ def page(
     packed, num_kept = attached(report)
     shown = [
         *sections,
-        *_of_analyses(report, background),
+        *analysis_sections(report, background),
         settings_section(report),
         machines_section(background),
         findings_section(report),
@@ -53,7 +53,7 @@ _FIRST = ("blocks", "suite")
 """Before the others, which keep the terminal's order."""
 
 
-def _of_analyses(report: Report, background: Background) -> list[Section]:
+def analysis_sections(report: Report, background: Background) -> list[Section]:
     found: list[Section] = []
     names = sorted(shown_analyses(), key=lambda name: name not in _FIRST)
     for name in names:

@@ -37,7 +37,7 @@ like logits logprob low markdown mask masked match matched matches max mean meas
 median min minus misalignment missing model more nan near neginf new next no
 nondeterministic nonfinite norm note notes num number numbers numel off offset on one
 only origin other out over overlap overrides own p99 pad parameters passes peers phase
-place places plan platform posinf prefill previous problem projections prompt prompts python
+place places plan platform png posinf prefill previous problem projections prompt prompts python
 quantization quick quiet reason region relative remote repeat repeatability replaced
 replayed report reports resolution rests result results revision right rms rounded rows
 runtime same schema score se seed seen settings shape size sizes skipped source sqnr

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from divergence.html.element import Element, Node, el
 from divergence.html.scales import HeatScale, LogAxis
 
-__all__ = ["HEIGHT", "Line", "Plot", "drawn", "figure", "heat_map", "line_plot"]
+__all__ = ["HEIGHT", "Line", "Plot", "drawn", "figure", "heat_map"]
 
 HEIGHT = 232.0
 _MOST_DOTS = 130
@@ -72,10 +72,14 @@ class Plot:
             for y, text in self.axis.ticks()
         ]
 
-    def figure(self) -> Element:
-        return figure(
-            self.id, self.title, line_plot(self), described=self.described, legend=self.legend
-        )
+    def figure(self, *, wide: bool = False) -> Element:
+        """On a page; ``data`` is what its script needs."""
+        picture = _line_plot(self)
+        return figure(self.id, self.title, picture, described=self.described, legend=self.legend,
+                      wide=wide)  # fmt: skip
+
+    def data(self) -> dict[str, object]:
+        return {"kind": "line", "says": self.says, "blocks": self.blocks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ def figure(
     )  # fmt: skip
 
 
-def line_plot(plot: Plot) -> Element:
+def _line_plot(plot: Plot) -> Element:
     """Lines over names, as wide as the reader's window."""
     area = el("svg", *drawn(plot), class_="area", height=HEIGHT + 22, aria_hidden="true")
     ticks = el("svg", *plot.ticks("100%"), class_="ticks", height=HEIGHT, aria_hidden="true")

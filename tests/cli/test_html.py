@@ -102,7 +102,6 @@ def test_check_writes_the_policys_answer_first(runs, invoke, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("a", "b", "c", "--html", "x.html"), "--html is the page of two runs"),
         (("a", "b", "--html", "nowhere/x.html"), "there is no folder nowhere"),
         (("a", "b", "c", "--svg", "x.svg"), "--svg and --png are the picture of two runs"),
         (("a", "b", "--svg", "nowhere/x.svg"), "--svg: there is no folder nowhere"),

@@ -33,9 +33,7 @@ def page(report: Report, background: Background) -> list[Section]:
         rows = [row for row in every if not row.inner]
         curves = phase_curves(report, phase, rows)
         plots += [one.figure() for one in curves]
-        figures |= {
-            one.id: {"kind": "line", "says": one.says, "blocks": one.blocks} for one in curves
-        }
+        figures |= {one.id: one.data() for one in curves}
         tables.append(table(_table(rows, f"All blocks, {phase}")))
     pictures, more = maps(report, background)
     figures |= more

@@ -19,7 +19,7 @@ from divergence.experiments.selfcheck.result import SelfcheckResult
 from divergence.fleet.result import Matrix, MatrixRow
 from divergence.html.element import Node, el
 from divergence.html.figures import Line as PlotLine
-from divergence.html.figures import figure, line_plot
+from divergence.html.figures import Plot
 from divergence.html.parts import BlockPart, Section, Table, details, prose_block, table
 from divergence.layout import Line, count, share, times
 from divergence.report import localization as localized
@@ -83,19 +83,19 @@ def _runs(matrix: Matrix) -> Section:
     if sum(row.limit_usage is not None for row in rows) > 1:
         flagged = [n for n, row in enumerate(rows) if (row.limit_usage or 0) > 1]
         paths = [row.path for row in rows]
-        figures["usage"] = {"kind": "line", "says": told, "blocks": paths}
-        plot = line_plot(
-            [str(n) for n in range(1, len(rows) + 1)],
-            [PlotLine(label="of a limit", kind="run", values=[r.limit_usage for r in rows])],
-            band=([1.0] * len(rows), [None] * len(rows)), flagged=flagged,
+        plot = Plot(
+            id="usage", title="How far each run is from the first", says=told, blocks=paths,
+            described="The largest share of any limit, by the order in which runs were given.",
             label=f"The largest share of a limit that each of {count(len(rows), 'run')} uses: "
             f"{len(flagged)} beyond 1.",
+            legend=[("dot run", "a run"), ("band floor", "within the limit")],
+            names=[str(n) for n in range(1, len(rows) + 1)], flagged=flagged,
+            lines=[PlotLine(label="of a limit", kind="run",
+                            values=[r.limit_usage for r in rows])],
+            band=([1.0] * len(rows), [None] * len(rows)),
         )  # fmt: skip
-        legend = [("dot run", "a run"), ("band floor", "within the limit")]
-        body.append(figure(
-            "usage", "How far each run is from the first", plot, legend=legend, wide=True,
-            described="The largest share of any limit, by the order in which runs were given.",
-        ))  # fmt: skip
+        figures[plot.id] = plot.data()
+        body.append(plot.figure(wide=True))
         body.append(el("div", class_="chosen", id="chosen", hidden=True))
     marks = ["flagged" if (row.limit_usage or 0) > 1 else "" for row in rows]
     grid = Table(
@@ -248,11 +248,11 @@ def _size_plots(result: Sensitivity) -> list[Node]:
         seen = [value for value in lines[0].values if value is not None]
         worst = f"up to {share(max(seen))}" if seen else "in no block"
         legend = [("line anchored", f"in {result.dtype}"), ("line free", "escalated, float32")]
-        plots.append(figure(
-            f"size-{fault}", fault, line_plot(names, lines, label=f"{fault}: seen {worst}."),
+        plots.append(Plot(
+            id=f"size-{fault}", title=fault, names=names, lines=lines,
             described=f"The smallest size that is seen, by block: {worst}.",
-            legend=legend[: len(lines)],
-        ))  # fmt: skip
+            label=f"{fault}: seen {worst}.", legend=legend[: len(lines)],
+        ).figure())  # fmt: skip
     return plots
 
 

@@ -14,8 +14,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "readme.md", "README.zh.md": "readme.zh.md", "CONTRIBUTING.md": "contributing.md",
-         "CHANGELOG.md": "changelog.md"}  # fmt: skip
+PAGES = {
+    name: name.lower() for name in ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md")
+}
 _LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 

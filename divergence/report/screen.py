@@ -273,4 +273,4 @@ def _next_lines(report: Report, more: str) -> list[Line]:
 
 
 def _first(commands: Sequence[str]) -> list[Line]:
-    return [line(f"  {commands[0]}")]
+    return [line(f"  {commands[0].removesuffix('; or by hand:')}")]

@@ -54,8 +54,8 @@ def unit_evidence(unit: Unit) -> Evidence:
         if unit.why == "sink":
             what, ratio = ("one sink token", unit.sink)
         return Evidence(
-            text=f"{unit.site}: {what}'s error is {figure(ratio)} × the floor "
-            f"(limit {unit.worst_limit:.1f}), position {worst.worst_position}",
+            text=f"{unit.site}: {what}'s error is {figure(ratio)} × what rounding "
+            f"makes (alarm at {unit.worst_limit:.1f} ×), token {worst.worst_position}",
             values={"ratio": ratio, "limit": unit.worst_limit},
         )
     if unit.why == "forward":
@@ -63,15 +63,15 @@ def unit_evidence(unit: Unit) -> Evidence:
         forward = f"step {look.result.step}" if look.result.step else "prefill"
         return Evidence(
             text=f"{unit.site}: in prompt {look.sample} ({forward}) the typical token's error is "
-            f"{figure(look.typical)} × the floor (limit {look.limit:.1f} for the largest of "
-            f"{len(unit.looks)} forwards); over all of them {figure(unit.typical)} ×",
+            f"{figure(look.typical)} × what rounding makes (alarm at {look.limit:.1f} × for the "
+            f"largest of {len(unit.looks)} forwards); over all of them {figure(unit.typical)} ×",
             values={"ratio": look.typical, "limit": look.limit, "num_looks": len(unit.looks)},
         )
-    control = f", its siblings' {unit.control:.2f} ×" if unit.num_siblings else ""
-    floor = "the float32 floor" if unit.pass_ == "escalated" else "the floor"
+    control = f", elsewhere of its kind {unit.control:.2f} ×" if unit.num_siblings else ""
+    rounding = "float32 rounding" if unit.pass_ == "escalated" else "rounding"
     return Evidence(
         text=f"{unit.site} ({unit.phase}): the typical token's error is {figure(unit.typical)} × "
-        f"{floor}{control} (limit {unit.limit:.1f}); rel L2 {worst.rel_l2:.2e}",
+        f"what {rounding} makes{control} (alarm at {unit.limit:.1f} ×); rel L2 {worst.rel_l2:.2e}",
         values={"ratio": unit.typical, "control": unit.control, "limit": unit.limit},
     )
 
@@ -87,8 +87,8 @@ def _blame_evidence(unit: Unit, blame: Blame) -> Evidence:
         values["candidate_error"] = truth.candidate_error
     place = f"{unit.site} ({unit.phase})"
     if blame.why == "both":
-        text = f"{place}: both are {figure(blame.value)} × the rounding model away from the truth"
-        return Evidence(text=f"{text} (limit {blame.limit:.1f})", values=values)
+        text = f"{place}: both are {figure(blame.value)} × what rounding makes away from the truth"
+        return Evidence(text=f"{text} (alarm at {blame.limit:.1f} ×)", values=values)
     far = f"{place}: the {blame.side}'s error is {{}} the {_OTHER[blame.side]}'s"
     held = f"; elsewhere of its kind {blame.control:.2f} × (alarm at {blame.limit:.1f} ×)"
     if blame.why == "typical" and blame.detail:

@@ -190,14 +190,15 @@ def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
             "reference",
         )
     fixed = {key: value[0] for key, value in given.items() if key != name}
-    return _side(name, values[0], fixed), _side(name, values[1], fixed)
+    one, two = values
+    return _side(name, one, two, fixed), _side(name, two, one, fixed)
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _side(name: str, value: Any, fixed: dict[str, Any]) -> _Side:
+def _side(name: str, value: Any, other: Any, fixed: dict[str, Any]) -> _Side:
     values = {**fixed, name: value}
     variables = {}
     if (pair := values.pop("env", None)) is not None:
@@ -209,7 +210,9 @@ def _side(name: str, value: Any, fixed: dict[str, Any]) -> _Side:
     size = values.pop("batch", None)
     if size is not None and size < 1:
         raise UsageError("a batch holds at least one prompt", where="--batch")
-    label = f"{name.replace('_', '-')} {'unset' if value is None else value}"
+    label = f"{name.replace('_', '-')} {value}"
+    if name == "env":
+        label = other.partition("=")[0] + " unset" if value is None else value
     return _Side(label, values, variables, _interpreter(python), size)
 
 

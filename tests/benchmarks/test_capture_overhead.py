@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "capture_overhead.py"
 
 
+@pytest.mark.slow
 def test_every_way_that_needs_no_other_package_is_measured():
     """A table with a row a way, none of them failed."""
     options = "--hidden 64 --blocks 2 --vocab 100 --prompt 4 --new 2 --rounds 1 --threads 1".split()

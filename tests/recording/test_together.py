@@ -78,6 +78,12 @@ def assert_same(truth, alone) -> int:
     return num_rounded
 
 
+def some_slow(cases, num_fast):
+    """The first are run every time, the others by make test-slow."""
+    slow = (pytest.param(*case, marks=pytest.mark.slow) for case in cases[num_fast:])
+    return [*cases[:num_fast], *slow]
+
+
 TOGETHER = [
     ("llama", {}),
     ("llama", {"sites": ["modules"]}),
@@ -92,7 +98,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "options"), TOGETHER)
+@pytest.mark.parametrize(("architecture", "options"), some_slow(TOGETHER, 3))
 def test_steps_made_together_are_the_steps(architecture, options, both_ways):
     """Sites, order, shapes and dtypes are those of the steps one by one, values but for float64's
     rounding; pads, windows, routing, keys and masks that grow, and logits included."""
@@ -128,7 +134,7 @@ ONE_BY_ONE = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "options", "tries"), ONE_BY_ONE)
+@pytest.mark.parametrize(("architecture", "options", "tries"), some_slow(ONE_BY_ONE, 3))
 def test_what_does_not_fit_is_made_one_by_one(architecture, options, tries, both_ways):
     """It is not tried, or tried once and taken back: the truth is the same, bit for bit."""
     truth, alone, found = both_ways(architecture, **options)

@@ -90,7 +90,7 @@ def test_estimates_hold(recorded, tmp_path, mixed):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", FEW)
+@pytest.mark.parametrize("architecture", [FEW[0], *SLOWLY])
 def test_other_kernels_raise_no_alarm(recorded, tmp_path, architecture, dtype):
     """Healthy runs stay within the floor, full against sketch and sketch against sketch."""
     for number, store in enumerate(("full", "sketch")):

@@ -270,3 +270,15 @@ def test_fingerprints_stay_from_run_to_run(reports):
         return [issue["fingerprint"] for issue in issues]
 
     assert fingerprints(0.1) == fingerprints(0.2) != []
+
+
+def test_a_summary_renders_as_markdown(failing, hostile):
+    """Rendered as GitHub does: a table of rules, code, and no element that a name brought in."""
+    from markdown_it import MarkdownIt
+
+    for page in (failing, hostile):
+        text = summary_markdown(page)
+        html = MarkdownIt("gfm-like", {"linkify": False}).render(text)
+        assert html.count("<tr>") > 1 and "<th>" in html
+        assert len(re.findall("<h[1-6]>", html)) == len(re.findall("^#+ ", text, re.M))
+        assert not re.search("<(script|img|a|iframe|svg)[ >]", html)

@@ -107,14 +107,16 @@ def explain_arithmetic(a: Manifest, b: Manifest) -> Explained:
         evidence = [Evidence(text=text)]
     kinds = {probe: [n for n in differ if one[n].probe == probe] for probe in _ORDER}
     told = ", ".join(f"{probe} ({len(found)})" for probe, found in kinds.items() if found)
+    precise = [name for name in differ if _is_precision(one[name], two[name])]
+    harmless = "" if precise else ", none in precision: harmless"
+    facts = count_of(len(names), "fact")
     line = PreflightLine(
         check="arithmetic",
         status="differs" if differ else "same",
-        reference=count_of(len(names), "fact"),
-        candidate=f"{len(differ)} of them differ" if differ else count_of(len(names), "fact"),
+        reference=facts,
+        candidate=f"{len(differ)} of them differ{harmless}" if differ else facts,
         detail="; ".join(filter(None, (told, f"{unsure} not verified" if unsure else ""))) or None,
     )
-    precise = [name for name in differ if _is_precision(one[name], two[name])]
     return replace(found, lines=[line], evidence=evidence, precise=precise)
 
 

@@ -135,7 +135,7 @@ def _what_stands_out(standouts: list[StandOut]) -> str:
     if sides:
         return f"the {sides[0]} is farther from the truth in all blocks"
     blocks = [one.unit.results[0].block or one.unit.site for one in standouts]
-    return f"{blocks[0]} differs more than its siblings" if blocks else ""
+    return f"{blocks[0]} differs more than the other blocks" if blocks else ""
 
 
 def _no_truth(measured: Measured, judged: bool, estimated: bool) -> str:
@@ -189,8 +189,8 @@ class StandOut:
             )
         worst = max(unit.results, key=lambda result: result.rel_l2 or 0.0)
         return (
-            f"{unit.site} ({unit.phase}) differs {self.times:.1f} × more than its siblings (rel L2 "
-            f"{worst.rel_l2:.1e}), within rounding: the first place to look"
+            f"{unit.site} ({unit.phase}) differs {self.times:.1f} × more than others of its kind "
+            f"(rel L2 {worst.rel_l2:.1e}), within rounding: the first place to look"
         )
 
 

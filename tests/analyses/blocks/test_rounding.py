@@ -42,7 +42,7 @@ def test_a_block_that_differs_more_than_its_siblings_is_noted_within_the_floor(p
     b = capture(like=a, out=root / "coarse", device="cpu", plants=[plant])
     verdict = compare(a, b).verdict
     assert verdict.kind == "within_floor"
-    told = [e.text for e in verdict.evidence if "than its siblings" in e.text]
+    told = [e.text for e in verdict.evidence if "than others of its kind" in e.text]
     assert told[0].startswith("model.layers.3:out")
     assert "first place to look" in told[0]
     assert verdict.confidence == "medium"

@@ -37,17 +37,19 @@ Examples:
 
   divergence diff Qwen/Qwen3-0.6B --device cuda,cpu   # one machine, one command
 
-  divergence capture Qwen/Qwen3-0.6B -o a          # machine A
+  divergence capture Qwen/Qwen3-0.6B -o a    # machine A
 
-  divergence capture --like a -o b                 # machine B: same tokens, same sites
+  divergence capture --like a -o b           # machine B: the same tokens
 
-  divergence truth a -o truth                      # machine A: what is right
+  divergence compare a b                     # anywhere: rounding, or a fault?
 
-  divergence compare a b --truth truth             # anywhere: where it starts, which side is wrong
+  divergence truth a -o truth                # machine A: what is right
 
-  divergence localize a b --truth truth -o ab      # with the model: down to the operator
+  divergence compare a b --truth truth       # which side is wrong
 
-Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code);
+  divergence localize a b -o ab              # with the model: the operator
+
+Exit codes: 0 done or passed; 1 diverged (only check, and compare --exit-code); \
 2 wrong usage or incomparable runs; 3 a fault of divergence itself; 130 interrupted.
 """
 

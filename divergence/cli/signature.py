@@ -77,7 +77,14 @@ def help_of(function: Callable[..., None]) -> tuple[str, str]:
     text, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
     examples, *notes = rest.split("\n\n")
     indented = [f"  {example}" for example in examples.splitlines()]
-    return text, "\n\n".join(["\nExamples:", *indented, *notes])
+    text = "\n\n".join(map(_joined, text.split("\n\n")))
+    return text, "\n\n".join(["\nExamples:", *indented, *map(_joined, notes)])
+
+
+def _joined(paragraph: str) -> str:
+    """One line, which the terminal folds at its own width; a list keeps its lines."""
+    lines = paragraph.splitlines()
+    return paragraph if any(line[:1] in " -" for line in lines) else " ".join(lines)
 
 
 def _spread(kind: type[Options]) -> list[_Parameter]:

@@ -114,17 +114,32 @@ def _typical(
 ) -> Blame:
     least = least_of(family, thresholds)
     w = mine.w(least)
-    control = statistics.median(o.w(least) for o in family) if family else (lone_w or 1.0)
+    if family:
+        control = statistics.median(o.w(least) for o in family)
+    else:
+        control = _lone_control(w, lone_w or 1.0)
     room = thresholds.truth_sibling if family else thresholds.truth_lone
     limit = room * spread(mine.num_values) * widened
     assert mine.first is not None
-    if (w > 1) != (w > control):  # the side with the smaller error is to blame for nothing
+    if not _stands_out(w, control):
         return Blame("candidate", "typical", 1.0, 1.0, limit, mine.first)
     if w >= control:
         return Blame("candidate", "typical", w, control, limit, mine.first)
     return Blame(
         "reference", "typical", 1 / max(w, 1e-300), 1 / max(control, 1e-300), limit, mine.first
     )
+
+
+def _stands_out(w: float, control: float) -> bool:
+    """Has one side the larger error, and more so than its control? The side with the smaller error
+    is to blame for nothing, however its siblings fare; of two equal errors neither side is."""
+    return w != 1 and (w > 1) == (w > control)
+
+
+def _lone_control(w: float, blocks: float) -> float:
+    """Of a site without siblings. The W of the ``blocks`` excuses it where the kernels of one side
+    are coarser everywhere. It never blames it: the blocks may be what is wrong."""
+    return max(blocks, 1.0) if w > 1 else min(blocks, 1.0)
 
 
 def forward_controls(family: Sequence[TruthStats], thresholds: Thresholds) -> list[Controls]:
@@ -155,9 +170,9 @@ def usages(
             continue
         width = spread(forward.num_values, num_looks=len(mine.forwards))
         limit = max(room * width, thresholds.truth_forward * held.largest) * widened
-        control, w = max(held.at[place], 1e-300), forward.w(least)
-        # the side with the smaller error is to blame for nothing, however its siblings fare
-        excess = w / control if (w > 1) == (w > control) else 1.0
+        w = forward.w(least)
+        control = max(held.at[place] if family else _lone_control(w, held.at[place]), 1e-300)
+        excess = w / control if _stands_out(w, control) else 1.0
         found[place] = excess, control, limit
     return found
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from divergence.analyses.blocks.blame import TABLES
 from divergence.analyses.blocks.drift import find_drift
 from divergence.analyses.blocks.evidence import (
     checks_of,
@@ -215,7 +216,14 @@ def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Fi
     units, flagged = judged.units, judged.flagged
     family = find_family(units, flagged)
     first = family.members[0] if family else min(flagged, key=lambda u: order_of(u.first))
+    table = None if family is None else _table_behind(measured, family, flagged)
+    if table is not None:
+        first, family = table, None
     evidence = [unit_evidence(first)]
+    if table is not None:
+        evidence.append(
+            Evidence(text="the blocks read this table, and an engine did not let it be replaced")
+        )
     if not measured.anchored:
         evidence.append(
             Evidence(
@@ -252,6 +260,24 @@ def _made(measured: Measured, judged: JudgedUnits, escalation: Escalation) -> Fi
         evidence=evidence,
         next=next_commands(measured, first, escalated=bool(escalation.judged)),
     )
+
+
+def _table_behind(measured: Measured, family: Family, flagged: list[Unit]) -> Unit | None:
+    """The rotary table that makes a whole kind differ: it is off itself, and an input of a block
+    on one side, which the other does not show, so that no anchored pass could replace it."""
+    block, side = family.members[0].results[0].block, family.members[0].side
+    unseen = [one for one in measured.alignment.unmatched if one.site.startswith(f"{block}:in.")]
+    for unit in sorted(flagged, key=lambda unit: order_of(unit.first)):
+        if TABLES not in (unit.results[0].kind or "").lower() or unit.side != side:
+            continue
+        for one in unseen:
+            run = measured.reference if one.side == "reference" else measured.candidate
+            sites = (unit.site, one.site)
+            records = [run.find(("free", one.sample, one.step, site)) for site in sites]
+            digests = {record and (record.xxh3 or record.fold) for record in records}
+            if len(digests) == 1 and None not in digests:
+                return unit
+    return None
 
 
 def _only(unit: Unit, by: str) -> str:

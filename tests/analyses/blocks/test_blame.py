@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from divergence.analyses.blocks.blame import forward_controls, questions
+from divergence.analyses.blocks.looks import Controls
 from divergence.comparison.measure.truth import TruthSamples
 from divergence.comparison.measure.truth_stats import stats_of
 from divergence.comparison.results.findings import figure
@@ -149,6 +150,21 @@ def test_a_site_without_siblings_is_held_to_the_blocks():
     bad = Block(9)
     bad.sides[1] = bad.sides[1] + 10 * FLOOR * torch.randn(bad.truth.shape).double()
     assert blamed(bad, [], lone_w=1.0).side == "candidate"
+
+
+@pytest.mark.parametrize("blocks", [20.0, 0.05])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_blocks_that_are_all_wrong_blame_no_site_without_siblings(blocks, steps):
+    """An embedding that is equal on both sides, or rounded alike, is not what is wrong then."""
+    alike, equal = Block(12, steps=steps), Block(13, steps=steps)
+    equal.sides = [equal.sides[0]] * 2
+    at_blocks = dict.fromkeys(alike.stats().forwards, blocks)
+    for block in (alike, equal):
+        found = questions(
+            block.stats(), [], lone_w=blocks, forwards=Controls(at_blocks, 1.0), routed=False,
+            widened=1.0, thresholds=THRESHOLDS,
+        )  # fmt: skip
+        assert max(one.limit_usage for one in found) < 0.75
 
 
 def test_a_trusted_run_widens_every_limit():

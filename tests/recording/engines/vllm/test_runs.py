@@ -182,11 +182,12 @@ def test_a_plant_at_an_inner_module(made, tmp_path, site):
 
 
 def test_a_fault_in_the_rotary_table(made, tmp_path):
-    """Seen at the table, and in each block, since all read it: not one layer's."""
+    """Named at the table, though each block differs too, since all read it."""
     _, a, wide = made("llama", "bfloat16")
     b = capture(like=a, out=tmp_path / "b", engine="vllm", prepare=rotary, probe=False)
     report = compare(a, b, truth=wide)
-    assert report.verdict.kind == "systematic" and report.verdict.side == "candidate"
+    assert report.verdict.kind == "localized" and report.verdict.side == "candidate"
+    assert report.verdict.onset.site == "model.rotary_emb:out"
     table = [one for one in report.sites if one.site == "model.rotary_emb:out"]
     assert min(one.limit_usage for one in table if one.pass_ == "anchored") > 10
 

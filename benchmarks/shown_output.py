@@ -1,11 +1,11 @@
-"""What the README, the tutorial and the page on doctor show: their commands, run from top to bottom
-on a real model.
+"""What the README, the tutorial and the pages on doctor and selfcheck show: their commands, run
+from top to bottom on a real model.
 
     python benchmarks/shown_output.py [PAGE ...] [--check] [--work DIR]
 
 MODEL is SmolLM2-135M-Instruct in bfloat16 (benchmarks/_trained.py). A command whose line says
 `machine B` runs on other kernels of the same CPU, as in `divergence demo`; every other one on the
-CPU's own. Each command is printed with all that it prints.
+CPU's own. Each command is printed with all that it prints, and the seconds that it took.
 
 --check holds the pages against that: every line of a ```text block must be a line of what the
 commands before it printed, in that order. `...` in a page stands for what is left out. Figures
@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from divergence.cli.demo import OTHER_KERNELS  # noqa: E402
 
 __all__ = ["main"]
 
-PAGES = ("README.md", "docs/tutorial.md", "docs/doctor.md")
+PAGES = ("README.md", "docs/tutorial.md", "docs/doctor.md", "docs/selfcheck.md")
 FENCE = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.M | re.S)
 NAMED = re.compile(r"`([\w.-]+)`:\s*\Z")
 
@@ -74,8 +75,9 @@ def _page(page: str, work: Path, model: Path, *, check: bool) -> int:
             if after_output:
                 printed, after_output = [], False
             print(f"$ {line}", flush=True)
+            began = time.perf_counter()
             out = _run(words, variables, work)
-            print(out, flush=True)
+            print(f"{out}[{time.perf_counter() - began:.0f} s]\n", flush=True)
             printed.extend(out.splitlines())
     return missing
 

@@ -150,6 +150,16 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             minimum=0,
         ),
     ] = 0
+    pad_right: Annotated[
+        int,
+        Option(
+            "--pad-right N",
+            "With --like: N pads behind each prompt, and those that its batch needs; of a causal "
+            "language model the prefill alone.",
+            REPEATING,
+            minimum=0,
+        ),
+    ] = 0
     use_cache: Annotated[
         bool | None,
         Option(

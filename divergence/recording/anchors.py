@@ -52,8 +52,8 @@ def repeated_tokens(
     forced = [sample.generated_ids for sample in recorded.samples]
     samples = unpadded(recorded.samples)
     if request.regrouped:
-        pad_left = loaded.task == "causal-lm"
-        groups = group_samples(samples, pad_left=pad_left, **request.grouping)
+        left = loaded.task == "causal-lm" and not request.pad_right
+        groups = group_samples(samples, pad_left=left, **request.grouping)
         for group in groups:  # each is fed equally many tokens: padding after it has ended
             longest = max(len(forced[number]) for number in group)
             for number in group:

@@ -75,6 +75,7 @@ def capture(
     batch: bool | None = None,
     batches: str | None = None,
     pad_left: int = 0,
+    pad_right: int = 0,
     use_cache: bool | None = None,
     prefill_chunk: int | None = None,
     max_new_tokens: int | None = None,

@@ -121,7 +121,7 @@ def plan_capture(
         samples = request.like.manifest.tokens.samples
     if request.like is None or request.regrouped:
         samples = unpadded(samples)
-        groups = group_samples(samples, pad_left=True, **request.grouping)
+        groups = group_samples(samples, pad_left=not request.pad_right, **request.grouping)
     else:
         groups = request.like.manifest.tokens.groups
     lengths = [s.num_left_pad + len(s.prompt_ids) + s.num_right_pad for s in samples]

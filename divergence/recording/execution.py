@@ -18,7 +18,7 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.option import recorded_in
 from divergence.recording.anchors import can_anchor, recorded_inputs, repeated_tokens
 from divergence.recording.engines.engine import Session, refuse_lacking
-from divergence.recording.engines.generate import GroupResult
+from divergence.recording.engines.generate import GroupResult, padded_right
 from divergence.recording.engines.placement import map_text
 from divergence.recording.engines.together import Together
 from divergence.recording.hooks.forwards import USUAL, Forwards
@@ -98,11 +98,10 @@ class Execution:
             request.max_new_tokens,
         )
         refuse_lacking(
-            session,
+            session, plants=bool(request.plants), pads_right=padded_right(loaded, self.samples),
             operators=bool(self.selection.operators or request.substitutes),
-            plants=bool(request.plants),
             batch=any(len(group) > 1 for group in self.groups),
-        )
+        )  # fmt: skip
         self.division: Division | None = None
         self.own_groups = self.groups
         if ranks is not None:
@@ -311,6 +310,7 @@ class Execution:
         # (of an encoder-decoder not each forward passes every block)
         wide = one.compute_dtype is not None
         by_block = wide and num_blocks > 0 and task != "encoder-decoder"
+        decides = task == "causal-lm" and not padded_right(self.loaded, self.samples)
         # in the anchored passes, where there are any: there an error is where it is made
         anchored = any(made.anchored for made in self._made)
         with_operators = not one.whole and one.anchored == anchored
@@ -328,7 +328,7 @@ class Execution:
             pass_=one.name,
             steps=request.steps,
             positions=request.positions,
-            logit_paths=output_paths(self.loaded.structure) if task == "causal-lm" else (),
+            logit_paths=output_paths(self.loaded.structure) if decides else (),
             plants=own_plants(self.plants, self.notes) if one.whole else self.plants,
             anchor=anchor,
             keeper=self.keeper,

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from divergence.errors import PromptError, UsageError
 from divergence.run.schema.layout import expanded
 from divergence.run.schema.manifest import SampleTokens
 
-__all__ = ["Message", "Prompt", "collect_prompts", "group_samples", "token_texts", "tokenize"]
+if TYPE_CHECKING:
+    from divergence.options.capture import CaptureOptions
+    from divergence.run.reader import Run
+
+__all__ = ["Message", "Prompt", "collect_prompts", "group_samples", "padded_right_alone",
+           "token_texts", "tokenize"]  # fmt: skip
 
 _DEFAULT_PROMPTS = (
     "The quick brown fox jumps over the lazy dog. In numerical analysis, rounding error is",
@@ -131,10 +137,11 @@ def group_samples(
     batch: bool,
     pad_left: bool,
     batches: str | None = None,
-    more_pads: int = 0,
+    more_left: int = 0,
+    more_right: int = 0,
 ) -> list[list[int]]:
     """One group a sample, or one for all, or those of ``batches``. The padding is noted in the
-    samples: what a batch needs, and ``more_pads`` on the left.
+    samples: what a batch needs, on the left if ``pad_left``, and ``more_left`` and ``more_right``.
 
     Raises UsageError for ``batches`` that do not hold each sample once.
     """
@@ -150,8 +157,35 @@ def group_samples(
         for sample in members:
             pads = longest - len(sample.prompt_ids)
             sample.num_left_pad, sample.num_right_pad = (pads, 0) if pad_left else (0, pads)
-            sample.num_left_pad += more_pads
+            sample.num_left_pad += more_left
+            sample.num_right_pad += more_right
     return groups
+
+
+def padded_right_alone(options: CaptureOptions, like: Run | None) -> CaptureOptions:
+    """Behind pads nothing goes on: of a causal language model the prefill is made alone."""
+    if not options.pad_right:
+        return options
+    if like is None or options.pad_left:
+        raise UsageError(
+            "--pad-right needs --like" if like is None
+            else "--pad-left and --pad-right both place the pads",
+            hint="divergence capture --like RUN -o OTHER --pad-right 8",
+        )  # fmt: skip
+    plan, settings = like.manifest.plan, like.manifest.settings
+    if options.positions or plan.positions:
+        raise UsageError("--pad-right: --positions count from the pads' end", hint="leave it out")
+    if like.manifest.model.task != "causal-lm":
+        return options
+    if options.prefill_chunk or settings.prefill_chunk:
+        raise UsageError("--pad-right: a prompt in chunks (--prefill-chunk) has no pads behind it")
+    if (options.max_new_tokens or 0) > 1:
+        raise UsageError(
+            f"--max-new-tokens {options.max_new_tokens}: no token follows the pads of --pad-right",
+            hint="leave it out, or --pad-left",
+        )
+    num = settings.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+    return replace(options, max_new_tokens=min(num, 1))
 
 
 def _groups(batches: str, num_samples: int) -> list[list[int]]:

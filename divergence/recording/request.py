@@ -22,7 +22,7 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
 from divergence.recording.engines.engine import DEFAULT, given_options
 from divergence.recording.hooks.plant import Plant, Substitute, parse_plant, parse_substitutes
-from divergence.recording.prompts import Prompt, collect_prompts
+from divergence.recording.prompts import Prompt, collect_prompts, padded_right_alone
 from divergence.recording.selection import select_positions, step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
@@ -84,17 +84,18 @@ class Request(CaptureOptions, frozen=True, kw_only=True):
         if self.like is None:
             return False
         other = self.batch != self.like.manifest.settings.batch
-        return other or self.batches is not None or self.pad_left > 0
+        return other or self.batches is not None or max(self.pad_left, self.pad_right) > 0
 
     @property
     def grouping(self) -> dict[str, Any]:
-        """What ``group_samples`` is told, but for the side of the pads."""
+        """What ``group_samples`` is told, but for the side of the batch's own pads."""
         batches = self.batches
         if self.like is not None and batches is None:
             settings, groups = self.like.manifest.settings, self.like.manifest.tokens.groups
             if self.batch == settings.batch:
                 batches = " ".join(",".join(map(str, group)) for group in groups)
-        return {"batch": self.batch, "batches": batches, "more_pads": self.pad_left}
+        more = {"more_left": self.pad_left, "more_right": self.pad_right}
+        return {"batch": self.batch, "batches": batches, **more}
 
 
 def resolve_request(
@@ -116,6 +117,7 @@ def resolve_request(
             "--escalate needs --like: the escalated pass repeats a recorded run block by block",
             hint="divergence capture --like RUN -o RUN2 --escalate",
         )
+    options = padded_right_alone(options, like)
     if options.batches is not None:
         options = replace(options, batch=True)
     _check_unhooked(options)

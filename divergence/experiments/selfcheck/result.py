@@ -63,7 +63,7 @@ class SelfcheckLine(msgspec.Struct, frozen=True, kw_only=True):
     num_different: int = 0
     """How many of them have other bits."""
     num_missing: int = 0
-    """Tensors of the run compared with that nothing was held against."""
+    """Tensors of the run compared with that nothing was held against, in forwards that are made."""
     limit_usage: float | None = None
     """The largest share of a limit that any tensor uses; at ``block``, where it diverged."""
     num_tokens: int = 0

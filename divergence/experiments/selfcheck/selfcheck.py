@@ -201,7 +201,7 @@ class _Bench:
         if one.reason is not None:
             return line
         try:
-            line = replace(line, **_found(self._compared(one)))
+            line = replace(line, **_found(self._compared(one), prefill=one.prefill))
         except (UsageError, ModelError) as error:  # the model cannot be run so
             return replace(line, reason=error.message)
         except DivergenceError as error:
@@ -256,8 +256,8 @@ class _Bench:
             self._progress("selfcheck", done, total, what)
 
 
-def _found(report: Report) -> dict[str, Any]:
-    """What compare says, as far as a line holds it."""
+def _found(report: Report, *, prefill: bool) -> dict[str, Any]:
+    """What compare says, as far as a line holds it; ``prefill``: that alone was made."""
     verdict, sites = report.verdict, report.sites
     anchored = [site for site in sites if site.pass_ == "anchored" and site.role == "block"]
     outputs = [site for site in anchored if ":out" in site.site and site.block is not None]
@@ -279,6 +279,11 @@ def _found(report: Report) -> dict[str, Any]:
         and (status not in _BEYOND or block is None or block in (site.block, site.site))
     ]
     tokens = report.tokens
+    missing = [
+        one
+        for one in report.coverage.unmatched
+        if one.side != "candidate" and not (prefill and one.step)
+    ]
     return {
         "status": status,
         "verdict": verdict.kind,
@@ -291,7 +296,7 @@ def _found(report: Report) -> dict[str, Any]:
         "first_different": different[0] if different else None,
         "num_compared": report.coverage.num_compared,
         "num_different": sum(not site.identical for site in sites),
-        "num_missing": report.coverage.num_only_reference + report.coverage.num_skipped,
+        "num_missing": len(missing),
         "limit_usage": max(used, default=None),
         "num_tokens": 0 if tokens is None else tokens.num_tokens,
         "num_tokens_different": 0 if tokens is None else tokens.num_tokens - tokens.num_equal,

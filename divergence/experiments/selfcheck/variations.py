@@ -19,8 +19,8 @@ __all__ = ["BASE", "NAMES", "UNASKED", "Variation", "variations"]
 
 BASE = "base"
 NAMES = (
-    "again", "hooks", "threads", "batch", "place", "mates", "pads", "whole", "cache", "chunks",
-    "attention", "compile",
+    "again", "hooks", "threads", "batch", "place", "mates", "pads-left", "pads-right", "whole",
+    "cache", "chunks", "attention", "compile",
 )  # fmt: skip
 """Every variation, in the order in which they are tried."""
 UNASKED = tuple(name for name in NAMES if name != "compile")
@@ -37,6 +37,8 @@ class Variation:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of capture, beside ``like``."""
     against: str = BASE
+    prefill: bool = False
+    """Decode steps are left out."""
     same_bits: bool = False
     """The same kernels get the same operands in the same shapes."""
     reason: str | None = None
@@ -57,6 +59,7 @@ def variations(base: Run) -> list[Variation]:
     how = "" if len(set(lengths)) == 1 else ", padded"
     chunk = max(1, min(lengths) // 3)
     pads = min(_MOST_PADS, max(lengths))
+    alone = ", prefill alone" if task == "causal-lm" else ""
     few = None if len(samples) > 1 else "there is one prompt"
     return [
         Variation(name="again", changed="nothing: run again", same_bits=True),
@@ -84,9 +87,13 @@ def variations(base: Run) -> list[Variation]:
             reason=None if len(samples) > 3 else "it takes four prompts",
         ),
         Variation(
-            name="pads", changed=f"{pads} pads on the left of each prompt",
+            name="pads-left", changed=f"{pads} pads on the left of each prompt",
             options={"pad_left": pads},
             reason=None if task == "causal-lm" else f"an {task} is padded on the right",
+        ),
+        Variation(
+            name="pads-right", changed=f"{pads} pads on the right of each prompt{alone}",
+            options={"pad_right": pads}, prefill=task == "causal-lm",
         ),
         Variation(
             name="whole", changed="decode steps as one forward over the whole text",

@@ -50,7 +50,8 @@ BUILT_IN = {
 """By name: module and class. A module is imported when its engine is used."""
 _GROUP = "divergence.engines"
 
-Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch", "prepare"]
+Feature = Literal["anchor", "escalate", "whole", "operators", "plants", "batch", "pads_right",
+                  "prepare"]  # fmt: skip
 """What a capture may ask for and an engine may lack. (What cannot be loaded, ``load`` refuses.)"""
 
 
@@ -198,6 +199,7 @@ _ASKED: dict[Feature, str] = {
     "operators": "operators (ops@, --substitute)",
     "plants": "--plant",
     "batch": "a batch of prompts",
+    "pads_right": "pads behind a prompt (--pad-right)",
     "prepare": "prepare",
 }
 

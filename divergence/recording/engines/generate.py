@@ -33,11 +33,12 @@ __all__ = [
     "generate",
     "inputs",
     "pad_id",
+    "padded_right",
     "run_group",
 ]
 
 _TOP = 5
-_KEEP = "logits_to_keep"
+_KEEP, _POSITIONS = "logits_to_keep", "position_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ def run_group(
     if loaded.ranks is not None:
         loaded.ranks.idle = False
     with failures(loaded, samples, count), torch.no_grad():
+        if padded_right(loaded, samples):
+            return _prefill(loaded, samples, ids, mask, forced if count else [[] for _ in samples])
         if loaded.task != "encoder" and count > 0 and can_generate(model):
             return _decode(loaded, ids, mask, count, forced, num_logits)
         kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
@@ -84,6 +87,50 @@ def run_group(
             kwargs["decoder_input_ids"] = torch.tensor(prompt, device=ids.device)
         model(**kwargs)
         return GroupResult([[] for _ in samples], [[] for _ in samples], prompt)
+
+
+def padded_right(loaded: LoadedModel, samples: Sequence[SampleTokens]) -> bool:
+    """Are there pads behind the prompts of a causal language model? Only its prefill is made then:
+    a token behind the pads would not follow its prompt in a cache or a state."""
+    return loaded.task == "causal-lm" and any(sample.num_right_pad for sample in samples)
+
+
+def _prefill(
+    loaded: LoadedModel,
+    samples: list[SampleTokens],
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    forced: list[list[int]] | None,
+) -> GroupResult:
+    """One forward over prompts (B, T) with pads behind them. Like those of any prefill its logits
+    are (B, 1, V): the head gets the last token of each prompt."""
+    model: Any = loaded.module
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(
+            f"pads behind a prompt: {type(model).__name__} does not say which module gives its "
+            "logits, which are to be those of each prompt's last token",
+            hint="--pad-left",
+        )
+    ends = [sample.num_left_pad + len(sample.prompt_ids) - 1 for sample in samples]
+    rows = range(len(samples))
+
+    def deciding(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args[0][rows, ends][:, None], *args[1:]  # (B, T, H) → (B, 1, H)
+
+    known = inspect.signature(model.forward).parameters
+    more = {_POSITIONS: mask.cumsum(-1).sub(1).clamp(min=0)} if _POSITIONS in known else {}
+    handle = head.register_forward_pre_hook(deciding, prepend=True)  # before what records it
+    try:
+        logits = model(input_ids=ids, attention_mask=mask, **more).logits
+    finally:
+        handle.remove()
+    made = control(forced, 1, set(), loaded.ranks)
+    fed: list[list[int]] = [[] for _ in samples]
+    if forced is None or forced[0]:
+        scores = made(ids, logits[:, -1].float())
+        fed = scores.argmax(dim=-1, keepdim=True).tolist()
+    return GroupResult(fed, choices(made, fed, set()), [[] for _ in samples], made.seen)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,8 @@ def test_no_line_of_a_healthy_model_diverges(tiny_model, architecture, dtype):
     if architecture in ("bert", "t5", "mamba"):
         assert told["chunks"] == "not_applicable"
     if architecture in ("bert", "t5"):
-        assert (told["cache"], told["pads"]) == ("not_applicable", "not_applicable")
+        assert (told["cache"], told["pads-left"]) == ("not_applicable", "not_applicable")
+    assert told["pads-right"] in ("identical", "within_floor")
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_a_kernel_that_depends_on_the_number_of_threads(llama, in_attention):
 
 @pytest.mark.slow
 def test_attention_that_sees_pads(llama, monkeypatch):
-    """Only the line with pads tells: no other one has any."""
+    """Only the line with pads before the prompts tells: behind them no token sees one."""
     from transformers.models.llama import modeling_llama
 
     plain = modeling_llama.eager_attention_forward
@@ -115,10 +116,34 @@ def test_attention_that_sees_pads(llama, monkeypatch):
         return plain(module, query, key, value, attention_mask, *args, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", blind)
-    lines = _by_name(selfcheck(llama, dtype="float32", only=["again", "batch", "pads", "cache"]))
+    names = ["again", "batch", "pads-left", "pads-right", "cache"]
+    lines = _by_name(selfcheck(llama, dtype="float32", only=names))
 
-    assert (lines["pads"].status, lines["pads"].block) == ("diverged", "model.layers.1")
-    assert "diverged" not in {lines[name].status for name in ("again", "batch", "cache")}
+    line = lines.pop("pads-left")
+    assert (line.status, line.block) == ("diverged", "model.layers.1")
+    assert "diverged" not in {line.status for line in lines.values()}
+
+
+def test_attention_that_counts_its_rows_from_the_pads(llama, monkeypatch):
+    """The diagonal at the end of the pads, not of the prompt: each token sees some behind it."""
+    from transformers.models.llama import modeling_llama
+
+    plain = modeling_llama.eager_attention_forward
+
+    def ahead(module, query, key, value, attention_mask, *args, **kwargs):
+        hidden = 0 if attention_mask is None else int((attention_mask[0, 0, -1] < 0).sum())
+        if module.layer_idx == 1 and hidden:
+            seen = torch.ones(attention_mask.shape[-2:], dtype=torch.bool).tril(hidden)
+            attention_mask = torch.where(seen, 0.0, torch.finfo(query.dtype).min)[None, None]
+        return plain(module, query, key, value, attention_mask, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", ahead)
+    lines = _by_name(selfcheck(llama, dtype="float32", only=["again", "pads-right"]))
+
+    line = lines.pop("pads-right")
+    assert (line.status, line.block) == ("diverged", "model.layers.1")
+    assert "prefill alone" in line.changed and line.num_missing == 0
+    assert lines["again"].status == "identical"
 
 
 def test_positions_that_are_off_by_one_in_decode_steps(llama, monkeypatch):

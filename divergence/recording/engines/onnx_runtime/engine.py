@@ -69,6 +69,7 @@ class OnnxSession(TorchSession):
     lacks: ClassVar[Mapping[Feature, str]] = {
         "escalate": "its kernels compute in the graph's own dtype",
         "whole": "each of its steps is a whole forward already",
+        "pads_right": "its graph gives the logits of the last position",
         "operators": "its operators are not torch's",
         "plants": "no hook is in its forward",
         "prepare": "it runs the graph",

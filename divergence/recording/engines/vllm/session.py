@@ -35,6 +35,7 @@ class VllmSession(TorchSession):
     lacks: ClassVar[Mapping[Feature, str]] = {
         "operators": "its kernels are its own",
         "escalate": "its kernels are made for the model's own dtype",
+        "pads_right": "its prompts are not padded",
         "whole": "it takes no prompt without making its cache",
     }
 

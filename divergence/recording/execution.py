@@ -29,7 +29,7 @@ from divergence.recording.keeper import Keeper
 from divergence.recording.machine.determinism import Determinism
 from divergence.recording.model.compiled import CompiledWatch
 from divergence.recording.model.structure import inside, output_paths
-from divergence.recording.new_run import probed, provenance
+from divergence.recording.new_run import probed, provenance, unlike
 from divergence.recording.passes import (
     Pass,
     RememberingSink,
@@ -51,7 +51,6 @@ from divergence.recording.storage import storage
 from divergence.run.reader import Run
 from divergence.run.schema.contents import first_nonfinite, nonfinite_text
 from divergence.run.schema.manifest import (
-    UNKNOWN,
     Manifest,
     Plan,
     Repeatability,
@@ -263,15 +262,9 @@ class Execution:
         identity = self.session.identity(
             lambda done, total, name: self.on_progress("digest", done, total, name)
         )
-        recorded = None if request.like is None else request.like.manifest.model
-        same_dtype = recorded is not None and recorded.dtype == identity.dtype
-        told = "weights" not in self.session.note().facts  # else compare says how far
-        told = told and UNKNOWN not in identity.digests.values()
-        if recorded is not None and told and same_dtype and recorded.digest != identity.digest:
-            self._note(
-                f"these are not the weights of the recorded run ({identity.digest[:12]}, "
-                f"there {recorded.digest[:12]}): compare will say which differ"
-            )
+        if request.like is not None:
+            for text in unlike(request.like.manifest, identity, self.session.note(), self.notes):
+                self._note(text)
         manifest = Manifest(
             **provenance(
                 self.device, label=request.label, command=command,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from divergence._version import __version__
@@ -12,13 +12,19 @@ from divergence.recording.engines.identity import without_home
 from divergence.recording.machine.environment import collect_environment
 from divergence.run.reader import Run
 from divergence.run.schema.arithmetic import ArithmeticFact
-from divergence.run.schema.manifest import Manifest
+from divergence.run.schema.manifest import (
+    UNKNOWN,
+    EngineNote,
+    Manifest,
+    ModelIdentity,
+    ModuleNote,
+)
 from divergence.run.storage.location import Location, archive_kind, same_location
 from divergence.run.storage.target import check_target, partial_of
 from divergence.run.writing.writer import new_run_id
 from divergence.words import Progress
 
-__all__ = ["check_output", "probed", "provenance"]
+__all__ = ["check_output", "probed", "provenance", "unlike"]
 
 
 def provenance(
@@ -34,6 +40,37 @@ def provenance(
         "like": None if like is None else like.id,
         "environment": collect_environment(device, label=label),
     }
+
+
+def unlike(
+    like: Manifest, model: ModelIdentity, engine: EngineNote, modules: Mapping[str, ModuleNote]
+) -> Iterator[str]:
+    """What shows, before anything runs, that this is not the model of the run that is repeated."""
+    recorded = like.model
+    blocks = [
+        sum(note.role == "block" for note in notes.values())
+        for notes in (modules, like.plan.modules)
+    ]
+    if all(blocks) and blocks[0] != blocks[1]:
+        yield f"this model has {blocks[0]} blocks, and that of the recorded run {blocks[1]}"
+    if recorded.dtype != model.dtype or recorded.digest == model.digest:
+        return
+    engines = [one for one in (engine, like.engine) if one is not None]
+    in_part = any("weights" in one.facts for one in engines) or any(
+        UNKNOWN in one.digests.values() for one in (model, recorded)
+    )
+    ours, theirs = model.digests, recorded.digests
+    both = [name for name in theirs if UNKNOWN not in (theirs[name], ours.get(name, UNKNOWN))]
+    other = [name for name in both if ours[name] != theirs[name]]
+    say = "compare will say which differ"
+    if not in_part:
+        there = f"({model.digest[:12]}, there {recorded.digest[:12]})"
+        yield f"these are not the weights of the recorded run {there}: {say}"
+    elif other:
+        told = f"{len(other)} of the {len(both)} weights that both tell ({other[0]}, ...)"
+        yield f"{told} are not those of the recorded run: {say}"
+    elif not both:
+        yield "no weight is told by a name of the recorded run: it may be another model"
 
 
 def probed(device: str, on_progress: Progress) -> list[ArithmeticFact]:

@@ -11,6 +11,8 @@ pytest.importorskip("onnxruntime")
 
 from divergence.comparison.api import compare  # noqa: E402
 from divergence.errors import ModelError, UsageError  # noqa: E402
+from divergence.recording.api import capture  # noqa: E402
+from tests.models.onnx_graphs import MODELS  # noqa: E402
 
 
 def test_an_input_that_no_prompt_gives(damaged, recorded, again):
@@ -49,15 +51,23 @@ def test_a_broken_file(graph_of, recorded, again, tmp_path):
 
 
 def test_a_file_of_another_model(graph_of, recorded, again, tmp_path, tiny_model):
-    """Its config tells; without one the comparison does."""
+    """Its config tells; and before it runs, its weights do."""
     checkpoint = tiny_model("llama", dtype="float32", num_blocks=2)
     with pytest.raises(ModelError, match=r"3 blocks, and the config in .* tells of 2"):
         again(
             recorded("llama", sites="blocks"), graph_of("llama"),
             engine_options={"tokenizer": str(checkpoint)},
         )  # fmt: skip
-    run = recorded("llama", sites="blocks")
-    assert compare(run, again(run, graph_of("qwen3"))).verdict.kind == "incomparable"
+    run, said = recorded("llama", sites="blocks"), []
+    other = again(run, graph_of("qwen3"), progress=lambda *args: said.append(args[3]))
+    assert any("are not those of the recorded run" in text for text in said)
+    assert compare(run, other).verdict.kind == "incomparable"
+
+    said.clear()
+    same = again(run, graph_of("llama"), progress=lambda *args: said.append(args[3]))
+    back = {"like": same, "engine": "transformers", "model": tiny_model(**MODELS["llama"])}
+    capture(**back, out=tmp_path / "back", progress=lambda *args: said.append(args[3]))
+    assert not [text for text in said if "recorded run" in text]
 
 
 def test_kernels_that_the_provider_lacks(graph_of, recorded, again):

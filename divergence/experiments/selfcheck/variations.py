@@ -37,6 +37,9 @@ class Variation:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of capture, beside ``like``."""
     against: str = BASE
+    anchor: bool = False
+    """Other kernels run: the anchored pass, which tells where other bits are made, is made at once.
+    """
     prefill: bool = False
     """Decode steps are left out."""
     same_bits: bool = False
@@ -109,11 +112,12 @@ def variations(base: Run) -> list[Variation]:
         ),
         Variation(
             name="attention", changed=f"attention {there} for {here}",
-            options={"attn_implementation": there},
+            options={"attn_implementation": there}, anchor=True,
             reason=None if manifest.model.attn_implementation else "the model has no attention",
         ),
         Variation(
             name="compile", changed="blocks compiled by inductor", options={"engine": "compile"},
+            anchor=True,
             reason=None if not on_cpu or shutil.which("g++") or shutil.which("clang++")
             else "no C++ compiler (g++) on this machine",
         ),

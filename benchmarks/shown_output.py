@@ -5,7 +5,8 @@ from top to bottom on a real model.
 
 MODEL is SmolLM2-135M-Instruct in bfloat16 (benchmarks/_trained.py). A command whose line says
 `machine B` runs on other kernels of the same CPU, as in `divergence demo`; every other one on the
-CPU's own. Each command is printed with all that it prints, and the seconds that it took.
+CPU's own. Each command is printed with all that it prints, and the seconds that it took, by the
+clock and of a core.
 
 --check holds the pages against that: every line of a ```text block must be a line of what the
 commands before it printed, in that order. `...` in a page stands for what is left out. Figures
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -75,9 +77,10 @@ def _page(page: str, work: Path, model: Path, *, check: bool) -> int:
             if after_output:
                 printed, after_output = [], False
             print(f"$ {line}", flush=True)
-            began = time.perf_counter()
+            began, before = time.perf_counter(), _core_seconds()
             out = _run(words, variables, work)
-            print(f"{out}[{time.perf_counter() - began:.0f} s]\n", flush=True)
+            seconds = time.perf_counter() - began, _core_seconds() - before
+            print("{}[{:.0f} s, {:.0f} of a core]\n".format(out, *seconds), flush=True)
             printed.extend(out.splitlines())
     return missing
 
@@ -108,6 +111,12 @@ def _run(words: list[str], variables: dict[str, str], work: Path) -> str:
         words, cwd=work, env=environment | variables, text=True, stdout=subprocess.PIPE, check=False
     )
     return done.stdout
+
+
+def _core_seconds() -> float:
+    """What all commands so far have used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _absent(block: str, printed: list[str]) -> Iterator[str]:

@@ -172,7 +172,7 @@ def _given(result: Localization) -> str:
             continue
         whence = dict.fromkeys((one.reference, one.candidate))
         parts.append(
-            f"its {one.argument} differs by {one.difference:.2g} (from {' / '.join(whence)})"
+            f"its operand {one.argument} differs by {one.difference:.2g} (from {' / '.join(whence)})"
         )
     return "; ".join(parts)
 

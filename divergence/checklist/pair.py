@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from divergence.checklist.result import PointState
+from divergence.comparison.decide import BEYOND
 from divergence.comparison.result import Report
 from divergence.comparison.results.findings import Claim, Finding, PreflightLine, Verdict
 from divergence.comparison.results.sites import SiteResult
@@ -45,7 +46,7 @@ class Pair:
         verdict = self.report.verdict
         if verdict.kind not in ("incomparable", "undetermined"):
             return None
-        return verdict.summary.rpartition("; beyond that, ")[2]
+        return verdict.summary.rpartition(BEYOND)[2]
 
     @property
     def diverged(self) -> bool:

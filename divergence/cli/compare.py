@@ -13,6 +13,7 @@ from divergence.cli.signature import settings
 from divergence.errors import UsageError
 from divergence.options.commands import LIMITS, OUTPUT, CompareOptions, Json, Quiet, Verbose
 from divergence.options.option import Option, fields_of
+from divergence.words import printable
 
 if TYPE_CHECKING:
     from divergence.comparison.result import Report
@@ -203,6 +204,8 @@ def compare(
         report.to_html(html)
     if csv is None or str(csv) != "-":
         show_report(report, every=every, json=json, quiet=quiet, verbose=verbose)
+        if html is not None and not (json or quiet):
+            show(f"the page to send: {printable(str(html))}")
     for kind, file in (("svg", svg), ("png", png)):  # last: there may be no curve to draw
         if file is not None:
             report.plot().write(file, kind)

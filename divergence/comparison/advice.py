@@ -121,7 +121,7 @@ class Advice:
         """What looks inside a block that stands out; nothing where no descent is possible."""
         if self.divided or self._reference.mesh is not None or self._reference.plan.store != "full":
             return []
-        return [self._localize(block=block, note=_WITH_MODEL)]
+        return [self._localize(truth=self._truth, block=block, note=_WITH_MODEL)]
 
     def truth(self, *, full: bool = False) -> list[str]:
         """Which side is wrong. ``full``: ``in_full`` is followed first, and its pair is held

@@ -34,7 +34,7 @@ from divergence.comparison.results.findings import (
 )
 
 __all__ = [
-    "PRECEDENCE", "RANK", "WITH_ITSELF", "Decision", "check", "confidence_of", "decide",
+    "BEYOND", "PRECEDENCE", "RANK", "WITH_ITSELF", "Decision", "check", "confidence_of", "decide",
     "explained", "of_one_run",
 ]  # fmt: skip
 
@@ -84,6 +84,8 @@ _COMPUTED_OTHERWISE = ("dtype", "quantization", "attention", "batch shape", "eng
 _PRECISION = ("dtype", "quantization")
 _EXPERIMENT = ("weights", "prompt ids")
 """Checks whose difference would make the two runs different experiments."""
+BEYOND = "; beyond that, "
+"""Between the settings that explain something and what they do not."""
 WITH_ITSELF = "a run compared with itself proves nothing"
 
 
@@ -296,9 +298,9 @@ def _qualified(verdict: Verdict, preflight: Sequence[PreflightLine]) -> Verdict:
         if line.check in checks and line.status == "differs"
     ]
     if differing and verdict.kind not in ("incomparable", "identical"):
-        verdict = replace(
-            verdict, summary=f"{', '.join(differing)}; beyond that, {verdict.summary}"
-        )
+        precise = any(line.check in _PRECISION for line in preflight if line.status == "differs")
+        link = BEYOND if precise or verdict.kind not in _QUIET else ": "
+        verdict = replace(verdict, summary=f"{', '.join(differing)}{link}{verdict.summary}")
     untold = [line.check for line in preflight if line.status == "unknown"]
     untold = [check for check in _EXPERIMENT if check in untold]
     if untold and verdict.kind not in ("incomparable", "identical"):

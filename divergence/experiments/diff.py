@@ -8,6 +8,7 @@ command, is not done again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -21,8 +22,10 @@ from divergence.comparison.api import compare
 from divergence.comparison.result import Report
 from divergence.errors import DivergenceError, RunExistsError, UsageError
 from divergence.html.notebook import small_table
+from divergence.recording.engines.identity import without_home
 from divergence.run.command import command_line, command_words, quoted, quoted_words
 from divergence.run.reader import Run
+from divergence.run.schema.site import near_names
 from divergence.words import HEADLINES, Progress
 
 __all__ = ["VARIED", "DiffResult", "diff"]
@@ -30,8 +33,19 @@ __all__ = ["VARIED", "DiffResult", "diff"]
 VARIED = ("device", "dtype", "attn_implementation", "engine", "threads", "batch", "env", "python")
 """What may differ between the two sides: exactly one of these gets two values."""
 _ESCALATES = ("transformers", "compile")
+_KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Of transformers; others are its own affair unless they look like a misspelt one of these."""
 _NARROW = ("bfloat16", "float16")
 _PLACED = ("localized", "systematic")
+_ONE_AT_A_TIME = (
+    "a diff compares one setting: give the others one value, which holds for both sides "
+    "(--attn-implementation eager,sdpa --batch 6), and run a second diff for the second setting"
+)
+_TWO_VALUES = (
+    "give one setting two values: --device cuda,cpu, --attn-implementation eager,sdpa, --engine "
+    "transformers,compile, --batch 1,8, --env NAME=VALUE; two machines: divergence capture MODEL "
+    "-o a, there divergence capture --like a -o b"
+)
 OnStep = Callable[[int, str, bool], None]
 """(number of the step, its command, is it done already?)"""
 
@@ -168,6 +182,10 @@ def _listed(value: Any) -> list[Any]:
 def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
     """The two sides; raises UsageError where the settings do not make two."""
     given = {name: values for name, values in given.items() if values}
+    for kernel in given.get("attn_implementation", ()):
+        near = near_names(kernel, _KERNELS)
+        if kernel not in _KERNELS and near:
+            raise UsageError(f"unknown attention {kernel!r}", hint=f"did you mean {near[0]}?")
     several = [name for name, values in given.items() if len(values) > 1]
     if "env" in given and "env" not in several:
         several.append("env")
@@ -177,9 +195,7 @@ def _sides(given: dict[str, list[Any]]) -> tuple[_Side, _Side]:
             told = f"{len(several)} settings have two values: {', '.join(map(_flag, several))}"
         raise UsageError(
             told,
-            hint="give one setting two values: --device cuda,cpu, --attn-implementation "
-            "eager,sdpa, --engine transformers,compile, --batch 1,8, --env NAME=VALUE; two "
-            "machines: divergence capture MODEL -o a, there divergence capture --like a -o b",
+            hint=_ONE_AT_A_TIME if several else _TWO_VALUES,
         )
     (name,) = several
     values = [None, *given[name]] if name == "env" and len(given[name]) == 1 else given[name]
@@ -286,15 +302,17 @@ class _Steps:
             return None
         try:
             run = Run.open(place)
-            mine = run.manifest.command == line
+            made = run.manifest.command
+            mine = made == without_home(line)
             follows = like is None or run.manifest.like == like.manifest.id
             if mine and follows and run.manifest.complete:
                 return run
         except DivergenceError:
-            mine = (place / "manifest.json").exists()
+            made, mine = None, (place / "manifest.json").exists()
         if not mine and not self._force:
+            told = "is no run" if made is None else f"was made by another command: {made}"
             raise RunExistsError(
-                f"{place} was made by another command",
+                f"{place} {told}; this diff wants {line}",
                 hint="choose another -o, or --force to replace it",
             )
         shutil.rmtree(place)
@@ -310,7 +328,10 @@ class _Steps:
             raise KeyboardInterrupt
         if done.returncode:
             last = (done.stderr or b"").decode(errors="replace").strip()
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()  # where nothing was made
+            kept = ": what is done is kept" if self.folder.exists() else ""
             raise UsageError(
                 f"this step failed: {shown}" + (f"\n{last}" if last else ""),
-                hint="settle what it says above, and run the same diff again: what is done is kept",
+                hint=f"settle what it says above, and run the same diff again{kept}",
             )

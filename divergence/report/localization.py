@@ -171,9 +171,8 @@ def _given(result: Localization) -> str:
         if one.difference is None:
             continue
         whence = dict.fromkeys((one.reference, one.candidate))
-        parts.append(
-            f"its operand {one.argument} differs by {one.difference:.2g} (from {' / '.join(whence)})"
-        )
+        by = f"{one.difference:.2g} (from {' / '.join(whence)})"
+        parts.append(f"its operand {one.argument} differs by {by}")
     return "; ".join(parts)
 
 

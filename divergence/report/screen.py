@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from divergence.analyses.blocks.rows import main_pass
+from divergence.analyses.blocks.rows import main_pass, worst_rows
 from divergence.analyses.tokens.show import explained_lines
 from divergence.comparison.result import Report, RunSummary
 from divergence.comparison.results.findings import PreflightLine
@@ -208,27 +208,18 @@ def _worst_lines(report: Report, num_rows: int) -> list[Line]:
     """The rows nearest to their limit, or beyond it."""
     if report.verdict.kind == "identical":
         return []
-    wanted = main_pass(report.sites)
-    shown = [site for site in report.sites if site.pass_ == wanted or site.flagged]
-    worst: dict[str, SiteResult] = {}
-    for site in shown:
-        name = site.block or site.site
-        if name not in worst or _rank(site) > _rank(worst[name]):
-            worst[name] = site
-    rows = sorted((site for site in worst.values() if not site.identical), key=_rank, reverse=True)
+    every = worst_rows(report)
+    rows = [row for row in every if not row.worst.identical]
     if not rows:
         return []
-    judged = any(site.usage for site in rows)
+    judged = any(site.worst.limit_usage for site in rows)
     table = [("error", "of its limit" if judged else "", "where", "")]
-    for site in rows[:num_rows]:
-        used = "not finite" if _num_bad(site) else _used(site.usage) if judged else ""
+    for row in rows[:num_rows]:
+        site = row.worst
+        used = "not finite" if _num_bad(site) else _used(site.limit_usage) if judged else ""
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
-        table.append((error, used, cut(site.site, 40) + ("  !" if site.flagged else ""), _at(site)))
-    return [heading(f"worst of {len(worst)} places"), *columns(table, widest=44)]
-
-
-def _rank(site: SiteResult) -> tuple[bool, bool, float, float]:
-    return bool(_num_bad(site)), site.flagged, site.usage or 0.0, site.rel_l2 or 0.0
+        table.append((error, used, cut(row.name, 40) + ("  !" if row.flagged else ""), _at(site)))
+    return [heading(f"worst of {len(every)} places"), *columns(table, widest=44)]
 
 
 def _num_bad(site: SiteResult) -> int:
@@ -242,7 +233,10 @@ def _used(usage: float | None) -> str:
 
 
 def _at(site: SiteResult) -> str:
-    """``prompt 2, token 7``, ``prompt 0, step 3``."""
+    """``prompt 2, token 7``, ``prompt 0, step 3``; a share that all forwards together use is of no
+    one forward."""
+    if site.usage is not None and (site.limit_usage or 0.0) > 1.05 * site.usage:
+        return "prefill, in all" if not site.step else "decode, in all"
     sample = site.sample if site.worst_sample is None else site.worst_sample
     if site.step:
         return f"prompt {sample}, step {site.step}"
@@ -257,6 +251,8 @@ def _prompt_lines(report: Report) -> list[Line]:
     rows = prompt_usage(report)
     if len(rows) < 2:
         return []
+    if rows[0][0] < 1.1 * rows[-1][0]:
+        return [prose("prompts", f"all {len(rows)} alike: {_used(rows[0][0])} of the limit")]
     shown = [f"{sample} ({_used(usage)})" for usage, sample, *_ in rows[:_NUM_PROMPTS]]
     more = f", {len(rows) - len(shown)} more" if len(rows) > len(shown) else ""
     return [prose("prompts", f"worst first, of the limit: {', '.join(shown)}{more}")]
@@ -269,7 +265,7 @@ def _next_lines(report: Report, more: str) -> list[Line]:
         "every block" if report.sites else "",
         "every setting",
     ))  # fmt: skip
-    return [*lines, line((f"{more} shows {', '.join(rest)}", "dim"))]
+    return [*lines, line((f"{', '.join(rest)}: {more}", "dim"))]
 
 
 def _first(commands: Sequence[str]) -> list[Line]:

@@ -76,7 +76,7 @@ def verdict_lines(report: Report) -> list[Line]:
         inner = onset.block is not None and onset.site != f"{onset.block}:out"
         block = f", in block {onset.block}" if inner else ""
         token = "" if onset.position is None else f", token {onset.position}"
-        where = f"{onset.site}{block}; {forward}, sample {onset.sample}{token}"
+        where = f"{onset.site}{block}; {forward}, prompt {onset.sample}{token}"
         lines.append(prose("onset", where, style="bold"))
     if verdict.side is not None:
         wrong = {"both": "both are", "neither": "neither is"}.get(verdict.side)

@@ -511,7 +511,7 @@ def test_runs_that_cannot_be_read(refused, runs):
     for command in ("compare", "check"):
         refused(command, runs / "a", "none", said="none does not exist")
         refused(command, "none", runs / "a", said="none does not exist")
-    refused("compare", runs, runs / "a", said="is not a run")
+    refused("compare", runs, runs / "a", said=("is not a run", "it holds"))
     refused("inspect", "none", said="none does not exist")
 
 

@@ -55,9 +55,24 @@ def test_again_nothing_is_done_twice(made, llama):
     assert again.report.verdict == first.report.verdict
 
 
+def test_a_model_at_home_is_known_again(made, llama, monkeypatch):
+    """A run tells no name of a home directory; its command is known all the same."""
+    first, _ = made
+    monkeypatch.setenv("HOME", str(llama.parent))
+    for name in ("a", "b", "truth"):
+        file = first.folder / name / "manifest.json"
+        file.write_text(file.read_text().replace(f"{llama.parent}/", "~/"))
+    done = []
+    diff(
+        llama, out=first.folder, attn_implementation=("eager", "sdpa"), dtype="bfloat16",
+        prompts=PROMPTS, max_new_tokens=2, quiet=True, on_step=lambda *step: done.append(step[2]),
+    )  # fmt: skip
+    assert done == [True, True, True]
+
+
 def test_the_runs_of_another_diff_are_not_replaced_unasked(made, llama):
     first, _ = made
-    with pytest.raises(RunExistsError, match="made by another command"):
+    with pytest.raises(RunExistsError, match="was made by another command"):
         diff(llama, out=first.folder, attn_implementation=("eager", "sdpa"), prompts=PROMPTS)
 
 
@@ -67,6 +82,7 @@ def test_the_runs_of_another_diff_are_not_replaced_unasked(made, llama):
         ({}, "nothing differs"),
         ({"device": "cpu"}, "nothing differs"),
         ({"device": ("cpu", "cuda"), "dtype": ("float32", "bfloat16")}, "2 settings"),
+        ({"attn_implementation": ("eager", "spda")}, "unknown attention 'spda'"),
         ({"engine": ("transformers", "compile", "onnx")}, "3 values"),
         ({"env": "NAME"}, "not NAME=VALUE"),
         ({"batch": (0, 2)}, "at least one"),

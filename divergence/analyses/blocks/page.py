@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from divergence.analyses.blocks.curves import phase_curves, usage
 from divergence.analyses.blocks.maps import maps
 from divergence.analyses.blocks.parts import block_parts
-from divergence.analyses.blocks.rows import Elision, Row, elide, main_pass, phase_rows, phases
+from divergence.analyses.blocks.rows import (
+    Elision,
+    Row,
+    elide,
+    main_pass,
+    phase_rows,
+    phases,
+    worst_rows,
+)
 from divergence.analyses.blocks.show import prompt_usage
 from divergence.comparison.result import Report
 from divergence.comparison.results.background import Background
@@ -45,7 +53,7 @@ def page(report: Report, background: Background) -> list[Section]:
             id="blocks", lead=_lead(report, equal=equal),
             title="Where the error is made" if placed else "The error of each block",
             body=(
-                None if equal else table(_worst(rows_of.values())),
+                None if equal else table(_worst(report)),
                 el("div", *plots, class_="figures"),
                 el("div", class_="chosen", id="chosen", hidden=True),
                 el("div", *pictures, class_="figures") if pictures else None,
@@ -115,11 +123,10 @@ def _where(row: Row) -> str:
     return f"prompt {sample}, {forward}{token}"
 
 
-def _worst(rows_of: Iterable[list[Row]]) -> Table:
-    """The rows that use most of their limits, both phases together."""
-    rows = [row for every in rows_of for row in every if not row.inner or row.onset]
-    rows.sort(key=lambda row: (not row.onset, -usage(row)))
-    rows = [row for row in rows if not row.worst.identical or row.flagged] or rows
+def _worst(report: Report) -> Table:
+    """The rows that use most of their limits, as the terminal's first screen has them."""
+    every = worst_rows(report)
+    rows = [row for row in every if not row.worst.identical] or every
     return rows_table(rows[:_WORST], f"The {min(_WORST, len(rows))} largest")
 
 

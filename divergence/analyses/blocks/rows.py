@@ -16,7 +16,7 @@ from divergence.comparison.results.sites import SiteResult
 
 __all__ = [
     "Elision", "Row", "badness", "elide", "escalated_ratios", "is_input", "main_pass",
-    "phase_rows", "phases",
+    "phase_rows", "phases", "worst_rows",
 ]  # fmt: skip
 
 MAX_ROWS = 40
@@ -135,6 +135,40 @@ def phase_rows(report: Report, phase: str, *, all_sites: bool = False) -> list[R
     # an input is another site's output; where nothing else was recorded it is all there is
     telling = [row for row in rows if row.flagged or row.onset or not is_input(row.name)]
     return telling or rows
+
+
+def worst_rows(report: Report) -> list[Row]:
+    """One row a block or site, by the share of a limit that it uses; each is of the phase and shows
+    the forward that uses most. What is beyond a limit, or not finite, comes first."""
+    found: dict[str, Row] = {}
+    onset = report.verdict.onset
+    for phase in phases(report):
+        sites = [site for site in report.sites if (site.step == 0) == (phase == "prefill")]
+        wanted = main_pass(sites)
+        groups = _grouped(
+            [site for site in sites if site.pass_ == wanted or site.flagged],
+            lambda site: site.block or site.site,
+        )
+        for name, group in groups:
+            own = [site for site in group if site.block is None or site.site == f"{site.block}:out"]
+            site = max(own or group, key=_place)
+            flagged = any(one.flagged for one in group)
+            here = onset is not None and name in (onset.site, onset.block)
+            row = Row(name, False, site, None, flagged, here)
+            if name not in found or _share(row) > _share(found[name]):
+                found[name] = row
+    rows = [row for row in found.values() if row.flagged or not is_input(row.name)]
+    return sorted(rows or found.values(), key=_share, reverse=True)
+
+
+def _place(site: SiteResult) -> tuple[bool, bool, float, float]:
+    bad = site.nonfinite is not None and site.nonfinite.differ > 0
+    return bad, site.flagged, _rank(site.usage), _rank(site.rel_l2)
+
+
+def _share(row: Row) -> tuple[bool, bool, float, float]:
+    bad, *_ = _place(row.worst)
+    return bad, row.flagged, _rank(row.worst.limit_usage), _rank(row.worst.rel_l2)
 
 
 def is_input(name: str) -> bool:

@@ -220,12 +220,26 @@ def open_store(place: Location) -> Store:
     store = _open_url(place) if isinstance(place, Url) else _open_path(place)
     if not store.has(MANIFEST):
         store.close()
+        inside = [] if isinstance(place, Url) else _runs_in(place)
+        if inside:
+            raise RunFormatError(
+                f"{place} is not a run: it has no {MANIFEST}", hint=f"it holds {', '.join(inside)}"
+            )
         raise RunFormatError(
             f"{place} is not a run: it has no {MANIFEST}",
             hint="give what `divergence capture MODEL -o RUN` wrote: a directory, or a .tar or "
             ".zip of one, or its URL",
         )
     return store
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """The first runs directly inside: the folder of a diff is often meant to be one of them."""
+    try:
+        found = sorted(path for path in folder.iterdir() if (path / MANIFEST).is_file())
+    except OSError:
+        return []
+    return [str(path) for path in found[:4]]
 
 
 def _open_path(place: Path) -> Store:

@@ -218,7 +218,7 @@ def _worst_lines(report: Report, num_rows: int) -> list[Line]:
         site = row.worst
         used = "not finite" if _num_bad(site) else _used(site.limit_usage) if judged else ""
         error = "-" if site.rel_l2 is None else f"{site.rel_l2:.1e}"
-        table.append((error, used, cut(row.name, 40) + ("  !" if row.flagged else ""), _at(site)))
+        table.append((error, used, cut(site.site, 40) + ("  !" if row.flagged else ""), _at(site)))
     return [heading(f"worst of {len(every)} places"), *columns(table, widest=44)]
 
 
@@ -236,7 +236,7 @@ def _at(site: SiteResult) -> str:
     """``prompt 2, token 7``, ``prompt 0, step 3``; a share that all forwards together use is of no
     one forward."""
     if site.usage is not None and (site.limit_usage or 0.0) > 1.05 * site.usage:
-        return "prefill, in all" if not site.step else "decode, in all"
+        return "decode, all steps" if site.step else "prefill, all prompts"
     sample = site.sample if site.worst_sample is None else site.worst_sample
     if site.step:
         return f"prompt {sample}, step {site.step}"

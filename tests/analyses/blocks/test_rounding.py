@@ -70,7 +70,7 @@ def test_within_the_floor_says_what_would_raise_its_confidence(pair):
 def test_other_settings_are_said_first(pair):
     """A float16 run against a bfloat16 one is no plain "no more than rounding"."""
     root, a, b = pair
-    assert compare(a, b).verdict.summary.startswith("attention eager / sdpa; beyond that")
+    assert compare(a, b).verdict.summary.startswith("attention eager / sdpa: only rounding differs")
     c = capture(like=a, out=root / "c", device="cpu", dtype="float16")
     summary = compare(a, c).verdict.summary
     assert summary.startswith("dtype bfloat16 / float16; beyond that, ")

@@ -7,6 +7,7 @@ report.md every word of a run is code (divergence.words).
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import zipfile
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 import msgspec
 
 from divergence.comparison.result import Report
+from divergence.errors import UsageError
 from divergence.layout import cut
 from divergence.report.redaction import Redaction
 from divergence.report.screen import screen_lines
@@ -54,6 +56,8 @@ def bundle_files(
         for side in ("reference", "candidate")
     }
     files["report.html"] = msgspec.structs.replace(report, **sides).html()
+    with contextlib.suppress(UsageError):  # no block was compared, so there is no curve
+        files["error.svg"] = report.plot().svg
     encoded = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
     for name, data in (reproducer or {}).items():
         if _NAME.fullmatch(name) is None:

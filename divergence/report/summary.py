@@ -58,8 +58,8 @@ def report_lines(report: Report, *, all_sites: bool = False, verbose: bool = Fal
 def headline(report: Report) -> str:
     """The first word of the answer. Two dtypes without more are no machine's doing."""
     kind = report.verdict.kind
-    dtypes = report.reference.dtype, report.candidate.dtype
-    if kind == "within_floor" and dtypes[0] != dtypes[1]:
+    a, b = report.reference, report.candidate
+    if kind == "within_floor" and (a.dtype, a.compute_dtype) != (b.dtype, b.compute_dtype):
         return "DIFFERENT PRECISION"
     return HEADLINES[kind]
 

@@ -69,7 +69,7 @@ def test_the_bundle_holds_both_machines_and_the_first_screen(redaction, reports)
         reproducer={"repro.py": b"# /home/al/x.py", "../evil": b"", "inputs.safetensors": b"1"},
     )  # fmt: skip
     assert set(files) == {
-        "report.md", "report.json", "report.html", "reproducer/repro.py",
+        "report.md", "report.json", "report.html", "error.svg", "reproducer/repro.py",
         "reproducer/inputs.safetensors",
     }  # fmt: skip
     assert files["reproducer/repro.py"] == "# …/x.py".encode()
@@ -98,5 +98,7 @@ def test_hostile_names_stay_text_and_inside(redaction, reports):
         assert obeyed not in text
     assert text.count("</pre>") == 1
     with zipfile.ZipFile(io.BytesIO(zipped(files))) as folder:
-        assert set(folder.namelist()) == {"report.md", "report.json", "report.html"}
+        assert set(folder.namelist()) == {"report.md", "report.json", "report.html", "error.svg"}
+    svg = files["error.svg"].decode()
+    assert "<script" not in svg and "\u202e" not in svg
     assert zipped(files) == zipped(dict(files))

@@ -44,6 +44,7 @@ def preflight(
     a, b = reference.manifest, candidate.manifest
     one, two = a.model, b.model
     here, there = a.environment, b.environment
+    computed = _dtype(a), _dtype(b)
     dtypes = "compared in the wider of the two" if one.dtype != two.dtype else None
     lines = [
         code_line(a, b),
@@ -59,7 +60,7 @@ def preflight(
             template_cause(a, b),
         ),
         _generated_ids(a, b),
-        _same("dtype", one.dtype, two.dtype, dtypes),
+        _same("dtype", *computed, dtypes),
         _same("attention", attention_of(a), attention_of(b)),
         _same("batch shape", _batches(a), _batches(b)),
         _engines(a, b),
@@ -285,6 +286,13 @@ def _generated_ids(a: Manifest, b: Manifest) -> PreflightLine:
         check="generated ids", status="same" if same else "differs", detail=detail,
         reference=f"{sum(map(len, ids_a))} tokens", candidate=f"{sum(map(len, ids_b))} tokens",
     )  # fmt: skip
+
+
+def _dtype(manifest: Manifest) -> str:
+    """A truth has the weights of one dtype and computes in another."""
+    computed = manifest.settings.compute_dtype
+    dtype = manifest.model.dtype
+    return dtype if computed is None else f"{dtype} computed in {computed.removeprefix('torch.')}"
 
 
 def _batches(manifest: Manifest) -> str:

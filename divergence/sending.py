@@ -56,9 +56,8 @@ def bundle(
     """Compare two runs and put into the zip ``out`` what a vendor or a colleague needs to see:
     report.md, report.json, the report as a page, its picture, and the operator's reproducer
     where `localize` has left one beside the runs. The runs are not in it; paths and the names of
-    this host and user are taken out of all text. ``truth``, ``floor``, ``name_map``, ``device``: as in
-    ``compare``.
-    ``force``: replaces ``out``.
+    this host and user are taken out of all text. ``truth``, ``floor``, ``name_map``,
+    ``device``: as in ``compare``. ``force``: replaces ``out``.
 
     Raises UsageError where ``out`` is no .zip file, RunExistsError where it exists and ``force`` is
     false, RunWriteError, and what ``compare`` raises.

@@ -13,7 +13,9 @@ from divergence.options.option import Option
 
 __all__ = ["bundle", "import_", "inspect", "pack", "unpack"]
 
-FORMATS = ("auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files")
+FORMATS = (
+    "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files", "rollouts", "trainer",
+)  # fmt: skip
 
 
 def inspect(
@@ -155,7 +157,7 @@ def import_(
     ] = "auto",
     map: Annotated[
         Path | None,
-        Option("--map FILE", "A TOML file: which file, or which name in a file, is which site."),
+        Option("--map FILE", "A TOML file: which file, name or field is what."),
     ] = None,
     like: Annotated[
         str | None,
@@ -172,13 +174,16 @@ def import_(
 ) -> None:
     """Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.
 
-    What a dump does not tell (weights, settings, machine) stays unknown in the run, and
-    compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
+    Of JSON lines with log-probabilities too: rollouts of verl, slime, TRL and NeMo-RL, and
+    what the trainer said of the same tokens. What a dump does not tell (weights, settings,
+    machine) stays unknown in the run, and compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
     lacks ranks or steps, is refused.
 
     Examples:
     divergence import dump -o b --like a             # then: divergence compare a b
     divergence import dump/step0 -o b --map names.toml
+    divergence import rollouts.jsonl -o rollout
+    divergence import rollouts.jsonl -o trainer --format trainer  # then: compare rollout trainer
     """
     if out is None:
         raise UsageError("there is no directory to write to", hint="-o RUN")

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from divergence.comparison.results.tokens import TokensResult
     from divergence.run.reader import Run
 
-__all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers_of", "suites"]
+__all__ = ["ANALYSES", "Analysis", "Answer", "applying", "limits_used", "numbers_of",
+           "without_sites"]  # fmt: skip
 
 ANALYSES = (
     "blocks", "tokens", "arithmetic", "ends", "experts", "operators", "precision", "ranks", "code",
 )  # fmt: skip
-"""Folders of divergence.analyses, in the order in which they are asked. Suites have no sites, and
-are compared by analyses.suite alone."""
+"""Folders of divergence.analyses, in the order in which they are asked. What has no sites is
+compared by its own analysis alone (``without_sites``)."""
 
 
 class Parts(TypedDict, total=False):
@@ -94,12 +95,17 @@ def limits_used(measured: Measured) -> Shown:
     return used
 
 
-def suites(a: Run, b: Run) -> Callable[..., Report] | None:
-    """What compares two runs of operator suites; None where they are not."""
-    if not _module_of("suite").applies(a, b):
-        return None
-    compare: Callable[..., Report] = _module_of("suite", "compare").report_on_suites
-    return compare
+_WITHOUT_SITES = ("suite", "logprobs")
+
+
+def without_sites(a: Run, b: Run) -> Callable[..., Report] | None:
+    """What compares two runs that are not compared site by site (suites of operators,
+    log-probabilities alone); None where they are."""
+    for name in _WITHOUT_SITES:
+        if _module_of(name).applies(a, b):
+            report: Callable[..., Report] = _module_of(name, "compare").report_on
+            return report
+    return None
 
 
 def _module_of(*names: str) -> ModuleType:

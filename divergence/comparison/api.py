@@ -15,7 +15,7 @@ from msgspec.structs import replace as replaced
 from divergence._version import __version__
 from divergence.comparison.advice import Advice
 from divergence.comparison.align.names import NameMap, load_name_map
-from divergence.comparison.answer import Answer, Parts, applying, suites
+from divergence.comparison.answer import Answer, Parts, applying, without_sites
 from divergence.comparison.decide import decide, explained, of_one_run
 from divergence.comparison.measure.pipeline import measured_on
 from divergence.comparison.measure.runs import measure, opened
@@ -78,8 +78,8 @@ def compare(
     b = opened(candidate)
     a.set_fallback(b)
     b.set_fallback(a)
-    if (compare_suites := suites(a, b)) is not None:
-        report = compare_suites(a, b, truth=truth and opened(truth), floor=floor, progress=progress)
+    if (report_alone := without_sites(a, b)) is not None:
+        report = report_alone(a, b, truth=truth and opened(truth), floor=floor, progress=progress)
         return _of_one_run(report)
     names = None if name_map is None else load_name_map(name_map)
     lines = preflight(a, b, names=names)

@@ -40,7 +40,7 @@ __all__ = [
 
 PRECEDENCE: tuple[tuple[Claim, ...], ...] = (
     ("other_experiment",),
-    ("arithmetic", "suite"),
+    ("arithmetic", "suite", "logprobs"),
     ("nonfinite",),
     ("integers_differ", "error_made_here", "error_everywhere_of_kind"),
     ("error_below_floor",),
@@ -59,9 +59,17 @@ _MADE = ("error_made_here", "error_everywhere_of_kind")
 _QUIET = ("identical", "within_floor", "undetermined", "drift")
 """No place is named: every setting that differs is said first; beside a named place, the precision.
 """
-_NOT_MEASURED = ("nonfinite", "equal", "arithmetic", "other_experiment", "suite", "operators_fine")
+_NOT_MEASURED = (
+    "nonfinite",
+    "equal",
+    "arithmetic",
+    "other_experiment",
+    "suite",
+    "logprobs",
+    "operators_fine",
+)
 """Claims that do not rest on measured differences: what is to be known beside those is not told."""
-_ALONE = ("other_experiment", "arithmetic", "suite", "nonfinite")
+_ALONE = ("other_experiment", "arithmetic", "suite", "logprobs", "nonfinite")
 """Claims beside which nothing else can be judged."""
 _SIDES = {"reference", "candidate"}
 _FIRST = (-1, -1, -1)
@@ -76,6 +84,8 @@ _BASIS = frozenset(
         "agreement",  # no level blames the other side
         "same_experiment",  # nothing that blocks a comparison was overridden
         "two_runs",  # the two are not one run
+        "prompts",  # of log-probabilities: enough to tell
+        "scale",  # of log-probabilities: it is known what rounding makes
     }
 )
 """Where one of these failed nothing better than low is left."""

@@ -18,8 +18,10 @@ import msgspec
 from divergence.comparison.results.findings import Finding, PreflightLine, Verdict
 from divergence.comparison.results.operators import AuditResult, OperatorsResult
 from divergence.comparison.results.sites import Coverage, SiteResult
-from divergence.comparison.results.tokens import TokensResult
+from divergence.comparison.results.tokens import LogprobsResult, TokensResult
 from divergence.errors import UsageError
+from divergence.run.schema.manifest import UNKNOWN
+from divergence.run.schema.site import LOGPROBS
 from divergence.words import Side, SideOrBoth, printable_json
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ class Report(msgspec.Struct, Answer, frozen=True, kw_only=True):
     """For each side that several ranks made: its ranks compared with one another."""
     suite: SuiteResult | None = None
     """None unless both runs are of an operator suite. Such runs have no other sites."""
+    logprobs: LogprobsResult | None = None
+    """None unless one of both runs holds log-probabilities alone. Nothing has sites then."""
     findings: list[Finding] = []
     """What each analysis claimed. The verdict was made of these."""
 
@@ -373,7 +377,9 @@ def summary_of(run: Run) -> RunSummary:
         id=manifest.id,
         label=manifest.environment.label,
         model=manifest.model.source,
-        dtype=manifest.model.dtype,
+        dtype=manifest.model.dtype
+        if manifest.plan.sites != [LOGPROBS]
+        else manifest.settings.dtype or UNKNOWN,
         device=f"{manifest.environment.device_type}: {manifest.environment.device_name}",
         complete=manifest.complete,
         stopped_by=manifest.stopped_by,

@@ -9,9 +9,10 @@ from divergence.errors import DumpError, UsageError
 from divergence.importing.building import manifest_of, write
 from divergence.importing.dump import Layout, Notes
 from divergence.importing.folder import Folder
-from divergence.importing.layouts import LAYOUTS
+from divergence.importing.layouts import LAYOUTS, SCORES
 from divergence.importing.reading import survey
 from divergence.importing.rules import load_rules
+from divergence.importing.scored import ScoreLayout, import_scores
 from divergence.recording.new_run import check_output
 from divergence.run.reader import Run
 from divergence.run.schema.site import near_names
@@ -20,6 +21,8 @@ from divergence.run.writing.writer import RunWriter
 from divergence.words import Progress
 
 __all__ = ["import_dump"]
+
+_ALL: dict[str, Layout | ScoreLayout] = {**LAYOUTS, **SCORES}
 
 
 def import_dump(
@@ -35,22 +38,24 @@ def import_dump(
     progress: Progress | None = None,
 ) -> Run:
     """Make a run of what another tool dumped: SGLang's forward hooks or dumper, msprobe,
-    transformers' debugger, or a folder of files by a map.
+    transformers' debugger, or a folder of files by a map; or of log-probabilities: rollouts, and
+    what a trainer said of them.
 
-    ``layout``: ``auto``, or a name of LAYOUTS. ``map``: a TOML file, see importing.rules. ``like``:
+    ``layout``: ``auto``, or a name of LAYOUTS or SCORES. ``map``: a TOML file, see importing.rules
+    and, of log-probabilities, importing.fields. ``like``:
     the run whose model and prompts the dump is of; names, shapes and prompts are held against it.
     ``progress`` is told what was left out (event ``note``).
 
     Nothing is written before the whole dump was opened. Raises DumpError for a dump that cannot be
     read or is not whole, ConfigError for the map, UsageError where nothing matches.
     """
-    rules = None if map is None else load_rules(map)
     folder = Folder(path)
-    reader = _layout(layout, folder)
-    if rules is not None and not reader.TAKES_MAP:
+    name = _layout(layout, folder)
+    reader = _ALL[name]
+    if map is not None and not reader.TAKES_MAP:
         raise UsageError(
-            f"a dump of {reader.NAME} has names of modules and takes no map",
-            where=rules.path, hint="leave --map out, or --format files",
+            f"a dump of {reader.NAME} has names of its own and takes no map",
+            where=str(map), hint="leave --map out, or --format files",
         )  # fmt: skip
     run = None if like is None else opened(like)
     place = location_of(out)
@@ -60,30 +65,38 @@ def import_dump(
         raise UsageError(f"{out} lies in the dump itself", hint="choose another place with -o")
     check_output(place, force=force, like=run)
     notes = Notes()
-    found = survey(reader.read(folder, rules, notes), run, notes)
-    manifest = manifest_of(found, name=reader.NAME, like=run, label=label, command=command)
-    with RunWriter(place, manifest, force=force) as writer:
-        write(writer, reader.read(folder, rules, Notes()), found, run, notes)
-    made = Run.open(place)
+    if name in SCORES:
+        made = import_scores(
+            SCORES[name], folder, place, map=map, like=run, label=label, force=force,
+            command=command, notes=notes,
+        )  # fmt: skip
+    else:
+        rules, tensors = None if map is None else load_rules(map), LAYOUTS[name]
+        found = survey(tensors.read(folder, rules, notes), run, notes)
+        manifest = manifest_of(found, name=tensors.NAME, like=run, label=label, command=command)
+        with RunWriter(place, manifest, force=force) as writer:
+            write(writer, tensors.read(folder, rules, Notes()), found, run, notes)
+        made = Run.open(place)
     if progress is not None:
         for sentence in notes.sentences():
             progress("note", 0, None, sentence)
     return made
 
 
-def _layout(name: str, folder: Folder) -> Layout:
+def _layout(name: str, folder: Folder) -> str:
+    """The name of what reads the folder."""
     if name == "auto":
-        for layout in LAYOUTS.values():
+        for one, layout in _ALL.items():
             if layout.recognise(folder):
-                return layout
+                return one
         raise DumpError(
             "the folder is no dump that is known", where=str(folder.path),
-            hint=f"--format {', '.join(LAYOUTS)}, or files of .npy, .pt or .safetensors with --map",
+            hint=f"--format {', '.join(_ALL)}, or files of .npy, .pt or .safetensors with --map",
         )  # fmt: skip
-    if name not in LAYOUTS:
-        near = near_names(name, LAYOUTS) or list(LAYOUTS)
+    if name not in _ALL:
+        near = near_names(name, _ALL) or list(_ALL)
         raise UsageError(f"there is no layout {name!r}", hint=f"one of {', '.join(near)}")
-    if not LAYOUTS[name].recognise(folder):
-        raise DumpError(f"the folder is no dump of {LAYOUTS[name].NAME}", where=str(folder.path),
+    if not _ALL[name].recognise(folder):
+        raise DumpError(f"the folder is no dump of {_ALL[name].NAME}", where=str(folder.path),
                         hint="--format auto looks what it is")  # fmt: skip
-    return LAYOUTS[name]
+    return name

@@ -17,6 +17,7 @@ import re
 import stat
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ SUFFIXES = (".pt", ".safetensors", ".npy")
 
 _MAX_FILES = 2_000_000
 _MAX_JSON_BYTES = 1 << 30
+_MAX_LINE_BYTES = 1 << 28
 _MAX_SPREAD_BYTES = 256 << 20
 """A view may repeat elements (an expanded mask); beyond this it may be no larger than its file."""
 
@@ -68,6 +70,20 @@ class Folder:
                 f"the file is no JSON, or was cut off: {first_line(error)}", where=str(path),
                 hint="dump again, and let the program end by itself",
             ) from error  # fmt: skip
+
+    def lines(self, name: str) -> Iterator[bytes]:
+        """A text file, line by line. Raises DumpError."""
+        path = self._checked(name)
+        with open(path, "rb") as file:
+            while line := file.readline(_MAX_LINE_BYTES + 1):
+                if len(line) > _MAX_LINE_BYTES:
+                    raise DumpError(f"a line is longer than {_MAX_LINE_BYTES:,} bytes",
+                                    where=str(path))  # fmt: skip
+                yield line
+
+    def regular(self, name: str) -> Path:
+        """The file, which is one and is not empty. Raises DumpError."""
+        return self._checked(name)
 
     def value(self, name: str) -> Any:
         """What a tensor file holds: a tensor, or tensors and plain values by key."""

@@ -190,7 +190,7 @@ def _next_lines(commands: list[str]) -> list[Line]:
     return [heading("next"), *(line(f"  {command}") for command in commands)]
 
 
-_ORDER = ("tokens", "blocks", "suite", "operators", "precision", "ends", "ranks")
+_ORDER = ("tokens", "blocks", "suite", "logprobs", "operators", "precision", "ends", "ranks")
 
 
 def shown_analyses() -> list[str]:

@@ -19,6 +19,7 @@ KINDS = {
     "other_experiment": "incomparable",
     "arithmetic": "systematic",
     "suite": "localized",
+    "logprobs": "systematic",
     "nonfinite": "nonfinite",
     "integers_differ": "localized",
     "error_made_here": "localized",

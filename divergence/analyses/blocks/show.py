@@ -40,7 +40,11 @@ def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     return [
         *prompt_lines(report, all_sites=all_sites),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
-        *([] if same_bits or report.suite else table_lines(report, all_sites=all_sites)),
+        *(
+            []
+            if same_bits or report.suite or report.logprobs
+            else table_lines(report, all_sites=all_sites)
+        ),
     ]
 
 

@@ -48,7 +48,7 @@ from divergence.run.schema.record import Record
 from divergence.run.schema.site import module_of, operator_of, split_site
 from divergence.words import Progress, SideOrBoth
 
-__all__ = ["compare_suites", "report_on_suites"]
+__all__ = ["compare_suites", "report_on"]
 
 _TRUTH_PORTS = (".floor", ".gain", ".scores")
 _RANK: dict[SuiteStatus, int] = {
@@ -63,7 +63,7 @@ def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
     return [line for line in lines if line.check not in absent]
 
 
-def report_on_suites(
+def report_on(
     a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], progress: Progress | None
 ) -> Report:
     """The whole report on two suites. Raises what ``compare`` raises."""

@@ -9,7 +9,11 @@ import msgspec
 from divergence.comparison.results.findings import Onset
 from divergence.words import Side
 
-__all__ = ["Explanation", "TokenChoice", "TokenDifference", "TokensResult"]
+__all__ = [
+    "Explanation", "LogprobDelta", "LogprobDivergence", "LogprobFlip", "LogprobSequence",
+    "LogprobShift", "LogprobsResult", "RolloutCheck", "TokenChoice", "TokenDifference",
+    "TokensResult",
+]  # fmt: skip
 
 
 class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,3 +151,131 @@ class TokensResult(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self, first_difference=msgspec.structs.replace(flip, order_to_onset=order)
         )
+
+
+class LogprobFlip(msgspec.Struct, frozen=True, kw_only=True):
+    """The first token at which two answers to one prompt part, of log-probabilities alone."""
+
+    sample: int
+    position: int
+    """Index in the sequence, prompt and answer."""
+    reference: TokenChoice
+    candidate: TokenChoice
+    margin: float | None
+    """log p of the reference's token minus that of the candidate's, in the reference."""
+    candidate_margin: float | None
+    """log p of the candidate's token minus that of the reference's, in the candidate."""
+    judgement: Literal["tie", "fault"] | None = None
+    """``tie``: rounding may flip it; ``fault``: it does not. None where nothing tells."""
+
+
+class LogprobSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt's Δ = log p(candidate) - log p(reference) of equal tokens, in nats."""
+
+    sample: int
+    num_tokens: int
+    mean: float
+    mean_abs: float
+    max_abs: float
+    worst_position: int
+    log_ratio: float
+    """Σ Δ: the logarithm of the answer's importance ratio."""
+    probs_diff_mean: float
+    """Mean of |p - q|."""
+    mult_prob_error: float
+    """Mean of exp|Δ|."""
+
+
+class LogprobShift(msgspec.Struct, frozen=True, kw_only=True):
+    """How sure the mean of Δ is, over prompts (numerics.resampling)."""
+
+    num_prompts: int
+    mean: float
+    """Of the prompts' means."""
+    low: float | None
+    """Lower end of the 99% interval of a paired bootstrap. None where the prompts are too few, as
+    the other numbers."""
+    high: float | None
+    p_value: float | None
+    """Of a mean of 0: by changes of sign."""
+    smallest_shift: float | None
+    """The least shift that so many prompts of such a spread would show."""
+
+
+class LogprobDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """Δ over all tokens that both sides scored after equal text, in nats."""
+
+    num_tokens: int
+    mean: float
+    mean_abs: float
+    rms: float
+    median_abs: float
+    p90_abs: float
+    p99_abs: float
+    max_abs: float
+    by_position: list[float] = []
+    """Mean |Δ| of tenths of the answers, from their beginning to their end."""
+
+
+class LogprobDivergence(msgspec.Struct, frozen=True, kw_only=True):
+    """KL(reference‖candidate) and total variation over what both sides' top lists hold, means over
+    tokens, with bounds for what they do not hold."""
+
+    num_tokens: int
+    kl_lower: float
+    kl_upper: float | None
+    """None where it has no bound: the candidate's probability of some id may be anything."""
+    tv_lower: float
+    tv_upper: float
+    tail: float
+    """Mean probability, in the reference, of what is not on both lists."""
+
+
+class RolloutCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One number by the name and the limit that a framework gives it."""
+
+    name: str
+    framework: str
+    value: float
+    normal: str
+    """The framework's own words: ``< 0.005``."""
+    state: Literal["normal", "raised", "bad"]
+
+
+class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of two runs of which one or both hold log-probabilities alone."""
+
+    num_sequences: int
+    num_tokens: int
+    """Tokens of both sides' answers that were chosen after equal text."""
+    num_equal: int
+    num_after: int
+    """Tokens behind the first difference of their prompt: another text, not compared."""
+    num_other: int
+    """Tokens that one side alone scored."""
+    pattern: Literal[
+        "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
+        "nothing",
+    ]  # fmt: skip
+    """What the differences look like: ``everywhere``: in all prompts alike, in both directions, and
+    more than rounding explains; ``sequences``, ``positions``: in some; ``growing``: more the longer
+    the answer; ``shifted``: most in one direction; ``few``: too few prompts to tell."""
+    scale: float
+    """What rounding explains, as a mean of |Δ| in nats."""
+    scale_of: str
+    """Where that is from: a floor run, or a dtype."""
+    delta: LogprobDelta | None = None
+    divergence: LogprobDivergence | None = None
+    shift: LogprobShift | None = None
+    first_difference: LogprobFlip | None = None
+    num_flips: int = 0
+    """Prompts whose answers part."""
+    sequences: list[LogprobSequence] = []
+    """The ones that differ most first."""
+    rollout: dict[str, float] = {}
+    """What trainers call this gap, by their names (numerics.pairs.rollouts)."""
+    rollout_side: Side | None = None
+    """The side that sampled the tokens; where neither says so, the reference."""
+    checks: list[RolloutCheck] = []
+    num_not_likeliest: dict[str, int] = {}
+    """By side that claims to choose the likeliest token: how often it did not, by its own list."""

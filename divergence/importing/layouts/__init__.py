@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from divergence.importing.dump import Layout
 from divergence.importing.layouts import files, msprobe, sglang, sglang_dumper, transformers
+from divergence.importing.layouts.rollouts import ROLLOUTS, TRAINER
+from divergence.importing.scored import ScoreLayout
 
-__all__ = ["LAYOUTS"]
+__all__ = ["LAYOUTS", "SCORES"]
 
 LAYOUTS: dict[str, Layout] = {
     "sglang": sglang,
@@ -14,3 +16,6 @@ LAYOUTS: dict[str, Layout] = {
     "transformers": transformers,
     "files": files,
 }
+
+SCORES: dict[str, ScoreLayout] = {"rollouts": ROLLOUTS, "trainer": TRAINER}
+"""Log-probabilities alone; ``auto`` asks them behind LAYOUTS."""

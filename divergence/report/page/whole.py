@@ -49,7 +49,7 @@ def page(
     )  # fmt: skip
 
 
-_FIRST = ("blocks", "suite")
+_FIRST = ("blocks", "suite", "logprobs")
 """Before the others, which keep the terminal's order."""
 
 

@@ -36,6 +36,9 @@ from divergence.errors import UsageError
 
 __all__ = [
     "BUILTIN_SITES",
+    "LOGPROBS",
+    "LOGPROBS_SITE",
+    "LOGPROB_IDS_SITE",
     "ROOT",
     "compile_patterns",
     "escape_path",
@@ -54,6 +57,11 @@ __all__ = [
 
 ROOT = "."
 """How the root module is written in a site."""
+
+LOGPROBS = "logprobs"
+"""What stands for the module's path, and alone in ``plan.sites``, in a run that holds the
+log-probabilities of tokens and nothing else: a server's answers, a rollout."""
+LOGPROBS_SITE, LOGPROB_IDS_SITE = f"{LOGPROBS}:out", f"{LOGPROBS}:out.ids"
 
 BUILTIN_SITES = ("blocks", "modules")
 """Words that capture itself understands; they come before any preset of that name."""

@@ -1,0 +1,122 @@
+"""Two runs of which one or both hold log-probabilities alone: the whole report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from divergence._version import __version__
+from divergence.analyses.logprobs.find import find
+from divergence.analyses.logprobs.measure import measure
+from divergence.analyses.logprobs.pairs import Pair, pair_runs, prompt_line
+from divergence.analyses.logprobs.pattern import pattern_of
+from divergence.analyses.logprobs.scale import scale_of
+from divergence.analyses.logprobs.sequences import BY_TEXT, facts_of
+from divergence.comparison.decide import decide
+from divergence.comparison.preflight.lines import preflight
+from divergence.comparison.result import Report, summary_of
+from divergence.comparison.results.findings import Evidence, Finding, PreflightLine, PreflightStatus
+from divergence.comparison.results.sites import Coverage
+from divergence.errors import UsageError
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import UNKNOWN
+from divergence.run.schema.site import LOGPROBS, one_or_more
+from divergence.words import Progress
+
+__all__ = ["report_on"]
+
+_SHOWN = ("tokenizer", "chat template", "complete")
+"""Lines of preflight that mean something to a side of which nothing else is known."""
+
+
+def report_on(
+    a: Run,
+    b: Run,
+    *,
+    truth: Run | None,
+    floor: str | Path | Run | Sequence[str | Path | Run],
+    progress: Progress | None,
+) -> Report:
+    """Raises UsageError for a truth, or a model's run without logits."""
+    if truth is not None:
+        raise UsageError(
+            "--truth means nothing to log-probabilities alone: no block was seen",
+            hint="compare the float64 run itself: divergence compare TRUTH RUN",
+        )
+    floors = [Run.open(one) for one in one_or_more(floor)]
+    pairs = pair_runs(a, b)
+    lines = _preflight(pairs, a, b)
+    blocking = [line for line in lines if line.status == "blocking"]
+    if blocking:
+        return _stopped(a, b, lines, blocking[0])
+    scale = scale_of(a, b, floors)
+    pattern = pattern_of(pairs, scale)
+    result = measure(pairs, pattern, scale, a, b)
+    whole = a.manifest.complete and b.manifest.complete and not result.num_other
+    finding = find(result, pairs, pattern, scale, whole=whole)
+    compared = sum(len(pair.rows) for pair in pairs)
+    return Report(
+        tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
+        verdict=decide([finding]).verdict, findings=[finding], preflight=lines, tokens=None,
+        coverage=Coverage(
+            num_compared=compared, num_only_reference=_alone(pairs, 0),
+            num_only_candidate=_alone(pairs, 1), num_skipped=0,
+        ),
+        sites=[], notes=_notes(a, b), logprobs=result,
+    )  # fmt: skip
+
+
+def _alone(pairs: list[Pair], side: int) -> int:
+    """Tokens that one side alone scored, or scored after other text."""
+    sides = (pair.candidate if side else pair.reference for pair in pairs)
+    return sum(len(one.rows) for one in sides) - sum(len(pair.rows) for pair in pairs)
+
+
+def _preflight(pairs: list[Pair], a: Run, b: Run) -> list[PreflightLine]:
+    lines = [line for line in preflight(a, b) if line.check in _SHOWN]
+    dtypes = [summary_of(run).dtype.removeprefix("torch.") for run in (a, b)]
+    known = UNKNOWN not in dtypes
+    status: PreflightStatus = (
+        "unknown" if not known else "same" if dtypes[0] == dtypes[1] else "differs"
+    )
+    dtype = PreflightLine(check="dtype", status=status, reference=dtypes[0], candidate=dtypes[1])
+    names = [_engine(run) for run in (a, b)]
+    same: PreflightStatus = "same" if names[0] == names[1] else "differs"
+    engine = PreflightLine(check="engine", status=same, reference=names[0], candidate=names[1])
+    return [prompt_line(pairs, a, b), dtype, engine, *lines]
+
+
+def _engine(run: Run) -> str:
+    """Its name, and its version where that is known."""
+    note = run.manifest.engine
+    if note is None:
+        return "transformers"
+    return note.name if note.version in ("", UNKNOWN) else f"{note.name} {note.version}"
+
+
+def _stopped(a: Run, b: Run, lines: list[PreflightLine], line: PreflightLine) -> Report:
+    text = line.detail or f"{line.reference} against {line.candidate}"
+    finding = Finding(
+        claim="other_experiment", kind="incomparable",
+        summary=f"the two were not asked the same: {text}",
+        evidence=[Evidence(text=f"{line.check}: {text}")],
+    )  # fmt: skip
+    nothing = Coverage(num_compared=0, num_only_reference=0, num_only_candidate=0, num_skipped=0)
+    return Report(
+        tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
+        verdict=decide([finding]).verdict, findings=[finding], preflight=lines, tokens=None,
+        coverage=nothing, sites=[], notes=_notes(a, b),
+    )  # fmt: skip
+
+
+def _notes(a: Run, b: Run) -> list[str]:
+    notes = []
+    for name, run in (("reference", a), ("candidate", b)):
+        facts = facts_of(run)
+        notes += [f"{name}: {note}" for note in facts.get("lacks", "").split("; ") if note]
+        if facts.get("token ids") == BY_TEXT:
+            notes.append(f"the {name} tells tokens by text alone: ids were matched by text")
+    if all(run.manifest.plan.sites == [LOGPROBS] for run in (a, b)):
+        notes.append("no layer was seen on either side: where the difference is made, only "
+                     "`divergence capture` of the models tells")  # fmt: skip
+    return notes

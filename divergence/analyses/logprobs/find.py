@@ -1,0 +1,224 @@
+"""What two sides' log-probabilities show, as one finding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.pattern import Pattern
+from divergence.analyses.logprobs.scale import Scale
+from divergence.comparison.decide import check
+from divergence.comparison.results.findings import (
+    Check,
+    Evidence,
+    Finding,
+    Onset,
+    VerdictKind,
+    list_names,
+)
+from divergence.comparison.results.tokens import LogprobsResult
+from divergence.layout import count, decimal
+from divergence.numerics.resampling import LEAST_PROMPTS
+from divergence.run.schema.site import LOGPROBS_SITE
+from divergence.words import SideOrBoth
+
+__all__ = ["find"]
+
+
+def find(
+    result: LogprobsResult, pairs: Sequence[Pair], pattern: Pattern, scale: Scale, *, whole: bool
+) -> Finding:
+    """The one finding. ``whole``: both runs reached their end, and nothing lacked a partner."""
+    evidence = [*_facts(result, pattern, scale), *_rollout_facts(result)]
+    finding = _of_numbers(result, pairs) or _of_pattern(result, pattern, scale, whole=whole)
+    return Finding(
+        claim="logprobs", kind=finding.kind, summary=finding.summary, onset=finding.onset,
+        side=finding.side, rests_on=finding.rests_on, evidence=[*finding.evidence, *evidence],
+    )  # fmt: skip
+
+
+def _of_numbers(result: LogprobsResult, pairs: Sequence[Pair]) -> Finding | None:
+    """What no count of prompts is needed for: nan, and tokens that were not the likeliest."""
+    odd = [sum(pair.num_nonfinite[side] for pair in pairs) for side in (0, 1)]
+    if any(odd):
+        side: SideOrBoth = "both" if all(odd) else "reference" if odd[0] else "candidate"
+        whose = "both sides" if side == "both" else f"the {side}"
+        return Finding(
+            claim="logprobs", kind="nonfinite", side=side,
+            summary=f"nan or inf in {count(sum(odd), 'token')} of {whose} where the other side has "
+            "a number",
+        )  # fmt: skip
+    for side, num in result.num_not_likeliest.items():
+        return Finding(
+            claim="logprobs",
+            kind="systematic",
+            side="reference" if side == "reference" else "candidate",
+            summary=f"the {side} does not choose the likeliest token of its own list "
+            f"({count(num, 'time')}): it samples",
+        )
+    return None
+
+
+def _of_pattern(
+    result: LogprobsResult, pattern: Pattern, scale: Scale, *, whole: bool
+) -> Finding:  # fmt: skip
+    known = check("scale", scale.known, "no dtype is known: no more than bfloat16 explains")
+    enough = pattern.shift.num_prompts >= LEAST_PROMPTS
+    lacking = f"{count(pattern.shift.num_prompts, 'prompt')}, and {LEAST_PROMPTS} are needed"
+    prompts = check("prompts", enough, lacking)
+    covered = check("coverage", whole, "not every token was scored by both sides")
+    flip, delta = result.first_difference, result.delta
+    mean = decimal(delta.mean_abs) if delta else "-"
+    text = f"mean |Δ log p| {mean} nats"
+    explained = f"{decimal(scale.value)} ({scale.of})"
+    match pattern.name:
+        case "nothing":
+            return _finding(
+                "undetermined",
+                "no token was scored by both sides after equal text",
+                Check(name="measured", state="failed", detail="nothing to compare"),
+            )
+        case "few":
+            far = "far " if pattern.far else ""
+            return _finding(
+                "undetermined",
+                f"{text}, {far}more than the {explained} that rounding explains; "
+                f"of what kind, {count(pattern.shift.num_prompts, 'prompt')} do not tell",
+                prompts,
+            )
+        case "sequences":
+            names = [str(sample) for sample, _ in pattern.odd]
+            return _finding(
+                "localized",
+                f"{count(len(names), 'prompt')} of {result.num_sequences} stand out "
+                f"({list_names(names)}); the others differ by {decimal(pattern.rest)} nats",
+                prompts,
+                onset=_onset(pattern.odd[0]),
+            )
+        case "positions":
+            return _finding(
+                "localized",
+                f"{count(len(pattern.odd), 'token')} of {delta.num_tokens if delta else 0:,} "
+                f"hold most of the difference; the others differ by {decimal(pattern.rest)} nats",
+                prompts,
+                onset=_onset(pattern.odd[0]),
+            )
+        case "growing":
+            growth = pattern.growth or 0.0
+            return _finding(
+                "drift",
+                f"the difference grows with the answer, {growth:.1f} times from its first "
+                "third to its last: a state is wrong (cache, positions), not the weights",
+                prompts,
+            )
+        case "shifted":
+            return _finding(
+                "systematic",
+                f"{text}, {_direction(result, far=pattern.far)}: another model, "
+                "temperature or prompt, no precision",
+                prompts,
+            )
+        case "everywhere":
+            return _finding(
+                "drift",
+                f"{text} in all prompts alike, both ways, more than the {explained} that "
+                "rounding explains: another precision or quantisation",
+                prompts,
+                known,
+            )
+    if flip is not None and flip.judgement == "fault":
+        return _finding(
+            "drift",
+            f"the answers to {count(result.num_flips, 'prompt')} part, the first at a "
+            "margin that rounding does not flip",
+            known,
+            prompts,
+            onset=_onset((flip.sample, flip.position)),
+        )
+    if pattern.name == "equal" and result.num_flips == 0:
+        return _finding("identical", "all log-probabilities and tokens are equal", covered)
+    ties = f"; {count(result.num_flips, 'prompt')} parted at ties" if result.num_flips else ""
+    return _finding(
+        "within_floor",
+        f"{text}, no more than the {explained} that rounding explains{ties}",
+        known,
+        prompts,
+        covered,
+    )
+
+
+def _finding(
+    kind: VerdictKind, summary: str, *checks: Check, onset: Onset | None = None
+) -> Finding:
+    return Finding(claim="logprobs", kind=kind, summary=summary, rests_on=list(checks), onset=onset)
+
+
+def _direction(result: LogprobsResult, *, far: bool) -> str:
+    shift = result.shift
+    if shift is None or shift.low is None or shift.low <= 0 <= (shift.high or 0):
+        return "farther than any precision in use"
+    word = "below" if shift.mean < 0 else "above"
+    return f"the candidate {decimal(abs(shift.mean))} nats {word} the reference"
+
+
+def _onset(place: tuple[int, int]) -> Onset:
+    return Onset(site=LOGPROBS_SITE, block=None, sample=place[0], step=0, position=place[1])
+
+
+def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evidence]:
+    facts = []
+    delta, kl, shift, flip = (
+        result.delta, result.divergence, result.shift, result.first_difference
+    )  # fmt: skip
+    if delta is not None:
+        facts.append(Evidence(
+            text=f"Δ log p of {count(delta.num_tokens, 'equal token')}: "
+            f"mean {decimal(delta.mean)}, |Δ| mean {decimal(delta.mean_abs)}, p99 {decimal(delta.p99_abs)}, "
+            f"max {decimal(delta.max_abs)} nats",
+            values={"mean": delta.mean, "mean_abs": delta.mean_abs, "max_abs": delta.max_abs},
+        ))  # fmt: skip
+    if kl is not None:
+        upper = "no upper bound" if kl.kl_upper is None else f"at most {decimal(kl.kl_upper)}"
+        facts.append(Evidence(
+            text=f"KL(reference‖candidate) at least {decimal(kl.kl_lower)} nats, {upper}; "
+            f"{kl.tail:.1%} of the probability is on neither common list",
+            values={"kl_lower": kl.kl_lower, "tail": kl.tail},
+        ))  # fmt: skip
+    if flip is not None:
+        gaps = [one for one in (flip.margin, flip.candidate_margin) if one is not None]
+        said = "no list holds both" if not gaps else f"{decimal(max(gaps))} nats between them"
+        word = {"tie": ": a tie", "fault": ": no tie", None: ""}[flip.judgement]
+        facts.append(Evidence(
+            text=f"the answers to {count(result.num_flips, 'prompt')} part, first prompt "
+            f"{flip.sample} at token {flip.position} ({said}{word}); "
+            f"{count(result.num_after, 'token')} behind were not compared"
+        ))  # fmt: skip
+    if shift is not None and shift.low is not None and shift.high is not None:
+        facts.append(Evidence(
+            text=f"over {shift.num_prompts} prompts the mean shift is {decimal(shift.mean)} nats, "
+            f"99% between {decimal(shift.low)} and {decimal(shift.high)} "
+            f"(p = {shift.p_value or 0:.2g}); so many would show one of "
+            f"{decimal(shift.smallest_shift)}",
+        ))  # fmt: skip
+    elif shift is not None:
+        facts.append(Evidence(
+            text=f"{count(shift.num_prompts, 'prompt')}: too few for an interval or a p value"
+        ))  # fmt: skip
+    if not scale.known:
+        facts.append(Evidence(
+            text="what rounding makes here is not known: a side's dtype is not; --floor RUN, of a "
+            "trusted machine on the same prompts, tells it"
+        ))  # fmt: skip
+    return facts
+
+
+def _rollout_facts(result: LogprobsResult) -> list[Evidence]:
+    bad = [one for one in result.checks if one.state != "normal"]
+    if not result.checks:
+        return []
+    if not bad:
+        return [Evidence(text="every number that trainers watch is normal by its own limit")]
+    return [
+        Evidence(text=f"{one.framework}'s {one.name} is {one.value:.4g}, normal {one.normal}")
+        for one in bad
+    ]

@@ -1,0 +1,246 @@
+"""The numbers of two sides' log-probabilities. Pairs, scale and pattern stand apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.pattern import Pattern
+from divergence.analyses.logprobs.scale import Scale
+from divergence.analyses.logprobs.sequences import facts_of
+from divergence.comparison.results.tokens import (
+    LogprobDelta,
+    LogprobDivergence,
+    LogprobFlip,
+    LogprobSequence,
+    LogprobShift,
+    LogprobsResult,
+    RolloutCheck,
+    TokenChoice,
+)
+from divergence.numerics.pairs.rollouts import SAFETY_BOUND, rollout_metrics
+from divergence.numerics.pairs.top_k import divergence_bounds
+from divergence.run.reader import Run
+from divergence.words import Side
+
+__all__ = ["measure"]
+
+_TENTHS = 10
+_TIE = 3.0
+"""Standard deviations of the difference of two log-probabilities that a flip of rounding may span;
+a mean of |Δ| is no more than its standard deviation."""
+
+LIMITS: dict[str, tuple[str, str, float, float, str]] = {
+    "rollout_probs_diff_mean": ("verl", "< 0.005, bad > 0.01", 0.005, 0.01, ""),
+    "k1": ("verl", "|k1| < 0.1", 0.1, 0.1, "abs"),
+    "importance_ratio_mean": ("verl", "0.5 to 2", 2.0, 2.0, "ratio"),
+    "effective_sample_size": ("verl", "> 0.3", 0.3, 0.3, "least"),
+    "chi2_token": ("verl", "< 1", 1.0, 1.0, ""),
+    "token_mult_prob_error": ("NeMo-RL", "< 1.05", 1.05, 1.05, ""),
+    "train_rollout_logprob_abs_diff": ("slime", "< 0.1", 0.1, 0.1, ""),
+}
+"""name → framework, its words, where it is raised, where bad, and how it is read."""
+
+
+def measure(
+    pairs: Sequence[Pair], pattern: Pattern, scale: Scale, a: Run, b: Run
+) -> LogprobsResult:
+    """Everything but the verdict."""
+    flips = [pair for pair in pairs if pair.parting is not None]
+    side = _rollout_side(a, b)
+    metrics = _rollout(pairs, side) if side is not None else {}
+    sure = pattern.shift
+    return LogprobsResult(
+        num_sequences=len(pairs),
+        num_tokens=sum(pair.num_equal for pair in pairs) + len(flips),
+        num_equal=sum(pair.num_equal for pair in pairs),
+        num_after=sum(pair.num_after for pair in pairs),
+        num_other=sum(pair.num_other for pair in pairs),
+        pattern=pattern.name,
+        scale=scale.value,
+        scale_of=scale.of,
+        delta=_delta(pairs),
+        divergence=_divergence(pairs),
+        shift=LogprobShift(
+            num_prompts=sure.num_prompts, mean=sure.mean, low=sure.low, high=sure.high,
+            p_value=sure.p_value, smallest_shift=sure.smallest_shift,
+        ) if sure.num_prompts else None,
+        first_difference=_flip(flips[0], scale, a, b) if flips else None,
+        num_flips=len(flips),
+        sequences=_sequences(pairs),
+        rollout=metrics,
+        rollout_side=side if metrics else None,
+        checks=[_check(name, metrics[name]) for name in LIMITS if name in metrics],
+        num_not_likeliest=_not_likeliest(pairs, a, b),
+    )  # fmt: skip
+
+
+def _delta(pairs: Sequence[Pair]) -> LogprobDelta | None:
+    parts = [pair.delta for pair in pairs if len(pair.delta)]
+    if not parts:
+        return None
+    delta = np.concatenate(parts)
+    size = np.abs(delta)
+
+    def quantile(share: float) -> float:
+        return float(np.quantile(size, share, method="inverted_cdf"))
+
+    return LogprobDelta(
+        num_tokens=len(delta), mean=float(delta.mean()), mean_abs=float(size.mean()),
+        rms=math.sqrt(float((delta * delta).mean())), median_abs=quantile(0.5),
+        p90_abs=quantile(0.9), p99_abs=quantile(0.99), max_abs=float(size.max()),
+        by_position=_by_position(pairs),
+    )  # fmt: skip
+
+
+def _by_position(pairs: Sequence[Pair]) -> list[float]:
+    """Mean |Δ| of tenths of the longest answer; the last ones are of long answers alone."""
+    found: list[list[np.ndarray]] = [[] for _ in range(_TENTHS)]
+    answers = [(p.places - p.answer_begins, np.abs(p.delta)) for p in pairs if len(p.delta)]
+    longest = max((int(at.max()) + 1 for at, _ in answers), default=0)
+    if longest < _TENTHS:
+        return []
+    for at, size in answers:
+        tenth = at * _TENTHS // longest
+        for number in range(_TENTHS):
+            found[number].append(size[(at >= 0) & (tenth == number)])
+    joined = [np.concatenate(part) for part in found]
+    return [float(part.mean()) if len(part) else math.nan for part in joined]
+
+
+def _divergence(pairs: Sequence[Pair]) -> LogprobDivergence | None:
+    found = []
+    for pair in pairs:
+        parting = [] if pair.parting is None else [pair.parting]
+        for _, mine, other in [*pair.rows, *parting]:
+            if mine is None or other is None:
+                continue
+            p, q = pair.reference.distribution(mine), pair.candidate.distribution(other)
+            if min(len(p.ids), len(q.ids)) < 2:
+                continue  # the chosen token alone is no distribution
+            bounds = divergence_bounds(p.ids, p.log, q.ids, q.log)
+            if bounds is not None:
+                found.append(bounds)
+    if not found:
+        return None
+    lower, upper, low, high, tail, _ = np.array(found).mean(axis=0)
+    return LogprobDivergence(
+        num_tokens=len(found), kl_lower=float(lower),
+        kl_upper=float(upper) if math.isfinite(upper) else None, tv_lower=float(low),
+        tv_upper=float(high), tail=float(tail),
+    )  # fmt: skip
+
+
+def _flip(pair: Pair, scale: Scale, a: Run, b: Run) -> LogprobFlip:
+    assert pair.parting is not None and pair.tokens is not None
+    place, mine, other = pair.parting
+    one, two = pair.tokens
+    gaps = [
+        _gap(side, row, first, second)
+        for side, row, first, second in (
+            (pair.reference, mine, one, two), (pair.candidate, other, two, one),
+        )
+    ]  # fmt: skip
+    chosen = [
+        TokenChoice(
+            id=token, text=run.manifest.tokens.texts.get(str(token)),
+            logprob=math.nan if row is None else float(side.logprobs[row]),
+        )
+        for run, side, row, token in (
+            (a, pair.reference, mine, one), (b, pair.candidate, other, two)
+        )
+    ]  # fmt: skip
+    known = [gap for gap in gaps if gap is not None]
+    judgement: Literal["tie", "fault"] | None = None
+    if known:
+        beyond = max(known) > _TIE * math.sqrt(2) * scale.value
+        judgement = "fault" if beyond else "tie"
+    return LogprobFlip(
+        sample=pair.sample, position=place, reference=chosen[0], candidate=chosen[1],
+        margin=gaps[0], candidate_margin=gaps[1], judgement=judgement,
+    )  # fmt: skip
+
+
+def _gap(side, row: int | None, first: int, second: int) -> float | None:  # type: ignore[no-untyped-def]
+    """log p of the first less that of the second, as far as the side's list tells."""
+    if row is None:
+        return None
+    found = side.distribution(row)
+    one, two = found.of(first), found.of(second)
+    return None if one is None or two is None else one - two
+
+
+def _sequences(pairs: Sequence[Pair]) -> list[LogprobSequence]:
+    found = []
+    for pair in pairs:
+        if not len(pair.delta):
+            continue
+        size = np.abs(pair.delta)
+        rows = {place: (one, two) for place, one, two in pair.rows}
+        both = np.array([rows[int(place)] for place in pair.places])
+        p = np.exp(pair.reference.logprobs[both[:, 0]])
+        q = np.exp(pair.candidate.logprobs[both[:, 1]])
+        found.append(LogprobSequence(
+            sample=pair.sample, num_tokens=len(size), mean=float(pair.delta.mean()),
+            mean_abs=float(size.mean()), max_abs=float(size.max()),
+            worst_position=int(pair.places[size.argmax()]), log_ratio=float(pair.delta.sum()),
+            probs_diff_mean=float(np.abs(p - q).mean()),
+            mult_prob_error=float(np.exp(np.minimum(size, SAFETY_BOUND)).mean()),
+        ))  # fmt: skip
+    return sorted(found, key=lambda one: (-one.mean_abs, one.sample))
+
+
+def _rollout_side(a: Run, b: Run) -> Side | None:
+    """The side whose tokens were sampled in training; None where none of both is of that kind."""
+    roles = [facts_of(run).get("role") for run in (a, b)]
+    if "rollout" in roles:
+        return "reference" if roles[0] == "rollout" else "candidate"
+    if "trainer" in roles:
+        return "candidate" if roles[0] == "trainer" else "reference"
+    return None
+
+
+def _rollout(pairs: Sequence[Pair], side: Side) -> dict[str, float]:
+    """Of the answers' tokens alone."""
+    parts = []
+    for pair in pairs:
+        rows = [row for row in pair.rows if row[0] >= pair.answer_begins]
+        x = pair.reference.logprobs[[row for _, row, _ in rows]]
+        y = pair.candidate.logprobs[[row for _, _, row in rows]]
+        fine = np.isfinite(x) & np.isfinite(y)
+        parts.append((x[fine], y[fine]))
+    one, two = [x for x, _ in parts], [y for _, y in parts]
+    return rollout_metrics(one, two) if side == "reference" else rollout_metrics(two, one)
+
+
+def _check(name: str, value: float) -> RolloutCheck:
+    framework, normal, raised, bad, how = LIMITS[name]
+    size = abs(value) if how == "abs" else max(value, 1 / value) if how == "ratio" else value
+    if how == "least":
+        state: Literal["normal", "raised", "bad"] = "normal" if value > raised else "bad"
+    else:
+        state = "bad" if size > bad else "raised" if size >= raised else "normal"
+    return RolloutCheck(name=name, framework=framework, value=value, normal=normal, state=state)
+
+
+def _not_likeliest(pairs: Sequence[Pair], a: Run, b: Run) -> dict[str, int]:
+    """Answers that are said to be greedy, and are not: a token that its own list holds another
+    above. Equal numbers are a tie."""
+    found: dict[str, int] = {}
+    for name, run in (("reference", a), ("candidate", b)):
+        if facts_of(run).get("tokens") != "greedy":
+            continue
+        count = 0
+        for pair in pairs:
+            side = pair.reference if name == "reference" else pair.candidate
+            for place, row in side.rows.items():
+                if place >= side.num_prompt:
+                    known = side.distribution(row)
+                    count += bool(len(known.log) and known.log[0] > side.logprobs[row] + 1e-5)
+        if count:
+            found[name] = count
+    return found

@@ -1,0 +1,154 @@
+"""Two sides' sequences, token by token: which tokens may be compared, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from divergence.analyses.logprobs.sequences import BY_TEXT, Sequence, facts_of, sequences_of
+from divergence.comparison.results.findings import PreflightLine, PreflightStatus
+from divergence.run.reader import Run
+
+__all__ = ["Pair", "pair_runs", "prompt_line"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One prompt of both sides. ``rows``: (index in the reference's sequence, row of each side) of
+    equal tokens behind equal text. ``parting``: the same of the first tokens that differ."""
+
+    sample: int
+    reference: Sequence
+    candidate: Sequence
+    rows: list[tuple[int, int, int]]
+    parting: tuple[int, int | None, int | None] | None
+    tokens: tuple[int, int] | None
+    """The two tokens at the parting."""
+    num_equal: int
+    """Tokens of the answer that are equal."""
+    num_after: int
+    """Tokens of the shorter answer behind the parting."""
+    num_other: int
+    """Comparable tokens that one side alone scored."""
+    answer_begins: int
+    delta: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """Of ``rows``; without those that are not finite."""
+    places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Index in the sequence of each of them."""
+    num_nonfinite: tuple[int, int] = (0, 0)
+    """By side: nan or inf where the other side has a number."""
+
+
+def pair_runs(a: Run, b: Run) -> list[Pair]:
+    """One a prompt, in order."""
+    one, two = _with_common_ids(a, b)
+    return [_pair(number, x, y) for number, (x, y) in enumerate(zip(one, two, strict=False))]
+
+
+def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
+    """Where a side tells tokens as text alone, both sides' ids are those of texts."""
+    sides = sequences_of(a), sequences_of(b)
+    if not any(facts_of(run).get("token ids") == BY_TEXT for run in (a, b)):
+        return sides
+    from divergence.analyses.logprobs.texts import renumbered
+
+    numbers: dict[str, int] = {}
+    return (
+        renumbered(sides[0], a.manifest.tokens.texts, numbers, -1),
+        renumbered(sides[1], b.manifest.tokens.texts, numbers, -2),
+    )
+
+
+def _pair(number: int, a: Sequence, b: Sequence) -> Pair:
+    whole = a.num_prompt > 0 and b.num_prompt > 0
+    shift = 0 if whole else b.num_prompt - a.num_prompt
+    start = 0 if whole else a.num_prompt
+    mine, other = a.ids[start:], b.ids[start + shift :]
+    common = start + _common(mine, other)
+    begins = min(a.num_prompt, b.num_prompt) if whole else a.num_prompt
+    ends = min(len(a.ids), len(b.ids) - shift)
+    rows = [(p, a.rows[p], b.rows[p + shift]) for p in sorted(a.rows)
+            if start <= p < common and p + shift in b.rows]  # fmt: skip
+    scored = {p for p in a.rows if start <= p < common}
+    scored ^= {p - shift for p in b.rows if start <= p - shift < common}
+    parting = tokens = None
+    if common < ends and common >= begins:
+        parting = common, a.rows.get(common), b.rows.get(common + shift)
+        tokens = a.ids[common], b.ids[common + shift]
+    return _measured(Pair(
+        sample=number, reference=a, candidate=b, rows=rows, parting=parting, tokens=tokens,
+        num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
+        num_after=max(0, ends - max(common, begins) - 1) if tokens else 0, answer_begins=begins,
+    ))  # fmt: skip
+
+
+def _measured(pair: Pair) -> Pair:
+    places = np.array([place for place, _, _ in pair.rows], np.int64)
+    x = pair.reference.logprobs[[row for _, row, _ in pair.rows]]
+    y = pair.candidate.logprobs[[row for _, _, row in pair.rows]]
+    fine = np.isfinite(x), np.isfinite(y)
+    both = fine[0] & fine[1]
+    odd = int((fine[1] & ~fine[0]).sum()), int((fine[0] & ~fine[1]).sum())
+    return replace(
+        pair, delta=(y - x)[both], places=places[both], num_nonfinite=odd,
+    )  # fmt: skip
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def prompt_line(pairs: list[Pair], a: Run, b: Run) -> PreflightLine:
+    """Were both asked the same tokens? By ids where both tell them, else by how many there were."""
+    num = len(a.manifest.tokens.samples), len(b.manifest.tokens.samples)
+    if num[0] != num[1]:
+        return PreflightLine(check="prompt ids", status="blocking", reference=f"{num[0]} prompts",
+                             candidate=f"{num[1]} prompts")  # fmt: skip
+    for detail in _other_prompts(pairs):
+        return PreflightLine(check="prompt ids", status="blocking", reference="-", candidate="-",
+                             detail=detail)  # fmt: skip
+    counts = [_counts(run) for run in (a, b)]
+    for number, (one, two) in enumerate(zip(*counts, strict=True)):
+        if one is not None and two is not None and one != two:
+            detail = (
+                f"prompt {number} had {one} tokens in the reference, {two} in the candidate: "
+                "another chat template or tokenizer"
+            )
+            return PreflightLine(check="prompt ids", status="blocking", reference=f"{one} tokens",
+                                 candidate=f"{two} tokens", detail=detail)  # fmt: skip
+    told = [all(s.prompt_ids for s in run.manifest.tokens.samples) for run in (a, b)]
+    shown = [
+        "ids" if ids else "their number" if None not in count else "unknown"
+        for ids, count in zip(told, counts, strict=True)
+    ]
+    status: PreflightStatus = "same" if all(told) else "unknown"
+    return PreflightLine(check="prompt ids", status=status, reference=shown[0], candidate=shown[1])
+
+
+def _counts(run: Run) -> list[int | None]:
+    """The number of each prompt's tokens, as far as known."""
+    samples = run.manifest.tokens.samples
+    said = facts_of(run).get("prompt tokens", "").split()
+    if len(said) == len(samples):
+        return [int(one) if one.isdecimal() else None for one in said]
+    return [len(one.prompt_ids) or None for one in samples]
+
+
+def _other_prompts(pairs: list[Pair]) -> Iterator[str]:
+    for pair in pairs:
+        a, b = pair.reference, pair.candidate
+        if not (a.num_prompt and b.num_prompt):
+            continue
+        common = _common(a.ids, b.ids)
+        # one side's prompt may hold the other's answer; a prompt that goes on otherwise may not
+        ended = common == min(len(a.ids), len(b.ids))
+        least, most = sorted((a.num_prompt, b.num_prompt))
+        if common < least or (common < most and not ended):
+            ids = a.ids[common : common + 4], b.ids[common : common + 4]
+            yield (
+                f"prompt {pair.sample} differs from token {common} on: {ids[0]} against {ids[1]}: "
+                "another chat template or tokenizer, or another prompt"
+            )

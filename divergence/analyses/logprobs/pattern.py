@@ -1,0 +1,138 @@
+"""What the differences look like, and so which kind of cause they have.
+
+The looks: one a prompt (beyond eight times the median prompt), one a token (beyond twenty times the
+median token), one of growth and one of shift over all prompts. Each claims something only with at
+least LEAST_PROMPTS prompts, and only beyond what rounding explains (scale.py); growth and shift are
+claimed where the 99% interval of a paired bootstrap over prompts leaves 0 out
+(numerics.resampling). benchmarks/logprobs.py counts what healthy pairs and planted faults give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.scale import FAR, WIDEST, Scale
+from divergence.numerics.resampling import LEAST_PROMPTS, Certainty, certainty_of
+
+__all__ = ["Pattern", "pattern_of"]
+
+PatternName = Literal[
+    "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
+    "nothing",
+]  # fmt: skip
+_ODD_PROMPT, _ODD_TOKEN = 8.0, 20.0
+_MOST_PROMPTS, _MOST_TOKENS = 1 / 3, 0.05
+_LEAST_ANSWER = 12
+"""Tokens of an answer whose beginning and end can be told apart."""
+_GROWS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """``odd``: prompts that stand out, or (prompt, index in the sequence) of tokens that do."""
+
+    name: PatternName
+    shift: Certainty
+    growth: float | None = None
+    """Mean |Δ| in the last third of the answers over that in the first."""
+    odd: list[tuple[int, int]] = field(default_factory=list)
+    rest: float = 0.0
+    """Mean |Δ| of what does not stand out."""
+    far: bool = False
+
+
+def pattern_of(pairs: Sequence[Pair], scale: Scale) -> Pattern:
+    """The first that holds, from the most particular to the most general."""
+    held = [pair for pair in pairs if len(pair.delta)]
+    sizes = [np.abs(pair.delta) for pair in held]
+    shift = certainty_of(np.array([pair.delta.mean() for pair in held]))
+    if not held:
+        return Pattern(name="nothing", shift=shift)
+    together = np.concatenate(sizes)
+    if not together.any():
+        return Pattern(name="equal", shift=shift)
+    mean = float(together.mean())
+    far = mean > FAR * max(scale.value, WIDEST)
+    odd, rest = _odd_prompts(held, sizes, scale)
+    enough = len(held) >= LEAST_PROMPTS
+    if enough and odd:
+        return Pattern(name="sequences", shift=shift, odd=odd, rest=rest)
+    growth, grows = _growth(held, scale)
+    if enough and grows:
+        return Pattern(name="growing", shift=shift, growth=growth)
+    odd, rest = _odd_tokens(held, sizes, scale)
+    if enough and odd:
+        return Pattern(name="positions", shift=shift, odd=odd, rest=rest)
+    if mean <= scale.value:
+        return Pattern(name="within", shift=shift, growth=growth)
+    if not enough:
+        return Pattern(name="few", shift=shift, growth=growth, far=far)
+    one_way = abs(shift.mean) >= 0.5 * mean and shift.excludes_zero
+    if one_way or far:
+        return Pattern(name="shifted", shift=shift, growth=growth, far=far)
+    return Pattern(name="everywhere", shift=shift, growth=growth)
+
+
+def _odd_prompts(
+    held: Sequence[Pair], sizes: Sequence[np.ndarray], scale: Scale
+) -> tuple[list[tuple[int, int]], float]:
+    """Prompts whose mean |Δ| is far beyond that of the others; of a short answer chance is larger
+    (its mean has the error 1 / √n)."""
+    means = np.array([size.mean() for size in sizes])
+    room = 1 + 6 / np.sqrt([len(size) for size in sizes])
+    bound = max(_ODD_PROMPT * float(np.median(means)), scale.value) * room
+    odd = means > bound
+    if not odd.any() or odd.mean() > _MOST_PROMPTS:
+        return [], 0.0
+    return (
+        [(pair.sample, _worst(pair)) for pair, out in zip(held, odd, strict=True) if out],
+        float(means[~odd].mean()),
+    )
+
+
+def _odd_tokens(
+    held: Sequence[Pair], sizes: Sequence[np.ndarray], scale: Scale
+) -> tuple[list[tuple[int, int]], float]:
+    """Tokens, few among all, that hold most of the difference."""
+    together = np.concatenate(sizes)
+    bound = max(_ODD_TOKEN * float(np.median(together)), 4 * scale.value)
+    out = together > bound
+    share, weight = float(out.mean()), float(together[out].sum() / together.sum())
+    if int(out.sum()) < 3 or share > _MOST_TOKENS or weight < 0.5:
+        return [], 0.0
+    found = [
+        (pair.sample, int(place), float(size))
+        for pair, held_sizes in zip(held, sizes, strict=True)
+        for place, size in zip(pair.places, held_sizes, strict=True)
+        if size > bound
+    ]
+    found.sort(key=lambda item: -item[2])
+    return [(sample, place) for sample, place, _ in found], float(together[~out].mean())
+
+
+def _growth(held: Sequence[Pair], scale: Scale) -> tuple[float | None, bool]:
+    """(last third over first third, does it grow?) of the answers that are long enough."""
+    ends = []
+    for pair in held:
+        size = np.abs(pair.delta[pair.places >= pair.answer_begins])
+        if len(size) >= _LEAST_ANSWER:
+            third = len(size) // 3
+            ends.append((float(size[:third].mean()), float(size[-third:].mean())))
+    if not ends:
+        return None, False
+    early, late = (np.array(part) for part in zip(*ends, strict=True))
+    ratio = float(late.mean() / early.mean()) if early.mean() > 0 else float("inf")
+    if len(ends) < LEAST_PROMPTS:
+        return ratio, False
+    sure = certainty_of(late - early)
+    grows = ratio > _GROWS and sure.low is not None and sure.low > 0 and sure.excludes_zero
+    return ratio, bool(grows and late.mean() > scale.value)
+
+
+def _worst(pair: Pair) -> int:
+    return int(pair.places[np.abs(pair.delta).argmax()])

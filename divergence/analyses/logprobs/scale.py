@@ -1,0 +1,59 @@
+"""What rounding explains of Δ log p, as a mean of |Δ| in nats.
+
+Measured, where ``--floor`` names trusted runs of the same prompts: their mean |Δ| from the
+reference, widened as every floor is (numerics.floor, ``widen``). Else a stated model of the dtype
+that a side computed in: a healthy free run ends with a relative error e of its last hidden state of
+at most some 1e-2 in bfloat16 and 1e-5 in float32; a logit is a product of that state with a row of
+the head, so that errors of direction move it by e times the spread of the logits, which in trained
+models is 2 to 4 nats. Twice 1e-2 · 3 nats is 0.06 in bfloat16; float16 has three bits more.
+``benchmarks/logprobs.py`` prints what healthy pairs of these dtypes and planted faults show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from divergence.analyses.logprobs.pairs import pair_runs
+from divergence.numerics.floor import THRESHOLDS
+from divergence.run.reader import Run
+from divergence.run.schema.site import LOGPROBS
+
+__all__ = ["FAR", "WIDEST", "Scale", "scale_of"]
+
+BY_DTYPE = {"bfloat16": 2.0**-4, "float16": 2.0**-7, "float32": 2.0**-14, "float64": 2.0**-20}
+WIDEST = BY_DTYPE["bfloat16"]
+"""Of the widest dtype whose rounding is called rounding: narrower ones are another quantisation."""
+FAR = 5.0
+"""Times WIDEST, 0.31 nats: beyond it no precision in use is meant, but another model."""
+
+
+class Scale:
+    """``known``: is it of these two sides? Else it is the widest that might be meant."""
+
+    def __init__(self, value: float, of: str, *, known: bool) -> None:
+        self.value, self.of, self.known = value, of, known
+
+
+def scale_of(a: Run, b: Run, floors: Sequence[Run]) -> Scale:
+    """From the runs of ``floors``, else from both sides' dtypes."""
+    if floors:
+        found = [pair.delta for run in floors for pair in pair_runs(a, run)]
+        together = np.concatenate(found) if found else np.empty(0)
+        if len(together):
+            value = THRESHOLDS.widen * float(np.abs(together).mean())
+            return Scale(max(value, 2.0**-20), f"{len(floors)} floor run(s)", known=True)
+    dtypes = [_dtype(run) for run in (a, b)]
+    told = [BY_DTYPE[one] for one in dtypes if one in BY_DTYPE]
+    if len(told) == 2:
+        coarse = max((one for one in dtypes if one), key=lambda one: BY_DTYPE.get(one, 0))
+        return Scale(max(told), coarse, known=True)
+    return Scale(WIDEST, "bfloat16, for want of a side's dtype", known=False)
+
+
+def _dtype(run: Run) -> str | None:
+    manifest = run.manifest
+    alone = manifest.plan.sites == [LOGPROBS]
+    name = manifest.settings.dtype if alone else manifest.model.dtype
+    return None if name is None else name.removeprefix("torch.")

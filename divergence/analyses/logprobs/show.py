@@ -1,0 +1,85 @@
+"""Log-probabilities in a report: the numbers by the names that people know them by."""
+
+from __future__ import annotations
+
+import math
+
+from divergence.comparison.result import Report
+from divergence.comparison.results.tokens import LogprobsResult
+from divergence.layout import BLANK, Line, columns, count, decimal, heading, line, prose
+
+__all__ = ["check_rows", "number_rows", "sequence_rows", "show"]
+
+_NUM_SEQUENCES = 5
+
+
+def show(report: Report, *, all_sites: bool = False) -> list[Line]:
+    """The tables; with ``all_sites`` every prompt."""
+    result = report.logprobs
+    if result is None:
+        return []
+    title = f"{count(result.num_sequences, 'prompt')}, tokens equal {result.num_equal:,} of "
+    lines = [heading("log-probabilities", f"{title}{result.num_tokens:,}")]
+    lines += columns(number_rows(result))
+    for row, item in zip(check_rows(result), columns(check_rows(result)), strict=True):
+        lines.append(line((item.text, {"bad": "bold red", "raised": "yellow"}.get(row[-1], ""))))
+    rows = sequence_rows(result, None if all_sites else _NUM_SEQUENCES)
+    if len(rows) > 2:
+        lines += [BLANK, heading("prompts", "the ones that differ most first"), *columns(rows)]
+    if result.delta is not None and result.delta.by_position:
+        tenths = " ".join(
+            "-" if math.isnan(one) else decimal(one) for one in result.delta.by_position
+        )
+        lines.append(prose("along", f"mean |Δ| by tenths of the longest answer: {tenths}"))
+    return [*lines, BLANK]
+
+
+def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
+    """Name, value and what it is."""
+    rows: list[tuple[str, ...]] = []
+    delta, kl = result.delta, result.divergence
+    if delta is not None:
+        rows += [
+            ("mean |Δ log p|", decimal(delta.mean_abs),
+             f"rounding explains {decimal(result.scale)} ({result.scale_of})"),
+            ("mean Δ log p", decimal(delta.mean), "candidate less reference, nats"),
+            ("p50, p90, p99, max", ", ".join(
+                decimal(one)
+                for one in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
+            ), f"of |Δ|, {count(delta.num_tokens, 'token')}"),
+        ]  # fmt: skip
+    if kl is not None:
+        upper = "unbounded" if kl.kl_upper is None else decimal(kl.kl_upper)
+        rows += [
+            ("KL", f"{decimal(kl.kl_lower)} to {upper}", f"over common top lists, "
+             f"{kl.tail:.2%} of the probability outside"),
+            ("total variation", f"{decimal(kl.tv_lower)} to {decimal(kl.tv_upper)}", ""),
+        ]  # fmt: skip
+    return rows
+
+
+def check_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
+    """What trainers watch, then the rest of those numbers."""
+    if not result.rollout:
+        return []
+    rows: list[tuple[str, ...]] = [("trainer-rollout", "value", "of", "normal", "")]
+    watched = {one.name: one for one in result.checks}
+    for name, value in sorted(result.rollout.items(), key=lambda item: item[0] not in watched):
+        one = watched.get(name)
+        said = ("", "", "") if one is None else (one.framework, one.normal, one.state)
+        rows.append((name, f"{value:.4g}", *said))
+    return rows
+
+
+def sequence_rows(result: LogprobsResult, most: int | None) -> list[tuple[str, ...]]:
+    """One a prompt, the worst first."""
+    rows: list[tuple[str, ...]] = [
+        ("prompt", "tokens", "mean |Δ|", "mean Δ", "max |Δ|", "at", "log ratio", "exp|Δ|")
+    ]
+    for one in result.sequences[:most]:
+        rows.append((
+            str(one.sample), f"{one.num_tokens:,}", decimal(one.mean_abs), decimal(one.mean),
+            decimal(one.max_abs), str(one.worst_position), f"{one.log_ratio:.4g}",
+            f"{one.mult_prob_error:.4f}",
+        ))  # fmt: skip
+    return rows

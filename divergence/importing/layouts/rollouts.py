@@ -1,0 +1,146 @@
+"""Rollouts of reinforcement learning as JSON lines: what the engine that sampled them said of their
+tokens, or what the trainer said of the same tokens.
+
+One file often holds both, side by side; each is a run of its own (``--format rollouts`` and
+``--format trainer``). The fields by which a framework is known stand in _DIALECTS; docs/rl.md has
+them as a table, with what writes such a file. A nan or null is a token that was not scored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from divergence.errors import DumpError
+from divergence.importing.dump import Notes
+from divergence.importing.fields import FieldMap, scores_of
+from divergence.importing.folder import Folder
+from divergence.importing.scored import Scored
+from divergence.run.writing.scores import Source
+
+__all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts"]
+
+_SUFFIXES = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """``rollout``, ``trainer``: the field of each side, tried in order. ``rest``: of FieldMap."""
+
+    name: str
+    known_by: tuple[str, ...]
+    rollout: tuple[str, ...]
+    trainer: tuple[str, ...]
+    rest: dict[str, tuple[str, ...]]
+
+
+DIALECTS = (
+    _Dialect("verl", ("responses",), ("rollout_log_probs",), ("old_log_probs",), {
+        "prompt": ("prompts",), "answer": ("responses",), "mask": ("response_mask",),
+        "attention": ("attention_mask",),
+    }),
+    _Dialect("verl", ("response_ids",), ("rollout_log_probs", "response_logprobs"),
+             ("old_log_probs",), {
+        "prompt": ("prompt_ids",), "answer": ("response_ids",), "mask": ("response_mask",),
+    }),
+    _Dialect("slime", ("tokens", "response_length"), ("rollout_log_probs",), ("log_probs",), {
+        "tokens": ("tokens",), "answer_length": ("response_length",), "mask": ("loss_mask",),
+    }),
+    _Dialect("TRL", ("completion_ids",), ("sampling_per_token_logps", "logprobs"),
+             ("old_per_token_logps",), {
+        "prompt": ("prompt_ids",), "answer": ("completion_ids",), "mask": ("completion_mask",),
+        "top": ("top_logprobs",),
+    }),
+    _Dialect("NeMo-RL", ("token_ids",), ("generation_logprobs",), ("prev_logprobs",), {
+        "tokens": ("token_ids",), "length": ("input_lengths",),
+        "mask": ("token_loss_mask", "token_mask"),
+    }),
+)  # fmt: skip
+
+
+class Rollouts:
+    """A layout of scores. ``role``: whose log-probabilities are taken."""
+
+    TAKES_MAP = True
+
+    def __init__(self, role: Literal["rollout", "trainer"]) -> None:
+        self.role = role
+        self.NAME = f"{role}s' log-probabilities" if role == "rollout" else "a trainer's scores"
+
+    def recognise(self, folder: Folder) -> bool:
+        return bool(_files(folder))
+
+    def scores(self, folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
+        found: Scored | None = None
+        for item, where in _objects(folder):
+            if fields is None:
+                framework, fields = self._known(item, where)
+            elif found is None:
+                framework = "unknown"
+            if found is None:
+                facts = {"role": self.role, "tokens": "sampled", "field": fields.logprobs}
+                found = Scored(Source(engine=framework, facts=facts))
+            scores = scores_of(item, fields, where)
+            found.scores.append(scores)
+            found.wheres.append(where)
+        if found is None:
+            raise DumpError("the file holds no line", where=str(folder.path))
+        longest = max(len(one.generated_ids) for one in found.scores)
+        found.source = Source(
+            engine=found.source.engine, facts=found.source.facts, max_new_tokens=longest
+        )
+        empty = sum(not one.positions for one in found.scores)
+        if empty:
+            notes.say(f"{empty} of {len(found.scores)} lines have no scored token")
+        return found
+
+    def _known(self, item: Any, where: str) -> tuple[str, FieldMap]:
+        """The framework by its fields."""
+        if not isinstance(item, dict):
+            raise DumpError("the line is no object", where=where)
+        for dialect in DIALECTS:
+            if not all(name in item for name in dialect.known_by):
+                continue
+            names = dialect.rollout if self.role == "rollout" else dialect.trainer
+            logprobs = next((name for name in names if name in item), None)
+            if logprobs is None:
+                raise DumpError(
+                    f"a file of {dialect.name} without {' or '.join(names)}, which the "
+                    f"{self.role} would have said", where=where,
+                    hint="--map names another field; docs/rl.md tells what makes a framework "
+                    "write it",
+                )  # fmt: skip
+            rest = {
+                key: next((name for name in tried if name in item), None)
+                for key, tried in dialect.rest.items()
+            }
+            return dialect.name, FieldMap(logprobs=logprobs, **rest)
+        raise DumpError(
+            f"no framework's fields are known here: {', '.join(list(item)[:12])}", where=where,
+            hint="--map FILE.toml names them; docs/rl.md has one to copy",
+        )  # fmt: skip
+
+
+def _files(folder: Folder) -> list[str]:
+    return [name for name in folder.names if name.endswith(_SUFFIXES)]
+
+
+def _objects(folder: Folder) -> Iterator[tuple[Any, str]]:
+    """Every line's object, and where it stands."""
+    for name in _files(folder):
+        for number, line in enumerate(folder.lines(name), 1):
+            where = f"{folder.where(name)}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line), where  # msgspec refuses the NaN that Python writes
+            except (ValueError, RecursionError) as error:
+                raise DumpError(
+                    "the line is no JSON, or was cut off", where=where,
+                    hint="write the file again, and let the program end by itself",
+                ) from error  # fmt: skip
+
+
+ROLLOUTS, TRAINER = Rollouts("rollout"), Rollouts("trainer")

@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "DivergenceError",
     "DumpError",
+    "EndpointError",
     "FaultError",
     "IncomparableError",
     "ModelError",
@@ -88,6 +89,20 @@ class DumpError(DivergenceError):
     """What another tool dumped, and cannot be read, or is not whole."""
 
     exit_code = 2
+
+
+class EndpointError(DivergenceError):
+    """A server that cannot be reached, refuses, or answers something else than was asked.
+    ``status``: its code, where it gave one."""
+
+    exit_code = 2
+
+    def __init__(
+        self, message: str, *, status: int | None = None, where: str | None = None,
+        hint: str | tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message, where=where, hint=hint)
+        self.status = status
 
 
 class RunExistsError(RunError):

@@ -39,6 +39,7 @@ LEVELS = {
     "options": 2,  # what each command may be told: types alone
     "config": 2,  # may be imported by all above; itself names sites
     "recording": 3,
+    "endpoints": 3,  # servers asked, not models run
     "ops": 3,
     "arithmetic": 3,
     "comparison": 3,

@@ -49,7 +49,7 @@ def capture(
         str | None,
         Option(
             "--model PATH",
-            "With --like: where this machine has the model.",
+            "With --like: where this machine has the model; with --endpoint: its name there.",
             REPEATING,
             after="like",
         ),
@@ -75,9 +75,15 @@ def capture(
     divergence capture suite:llm -o a                           # the operators alone, no model
     divergence capture --like a -o b-ops --sites ops@model.layers.17   # one block's operators
     torchrun --nproc-per-node 2 -m divergence capture ./model -o a --mesh tp   # on two devices
+    divergence capture --endpoint http://localhost:8000 --model NAME -o served --prompts p.txt
     divergence capture --like a -o planted --plant 'model.layers.3.mlp:out=scale:1.05'
     """
-    if like is None and model is None:
+    server = options.get("endpoint") is not None
+    if server and dry_run:
+        raise UsageError("--dry-run lists a model's sites, and a server shows none")
+    if server:
+        model, model_copy = None, model if model_copy is None else model_copy
+    elif like is None and model is None:
         raise UsageError(
             "there is no MODEL", hint="divergence capture MODEL -o RUN, or --like RUN -o OTHER"
         )
@@ -87,7 +93,7 @@ def capture(
             hint=f"if this machine has it elsewhere: --model {quoted(model)}",
         )
     if like is None:
-        if model_copy:
+        if model_copy and not server:
             raise UsageError("--model needs --like", hint="name the model as the argument")
         _refuse_repeating(options)
     if out is None and not dry_run:
@@ -95,13 +101,15 @@ def capture(
 
     machine_alone = like is not None or (model is not None and model.startswith(SUITE))
     values = {**settings("capture", machine_alone=machine_alone), **options}
+    if server:  # what a file says of models is not meant
+        values = {key: values[key] for key in ("label", "seed") if key in values} | options
     values |= {"out": out, "like": like, "command": command}
     if force:
         values["force"] = True
 
     from divergence.recording.api import capture, plan_capture
 
-    source = model if like is None else model_copy
+    source = model_copy if server or like is not None else model
     with progress_bars(quiet=quiet or json) as progress:
         if dry_run:
             plan = plan_capture(source, progress=progress, **values)

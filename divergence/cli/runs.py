@@ -176,8 +176,8 @@ def import_(
 
     Of JSON lines with log-probabilities too: rollouts of verl, slime, TRL and NeMo-RL, and
     what the trainer said of the same tokens. What a dump does not tell (weights, settings,
-    machine) stays unknown in the run, and compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
-    lacks ranks or steps, is refused.
+    machine) stays unknown in the run, and compare says so. Pickles are read as plain
+    tensors alone; a dump that is half written, or lacks ranks or steps, is refused.
 
     Examples:
     divergence import dump -o b --like a             # then: divergence compare a b

@@ -18,6 +18,7 @@ from divergence.options.commands import (
     PROMPTS,
     RECORDED,
     REPEATING,
+    SERVER,
     TRUST,
     Label,
 )
@@ -108,6 +109,31 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
         ),
     ] = None
     trust_remote_code: Annotated[bool, TRUST.but(panel=MODEL)] = False
+    endpoint: Annotated[
+        str | None,
+        Option(
+            "--endpoint URL",
+            "A server to ask in place of running a model: the log-probabilities of its answers. "
+            "A key is read from OPENAI_API_KEY.",
+            SERVER,
+        ),
+    ] = None
+    top_logprobs: Annotated[
+        int,
+        Option(
+            "--top-logprobs N", "How many likeliest tokens a server is asked for at each.", SERVER
+        ),
+    ] = 20
+    concurrency: Annotated[
+        int,
+        Option("--concurrency N", "Prompts that a server is asked at a time.", SERVER, minimum=1),
+    ] = 4
+    resume: Annotated[
+        bool,
+        Option(
+            "--resume", "Go on with an interrupted capture of a server: ask what it lacks.", SERVER
+        ),
+    ] = False
     prompts: Annotated[
         Sequence[Any], Option("--prompt TEXT", "A prompt; repeatable.", PROMPTS)
     ] = ()

@@ -16,6 +16,7 @@ __all__ = [
     "PROMPTS",
     "RECORDED",
     "REPEATING",
+    "SERVER",
     "TRUST",
     "CheckOptions",
     "CompareOptions",
@@ -40,6 +41,7 @@ __all__ = [
 
 MODEL, PROMPTS, RECORDED = "Model", "Prompts", "What is recorded"
 REPEATING, OUTPUT = "Repeating a run", "Output"
+SERVER = "A server in place of a model"
 
 DEVICE = Option("--device DEVICE", "auto, cpu, cuda:0, npu:0, xpu, mps.")
 TRUST = Option("--trust-remote-code", "Run code that comes with the model.")

@@ -17,7 +17,8 @@ from msgspec.structs import asdict, replace
 
 from divergence.errors import ModelError, UsageError
 from divergence.options.capture import CaptureOptions
-from divergence.options.commands import TruthOptions
+from divergence.options.commands import SERVER, TruthOptions
+from divergence.options.option import fields_of
 from divergence.recording.any_module import Inputs, capture_inputs, refuse_beside_inputs
 from divergence.recording.dry_run import DryRun, plan_capture
 from divergence.recording.engines.checkpoint import check_data_alone
@@ -69,6 +70,10 @@ def capture(
     attn_implementation: str | None = None,
     threads: int | None = None,
     trust_remote_code: bool = False,
+    endpoint: str | None = None,
+    top_logprobs: int = 20,
+    concurrency: int = 4,
+    resume: bool = False,
     prompts: str | Sequence[str | Sequence[int] | Prompt] = (),
     prompts_file: str | Path | None = None,
     chat: bool = False,
@@ -130,6 +135,8 @@ def capture(
     what runs there: see divergence.ops.suite.catalog. A ``model`` that is a torch module, of any
     kind, is run once on each of ``inputs``: a tensor, a tuple of arguments or a dict of named ones;
     only ``sites``, ``label``, ``out`` and ``force`` apply then (``record`` lets the caller run it).
+    ``endpoint``: a server that is asked for the log-probabilities of its answers, or with ``like``
+    of that run's (docs/endpoints.md); ``model`` is then its name there.
 
     Raises UsageError, PromptError, PlantError, ModelError, RunFormatError (of
     ``like``), RunExistsError and RunWriteError. Whatever interrupts it, a readable
@@ -137,6 +144,17 @@ def capture(
     """
     options = options_of(CaptureOptions, locals())
     plain_wishes(force=force, command=command)
+    if options.endpoint is not None:
+        from divergence.endpoints.capture import capture_endpoint
+
+        if inputs is not None or prepare is not None or not isinstance(model, str | Path | None):
+            raise UsageError("a server runs a model of its own: it takes no module and no inputs",
+                             hint="capture(NAME, endpoint=URL, ...)")  # fmt: skip
+        return capture_endpoint(
+            model, options=options, like=None if like is None else Run.open(like), out=out,
+            force=force, command=command, progress=progress,
+        )  # fmt: skip
+    _refuse_of_servers(options)
     if inputs is not None or not isinstance(model, str | Path | None):
         refuse_beside_inputs(options, like)
         return capture_inputs(
@@ -152,6 +170,12 @@ def capture(
     return _execute(
         request, out=out, force=force, command=command, progress=progress, prepare=prepare
     )
+
+
+def _refuse_of_servers(options: CaptureOptions) -> None:
+    for field in fields_of(CaptureOptions):
+        if field.option.panel == SERVER and field.is_given(getattr(options, field.name)):
+            raise UsageError(f"{field.option.names[0]} needs --endpoint URL")
 
 
 def truth(

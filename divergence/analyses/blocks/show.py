@@ -37,14 +37,11 @@ __all__ = ["prompt_lines", "prompt_usage", "show", "table_lines"]
 def show(report: Report, *, all_sites: bool = False) -> list[Line]:
     """No table of equal sites, unless all are asked for."""
     same_bits = report.verdict.kind == "identical" and not all_sites
+    without_sites = report.suite is not None or report.logprobs is not None
     return [
         *prompt_lines(report, all_sites=all_sites),
         *_nonfinite_lines(report.sites, all_sites=all_sites),
-        *(
-            []
-            if same_bits or report.suite or report.logprobs
-            else table_lines(report, all_sites=all_sites)
-        ),
+        *([] if same_bits or without_sites else table_lines(report, all_sites=all_sites)),
     ]
 
 

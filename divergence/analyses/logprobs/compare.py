@@ -11,7 +11,7 @@ from divergence.analyses.logprobs.measure import measure
 from divergence.analyses.logprobs.pairs import Pair, pair_runs, prompt_line
 from divergence.analyses.logprobs.pattern import pattern_of
 from divergence.analyses.logprobs.scale import scale_of
-from divergence.analyses.logprobs.sequences import BY_TEXT, facts_of
+from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.decide import decide
 from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
@@ -21,6 +21,7 @@ from divergence.errors import UsageError
 from divergence.run.reader import Run
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.schema.site import LOGPROBS, one_or_more
+from divergence.run.writing.scores import BY_TEXT
 from divergence.words import Progress
 
 __all__ = ["report_on"]

@@ -48,12 +48,12 @@ def _of_numbers(result: LogprobsResult, pairs: Sequence[Pair]) -> Finding | None
             summary=f"nan or inf in {count(sum(odd), 'token')} of {whose} where the other side has "
             "a number",
         )  # fmt: skip
-    for side, num in result.num_not_likeliest.items():
+    for name, num in result.num_not_likeliest.items():
         return Finding(
             claim="logprobs",
             kind="systematic",
-            side="reference" if side == "reference" else "candidate",
-            summary=f"the {side} does not choose the likeliest token of its own list "
+            side="reference" if name == "reference" else "candidate",
+            summary=f"the {name} does not choose the likeliest token of its own list "
             f"({count(num, 'time')}): it samples",
         )
     return None
@@ -173,8 +173,8 @@ def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evide
     if delta is not None:
         facts.append(Evidence(
             text=f"Δ log p of {count(delta.num_tokens, 'equal token')}: "
-            f"mean {decimal(delta.mean)}, |Δ| mean {decimal(delta.mean_abs)}, p99 {decimal(delta.p99_abs)}, "
-            f"max {decimal(delta.max_abs)} nats",
+            f"mean {decimal(delta.mean)}, |Δ| mean {decimal(delta.mean_abs)}, "
+            f"p99 {decimal(delta.p99_abs)}, max {decimal(delta.max_abs)} nats",
             values={"mean": delta.mean, "mean_abs": delta.mean_abs, "max_abs": delta.max_abs},
         ))  # fmt: skip
     if kl is not None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from divergence.analyses.logprobs.sequences import BY_TEXT, Sequence, facts_of, sequences_of
+from divergence.analyses.logprobs.sequences import Sequence, facts_of, sequences_of
 from divergence.comparison.results.findings import PreflightLine, PreflightStatus
 from divergence.run.reader import Run
+from divergence.run.writing.scores import BY_TEXT
 
 __all__ = ["Pair", "pair_runs", "prompt_line"]
 

@@ -5,7 +5,7 @@ their log-softmax in float64: the row at a token decides the next one.
 
 A sequence is prompt and answer. Two sides are compared at a token where all tokens before it
 are the same: at equal tokens Δ = log p(candidate) - log p(reference), at the first other one the
-margin. Where a side does not tell its prompt, answers are laid side by side from their first token on.
+margin. Where a side does not tell its prompt, answers are laid side by side from their first token.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from divergence.run.command import command_line
 from divergence.run.reader import Run
 from divergence.run.schema.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
 
-__all__ = ["BY_TEXT", "Distribution", "Sequence", "facts_of", "sequences_of"]
-
-BY_TEXT = "numbered by text"
-"""``facts["token ids"]`` of a run whose source tells tokens as text alone."""
+__all__ = ["Distribution", "Sequence", "facts_of", "sequences_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def sequences_of(run: Run) -> list[Sequence]:
     if not records or not all(map(run.has_bytes, records)):
         raise UsageError(
             f"{run.path} holds no logits, from which its log-probabilities would follow",
-            hint=command_line("capture", like=run.path, o="RUN") + " --sites lm_head --store full",
+            hint=command_line("capture", like=run.path, o="RUN") + " --sites blocks --store full",
         )
     return _from_logits(run, str(site))
 

@@ -1,0 +1,197 @@
+"""What a server gives, found by asking it, and what can be concluded from that.
+
+The kind of server comes from what it says of itself (``/v1/models``, ``/version``, ``/props`` ...);
+what it gives from one answer of one token to the first prompt. What it refuses is asked for less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from divergence.endpoints.answers import Answer
+from divergence.endpoints.client import Client
+from divergence.endpoints.protocols import PROTOCOLS, Protocol, Question
+from divergence.errors import EndpointError, UsageError
+from divergence.run.schema.manifest import UNKNOWN
+from divergence.run.writing.scores import BY_TEXT
+
+__all__ = ["Capabilities", "find_server", "probe"]
+
+_REFUSED = (400, 404, 405, 415, 422, 501)
+_NATIVE = {"sglang": "sglang", "llama.cpp": "llama.cpp", "TGI": "tgi"}
+_OWNERS = {"vllm": "vLLM", "sglang": "sglang", "llamacpp": "llama.cpp", "MindIE Server": "MindIE"}
+_DTYPES = {"bfloat16", "float16", "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What it says of itself."""
+
+    kind: str = UNKNOWN
+    version: str = UNKNOWN
+    dtype: str | None = None
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """``forces``: how an answer is scored as a prompt, or None."""
+
+    server: Server
+    model: str
+    protocol: str
+    extras: frozenset[str] = frozenset()
+    logprobs: bool = False
+    num_top: int = 0
+    token_ids: bool = False
+    prompt_ids: bool = False
+    counts: bool = False
+    forces: str | None = None
+    lacks: tuple[str, ...] = field(default=())
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """For the manifest."""
+        return {
+            "protocol": self.protocol,
+            "token ids": "told" if self.token_ids else BY_TEXT,
+            "top-k": str(self.num_top),
+            "prompts scored": self.forces or "no",
+            **({} if self.logprobs else {"units": "characters"}),
+            **({"lacks": "; ".join(self.lacks)} if self.lacks else {}),
+        }
+
+    def told(self) -> str:
+        """For people, before anything is captured."""
+        given = [
+            f"log-probabilities with the {self.num_top} likeliest tokens" if self.logprobs else "",
+            "token ids" if self.token_ids else "",
+            "the prompt's token ids" if self.prompt_ids else "",
+            "scores of prompts" if self.forces else "",
+        ]
+        said = ", ".join(filter(None, given)) or "text alone"
+        return f"{self.server.kind} {self.server.version}, {self.protocol}: gives {said}"
+
+
+def find_server(client: Client) -> Server:
+    """Its kind, as far as it tells. Raises nothing: a server may tell nothing."""
+    listed = client.get("/v1/models")
+    models = [one for one in _list(listed, "data") if isinstance(one, dict)]
+    names = tuple(str(one["id"]) for one in models if "id" in one)
+    owner = str(models[0].get("owned_by", "")) if models else ""
+    kind = _OWNERS.get(owner, UNKNOWN)
+    found = Server(kind=kind, models=names)
+    if kind in ("vLLM", UNKNOWN) and (version := _text(client.get("/version"), "version")):
+        return dataclasses.replace(found, kind="vLLM", version=version)
+    if kind in ("sglang", UNKNOWN):
+        said = client.get("/get_server_info")
+        if version := _text(said, "version"):
+            return dataclasses.replace(
+                found, kind="sglang", version=version, dtype=_dtype(_text(said, "dtype"))
+            )
+    if kind in ("llama.cpp", UNKNOWN) and (build := _text(client.get("/props"), "build_info")):
+        return dataclasses.replace(found, kind="llama.cpp", version=build)
+    said = client.get("/info") if kind == UNKNOWN else None
+    if version := _text(said, "version"):
+        dtype = _dtype(_text(said, "model_dtype"))
+        model = _text(said, "model_id")
+        return dataclasses.replace(
+            found, kind="TGI", version=version, dtype=dtype, models=names or (model or "",)
+        )
+    return found
+
+
+def probe(
+    client: Client, server: Server, model: str | None, question: Question, *, chat: bool
+) -> Capabilities:
+    """Asks for one token of the answer to ``question``. Raises EndpointError where no form of it is
+    taken, and UsageError where no model is named."""
+    if model is None:
+        if len(server.models) != 1:
+            listed = ", ".join(server.models[:8])
+            raise UsageError(
+                f"the server has {len(server.models)} models: {listed}" if listed
+                else "the server names no model", hint="--model NAME",
+            )  # fmt: skip
+        model = server.models[0]
+    name = "chat" if chat else _NATIVE.get(server.kind, "completions")
+    protocol = PROTOCOLS[name]
+    if question.ids is not None and not protocol.takes_ids:
+        raise UsageError(f"the {name} protocol takes no token ids", hint="give prompts as text")
+    question = dataclasses.replace(question, model=model, num_tokens=1)
+    answer, extras = _first_taken(client, protocol, question)
+    found = Capabilities(
+        server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
+        num_top=answer.num_top, token_ids=answer.has_ids, prompt_ids=answer.prompt_ids is not None,
+        counts=answer.num_prompt is not None, forces=_forces(client, protocol, question, answer),
+    )  # fmt: skip
+    return dataclasses.replace(found, lacks=_lacks(found))
+
+
+def _first_taken(
+    client: Client, protocol: Protocol, question: Question
+) -> tuple[Answer, frozenset[str]]:
+    """The answer to the most that the server takes."""
+    refused: EndpointError | None = None
+    for extras in protocol.levels:
+        asked = dataclasses.replace(question, extras=extras)
+        try:
+            return protocol.answer(client.post(protocol.path, protocol.request(asked))), extras
+        except EndpointError as error:
+            if error.status not in _REFUSED:
+                raise
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _forces(client: Client, protocol: Protocol, question: Question, answer: Answer) -> str | None:
+    """How a prompt is scored."""
+    if answer.scores_prompt and protocol.takes_ids:
+        return protocol.forces_by or "always"
+    if protocol is not PROTOCOLS["completions"]:
+        return None
+    asked = dataclasses.replace(question, extras=frozenset(("echo", "few_logprobs")))
+    try:
+        echoed = protocol.answer(client.post(protocol.path, protocol.request(asked)))
+    except EndpointError:
+        return None
+    scored = [token for token in echoed.tokens if token.logprob is not None]
+    return "echo" if len(echoed.tokens) > 1 and len(scored) > 1 else None
+
+
+def _lacks(found: Capabilities) -> tuple[str, ...]:
+    """What cannot be concluded, and why."""
+    said = []
+    if not found.logprobs:
+        said.append("no log-probabilities: texts alone are compared")
+    elif not found.num_top:
+        said.append("no likeliest tokens beside the chosen one: no KL, no margins")
+    if not found.token_ids:
+        said.append("no token ids: tokens are matched by text, and two may share one")
+    if not found.prompt_ids:
+        said.append(
+            "the prompt's token ids are not told, only their number: another template of the same "
+            "length is not seen" if found.counts
+            else "nothing is told of the prompt's tokens: another template is not seen"
+        )  # fmt: skip
+    if not found.forces:
+        said.append("prompts are not scored: answers are compared up to the first difference")
+    return tuple(said)
+
+
+def _list(value: Any, key: str) -> list[Any]:
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, list) else []
+
+
+def _text(value: Any, key: str) -> str | None:
+    found = value.get(key) if isinstance(value, dict) else None
+    return found[:100] if isinstance(found, str) and found else None
+
+
+def _dtype(text: str | None) -> str | None:
+    name = (text or "").removeprefix("torch.")
+    return name if name in _DTYPES else None

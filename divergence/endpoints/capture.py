@@ -1,0 +1,286 @@
+"""capture(endpoint=...): the log-probabilities of a server's answers, as a run.
+
+Prompts are asked several at a time; each answer is written as it comes, so that an interrupted
+capture leaves a run with what it had, and ``--resume`` asks for the rest. A prompt without an
+answer is named, and leaves the run incomplete: nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from divergence.endpoints.answers import Answer
+from divergence.endpoints.capabilities import Capabilities, find_server, probe
+from divergence.endpoints.client import Client
+from divergence.endpoints.protocols import PROTOCOLS, Question
+from divergence.endpoints.questions import Asked, asked_of, check_options
+from divergence.endpoints.scoring import Vocabulary, scores_of
+from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
+from divergence.options.capture import CaptureOptions
+from divergence.recording.new_run import check_output
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import Manifest, SampleTokens
+from divergence.run.schema.site import LOGPROBS
+from divergence.run.storage.location import Location, Url, archive_kind, location_of
+from divergence.run.writing.scores import Source, put_scores, scores_manifest
+from divergence.run.writing.writer import CapturedTensor, RunWriter
+from divergence.words import Progress
+
+__all__ = ["capture_endpoint"]
+
+_MANIFEST_SECONDS = 2.0
+_MOST_FAILED = 8
+"""Prompts in a row without an answer, after which the server is taken to be gone."""
+
+
+def capture_endpoint(
+    model: str | Path | None,
+    *,
+    options: CaptureOptions,
+    like: Run | None,
+    out: str | Path,
+    force: bool,
+    command: str | None,
+    progress: Progress | None,
+    client: Client | None = None,
+) -> Run:
+    """Raises EndpointError, UsageError, PromptError, RunExistsError and RunWriteError."""
+    check_options(options)
+    tell: Progress = progress or (lambda event, done, total, detail: None)
+    place = location_of(out)
+    asked = asked_of(options, like)
+    held = _held(place, asked) if options.resume else None
+    if held is None:
+        check_output(place, force=force, like=like)
+    client = client or Client(str(options.endpoint))
+    server = find_server(client)
+    chat = options.chat or any(one.question.messages for one in asked)
+    name = None if model is None else str(model)
+    found = probe(client, server, name, asked[0].question, chat=chat)
+    tell("note", 0, None, found.told())
+    for text in found.lacks:
+        tell("note", 0, None, text)
+    if like is not None and not found.forces:
+        asked = [replace(one, question=one.free, forced=()) for one in asked]
+    manifest = _manifest(found, asked, options, like, command)
+    if held is not None:
+        manifest.id, manifest.created = held.manifest.id, held.manifest.created
+    job = _Job(client, found, asked, manifest, tell, max(1, options.concurrency))
+    if held is None:
+        return job.finished(job.run(place, force=force))
+    assert isinstance(place, Path)
+    try:
+        job.run(_beside(place), force=True, held=held).close()
+    finally:
+        held.close()
+        _take_over(place)
+    return job.finished(Run.open(place))
+
+
+def _take_over(place: Path) -> None:
+    """Puts what was gone on with in the place of the run, where it holds at least as much."""
+    rest = _beside(place)
+    with contextlib.suppress(RunFormatError):
+        held, more = Run.open(place), Run.open(rest)
+        enough = len(more.records) >= len(held.records)
+        held.close()
+        more.close()
+        if enough:
+            shutil.rmtree(place)
+            rest.rename(place)
+
+
+def _beside(place: Path) -> Path:
+    return place.with_name(f"{place.name}.resuming")
+
+
+def _held(place: Location, asked: list[Asked]) -> Run | None:
+    """The run to go on with; None where there is none yet. Raises UsageError for one of other
+    prompts."""
+    if isinstance(place, Url) or archive_kind(place) is not None:
+        raise UsageError("--resume goes on with a directory", hint="-o DIRECTORY")
+    if not place.exists():
+        return None
+    assert isinstance(place, Path)
+    if _beside(place).exists():  # the last one to go on was killed
+        _take_over(place)
+    run = Run.open(place)
+    samples = run.manifest.tokens.samples
+    same = run.manifest.plan.sites == [LOGPROBS] and len(samples) == len(asked) and all(
+        one.text == other.text and (not other.ids or one.prompt_ids == list(other.ids))
+        for one, other in zip(samples, asked, strict=True)
+    )  # fmt: skip
+    if not same:
+        raise UsageError(
+            f"{place} is a run of other prompts", hint="choose another -o, or leave out --resume"
+        )
+    return run
+
+
+def _manifest(
+    found: Capabilities, asked: list[Asked], options: CaptureOptions, like: Run | None,
+    command: str | None,
+) -> Manifest:  # fmt: skip
+    tokens = "given" if any(one.forced for one in asked) else "greedy"
+    source = Source(
+        engine="endpoint", version=f"{found.server.kind} {found.server.version}",
+        model=found.model, dtype=found.server.dtype, facts={**found.facts, "tokens": tokens},
+        seed=options.seed or 0, max_new_tokens=asked[0].free.num_tokens,
+    )  # fmt: skip
+    samples = [
+        SampleTokens(text=one.text, prompt_ids=list(one.ids or ()) if found.token_ids else [])
+        for one in asked
+    ]
+    forced_by = like.manifest.id if like is not None and tokens == "given" else None
+    return scores_manifest(
+        source, samples, label=options.label or f"{found.server.kind} endpoint", command=command,
+        forced_by=forced_by,
+    )  # fmt: skip
+
+
+class _Job:
+    """One capture: what is asked, and what came of it."""
+
+    def __init__(
+        self, client: Client, found: Capabilities, asked: list[Asked], manifest: Manifest,
+        tell: Progress, concurrency: int,
+    ) -> None:  # fmt: skip
+        self._client, self._found, self._asked = client, found, asked
+        self._manifest, self._tell, self._concurrency = manifest, tell, concurrency
+        self._vocabulary = Vocabulary(manifest.tokens.texts, by_text=not found.token_ids)
+        self._counts: list[int | None] = [None] * len(asked)
+        self._failed: dict[int, str] = {}
+        self._updated = 0.0
+
+    def run(self, place: Location, *, force: bool, held: Run | None = None) -> Run:
+        """Asks for everything that ``held`` lacks. What has no answer is told by ``finished``."""
+        with (
+            contextlib.suppress(EndpointError),
+            RunWriter(place, self._manifest, force=force) as writer,
+        ):
+            done = set() if held is None else self._copy(held, writer)
+            self._ask(writer, [n for n in range(len(self._asked)) if n not in done])
+            self._note_counts()
+            if self._failed:
+                raise EndpointError(self._told())
+        return Run.open(place)
+
+    def finished(self, run: Run) -> Run:
+        """The run. Raises EndpointError where prompts have no answer."""
+        if not self._failed:
+            return run
+        run.close()
+        raise EndpointError(
+            self._told(), where=str(run.path),
+            hint="the same command with --resume asks for them again; what was answered is kept",
+        )  # fmt: skip
+
+    def _told(self) -> str:
+        shown = [f"prompt {n}: {text}" for n, text in sorted(self._failed.items())[:3]]
+        more = f"; and {len(self._failed) - 3} more" if len(self._failed) > 3 else ""
+        num = len(self._failed)
+        return f"{num} of {len(self._asked)} prompts have no answer: {'; '.join(shown)}{more}"
+
+    def _ask(self, writer: RunWriter, numbers: list[int]) -> None:
+        """Several at a time. Whatever stops it, what came before is written."""
+        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        answered: queue.SimpleQueue[tuple[int, Answer | Exception]] = queue.SimpleQueue()
+        for number in numbers:
+            waiting.put(number)
+        stopped = threading.Event()
+
+        def work() -> None:
+            while not stopped.is_set():
+                try:
+                    number = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    answered.put((number, self._answer(self._asked[number])))
+                except Exception as error:
+                    answered.put((number, error))
+
+        for _ in range(min(self._concurrency, len(numbers))):  # daemons: no interrupt waits for one
+            threading.Thread(target=work, name="divergence-endpoint", daemon=True).start()
+        in_a_row, left = 0, set(numbers)
+        try:
+            while left and in_a_row < _MOST_FAILED:
+                number, answer = answered.get()
+                left.discard(number)
+                in_a_row = 0 if self._take(writer, number, answer) else in_a_row + 1
+                done = len(self._asked) - len(left)
+                self._tell("endpoint", done, len(self._asked), f"prompt {number}")
+        finally:
+            stopped.set()
+        text = f"not asked, after {in_a_row} others in a row without an answer"
+        self._failed |= dict.fromkeys(left, text)
+
+    def _answer(self, asked: Asked) -> Answer:
+        """In a thread of its own."""
+        protocol = PROTOCOLS[self._found.protocol]
+        extras = self._found.extras
+        if asked.forced and self._found.forces == "echo":
+            extras = frozenset(("echo", "few_logprobs"))
+        question: Question = replace(
+            asked.question, model=self._found.model, extras=extras,
+            num_tokens=1 if asked.forced else asked.question.num_tokens,
+        )  # fmt: skip
+        return protocol.answer(self._client.post(protocol.path, protocol.request(question)))
+
+    def _take(self, writer: RunWriter, number: int, answer: Answer | Exception) -> bool:
+        """Writes one answer; False where there is none."""
+        asked = self._asked[number]
+        where = f"the answer to prompt {number}"
+        try:
+            if isinstance(answer, Exception):
+                raise answer
+            scores = scores_of(answer, asked, self._found, self._vocabulary)
+            put_scores(writer, number, scores, where=where)
+        except (EndpointError, DumpError) as error:
+            self._failed[number] = error.message
+            return False
+        self._counts[number] = len(scores.prompt_ids) if scores.prompt_ids else answer.num_prompt
+        sample = self._manifest.tokens.samples[number] = scores.tokens
+        sample.text = asked.text
+        self._update(writer)
+        return True
+
+    def _update(self, writer: RunWriter) -> None:
+        """The manifest as it stands now and then: what a kill leaves is then readable."""
+        if time.monotonic() - self._updated > _MANIFEST_SECONDS:
+            self._note_counts()
+            writer.update_manifest()
+            self._updated = time.monotonic()
+
+    def _note_counts(self) -> None:
+        assert self._manifest.engine is not None
+        counts = ("-" if one is None else str(one) for one in self._counts)
+        self._manifest.engine.facts["prompt tokens"] = " ".join(counts)
+
+    def _copy(self, held: Run, writer: RunWriter) -> set[int]:
+        """What an earlier capture has already, by prompt."""
+        done: set[int] = set()
+        tokens, said = held.manifest.tokens, held.manifest.engine
+        self._vocabulary.take(tokens.texts)
+        counts = ("" if said is None else said.facts.get("prompt tokens", "")).split()
+        for record in held.records:
+            sample = tokens.samples[record.sample]
+            if not sample.generated_ids:
+                continue  # the manifest is older than its records: it is asked again
+            writer.put(
+                CapturedTensor(held.read(record).clone()), pass_="free", sample=record.sample,
+                step=record.step, site=record.site, order=record.order,
+                positions=record.positions,
+            )  # fmt: skip
+            self._manifest.tokens.samples[record.sample] = sample
+            done.add(record.sample)
+        for number in done:
+            if number < len(counts) and counts[number].isdecimal():
+                self._counts[number] = int(counts[number])
+        return done

@@ -1,0 +1,153 @@
+"""capture(endpoint=...): a server's answers as a run, from a server that behaves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from divergence import Run, capture, compare
+from divergence.errors import UsageError
+
+PROMPTS = [f"prompt number {n}" for n in range(12)]
+
+
+@pytest.fixture
+def serve(stub, tmp_path):
+    def run(name, **options):
+        given = {"prompts": PROMPTS, "max_new_tokens": 8} | options
+        if "like" in given:
+            del given["prompts"]
+        return capture("tiny", endpoint=stub.url, out=tmp_path / name, **given)
+
+    return run
+
+
+def test_a_server_is_a_run(stub, serve):
+    """One site, the chosen token first, then the likeliest; the machine stays unknown."""
+    run = serve("a", top_logprobs=4)
+    manifest = run.manifest
+    assert manifest.complete and run.sites() == ["logprobs:out", "logprobs:out.ids"]
+    assert manifest.engine.name == "endpoint" and "0.0.stub" in manifest.engine.version
+    assert manifest.settings.dtype is None and manifest.environment.device_type == "unknown"
+    record = run.find(("free", 3, 0, "logprobs:out"))
+    values, ids = run.read(record), run.read(run.find(("free", 3, 0, "logprobs:out.ids")))
+    sample = manifest.tokens.samples[3]
+    assert record.positions[-1] == len(sample.prompt_ids) + 8 - 1
+    whole = [*sample.prompt_ids, *sample.generated_ids]
+    assert ids[0, :, 0].tolist() == [whole[place] for place in record.positions]
+    expected = stub.logits(whole[: record.positions[-1]])[whole[-1]]
+    assert float(values[0, -1, 0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_equal_servers_are_identical(serve):
+    report = compare(serve("a"), serve("b"))
+    assert report.verdict.kind == "identical", report.verdict
+    assert report.logprobs.num_equal == 12 * 8
+
+
+def test_rounding_is_no_alarm_and_other_weights_are(stub, serve):
+    """Healthy noise below what bfloat16 explains; other weights beyond any precision."""
+    a = serve("a")
+    stub.noise = 0.02
+    noisy = compare(a, serve("b", like=a))
+    assert noisy.verdict.kind == "within_floor", noisy.verdict
+    assert noisy.verdict.confidence == "low"  # no dtype is known
+    stub.noise, stub.weights = 0.0, 1
+    other = compare(a, serve("c", like=a))
+    assert (other.verdict.kind, other.logprobs.pattern) == ("systematic", "shifted")
+    assert other.logprobs.num_flips == 0  # forced: every token is compared
+
+
+def test_another_template_stops(stub, serve):
+    """The prompt's tokens are not the same: nothing is compared."""
+    a = serve("a")
+    stub.template = 2
+    report = compare(a, serve("b"))
+    assert report.verdict.kind == "incomparable" and "template" in report.verdict.summary
+
+
+def test_another_template_stops_by_its_length(stub, serve):
+    """Without ids, by the number of tokens alone."""
+    stub.lacks = {"ids", "prompt_logprobs"}
+    a = serve("a")
+    stub.template = 2
+    report = compare(a, serve("b"))
+    assert report.verdict.kind == "incomparable" and "had" in report.verdict.summary
+
+
+def test_sampling_left_on_is_named(stub, serve):
+    stub.samples = True
+    b = serve("b")
+    stub.samples = False
+    report = compare(serve("a"), b)
+    assert report.verdict.side == "candidate" and "samples" in report.verdict.summary
+
+
+def test_what_it_lacks_is_told_and_compared_all_the_same(stub, serve):
+    """Tokens by text: no forcing, up to the first difference."""
+    a = serve("a")
+    stub.lacks = {"ids", "prompt_logprobs", "models"}
+    notes = []
+    b = serve("b", progress=lambda event, done, total, text: notes.append(text))
+    assert any("by text" in note for note in notes)
+    facts = b.manifest.engine.facts
+    assert facts["token ids"] == "numbered by text" and facts["prompts scored"] in ("no", "echo")
+    report = compare(b, b.path)
+    assert report.logprobs.delta.max_abs == 0
+    report = compare(a, b)  # ids of one side have the same texts only where it told them
+    assert report.verdict.kind in ("undetermined", "identical", "within_floor")
+
+
+def test_a_shorter_list_is_asked_for_where_the_server_refuses(stub, serve):
+    stub.most_top = 5
+    run = serve("a", top_logprobs=20)
+    assert run.manifest.engine.facts["top-k"] == "5"
+
+
+def test_the_key_is_in_no_run(stub, serve, tmp_path, monkeypatch):
+    """It goes into one header, and nowhere else."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-key")
+    stub.key = "sk-secret-key"
+    run = serve("a")
+    assert stub.headers[-1]["Authorization"] == "Bearer sk-secret-key"
+    for file in run.path.rglob("*"):
+        assert not file.is_file() or b"sk-secret" not in file.read_bytes()
+
+
+def test_options_of_models_are_refused(stub, tmp_path):
+    with pytest.raises(UsageError, match="--dtype means nothing to a server"):
+        capture("tiny", endpoint=stub.url, out=tmp_path / "a", dtype="float32")
+    with pytest.raises(UsageError, match="needs --endpoint"):
+        capture("tiny", out=tmp_path / "a", resume=True)
+    with pytest.raises(UsageError, match="address alone"):
+        capture("tiny", endpoint="http://me:pw@host:1", out=tmp_path / "a")
+
+
+def test_a_models_run_has_the_log_probabilities_of_its_logits(llama, tmp_path):
+    """Beside a run of log-probabilities, a run with recorded logits is one too."""
+    a = capture(llama, out=tmp_path / "t", prompts=[[5, 6, 7, n] for n in range(9)], probe=False,
+                max_new_tokens=3, anchor=False, device="cpu")  # fmt: skip
+    report = compare(a, _as_scores(a, tmp_path))
+    assert report.logprobs.num_tokens == 27
+    assert report.logprobs.delta.num_tokens == 27 and report.logprobs.delta.max_abs < 1e-6
+    assert report.verdict.kind == "within_floor", report.verdict
+
+
+def _as_scores(run: Run, tmp_path):
+    """The same log-probabilities as a file, through an import."""
+    import torch
+
+    from divergence import import_dump
+
+    lines = []
+    for number, sample in enumerate(run.manifest.tokens.samples):
+        values = []
+        for step, token in enumerate(sample.chosen_ids):
+            logits = run.read(run.find(("free", number, step, ".:out")))[0, -1].double()
+            values.append(float(torch.log_softmax(logits, -1)[token]))
+        lines.append({"prompt_ids": sample.prompt_ids, "completion_ids": sample.chosen_ids,
+                      "logprobs": values})  # fmt: skip
+    path = tmp_path / "scores.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return import_dump(path, out=tmp_path / "scores")

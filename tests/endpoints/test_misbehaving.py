@@ -1,0 +1,151 @@
+"""A server that fails in all ways that servers do: nothing is lost, and each is named."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+
+from divergence import Run, capture, compare
+from divergence.endpoints import capture as endpoint_capture
+from divergence.endpoints.client import Client
+from divergence.errors import EndpointError
+
+PROMPTS = [f"prompt number {n}" for n in range(10)]
+FIRST = 1
+"""Number of the first request behind the probe's."""
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Pauses between tries, which are not made; and a deadline that a test can wait for."""
+    found: list[float] = []
+    client = functools.partial(Client, timeout_s=0.4, sleep=found.append)
+    monkeypatch.setattr(endpoint_capture, "Client", client)
+    return found
+
+
+@pytest.fixture
+def serve(stub, tmp_path, pauses):
+    def run(name="a", **options):
+        given = {"prompts": PROMPTS, "max_new_tokens": 4, "concurrency": 1, "top_logprobs": 3}
+        return capture("tiny", endpoint=stub.url, out=tmp_path / name, **(given | options))
+
+    return run
+
+
+@pytest.mark.parametrize("trouble", ["late", "429", "500", "503", "truncated", "cut off", "drip"])
+def test_what_passes_is_asked_again(stub, serve, pauses, trouble):
+    """Once, in the middle: the run is whole, and the pause was made."""
+    whole = serve("whole")
+    stub.num, stub.troubles = 0, {FIRST + 4: trouble}
+    run = serve("a")
+    assert len(pauses) == 1 and run.manifest.complete
+    assert compare(whole, run).verdict.kind == "identical"
+
+
+def test_pauses_grow_and_obey_the_server(stub, serve, pauses):
+    stub.troubles = {FIRST: "500", FIRST + 1: "truncated", FIRST + 2: "truncated"}
+    serve("a")
+    assert pauses[0] == 0  # Retry-After
+    assert 0 < pauses[1] < pauses[2]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("no logprobs", "no log-probabilities, as others have"),
+        ("probabilities", "is no log-probability"),
+        ("other tokenizer", "the server read other tokens"),
+        ("400", "400"),
+    ],
+)
+def test_what_does_not_pass_is_named_and_asked_again_by_resume(
+    stub, serve, tmp_path, trouble, said
+):
+    """One prompt of ten: named by an error, missing in an incomplete run, asked by --resume."""
+    prompts = [[n, 2, 3] for n in range(10)]
+    stub.troubles = {FIRST + 4: trouble}
+    with pytest.raises(EndpointError, match=f"1 of 10 prompts.*prompt 4: .*{said}"):
+        serve("a", prompts=prompts)
+    run = Run.open(tmp_path / "a")
+    assert not run.manifest.complete and "prompt 4" in run.manifest.stopped_by
+    assert len(run.records) == 18
+    before = stub.num
+    stub.troubles = {}
+    run = serve("a", prompts=prompts, resume=True)
+    assert run.manifest.complete and len(run.records) == 20
+    assert stub.num == before + 2  # the probe, and the one that lacked
+    assert compare(run, serve("b", prompts=prompts)).verdict.kind == "identical"
+    assert not run.path.with_name("a.resuming").exists()
+
+
+def test_nan_is_kept_and_judged(stub, serve):
+    """A nan of the server's is its answer, and a verdict of its own."""
+    a = serve("a")
+    stub.num, stub.troubles = 0, {FIRST + 4: "nan"}
+    report = compare(a, serve("b"))
+    assert (report.verdict.kind, report.verdict.side) == ("nonfinite", "candidate")
+
+
+def test_a_server_that_is_gone_is_not_asked_for_ever(stub, serve):
+    """After eight prompts in a row the others are left, and named."""
+    stub.troubles = dict.fromkeys(range(FIRST + 6, FIRST + 5000), "400")
+    with pytest.raises(EndpointError, match="94 of 100 prompts"):
+        serve("a", prompts=[f"p {n}" for n in range(100)])
+    assert len(stub.asked) <= FIRST + 6 + 8 + 1  # one may be on its way
+
+
+def test_an_interrupt_leaves_a_run_to_go_on_with(stub, serve, tmp_path):
+    """Whatever stops a capture, what was answered is readable and not asked again."""
+
+    def stop(event, done, total, text):
+        if event == "endpoint" and done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve("a", progress=stop)
+    run = Run.open(tmp_path / "a")
+    assert run.manifest.stopped_by == "interrupted" and len(run.records) == 10
+    stub.num = 0
+    with pytest.raises(KeyboardInterrupt):
+        serve("a", progress=lambda e, d, t, x: stop(e, d - 3, t, x), resume=True)
+    assert len(Run.open(tmp_path / "a").records) == 16
+    run = serve("a", resume=True)
+    assert run.manifest.complete and len(run.records) == 20
+
+
+def test_the_key_is_in_no_error(stub, serve, monkeypatch):
+    """Not even where the server quotes it."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-key")
+    stub.key = "sk-other"
+    with pytest.raises(EndpointError) as failed:
+        serve("a")
+    assert "secret" not in str(failed.value) and "OPENAI_API_KEY" in str(failed.value)
+    stub.key, stub.num = None, 0
+    stub.troubles = dict.fromkeys(range(6), "echoes the key")
+    with pytest.raises(EndpointError) as failed:
+        serve("a")
+    assert "secret" not in str(failed.value) and "***" in str(failed.value)
+
+
+def test_redirects_are_not_followed(stub, serve):
+    stub.troubles = dict.fromkeys(range(6), "elsewhere")
+    with pytest.raises(EndpointError, match="307"):
+        serve("a")
+
+
+def test_many_at_a_time(stub, serve):
+    """In whatever order answers come, each is its own prompt's."""
+    one = serve("one")
+    stub.num, stub.troubles = 0, {FIRST + 1: "late", FIRST + 3: "503"}
+    many = serve("many", concurrency=5)
+    assert compare(one, many).verdict.kind == "identical"
+    assert threading.active_count() < 40
+
+
+def test_no_server(serve, stub, tmp_path, pauses):
+    with pytest.raises(EndpointError, match="no connection"):
+        capture("tiny", endpoint="http://127.0.0.1:9", out=tmp_path / "z")
+    assert not (tmp_path / "z").exists()

@@ -67,11 +67,8 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
     values = _numbers(item, fields.logprobs, where)
     mask = _ids(item, fields.mask, where)
     prompt, answer, offset = _tokens(item, fields, mask, where)
-    if len(values) == offset + len(answer) and offset:  # one for each token of the sequence
-        values = values[offset:]
-        mask = mask[offset:] if len(mask) == offset + len(answer) else mask
-    if len(mask) > len(answer) and offset:
-        mask = mask[offset : offset + len(answer)]
+    if fields.tokens is not None:  # of each token of the sequence, perhaps with padding behind
+        values, mask = (_of_answer(one, offset, len(answer)) for one in (values, mask))
     if mask and len(mask) < len(answer):
         raise DumpError(f"{fields.mask} has {len(mask)} entries for {len(answer)} tokens of the "
                         "answer", where=where)  # fmt: skip
@@ -97,6 +94,12 @@ def scores_of(item: Any, fields: FieldMap, where: str) -> Scores:
         top=[top[n] if n < len(top) else () for n in scored] if top else (),
         text=text if isinstance(text, str) else None,
     )  # fmt: skip
+
+
+def _of_answer(row: list[Any], offset: int, count: int) -> list[Any]:
+    """The part of the answer, where a row has an entry for each token of prompt and answer."""
+    whole = len(row) != count and len(row) >= offset + count
+    return row[offset : offset + count] if whole else row
 
 
 def _tokens(

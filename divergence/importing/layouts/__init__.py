@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from divergence.importing.dump import Layout
-from divergence.importing.layouts import files, msprobe, sglang, sglang_dumper, transformers
+from divergence.importing.layouts import (
+    files,
+    llama_kld,
+    msprobe,
+    sglang,
+    sglang_dumper,
+    transformers,
+)
 from divergence.importing.layouts.rollouts import ROLLOUTS, TRAINER
 from divergence.importing.scored import ScoreLayout
 
@@ -17,5 +24,7 @@ LAYOUTS: dict[str, Layout] = {
     "files": files,
 }
 
-SCORES: dict[str, ScoreLayout] = {"rollouts": ROLLOUTS, "trainer": TRAINER}
+SCORES: dict[str, ScoreLayout] = {
+    "rollouts": ROLLOUTS, "trainer": TRAINER, "llama-kld": llama_kld,
+}  # fmt: skip
 """Log-probabilities alone; ``auto`` asks them behind LAYOUTS."""

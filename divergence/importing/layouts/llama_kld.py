@@ -1,0 +1,92 @@
+"""The base file of llama.cpp (``llama-perplexity --kl-divergence-base FILE``): all
+log-probabilities of the second half of each chunk of a text, in 16 bits.
+
+    "_logits_", uint32 n_ctx, int32 n_vocab, int32 n_chunk, int32 tokens[n_chunk · n_ctx]
+    of each chunk n_ctx - 1 - n_ctx / 2 rows of 2·((n_vocab + 1) / 2) + 4 uint16:
+        float scale, float least; then q of each id: log p = scale · q + least
+
+A row is the distribution behind token n_ctx / 2 + row, and so scores the next one. Ids whose log p
+is least (16 nats below the likeliest) may be anything below it. Of each row the chunk's own token and
+the MOST_TOP likeliest ids are taken. Each chunk is a prompt of its own; llama.cpp puts the
+beginning-of-text token in the place of a chunk's first one when it runs, which is not in the file.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from divergence.errors import DumpError
+from divergence.importing.dump import Notes
+from divergence.importing.fields import FieldMap
+from divergence.importing.folder import Folder
+from divergence.importing.scored import Scored
+from divergence.run.writing.scores import Scores, Source
+
+__all__ = ["NAME", "TAKES_MAP", "recognise", "scores"]
+
+NAME = "llama.cpp's base file of KL divergence"
+TAKES_MAP = False
+MOST_TOP = 64
+_MAGIC = b"_logits_"
+_HEAD = struct.Struct("<8sIii")
+_MAX_VOCABULARY, _MAX_CONTEXT = 1 << 22, 1 << 22
+
+
+def recognise(folder: Folder) -> bool:
+    if len(folder.names) != 1:
+        return False
+    with open(folder.regular(folder.names[0]), "rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def scores(folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
+    path = folder.regular(folder.names[0])
+    where = str(path)
+    with open(path, "rb") as file:
+        head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        raise _cut(where)
+    _, n_ctx, n_vocab, n_chunk = _HEAD.unpack(head)
+    if not (4 <= n_ctx <= _MAX_CONTEXT and 1 <= n_vocab <= _MAX_VOCABULARY and n_chunk > 0):
+        raise DumpError(f"a context of {n_ctx}, {n_vocab} ids and {n_chunk} chunks", where=where)
+    first, width = n_ctx // 2, 2 * ((n_vocab + 1) // 2) + 4
+    rows = n_ctx - 1 - first
+    begin = _HEAD.size + 4 * n_chunk * n_ctx
+    if path.stat().st_size < begin + 2 * n_chunk * rows * width:
+        raise _cut(where)
+    tokens = np.memmap(path, "<i4", "r", _HEAD.size, (n_chunk, n_ctx))
+    table = np.memmap(path, "<u2", "r", begin, (n_chunk, rows, width))
+    facts = {"tokens": "given", "top-k": str(min(MOST_TOP, n_vocab)),
+             "rounding": "16 bits over 16 nats"}  # fmt: skip
+    found = Scored(Source(engine="llama.cpp", facts=facts))
+    for chunk in range(n_chunk):
+        ids = [int(one) for one in tokens[chunk]]
+        if not all(0 <= one < n_vocab for one in ids):
+            raise DumpError(f"chunk {chunk} has a token that is no id of {n_vocab}", where=where)
+        positions = [first + 1 + row for row in range(rows)]
+        values = [_row(table[chunk, row], n_vocab) for row in range(rows)]
+        found.scores.append(Scores(
+            prompt_ids=ids[: first + 1], generated_ids=ids[first + 1 :], positions=positions,
+            logprobs=[float(v[ids[p]]) for v, p in zip(values, positions, strict=True)],
+            top=[_top(one) for one in values],
+        ))  # fmt: skip
+        found.wheres.append(f"{where}, chunk {chunk}")
+    return found
+
+
+def _row(codes: np.ndarray, n_vocab: int) -> np.ndarray:
+    scale, least = (float(one) for one in codes[:4].copy().view("<f4"))
+    found: np.ndarray = np.minimum(0.0, scale * codes[4 : 4 + n_vocab].astype(np.float64) + least)
+    return found
+
+
+def _top(values: np.ndarray) -> list[tuple[int, float]]:
+    order = np.argsort(-values, kind="stable")[:MOST_TOP]
+    return [(int(one), float(values[one])) for one in order]
+
+
+def _cut(where: str) -> DumpError:
+    return DumpError("the file was cut off", where=where,
+                     hint="run llama-perplexity again, and let it end by itself")  # fmt: skip

@@ -1,0 +1,38 @@
+"""Rollouts and a trainer's scores of them, made up: what a cause does to log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from divergence import compare, import_dump
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """``pair(change)``: the report on a rollout and a trainer of which each log-probability is
+    ``change(sequence, position, value, random)``."""
+
+    def make(change, *, num=24, length=60, **options):
+        generator = random.Random(3)
+        path = tmp_path / "r.jsonl"
+        with open(path, "w") as file:
+            for sequence in range(num):
+                ids = [generator.randrange(1000) for _ in range(5 + length)]
+                rollout = [-generator.expovariate(1.2) for _ in range(length)]
+                noise = random.Random(sequence)
+                trainer = [
+                    min(0.0, change(sequence, n, value, noise)) for n, value in enumerate(rollout)
+                ]
+                line = {
+                    "tokens": ids, "response_length": length, "loss_mask": [1] * length,
+                    "rollout_log_probs": rollout, "log_probs": trainer,
+                }  # fmt: skip
+                file.write(json.dumps(line) + "\n")
+        a = import_dump(path, out=tmp_path / "rollout", force=True)
+        b = import_dump(path, out=tmp_path / "trainer", layout="trainer", force=True)
+        return compare(a, b, **options)
+
+    return make

@@ -1,0 +1,81 @@
+"""A trainer–rollout pair: each planted cause is told from the others, and from rounding."""
+
+from __future__ import annotations
+
+import pytest
+
+from divergence.layout import print_lines
+from divergence.report.summary import report_lines
+
+CAUSES = {
+    "rounding": (lambda s, n, v, r: v + r.gauss(0, 0.02), "within_floor", "within"),
+    "the same": (lambda s, n, v, r: v, "identical", "equal"),
+    "quantised": (lambda s, n, v, r: v + r.gauss(0, 0.12), "drift", "everywhere"),
+    "one prompt": (
+        lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02), "localized", "sequences"
+    ),
+    "an expert": (
+        lambda s, n, v, r: v + (r.choice((-3, 3)) if r.random() < 0.02 else r.gauss(0, 0.02)),
+        "localized", "positions",
+    ),
+    "a cache": (lambda s, n, v, r: v + r.gauss(0, 0.01 + n * 0.01), "drift", "growing"),
+    "another model": (lambda s, n, v, r: v - abs(r.gauss(0.8, 0.5)), "systematic", "shifted"),
+    "a temperature": (lambda s, n, v, r: v / 0.7 + r.gauss(0, 0.02), "systematic", "shifted"),
+    "not a number": (
+        lambda s, n, v, r: -float("inf") if (s, n) == (3, 9) else v, "nonfinite", "equal"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_told(pair, cause):
+    change, kind, pattern = CAUSES[cause]
+    report = pair(change)
+    assert (report.verdict.kind, report.logprobs.pattern) == (kind, pattern), report.verdict
+    assert report.verdict.confidence != "high" or kind in ("identical", "nonfinite") or (
+        report.logprobs.pattern not in ("within", "everywhere")
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cause", [one for one in CAUSES if CAUSES[one][1] in ("drift", "localized")]
+)
+def test_few_prompts_tell_no_kind(pair, cause):
+    """Three prompts: what differs beyond rounding is said, of what kind it is not."""
+    report = pair(CAUSES[cause][0], num=3, length=200)
+    assert report.verdict.confidence == "low"
+    assert report.verdict.kind in ("undetermined", "within_floor")
+    assert report.logprobs.shift.p_value is None
+
+
+def test_names_and_limits_of_trainers(pair):
+    """Each number by the name and the limit of its framework, and bad ones in the evidence."""
+    report = pair(CAUSES["quantised"][0])
+    checks = {one.name: one for one in report.logprobs.checks}
+    assert checks["rollout_probs_diff_mean"].state == "bad"
+    assert checks["rollout_probs_diff_mean"].framework == "verl"
+    assert checks["token_mult_prob_error"].framework == "NeMo-RL"
+    assert checks["train_rollout_logprob_abs_diff"].value == pytest.approx(0.095, abs=0.02)
+    said = " ".join(fact.text for fact in report.verdict.evidence)
+    assert "verl's rollout_probs_diff_mean" in said and "normal < 0.005" in said
+
+
+def test_a_floor_run_says_what_rounding_is(pair, tmp_path):
+    """With a trusted pair the scale is measured, and a small difference beyond it is seen."""
+    pair(lambda s, n, v, r: v + r.gauss(0, 0.0005))
+    (tmp_path / "trainer").rename(tmp_path / "trusted")
+    report = pair(lambda s, n, v, r: v + r.gauss(0, 0.01), floor=tmp_path / "trusted")
+    assert report.logprobs.scale == pytest.approx(1.5 * 0.0004, rel=0.2)
+    assert (report.verdict.kind, report.verdict.confidence) == ("drift", "high")
+
+
+def test_shown_and_as_a_page(pair, capsys):
+    """The numbers stand in the terminal, in the JSON and on the page."""
+    report = pair(CAUSES["one prompt"][0])
+    print_lines(report_lines(report))
+    shown = capsys.readouterr().out
+    for text in ("1 prompt of 24", "rollout_probs_diff_mean", "effective_sample_size", "prompt"):
+        assert text in shown
+    page = report.html()
+    assert "token_mult_prob_error" in page and "Log-probabilities" in page
+    assert '"rollout_probs_diff_mean"' in report.to_json()

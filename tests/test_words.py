@@ -22,30 +22,32 @@ TERMS = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.M)
 
 PLAIN = frozenset(
     """
-about abs absmax accumulates after against alike all allow anchor architecture argument
-arguments arithmetic asked at attn attributes axes backend baseline batch batches before
-below beside bless buffer build bytes cache capability causal changed channel chat check
-checks choice chosen chunk class clause command compared compiled complete compute
-computed config confirm consumer cosine cpu created cross csv db decoder detail
-deterministic device devices diff differ different differs disturbed driver dry dtype
-elsewhere embedding empty entering env environment environments equal error escalate
-estimated example exit expected explain explained explanation extra fallbacks faults
-first flags flips flushed fold force format forwards found frame functions generated
-generates graphs head here high holds hooks html id identical ids impl index inf injected
-inputs is json judged judgement keep kernel key kind kl largest leads leans least left
-like logits logprob low markdown mask masked match matched matches max mean measurable
-median min minus misalignment missing model more nan near neginf new next no
-nondeterministic nonfinite norm note notes num number numbers numel off offset on one
-only origin other out over overlap overrides own p99 pad parameters passes peers phase
-place places plan platform png posinf prefill previous problem projections prompt prompts python
-quantization quick quiet reason region relative remote repeat repeatability replaced
-replayed report reports resolution rests result results revision right rms rounded rows
-runtime same schema score se seed seen settings shape size sizes skipped source sqnr
-state status still stopped store stored stride substitute substitutes summary sums svg
+about abs absmax accumulates after against alike all allow anchor architecture
+argument arguments arithmetic asked at attn attributes axes backend baseline batch
+batches before below beside bless buffer build bytes cache capability causal changed
+channel chat check checks choice chosen chunk class clause command compared compiled
+complete compute computed concurrency config confirm consumer cosine cpu created cross
+csv db decoder detail deterministic device devices diff differ different differs
+disturbed divergence driver dry dtype elsewhere embedding empty entering env
+environment environments equal error escalate estimated example exit expected explain
+explained explanation extra fallbacks faults first flags flips flushed fold force
+format forwards found frame framework functions generated generates graphs head here
+high holds hooks html id identical ids impl index inf injected inputs is json judged
+judgement keep kernel key kind kl largest leads leans least left like likeliest log
+logits logprob low lower markdown mask masked match matched matches max mean
+measurable median min minus misalignment missing model more mult nan near neginf new
+next no nondeterministic nonfinite norm normal not note notes num number numbers numel
+off offset on one only origin other out over overlap overrides own p90 p99 pad
+parameters passes pattern peers phase place places plan platform png posinf prefill
+previous prob problem probs projections prompt prompts python quantization quick quiet
+reason region relative remote repeat repeatability replaced replayed report reports
+resolution rests result results resume revision right rms rounded rows runtime same
+schema score se seed seen settings shape size sizes skipped smallest source sqnr state
+status still stopped store stored stride substitute substitutes summary sums svg
 switches task template tensors terms text texts threads tied times title to token
-tokenizer tokens told tool top top1 top5 torch trust type unit unmatched update use used
-value values variables verbose verified verify version versions via viewed warnings
-weight weights what why without workdir worst wrapped wrong xxh3 zero
+tokenizer tokens told tool top top1 top5 torch trust type unit unmatched update upper
+use used value values variables verbose verified verify version versions via viewed
+warnings weight weights what why without workdir worst wrapped wrong xxh3 zero
 """.split()
 )
 """Words of plain or of torch's English, which need no entry in the glossary."""

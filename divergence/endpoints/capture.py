@@ -63,7 +63,7 @@ def capture_endpoint(
     chat = options.chat or any(one.question.messages for one in asked)
     name = None if model is None else str(model)
     found = probe(client, server, name, asked[0].question, chat=chat)
-    tell("note", 0, None, found.told())
+    tell("taken", 0, None, found.told())
     for text in found.lacks:
         tell("note", 0, None, text)
     if like is not None and not found.forces:

@@ -10,8 +10,9 @@ from divergence.layout import BLANK, Line, columns, count, heading, line, prose,
 from divergence.report.environment import changed_lines, fallback_lines, repeat_lines, switch_lines
 from divergence.report.inspection import model_lines, skipped_lines, stored
 from divergence.run.command import command_line
-from divergence.run.schema.manifest import Manifest, SampleTokens
+from divergence.run.schema.manifest import UNKNOWN, Manifest, SampleTokens
 from divergence.run.schema.record import Record
+from divergence.run.schema.site import LOGPROBS
 
 __all__ = ["captured_lines", "copied_lines", "plan_lines"]
 
@@ -31,7 +32,9 @@ def captured_lines(
     lines = [line(state, f" {path}: {count(num_records, 'record')}, {stored(manifest)}")]
     lines += model_lines(manifest)[:1]
     wide = "" if settings.compute_dtype is None else f", computed in {settings.compute_dtype}"
-    machine = f"{manifest.environment.label}, {manifest.model.dtype}{wide} on {settings.device}"
+    served = plan.sites == [LOGPROBS]  # the numbers' dtype is not what was computed in
+    dtype = settings.dtype or UNKNOWN if served else manifest.model.dtype
+    machine = f"{manifest.environment.label}, {dtype}{wide} on {settings.device}"
     lines.append(prose("machine", machine))
     if manifest.mesh is not None:
         lines.append(prose("ranks", str(manifest.mesh)))
@@ -49,7 +52,11 @@ def captured_lines(
     if settings.compute_dtype is not None and like is not None:
         following = [command_line("compare", os.fspath(like), "OTHER", truth=path)]
     elif like is None:
-        following = [command_line("capture", like=path, o="OTHER", note="on the other machine")]
+        server: dict[str, Any] = (
+            {"endpoint": "URL", "model": manifest.model.source} if served else {}
+        )
+        note = "of the other server" if served else "on the other machine"
+        following = [command_line("capture", **server, like=path, o="OTHER", note=note)]
     else:
         following = [command_line("compare", os.fspath(like), path)]
     if "whole" in manifest.plan.passes:

@@ -16,6 +16,7 @@ from divergence.comparison.results.findings import PreflightLine, Verdict
 from divergence.comparison.results.sites import PassCoverage
 from divergence.layout import BLANK, Line, columns, count, heading, line, prose
 from divergence.report.environment import changed_lines
+from divergence.run.schema.manifest import UNKNOWN
 from divergence.words import HEADLINES
 
 __all__ = [
@@ -59,7 +60,8 @@ def headline(report: Report) -> str:
     """The first word of the answer. Two dtypes without more are no machine's doing."""
     kind = report.verdict.kind
     a, b = report.reference, report.candidate
-    if kind == "within_floor" and (a.dtype, a.compute_dtype) != (b.dtype, b.compute_dtype):
+    dtypes = (a.dtype, a.compute_dtype), (b.dtype, b.compute_dtype)
+    if kind == "within_floor" and dtypes[0] != dtypes[1] and UNKNOWN not in (a.dtype, b.dtype):
         return "DIFFERENT PRECISION"
     return HEADLINES[kind]
 

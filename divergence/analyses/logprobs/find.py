@@ -122,7 +122,7 @@ def _of_pattern(
             return _finding(
                 "drift",
                 f"{text} in all prompts alike, both ways, more than the {explained} that "
-                "rounding explains: another precision or quantisation",
+                "rounding explains: another quantisation or precision, or other weights somewhere",
                 prompts,
                 known,
             )

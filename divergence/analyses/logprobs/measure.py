@@ -61,8 +61,8 @@ def measure(
         num_after=sum(pair.num_after for pair in pairs),
         num_other=sum(pair.num_other for pair in pairs),
         pattern=pattern.name,
-        scale=scale.value,
-        scale_of=scale.of,
+        explained=scale.value,
+        explained_by=scale.of,
         delta=_delta(pairs),
         divergence=_divergence(pairs),
         shift=LogprobShift(

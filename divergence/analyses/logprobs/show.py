@@ -41,7 +41,7 @@ def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
     if delta is not None:
         rows += [
             ("mean |Δ log p|", decimal(delta.mean_abs),
-             f"rounding explains {decimal(result.scale)} ({result.scale_of})"),
+             f"rounding explains {decimal(result.explained)} ({result.explained_by})"),
             ("mean Δ log p", decimal(delta.mean), "candidate less reference, nats"),
             ("p50, p90, p99, max", ", ".join(
                 decimal(one)

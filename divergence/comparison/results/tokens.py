@@ -260,9 +260,9 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the differences look like: ``everywhere``: in all prompts alike, in both directions, and
     more than rounding explains; ``sequences``, ``positions``: in some; ``growing``: more the longer
     the answer; ``shifted``: most in one direction; ``few``: too few prompts to tell."""
-    scale: float
+    explained: float
     """What rounding explains, as a mean of |Δ| in nats."""
-    scale_of: str
+    explained_by: str
     """Where that is from: a floor run, or a dtype."""
     delta: LogprobDelta | None = None
     divergence: LogprobDivergence | None = None

@@ -6,8 +6,8 @@ log-probabilities of the second half of each chunk of a text, in 16 bits.
         float scale, float least; then q of each id: log p = scale · q + least
 
 A row is the distribution behind token n_ctx / 2 + row, and so scores the next one. Ids whose log p
-is least (16 nats below the likeliest) may be anything below it. Of each row the chunk's own token and
-the MOST_TOP likeliest ids are taken. Each chunk is a prompt of its own; llama.cpp puts the
+is least (16 nats below the likeliest) may be anything below it. Of each row the chunk's own token
+and the MOST_TOP likeliest ids are taken. Each chunk is a prompt of its own; llama.cpp puts the
 beginning-of-text token in the place of a chunk's first one when it runs, which is not in the file.
 """
 

@@ -65,7 +65,7 @@ def test_a_floor_run_says_what_rounding_is(pair, tmp_path):
     pair(lambda s, n, v, r: v + r.gauss(0, 0.0005))
     (tmp_path / "trainer").rename(tmp_path / "trusted")
     report = pair(lambda s, n, v, r: v + r.gauss(0, 0.01), floor=tmp_path / "trusted")
-    assert report.logprobs.scale == pytest.approx(1.5 * 0.0004, rel=0.2)
+    assert report.logprobs.explained == pytest.approx(1.5 * 0.0004, rel=0.2)
     assert (report.verdict.kind, report.verdict.confidence) == ("drift", "high")
 
 

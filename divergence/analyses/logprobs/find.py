@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from divergence.analyses.logprobs.pairs import Pair
 from divergence.analyses.logprobs.pattern import Pattern
-from divergence.analyses.logprobs.scale import Scale
+from divergence.analyses.logprobs.scale import BY_DTYPE, WIDEST, Scale
 from divergence.comparison.decide import check
 from divergence.comparison.results.findings import (
     Check,
@@ -63,6 +63,7 @@ def _of_pattern(
     result: LogprobsResult, pattern: Pattern, scale: Scale, *, whole: bool
 ) -> Finding:  # fmt: skip
     known = check("scale", scale.known, "no dtype is known: no more than bfloat16 explains")
+    beyond = _beyond(result, scale)
     enough = pattern.shift.num_prompts >= LEAST_PROMPTS
     lacking = f"{count(pattern.shift.num_prompts, 'prompt')}, and {LEAST_PROMPTS} are needed"
     prompts = check("prompts", enough, lacking)
@@ -108,7 +109,7 @@ def _of_pattern(
             return _finding(
                 "drift",
                 f"the difference grows with the answer, {growth:.1f} times from its first "
-                "third to its last: a state is wrong (cache, positions), not the weights",
+                "third to its last, as a wrong state makes it (cache, positions)",
                 prompts,
             )
         case "shifted":
@@ -117,6 +118,7 @@ def _of_pattern(
                 f"{text}, {_direction(result, far=pattern.far)}: another model, "
                 "temperature or prompt, no precision",
                 prompts,
+                beyond,
             )
         case "everywhere":
             return _finding(
@@ -124,13 +126,13 @@ def _of_pattern(
                 f"{text} in all prompts alike, both ways, more than the {explained} that "
                 "rounding explains: another quantisation or precision, or other weights somewhere",
                 prompts,
-                known,
+                beyond,
             )
-    if flip is not None and flip.judgement == "fault":
+    if flip is not None and result.num_faults:
         return _finding(
             "drift",
-            f"the answers to {count(result.num_flips, 'prompt')} part, the first at a "
-            "margin that rounding does not flip",
+            f"the answers to {count(result.num_faults, 'prompt')} part at a margin that rounding "
+            "does not flip",
             known,
             prompts,
             onset=_onset((flip.sample, flip.position)),
@@ -145,6 +147,16 @@ def _of_pattern(
         prompts,
         covered,
     )
+
+
+def _beyond(result: LogprobsResult, scale: Scale) -> Check:
+    """Is it known that rounding makes no more? A floor run tells of its own machine; on another one
+    correct kernels may differ by what the widest dtype explains."""
+    mean = result.delta.mean_abs if result.delta else 0.0
+    if mean <= WIDEST and scale.of not in BY_DTYPE:
+        text = "no more than bfloat16 makes on another machine than the floor run's"
+        return check("scale", False, text)
+    return check("scale", scale.known, "a side's dtype is not known", made=scale.known)
 
 
 def _finding(

@@ -50,7 +50,7 @@ def measure(
     pairs: Sequence[Pair], pattern: Pattern, scale: Scale, a: Run, b: Run
 ) -> LogprobsResult:
     """Everything but the verdict."""
-    flips = [pair for pair in pairs if pair.parting is not None]
+    flips = [_flip(pair, scale, a, b) for pair in pairs if pair.parting is not None]
     side = _rollout_side(a, b)
     metrics = _rollout(pairs, side) if side is not None else {}
     sure = pattern.shift
@@ -69,8 +69,9 @@ def measure(
             num_prompts=sure.num_prompts, mean=sure.mean, low=sure.low, high=sure.high,
             p_value=sure.p_value, smallest_shift=sure.smallest_shift,
         ) if sure.num_prompts else None,
-        first_difference=_flip(flips[0], scale, a, b) if flips else None,
+        first_difference=flips[0] if flips else None,
         num_flips=len(flips),
+        num_faults=sum(one.judgement == "fault" for one in flips),
         sequences=_sequences(pairs),
         rollout=metrics,
         rollout_side=side if metrics else None,

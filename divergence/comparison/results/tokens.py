@@ -270,6 +270,8 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     first_difference: LogprobFlip | None = None
     num_flips: int = 0
     """Prompts whose answers part."""
+    num_faults: int = 0
+    """How many of them at a margin that rounding does not flip."""
     sequences: list[LogprobSequence] = []
     """The ones that differ most first."""
     rollout: dict[str, float] = {}

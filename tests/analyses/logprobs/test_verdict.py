@@ -10,7 +10,7 @@ from divergence.report.summary import report_lines
 CAUSES = {
     "rounding": (lambda s, n, v, r: v + r.gauss(0, 0.02), "within_floor", "within"),
     "the same": (lambda s, n, v, r: v, "identical", "equal"),
-    "quantised": (lambda s, n, v, r: v + r.gauss(0, 0.12), "drift", "everywhere"),
+    "quantised": (lambda s, n, v, r: v + r.gauss(0, 0.35), "drift", "everywhere"),
     "one prompt": (
         lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02), "localized", "sequences"
     ),
@@ -55,18 +55,19 @@ def test_names_and_limits_of_trainers(pair):
     assert checks["rollout_probs_diff_mean"].state == "bad"
     assert checks["rollout_probs_diff_mean"].framework == "verl"
     assert checks["token_mult_prob_error"].framework == "NeMo-RL"
-    assert checks["train_rollout_logprob_abs_diff"].value == pytest.approx(0.095, abs=0.02)
+    assert checks["train_rollout_logprob_abs_diff"].value == pytest.approx(0.27, abs=0.04)
     said = " ".join(fact.text for fact in report.verdict.evidence)
     assert "verl's rollout_probs_diff_mean" in said and "normal < 0.005" in said
 
 
 def test_a_floor_run_says_what_rounding_is(pair, tmp_path):
-    """With a trusted pair the scale is measured, and a small difference beyond it is seen."""
+    """With a trusted pair the scale is measured, and a small difference beyond it is seen;
+    that another machine's rounding is no larger, it does not tell."""
     pair(lambda s, n, v, r: v + r.gauss(0, 0.0005))
     (tmp_path / "trainer").rename(tmp_path / "trusted")
     report = pair(lambda s, n, v, r: v + r.gauss(0, 0.01), floor=tmp_path / "trusted")
     assert report.logprobs.explained == pytest.approx(1.5 * 0.0004, rel=0.2)
-    assert (report.verdict.kind, report.verdict.confidence) == ("drift", "high")
+    assert (report.verdict.kind, report.verdict.confidence) == ("drift", "low")
 
 
 def test_shown_and_as_a_page(pair, capsys):

@@ -1,0 +1,128 @@
+"""What Δ log p shows: rounding of each dtype, and planted causes beside healthy pairs.
+
+    python benchmarks/logprobs.py              # both tables, a minute
+    python benchmarks/logprobs.py --causes     # the second one alone, without a model
+
+First table: a random Llama in its dtype against float64, the same tokens forced: mean |Δ log p| of
+the tokens, beside what divergence.analyses.logprobs.scale takes as rounding. Second table: made-up
+trainer-rollout pairs with a cause each, many times over: the verdict that they get. A verdict of
+another kind is counted as wrong, and one with high confidence as wrong with confidence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from divergence import compare, import_dump
+from divergence.analyses.logprobs.scale import BY_DTYPE
+
+Change = Callable[[int, int, float, random.Random], float]
+
+NUM_PAIRS, NUM_PROMPTS, NUM_TOKENS = 20, 24, 60
+
+
+def _expert(sequence: int, n: int, value: float, r: random.Random) -> float:
+    return value + (r.choice((-3, 3)) if r.random() < 0.02 else r.gauss(0, 0.02))
+
+
+CAUSES: dict[str, tuple[Change, str]] = {
+    "none: rounding of bfloat16": (lambda s, n, v, r: v + r.gauss(0, 0.02), "within"),
+    "none: heavy tails": (
+        lambda s, n, v, r: v + r.gauss(0, 0.01) * r.expovariate(1) * (1 - v / 2), "within"
+    ),
+    "quantisation": (lambda s, n, v, r: v + r.gauss(0, 0.35), "everywhere"),
+    "one prompt of 24": (
+        lambda s, n, v, r: v + r.gauss(0, 1.5 if s == 7 else 0.02), "sequences"
+    ),
+    "an expert, 2% of tokens": (_expert, "positions"),
+    "a cache, growing": (lambda s, n, v, r: v + r.gauss(0, 0.01 + n * 0.01), "growing"),
+    "another model": (lambda s, n, v, r: v - abs(r.gauss(0.8, 0.5)), "shifted"),
+    "temperature 0.7": (lambda s, n, v, r: v / 0.7 + r.gauss(0, 0.02), "shifted"),
+}  # fmt: skip
+
+
+def rounding() -> None:
+    """A random Llama of 4 and of 16 blocks; of trained models it is larger with the spread of their
+    logits, which is printed beside."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from divergence.recording.engines import tiny
+
+    print("| blocks | dtype | mean abs Δ log p | p99 | spread of logits | taken as rounding |")
+    print("|---|---|---|---|---|---|")
+    for num_blocks in (4, 16):
+        with tempfile.TemporaryDirectory() as folder:
+            path = tiny.build(Path(folder) / "m", num_blocks=num_blocks, hidden=128)
+            ids = torch.randint(3, 500, (16, 64), generator=torch.Generator().manual_seed(0))
+
+            def scores(dtype: torch.dtype, path: Path = path, ids: torch.Tensor = ids):
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+                with torch.no_grad():
+                    logits = model(ids).logits.double()
+                table = torch.log_softmax(logits, -1)[:, :-1]
+                return table.gather(-1, ids[:, 1:, None])[..., 0], float(logits.std(-1).mean())
+
+            for name in ("bfloat16", "float16", "float32"):
+                rounded = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, name))
+                rounded.double().save_pretrained(Path(folder) / name)  # its weights, exactly
+                truth, spread = scores(torch.float64, Path(folder) / name)
+                found, _ = scores(getattr(torch, name))
+                size = (found - truth).abs().flatten()
+                p99 = float(size.quantile(0.99))
+                print(f"| {num_blocks} | {name} | {float(size.mean()):.1e} | {p99:.1e} | "
+                      f"{spread:.1f} | {BY_DTYPE[name]:.1e} |")  # fmt: skip
+
+
+def causes() -> None:
+    """Each cause NUM_PAIRS times, with enough prompts and with too few."""
+    print("\n| cause | prompts | told rightly | not told | wrong | wrong with confidence |")
+    print("|---|---|---|---|---|---|")
+    for name, (change, pattern) in CAUSES.items():
+        for num_prompts in (NUM_PROMPTS, 4):
+            found: Counter[str] = Counter()
+            for seed in range(NUM_PAIRS):
+                report = _pair(change, seed, num_prompts)
+                got, kind = report.logprobs.pattern, report.verdict.kind
+                if got == pattern:
+                    found["right"] += 1
+                elif kind == "undetermined" or report.verdict.confidence == "low":
+                    found["untold"] += 1
+                else:
+                    found["wrong"] += 1
+                    found["confident"] += report.verdict.confidence == "high"
+            print(f"| {name} | {num_prompts} | {found['right']} of {NUM_PAIRS} | "
+                  f"{found['untold']} | {found['wrong']} | {found['confident']} |")  # fmt: skip
+
+
+def _pair(change: Change, seed: int, num_prompts: int):
+    generator = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "r.jsonl"
+        lines = []
+        for sequence in range(num_prompts):
+            rollout = [-generator.expovariate(1.2) for _ in range(NUM_TOKENS)]
+            lines.append({
+                "prompt_ids": [sequence + 1], "completion_ids": list(range(NUM_TOKENS)),
+                "logprobs": rollout,
+                "old_per_token_logps": [
+                    min(0.0, change(sequence, n, v, generator)) for n, v in enumerate(rollout)
+                ],
+            })  # fmt: skip
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        a = import_dump(path, out=Path(folder) / "a")
+        return compare(a, import_dump(path, out=Path(folder) / "b", layout="trainer"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--causes", action="store_true")
+    if not parser.parse_args().causes:
+        rounding()
+    causes()

@@ -5,8 +5,8 @@ reference, widened as every floor is (numerics.floor, ``widen``). Else by the dt
 computed in: a random Llama of 16 blocks, whose logits spread by 3 nats, is 0.069 nats from its own
 float64 in bfloat16 (``benchmarks/logprobs.py`` prints it), and two such sides √2 times that from
 one another: 0.1, and 0.125 here. Random models gather more rounding than trained ones, so this is a
-wide bound. float16 has three bits more; float32, whose accumulators are no wider than its stores, shows
-4e-6 there and more where sums are longer.
+wide bound. float16 has three bits more; float32, whose accumulators are no wider than its stores,
+shows 4e-6 there and more where sums are longer.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from divergence.errors import IncomparableError, UsageError
 from divergence.layout import count
 from divergence.run.command import command_line
 from divergence.run.reader import Run
+from divergence.run.schema.site import LOGPROBS
 from divergence.words import Progress, printable
 
 __all__ = ["doctor"]
@@ -59,6 +60,11 @@ def doctor(
         if run.manifest.model.task == "operators":
             raise UsageError(
                 f"doctor is for runs of models, and {run.path} is one of operators alone",
+                hint=command_line("compare", a.path, b.path),
+            )
+        if run.manifest.plan.sites == [LOGPROBS]:
+            raise UsageError(
+                f"doctor is for runs of models, and {run.path} holds log-probabilities alone",
                 hint=command_line("compare", a.path, b.path),
             )
     report, reason = None, ""

@@ -27,7 +27,7 @@ from divergence.recording.selection import select_positions, step_selected
 from divergence.run.reader import Run
 from divergence.run.schema.layout import MANIFEST
 from divergence.run.schema.manifest import EngineNote, EngineValue, Manifest, Override, StoreMode
-from divergence.run.schema.site import ROOT, join_site, near_names
+from divergence.run.schema.site import LOGPROBS, ROOT, join_site, near_names
 from divergence.run.storage.location import Location
 from divergence.run.trust import (
     recorded_attention,
@@ -218,7 +218,14 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
             settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
     # What the manifest holds in two places, or a run may not choose freely.
-    engine = recorded.engine or EngineNote(name=DEFAULT, version="")
+    served = plan.sites == [LOGPROBS]
+    if served and model is None:
+        raise UsageError(
+            f"no model ran here for {run.path}: it holds log-probabilities alone",
+            hint="--model PATH names this machine's copy; --endpoint URL asks a server again",
+        )
+    transformers = EngineNote(name=DEFAULT, version="")
+    engine = transformers if served else recorded.engine or transformers
     same_engine = options.engine in (None, engine.name)
     engine_options = engine.options if same_engine else {}
     given_values = given_options(options.engine_options)
@@ -228,12 +235,15 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
     special: dict[str, tuple[Any, Callable[[Manifest], Any] | None]] = {
         "revision": (identity.revision, recorded_revision) if model is None else (None, None),
         # 8-bit weights are no dtype to load in: then as it was asked for, or the checkpoint's own
-        "dtype": (settings.dtype if identity.dtype.startswith("float8") else identity.dtype, None),
+        "dtype": (
+            settings.dtype if served or identity.dtype.startswith("float8") else identity.dtype,
+            None,
+        ),
         "attn_implementation": (
             identity.attn_implementation or settings.attn_implementation or "eager",
             recorded_attention,
         ),
-        "sites": (plan.sites, recorded_sites),
+        "sites": (["blocks"], None) if served else (plan.sites, recorded_sites),
         "engine": (engine.name, None),
         "engine_options": (engine_options, None),
     }

@@ -151,3 +151,49 @@ def _as_scores(run: Run, tmp_path):
     path = tmp_path / "scores.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return import_dump(path, out=tmp_path / "scores")
+
+
+def test_a_server_of_text_alone(stub, serve):
+    """Nothing is concluded of numbers that nobody gave; texts are the same, or not."""
+    stub.lacks = {"ids", "logprobs", "prompt_logprobs"}
+    a, b = serve("a"), serve("b")
+    report = compare(a, b)
+    assert (report.verdict.kind, report.verdict.confidence) == ("undetermined", "low")
+    assert "12 of 12 answers are the same text" in report.verdict.summary
+    stub.weights = 1
+    report = compare(a, serve("c"))
+    assert "0 of 12 answers" in report.verdict.summary
+
+
+def test_the_command_line(stub, tmp_path, capsys):
+    """As the documents have it, and what it says in the end."""
+    from divergence.cli.main import app
+
+    words = ["capture", "--endpoint", stub.url, "--model", "tiny", "-o", str(tmp_path / "a"),
+             "--prompt", "one", "--max-new-tokens", "3", "--label", "here"]  # fmt: skip
+    app(words, prog_name="divergence", standalone_mode=False)
+    shown = capsys.readouterr()
+    assert "here, unknown on unknown" in shown.out and "--endpoint URL" in shown.out
+    assert "gives log-probabilities" in shown.err
+
+
+def test_a_model_scores_what_a_server_answered(stub, serve, llama, tmp_path):
+    """--like without --endpoint: transformers is forced through the recorded answers."""
+    served = serve("a", prompts=PROMPTS[:2], max_new_tokens=3)
+    with pytest.raises(UsageError, match="holds log-probabilities alone"):
+        capture(like=served, out=tmp_path / "b")
+    own = capture(llama, like=served, out=tmp_path / "b", device="cpu", probe=False)
+    fed = [one.generated_ids[:2] for one in own.manifest.tokens.samples]
+    assert fed == [one.generated_ids[:2] for one in served.manifest.tokens.samples]
+    assert own.manifest.engine.name == "transformers"
+    report = compare(served, own)
+    assert report.logprobs.num_equal == 6 and report.logprobs.delta.num_tokens == 6
+    assert report.verdict.kind == "undetermined"  # two prompts, and another model
+
+
+def test_a_doctor_needs_models(serve):
+    from divergence.checklist.doctor import doctor
+
+    a = serve("a", prompts=PROMPTS[:2])
+    with pytest.raises(UsageError, match="log-probabilities alone"):
+        doctor(a, a)

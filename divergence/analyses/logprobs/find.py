@@ -74,10 +74,12 @@ def _of_pattern(
     explained = f"{decimal(scale.value)} ({scale.of})"
     match pattern.name:
         case "nothing":
+            same = result.num_sequences - result.num_flips
             return _finding(
                 "undetermined",
-                "no token was scored by both sides after equal text",
-                Check(name="measured", state="failed", detail="nothing to compare"),
+                f"no token has a log-probability on both sides; {same} of "
+                f"{count(result.num_sequences, 'answer')} are the same text",
+                Check(name="measured", state="failed", detail="texts alone"),
             )
         case "few":
             far = "far " if pattern.far else ""

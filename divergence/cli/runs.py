@@ -15,7 +15,7 @@ __all__ = ["bundle", "import_", "inspect", "pack", "unpack"]
 
 FORMATS = (
     "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files", "rollouts", "trainer",
-    "llama-kld",
+    "llama-kld", "lm-eval",
 )  # fmt: skip
 
 
@@ -176,10 +176,10 @@ def import_(
     """Make a run of what SGLang, msprobe or transformers' debugger dumped, or of files.
 
     Of JSON lines with log-probabilities too: rollouts of verl, slime, TRL and NeMo-RL, and
-    what the trainer said of the same tokens; and llama.cpp's base file of KL. What a dump
-    does not tell (weights, settings, machine) stays unknown in the run, and compare says so.
-    Pickles are read as plain tensors alone; a dump that is half written, or lacks ranks or
-    steps, is refused.
+    what the trainer said of the same tokens; llama.cpp's base file of KL; samples of lm-eval.
+    What a dump does not tell (weights, settings, machine) stays unknown in the run, and
+    compare says so. Pickles are read as plain tensors alone; a dump that is half written, or
+    lacks ranks or steps, is refused.
 
     Examples:
     divergence import dump -o b --like a             # then: divergence compare a b

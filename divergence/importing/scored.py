@@ -31,6 +31,8 @@ class Scored:
     source: Source
     scores: list[Scores] = field(default_factory=list)
     wheres: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    """Of tokens, by id."""
 
 
 class ScoreLayout(Protocol):
@@ -63,7 +65,7 @@ def import_scores(
         _check_prompts(found, like)
     manifest = scores_manifest(
         found.source, [one.tokens for one in found.scores],
-        label=label or f"file of {reader.NAME}", command=command,
+        label=label or f"file of {reader.NAME}", command=command, texts=found.texts,
         forced_by=None if like is None else like.manifest.id,
         tool=f", importing {reader.NAME}",
     )  # fmt: skip

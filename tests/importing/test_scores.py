@@ -159,3 +159,28 @@ def test_a_map_of_modules_is_none_of_fields(tmp_path):
     names.write_text('[[file]]\npattern = "a"\nsite = "m:out"\n')
     with pytest.raises(UsageError):
         import_dump(write(tmp_path / "r.jsonl", LINES["TRL"]), out=tmp_path / "a", map=names)
+
+
+def lm_eval(path, values, context="2 + 2 ="):
+    lines = [
+        {"doc_id": n, "arguments": {"gen_args_0": {"arg_0": f"{n} {context}", "arg_1": " 4"},
+                                    "gen_args_1": {"arg_0": f"{n} {context}", "arg_1": " 5"}},
+         "resps": [[[str(one), "True"]], [[str(two), "False"]]]}
+        for n, (one, two) in enumerate(values)
+    ]  # fmt: skip
+    return write(path, *lines)
+
+
+def test_samples_of_lm_eval(tmp_path):
+    """Choice by choice, by their text; another context is another experiment."""
+    values = [(-0.5 - n / 8, -2.0) for n in range(9)]
+    a = import_dump(lm_eval(tmp_path / "a.jsonl", values), out=tmp_path / "a")
+    assert len(a.manifest.tokens.samples) == 18 and a.manifest.engine.name == "lm-eval"
+    moved = [(one - 0.25, two) for one, two in values]
+    b = import_dump(lm_eval(tmp_path / "b.jsonl", moved), out=tmp_path / "b")
+    delta = compare(a, b).logprobs.delta
+    assert (delta.num_tokens, delta.mean) == (18, pytest.approx(-0.125))
+    assert compare(a, b).logprobs.shift.num_prompts == 9  # choices of one document are one
+    c = import_dump(lm_eval(tmp_path / "c.jsonl", values, "3 + 1 ="), out=tmp_path / "c")
+    report = compare(a, c)
+    assert report.verdict.kind == "incomparable" and "another text" in report.verdict.summary

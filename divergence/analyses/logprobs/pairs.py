@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +21,8 @@ class Pair:
     equal tokens behind equal text. ``parting``: the same of the first tokens that differ."""
 
     sample: int
+    prompt: Hashable
+    """The same for answers to one prompt, which depend on each other."""
     reference: Sequence
     candidate: Sequence
     rows: list[tuple[int, int, int]]
@@ -45,7 +47,11 @@ class Pair:
 def pair_runs(a: Run, b: Run) -> list[Pair]:
     """One a prompt, in order."""
     one, two = _with_common_ids(a, b)
-    return [_pair(number, x, y) for number, (x, y) in enumerate(zip(one, two, strict=False))]
+    samples = a.manifest.tokens.samples
+    return [
+        _pair(number, tuple(samples[number].prompt_ids) or samples[number].text or number, x, y)
+        for number, (x, y) in enumerate(zip(one, two, strict=False))
+    ]
 
 
 def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
@@ -62,7 +68,7 @@ def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
     )
 
 
-def _pair(number: int, a: Sequence, b: Sequence) -> Pair:
+def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> Pair:
     whole = a.num_prompt > 0 and b.num_prompt > 0
     shift = 0 if whole else b.num_prompt - a.num_prompt
     start = 0 if whole else a.num_prompt
@@ -79,7 +85,8 @@ def _pair(number: int, a: Sequence, b: Sequence) -> Pair:
         parting = common, a.rows.get(common), b.rows.get(common + shift)
         tokens = a.ids[common], b.ids[common + shift]
     return _measured(Pair(
-        sample=number, reference=a, candidate=b, rows=rows, parting=parting, tokens=tokens,
+        sample=number, prompt=prompt, reference=a, candidate=b, rows=rows, parting=parting,
+        tokens=tokens,
         num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
         num_after=max(0, ends - max(common, begins) - 1) if tokens else 0, answer_begins=begins,
     ))  # fmt: skip
@@ -111,6 +118,15 @@ def prompt_line(pairs: list[Pair], a: Run, b: Run) -> PreflightLine:
     for detail in _other_prompts(pairs):
         return PreflightLine(check="prompt ids", status="blocking", reference="-", candidate="-",
                              detail=detail)  # fmt: skip
+    for number, (one, two) in enumerate(
+        zip(a.manifest.tokens.samples, b.manifest.tokens.samples, strict=True)
+    ):
+        untold = not (one.prompt_ids and two.prompt_ids)
+        if untold and None not in (one.text, two.text) and one.text != two.text:
+            return PreflightLine(
+                check="prompt ids", status="blocking", reference="-", candidate="-",
+                detail=f"prompt {number} is another text",
+            )  # fmt: skip
     counts = [_counts(run) for run in (a, b)]
     for number, (one, two) in enumerate(zip(*counts, strict=True)):
         if one is not None and two is not None and one != two:

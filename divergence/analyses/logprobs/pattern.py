@@ -9,7 +9,7 @@ claimed where the 99% interval of a paired bootstrap over prompts leaves 0 out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,7 +50,7 @@ def pattern_of(pairs: Sequence[Pair], scale: Scale) -> Pattern:
     """The first that holds, from the most particular to the most general."""
     held = [pair for pair in pairs if len(pair.delta)]
     sizes = [np.abs(pair.delta) for pair in held]
-    shift = certainty_of(np.array([pair.delta.mean() for pair in held]))
+    shift = certainty_of(_by_prompt(held, [pair.delta.mean() for pair in held]))
     if not held:
         return Pattern(name="nothing", shift=shift)
     together = np.concatenate(sizes)
@@ -59,7 +59,7 @@ def pattern_of(pairs: Sequence[Pair], scale: Scale) -> Pattern:
     mean = float(together.mean())
     far = mean > FAR * max(scale.value, WIDEST)
     odd, rest = _odd_prompts(held, sizes, scale)
-    enough = len(held) >= LEAST_PROMPTS
+    enough = shift.num_prompts >= LEAST_PROMPTS
     if enough and odd:
         return Pattern(name="sequences", shift=shift, odd=odd, rest=rest)
     growth, grows = _growth(held, scale)
@@ -117,21 +117,29 @@ def _odd_tokens(
 
 def _growth(held: Sequence[Pair], scale: Scale) -> tuple[float | None, bool]:
     """(last third over first third, does it grow?) of the answers that are long enough."""
-    ends = []
+    ends, long = [], []
     for pair in held:
         size = np.abs(pair.delta[pair.places >= pair.answer_begins])
         if len(size) >= _LEAST_ANSWER:
             third = len(size) // 3
             ends.append((float(size[:third].mean()), float(size[-third:].mean())))
+            long.append(pair)
     if not ends:
         return None, False
     early, late = (np.array(part) for part in zip(*ends, strict=True))
     ratio = float(late.mean() / early.mean()) if early.mean() > 0 else float("inf")
-    if len(ends) < LEAST_PROMPTS:
-        return ratio, False
-    sure = certainty_of(late - early)
+    sure = certainty_of(_by_prompt(long, late - early))
     grows = ratio > _GROWS and sure.low is not None and sure.low > 0 and sure.excludes_zero
     return ratio, bool(grows and late.mean() > scale.value)
+
+
+def _by_prompt(held: Sequence[Pair], values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """One number a prompt: the mean over its answers, which are no more independent than its
+    tokens."""
+    found: dict[Hashable, list[float]] = {}
+    for pair, value in zip(held, values, strict=True):
+        found.setdefault(pair.prompt, []).append(float(value))
+    return np.array([np.mean(one) for one in found.values()])
 
 
 def _worst(pair: Pair) -> int:

@@ -6,6 +6,7 @@ from divergence.importing.dump import Layout
 from divergence.importing.layouts import (
     files,
     llama_kld,
+    lm_eval,
     msprobe,
     sglang,
     sglang_dumper,
@@ -25,6 +26,6 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 SCORES: dict[str, ScoreLayout] = {
-    "rollouts": ROLLOUTS, "trainer": TRAINER, "llama-kld": llama_kld,
+    "lm-eval": lm_eval, "rollouts": ROLLOUTS, "trainer": TRAINER, "llama-kld": llama_kld,
 }  # fmt: skip
 """Log-probabilities alone; ``auto`` asks them behind LAYOUTS."""

@@ -20,7 +20,7 @@ from divergence.importing.folder import Folder
 from divergence.importing.scored import Scored
 from divergence.run.writing.scores import Source
 
-__all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts"]
+__all__ = ["DIALECTS", "ROLLOUTS", "TRAINER", "Rollouts", "objects"]
 
 _SUFFIXES = (".jsonl", ".ndjson")
 
@@ -74,7 +74,7 @@ class Rollouts:
 
     def scores(self, folder: Folder, fields: FieldMap | None, notes: Notes) -> Scored:
         found: Scored | None = None
-        for item, where in _objects(folder):
+        for item, where in objects(folder):
             if fields is None:
                 framework, fields = self._known(item, where)
             elif found is None:
@@ -127,7 +127,7 @@ def _files(folder: Folder) -> list[str]:
     return [name for name in folder.names if name.endswith(_SUFFIXES)]
 
 
-def _objects(folder: Folder) -> Iterator[tuple[Any, str]]:
+def objects(folder: Folder) -> Iterator[tuple[Any, str]]:
     """Every line's object, and where it stands."""
     for name in _files(folder):
         for number, line in enumerate(folder.lines(name), 1):

@@ -14,8 +14,8 @@ from divergence.options.option import Option
 __all__ = ["bundle", "import_", "inspect", "pack", "unpack"]
 
 FORMATS = (
-    "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files", "rollouts", "trainer",
-    "llama-kld", "lm-eval",
+    "auto", "sglang", "sglang-dumper", "msprobe", "transformers", "files", "lm-eval", "rollouts",
+    "trainer", "llama-kld",
 )  # fmt: skip
 
 

@@ -226,6 +226,7 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
         )
     transformers = EngineNote(name=DEFAULT, version="")
     engine = transformers if served else recorded.engine or transformers
+    narrow = identity.dtype.startswith("float8")
     same_engine = options.engine in (None, engine.name)
     engine_options = engine.options if same_engine else {}
     given_values = given_options(options.engine_options)
@@ -235,10 +236,7 @@ def _like(run: Run, model: str | None, options: CaptureOptions) -> dict[str, Any
     special: dict[str, tuple[Any, Callable[[Manifest], Any] | None]] = {
         "revision": (identity.revision, recorded_revision) if model is None else (None, None),
         # 8-bit weights are no dtype to load in: then as it was asked for, or the checkpoint's own
-        "dtype": (
-            settings.dtype if served or identity.dtype.startswith("float8") else identity.dtype,
-            None,
-        ),
+        "dtype": (settings.dtype if narrow or served else identity.dtype, None),
         "attn_implementation": (
             identity.attn_implementation or settings.attn_implementation or "eager",
             recorded_attention,

@@ -8,7 +8,7 @@ import pytest
 
 from divergence.cli.main import app
 from divergence.cli.runs import FORMATS
-from divergence.importing.layouts import LAYOUTS
+from divergence.importing.layouts import LAYOUTS, SCORES
 from tests.importing.writers import write_npy, write_sglang
 
 
@@ -28,7 +28,7 @@ def call(capsys, monkeypatch, tmp_path):
 
 def test_formats_are_the_layouts():
     """The command names them without importing torch."""
-    assert ("auto", *LAYOUTS) == FORMATS
+    assert ("auto", *LAYOUTS, *SCORES) == FORMATS
 
 
 def test_import_and_compare(captured, tmp_path, call):

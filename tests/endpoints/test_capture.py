@@ -197,3 +197,22 @@ def test_a_doctor_needs_models(serve):
     a = serve("a", prompts=PROMPTS[:2])
     with pytest.raises(UsageError, match="log-probabilities alone"):
         doctor(a, a)
+
+
+def test_a_run_of_another_form_is_refused(serve, tmp_path):
+    """Records of a run from elsewhere may have any shape."""
+    import torch
+    from msgspec.structs import replace
+
+    from divergence.errors import RunFormatError
+    from divergence.run.schema.manifest import Sizes
+    from divergence.run.writing.writer import CapturedTensor, RunWriter
+
+    a = serve("a", prompts=PROMPTS[:2])
+    manifest = replace(a.manifest, id="0" * 32, sizes=Sizes())
+    with RunWriter(tmp_path / "b", manifest) as writer:
+        for order, site in enumerate(("logprobs:out", "logprobs:out.ids")):
+            writer.put(CapturedTensor(torch.zeros(1, 2)), pass_="free", sample=0, step=0, site=site,
+                       order=order, positions=(1, 2))  # fmt: skip
+    with pytest.raises(RunFormatError, match="are expected"):
+        compare(a, tmp_path / "b")

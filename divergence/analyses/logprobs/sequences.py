@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from divergence.comparison.align.pieces import Pieces, pieces_in
-from divergence.errors import UsageError
+from divergence.errors import RunFormatError, UsageError
 from divergence.run.command import command_line
 from divergence.run.reader import Run
+from divergence.run.schema.parsing import name_of
+from divergence.run.schema.record import Record
 from divergence.run.schema.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
 
 __all__ = ["Distribution", "Sequence", "facts_of", "sequences_of"]
@@ -85,6 +87,7 @@ def _recorded(run: Run, number: int) -> Sequence:
         empty = Distribution(np.empty(0, np.int64), np.empty(0))
         return Sequence(ids=ids, num_prompt=len(sample.prompt_ids), rows={},
                         logprobs=np.empty(0), distribution=lambda row: empty)  # fmt: skip
+    _check(run, record, tokens)
     values = run.read(record)[0].double().numpy()
     table = run.read(tokens)[0].numpy().astype(np.int64)
 
@@ -99,6 +102,18 @@ def _recorded(run: Run, number: int) -> Sequence:
         rows={p: row for row, p in enumerate(record.positions) if p < len(ids)},
         logprobs=values[:, 0], distribution=distribution,
     )  # fmt: skip
+
+
+def _check(run: Run, record: Record, tokens: Record) -> None:
+    """Raises RunFormatError for records of another form than docs/dump-format.md has."""
+    kinds = record.dtype, tokens.dtype
+    fits = len(record.shape) == 3 and record.shape[0] == 1 and record.shape[2] > 0
+    if not fits or record.shape != tokens.shape or kinds != ("float32", "int32"):
+        raise RunFormatError(
+            f"log-probabilities of {record.dtype} {list(record.shape)} with ids of {tokens.dtype} "
+            f"{list(tokens.shape)}: float32 and int32 (1, T, K) are expected",
+            where=f"{run.path}, {name_of(record)}",
+        )
 
 
 def _from_logits(run: Run, site: str) -> list[Sequence]:

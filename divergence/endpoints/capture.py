@@ -70,6 +70,7 @@ def capture_endpoint(
         asked = [replace(one, question=one.free, forced=()) for one in asked]
     manifest = _manifest(found, asked, options, like, command)
     if held is not None:
+        _check_same(held.manifest, manifest, place)
         manifest.id, manifest.created = held.manifest.id, held.manifest.created
     job = _Job(client, found, asked, manifest, tell, max(1, options.concurrency))
     if held is None:
@@ -81,6 +82,22 @@ def capture_endpoint(
         held.close()
         _take_over(place)
     return job.finished(Run.open(place))
+
+
+def _check_same(held: Manifest, manifest: Manifest, place: Location) -> None:
+    """Raises UsageError where the rest would be asked of another model, or otherwise."""
+    for name, one, two in (
+        ("model", held.model.source, manifest.model.source),
+        ("--max-new-tokens", held.settings.max_new_tokens, manifest.settings.max_new_tokens),
+        ("--seed", held.settings.seed, manifest.settings.seed),
+        ("token ids", *(m.engine and m.engine.facts.get("token ids") for m in (held, manifest))),
+        ("tokens", *(m.engine and m.engine.facts.get("tokens") for m in (held, manifest))),
+    ):
+        if one != two:
+            raise UsageError(
+                f"{place} was begun otherwise: {name} {one}, now {two}",
+                hint="the same command as before with --resume, or another -o",
+            )
 
 
 def _take_over(place: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from divergence import Run, capture, compare
 from divergence.endpoints import capture as endpoint_capture
 from divergence.endpoints.client import Client
-from divergence.errors import EndpointError
+from divergence.errors import EndpointError, UsageError
 
 PROMPTS = [f"prompt number {n}" for n in range(10)]
 FIRST = 1
@@ -112,6 +112,8 @@ def test_an_interrupt_leaves_a_run_to_go_on_with(stub, serve, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         serve("a", progress=lambda e, d, t, x: stop(e, d - 3, t, x), resume=True)
     assert len(Run.open(tmp_path / "a").records) == 16
+    with pytest.raises(UsageError, match="begun otherwise: --max-new-tokens 4, now 5"):
+        serve("a", resume=True, max_new_tokens=5)
     run = serve("a", resume=True)
     assert run.manifest.complete and len(run.records) == 20
 

@@ -124,12 +124,12 @@ def test_inductor_and_eager_differ_by_rounding(tiny_model, tmp_path, architectur
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fault_in_compiled_code_is_found(tiny_model, tmp_path):
-    """Another epsilon in one norm: its block, its side."""
+    """Another epsilon in one norm, clearly beyond what bfloat16 rounds: its block, its side."""
     folder = tiny_model("llama", num_blocks=3, dtype="bfloat16")
     a = capture(folder, out=tmp_path / "a", **WISHES)
 
     def prepare(model):
-        model.model.layers[1].post_attention_layernorm.variance_epsilon = 0.05
+        model.model.layers[1].post_attention_layernorm.variance_epsilon = 0.2
 
     b = compiled(a, tmp_path / "b", backend="inductor", prepare=prepare)
     verdict = compare(a, b, truth=truth(a, out=tmp_path / "truth")).verdict

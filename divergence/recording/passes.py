@@ -224,6 +224,8 @@ def check_forwards(request: Request, session: Session) -> None:
         return
     if not request.use_cache:
         raise UsageError("--prefill-chunk feeds a cache, and with --no-cache there is none")
+    if not getattr(session, "has_cache", True):
+        raise UsageError(f"--prefill-chunk feeds a cache, and {session.note().name} runs without")
     if "past_key_values" not in inspect.signature(loaded.module.forward).parameters:
         raise UsageError(
             "--prefill-chunk needs a cache of keys and values, and this model keeps a state"

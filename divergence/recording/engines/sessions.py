@@ -31,6 +31,8 @@ class TorchSession:
     name: ClassVar[str] = "transformers"
     makes_forwards: ClassVar[bool] = True
     """It can be told to go without a cache, and to feed a prompt in chunks."""
+    has_cache: ClassVar[bool] = True
+    """A decode step reads keys and values that the steps before it left."""
 
     def __init__(
         self, loaded: LoadedModel, options: Mapping[str, EngineValue] | None = None

@@ -66,6 +66,7 @@ class OnnxSession(TorchSession):
     """A graph, and the modules that it tells of, none of which can be called."""
 
     name: ClassVar[str] = "onnx"
+    has_cache: ClassVar[bool] = False
     lacks: ClassVar[Mapping[Feature, str]] = {
         "escalate": "its kernels compute in the graph's own dtype",
         "whole": "each of its steps is a whole forward already",

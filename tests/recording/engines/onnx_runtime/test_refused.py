@@ -127,3 +127,9 @@ def test_packages_that_are_missing_or_old(graph_of, recorded, again, monkeypatch
     with pytest.raises(ModelError, match="needs onnxruntime") as caught:
         again(run, file)
     assert "divergence-debug[onnx]" in str(caught.value.hint)
+
+
+def test_a_prompt_in_chunks_is_refused(graph_of, recorded, again):
+    """Nothing is said to have run in chunks that ran whole."""
+    with pytest.raises(UsageError, match="--prefill-chunk feeds a cache, and onnx runs without"):
+        again(recorded("llama", sites="blocks"), graph_of("llama"), prefill_chunk=2)

@@ -13,11 +13,15 @@ from typing import Any
 from divergence.endpoints.answers import Answer
 from divergence.endpoints.client import Client
 from divergence.endpoints.protocols import PROTOCOLS, Protocol, Question
+from divergence.endpoints.tokenizing import Route, route_of
 from divergence.errors import EndpointError, UsageError
 from divergence.run.schema.manifest import UNKNOWN
 from divergence.run.writing.scores import BY_TEXT
 
-__all__ = ["Capabilities", "find_server", "probe"]
+__all__ = ["STEPS", "Capabilities", "find_server", "probe"]
+
+STEPS = "token by token"
+"""How an answer is scored where prompts are not: each of its tokens is asked for alone."""
 
 _REFUSED = (400, 404, 405, 415, 422, 501)
 _NATIVE = {"sglang": "sglang", "llama.cpp": "llama.cpp", "TGI": "tgi"}
@@ -37,7 +41,8 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """``forces``: how an answer is scored as a prompt, or None."""
+    """``forces``: how a recorded answer is scored, or None. ``tokenizes``: the route that tells a
+    prompt's tokens, where answers do not."""
 
     server: Server
     model: str
@@ -49,6 +54,7 @@ class Capabilities:
     prompt_ids: bool = False
     counts: bool = False
     forces: str | None = None
+    tokenizes: Route | None = None
     lacks: tuple[str, ...] = field(default=())
 
     @property
@@ -69,7 +75,7 @@ class Capabilities:
             f"log-probabilities with the {self.num_top} likeliest tokens" if self.logprobs else "",
             "token ids" if self.token_ids else "",
             "the prompt's token ids" if self.prompt_ids else "",
-            "scores of prompts" if self.forces else "",
+            "scores of prompts" if self.forces not in (None, STEPS) else "",
         ]
         said = ", ".join(filter(None, given)) or "text alone"
         return f"{self.server.kind} {self.server.version}, {self.protocol}: gives {said}"
@@ -122,9 +128,12 @@ def probe(
         raise UsageError(f"the {name} protocol takes no token ids", hint="give prompts as text")
     question = dataclasses.replace(question, model=model, num_tokens=1)
     answer, extras = _first_taken(client, protocol, question)
+    told = answer.prompt_ids is not None
+    route = None if told or question.ids else route_of(client, server.kind, question)
     found = Capabilities(
         server=server, model=model, protocol=name, extras=extras, logprobs=answer.has_logprobs,
-        num_top=answer.num_top, token_ids=answer.has_ids, prompt_ids=answer.prompt_ids is not None,
+        num_top=answer.num_top, token_ids=answer.has_ids, tokenizes=route,
+        prompt_ids=told or question.ids is not None or route is not None,
         counts=answer.num_prompt is not None, forces=_forces(client, protocol, question, answer),
     )  # fmt: skip
     return dataclasses.replace(found, lacks=_lacks(found))
@@ -148,18 +157,22 @@ def _first_taken(
 
 
 def _forces(client: Client, protocol: Protocol, question: Question, answer: Answer) -> str | None:
-    """How a prompt is scored."""
+    """How a recorded answer is scored."""
     if answer.scores_prompt and protocol.takes_ids:
         return protocol.forces_by or "always"
-    if protocol is not PROTOCOLS["completions"]:
-        return None
+    if protocol is PROTOCOLS["completions"] and _echoes(client, protocol, question):
+        return "echo"
+    return STEPS if protocol.takes_ids and answer.has_ids and answer.num_top else None
+
+
+def _echoes(client: Client, protocol: Protocol, question: Question) -> bool:
     asked = dataclasses.replace(question, extras=frozenset(("echo", "few_logprobs")))
     try:
         echoed = protocol.answer(client.post(protocol.path, protocol.request(asked)))
     except EndpointError:
-        return None
+        return False
     scored = [token for token in echoed.tokens if token.logprob is not None]
-    return "echo" if len(echoed.tokens) > 1 and len(scored) > 1 else None
+    return len(echoed.tokens) > 1 and len(scored) > 1
 
 
 def _lacks(found: Capabilities) -> tuple[str, ...]:
@@ -177,7 +190,9 @@ def _lacks(found: Capabilities) -> tuple[str, ...]:
             "length is not seen" if found.counts
             else "nothing is told of the prompt's tokens: another template is not seen"
         )  # fmt: skip
-    if not found.forces:
+    if found.forces == STEPS:
+        said.append("prompts are not scored: with --like each token is a request of its own")
+    elif not found.forces:
         said.append("prompts are not scored: answers are compared up to the first difference")
     return tuple(said)
 

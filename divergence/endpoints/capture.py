@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from divergence.endpoints.answers import Answer
+from divergence.endpoints.asking import ask
 from divergence.endpoints.capabilities import Capabilities, find_server, probe
 from divergence.endpoints.client import Client
-from divergence.endpoints.protocols import PROTOCOLS, Question
 from divergence.endpoints.questions import Asked, asked_of, check_options
 from divergence.endpoints.scoring import Vocabulary, scores_of
 from divergence.errors import DumpError, EndpointError, RunFormatError, UsageError
@@ -68,7 +68,11 @@ def capture_endpoint(
         tell("note", 0, None, text)
     if like is not None and not found.forces:
         asked = [replace(one, question=one.free, forced=()) for one in asked]
+    if any(one.forced for one in asked):
+        found = replace(found, token_ids=True)  # those of the recorded answers
     manifest = _manifest(found, asked, options, like, command)
+    if like is not None and found.token_ids:
+        manifest.tokens.texts = dict(like.manifest.tokens.texts)
     if held is not None:
         _check_same(held.manifest, manifest, place)
         manifest.id, manifest.created = held.manifest.id, held.manifest.created
@@ -170,7 +174,9 @@ class _Job:
     ) -> None:  # fmt: skip
         self._client, self._found, self._asked = client, found, asked
         self._manifest, self._tell, self._concurrency = manifest, tell, concurrency
+        texts = dict(manifest.tokens.texts)
         self._vocabulary = Vocabulary(manifest.tokens.texts, by_text=not found.token_ids)
+        self._vocabulary.take(texts)
         self._counts: list[int | None] = [None] * len(asked)
         self._failed: dict[int, str] = {}
         self._updated = 0.0
@@ -219,7 +225,7 @@ class _Job:
                 except queue.Empty:
                     return
                 try:
-                    answered.put((number, self._answer(self._asked[number])))
+                    answered.put((number, ask(self._client, self._found, self._asked[number])))
                 except Exception as error:
                     answered.put((number, error))
 
@@ -237,18 +243,6 @@ class _Job:
             stopped.set()
         text = f"not asked, after {in_a_row} others in a row without an answer"
         self._failed |= dict.fromkeys(left, text)
-
-    def _answer(self, asked: Asked) -> Answer:
-        """In a thread of its own."""
-        protocol = PROTOCOLS[self._found.protocol]
-        extras = self._found.extras
-        if asked.forced and self._found.forces == "echo":
-            extras = frozenset(("echo", "few_logprobs"))
-        question: Question = replace(
-            asked.question, model=self._found.model, extras=extras,
-            num_tokens=1 if asked.forced else asked.question.num_tokens,
-        )  # fmt: skip
-        return protocol.answer(self._client.post(protocol.path, protocol.request(question)))
 
     def _take(self, writer: RunWriter, number: int, answer: Answer | Exception) -> bool:
         """Writes one answer; False where there is none."""

@@ -157,16 +157,19 @@ def _of_chat(response: dict[str, Any]) -> Answer:
     ids = _ids(choice.get("token_ids"))
     tokens = []
     for number, item in enumerate(map(_dict, content)):
-        token, text = _named(item.get("token"))
-        if ids is not None and len(ids) == len(content):
-            token = ids[number]
-        top = [
-            Token(*_named(one.get("token")), _number(one.get("logprob")))
-            for one in map(_dict, _list(item.get("top_logprobs")))
-        ]
-        tokens.append(Token(token, text, _number(item.get("logprob")), _sorted(top)))
+        own = _chat_token(item)
+        token = ids[number] if ids is not None and len(ids) == len(content) else own.id
+        top = [_chat_token(_dict(one)) for one in _list(item.get("top_logprobs"))]
+        tokens.append(Token(token, own.text, own.logprob, _sorted(top)))
     text = _dict(choice.get("message")).get("content")
     return _openai_answer(response, choice, tokens, str(text or ""))
+
+
+def _chat_token(item: dict[str, Any]) -> Token:
+    """llama.cpp writes the id beside the text."""
+    token, text = _named(item.get("token"))
+    return Token(_id(item.get("id")) if token is None else token, text,
+                 _number(item.get("logprob")))  # fmt: skip
 
 
 def _openai_answer(

@@ -17,28 +17,36 @@ _MOST_TEXTS = 1 << 18
 
 
 class Vocabulary:
-    """Texts of tokens by id; with ``by_text`` the ids are numbers that it hands out itself."""
+    """Texts of tokens by id; with ``by_text`` the ids are numbers that it hands out itself. Else a
+    token told by its text alone has the one id that is known to have this text, or none."""
 
     def __init__(self, texts: dict[str, str], *, by_text: bool) -> None:
         self._texts, self._by_text = texts, by_text
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, int | None] = {}
 
     def take(self, texts: Mapping[str, str]) -> None:
         """Those of an earlier capture."""
-        self._texts |= texts
-        self._numbers |= {text: int(number) for number, text in texts.items()}
+        for number, text in texts.items():
+            self._note(int(number), text)
 
     def id_of(self, token: Token) -> int | None:
         """None where the run goes by ids, and the server told none of this one."""
-        if not self._by_text:
-            if token.id is not None and token.text and len(self._texts) < _MOST_TEXTS:
-                self._texts.setdefault(str(token.id), token.text)
+        if token.id is not None and not self._by_text:
+            if token.text:
+                self._note(token.id, token.text)
             return token.id
         if token.text is None:
             return None
-        number = self._numbers.setdefault(token.text, len(self._numbers))
-        self._texts.setdefault(str(number), token.text)
-        return number
+        if self._by_text and token.text not in self._numbers:
+            self._note(len(self._numbers), token.text)
+        return self._numbers.get(token.text)
+
+    def _note(self, number: int, text: str) -> None:
+        if len(self._texts) >= _MOST_TEXTS and not self._by_text:
+            return
+        self._texts.setdefault(str(number), text)
+        if self._numbers.setdefault(text, number) != number:
+            self._numbers[text] = None  # two ids share it
 
 
 def scores_of(answer: Answer, asked: Asked, found: Capabilities, vocabulary: Vocabulary) -> Scores:
@@ -90,6 +98,8 @@ def _scores(
     prompt: list[int], answer: list[int], rows: list[tuple[int, Token]], vocabulary: Vocabulary
 ) -> Scores:
     scored = [(place, token) for place, token in rows if token.logprob is not None]
+    for _, token in scored:
+        vocabulary.id_of(token)
     top = [
         [
             (number, math.nan if one.logprob is None else one.logprob)
@@ -98,8 +108,6 @@ def _scores(
         ]
         for _, token in scored
     ]
-    for _, token in scored:
-        vocabulary.id_of(token)
     return Scores(
         prompt_ids=prompt, generated_ids=answer, positions=[place for place, _ in scored],
         logprobs=[float(token.logprob or 0.0) for _, token in scored], top=top,

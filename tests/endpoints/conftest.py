@@ -1,4 +1,5 @@
-"""A server on loopback that speaks OpenAI's completions as vLLM does, well or badly."""
+"""A server on loopback that speaks OpenAI's completions as vLLM does, well or badly; or as another
+server does (speakers.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.endpoints import speakers
+
 VOCABULARY = 40
 
 
@@ -18,7 +21,8 @@ class Stub:
     """``model``: (ids) → log-probabilities of the next token. The rest: how it behaves.
 
     ``troubles``: by the number of a request to the completions route (the probe's are 0 and, where
-    prompts are not scored, 1), a name of ``_TROUBLES``.
+    prompts are not scored, 1), what goes wrong. ``shorter``: tokens by which every second answer
+    is shorter.
     """
 
     def __init__(self) -> None:
@@ -30,6 +34,8 @@ class Stub:
         self.samples = False
         self.most_top = 20
         self.key: str | None = None
+        self.speaks = "vllm"
+        self.shorter = 0
         self.asked: list[dict] = []
         self.headers: list[dict[str, str]] = []
         self.lock = threading.Lock()
@@ -48,22 +54,31 @@ class Stub:
         ids = [own, *(n for n in order[:count] if n != own)]
         return {str(n): {"logprob": row[n], "rank": order.index(n) + 1} for n in ids}
 
-    def completions(self, body: dict) -> dict:
-        prompt = body["prompt"]
+    def read(self, prompt: str | list[int]) -> list[int]:
+        """The tokens of a prompt, as the server renders it."""
         ids = [ord(char) % VOCABULARY for char in prompt] if isinstance(prompt, str) else prompt
-        ids = [*[1] * self.template, *ids]
-        count = body.get("logprobs")
-        if count is not None and count > self.most_top:
-            raise ValueError(f"logprobs must be at most {self.most_top}")
-        whole, tokens, rows = list(ids), [], []
-        for _ in range(body["max_tokens"]):
+        return [*[1] * self.template, *ids]
+
+    def go_on(self, ids: list[int], count: int) -> tuple[list[int], list[list[float]]]:
+        """An answer's tokens, and the distribution at each."""
+        whole, rows = list(ids), []
+        if count > 1 and sum(ids) % 2:
+            count -= self.shorter
+        for _ in range(count):
             row = self.logits(whole)
             token = max(range(VOCABULARY), key=lambda n: row[n])
             if self.samples:
                 token = random.Random(repr(whole)).choices(range(VOCABULARY), map(math.exp, row))[0]
-            tokens.append(token)
             rows.append(row)
             whole.append(token)
+        return whole[len(ids) :], rows
+
+    def completions(self, body: dict) -> dict:
+        ids = self.read(body["prompt"])
+        count = body.get("logprobs")
+        if count is not None and count > self.most_top:
+            raise ValueError(f"logprobs must be at most {self.most_top}")
+        tokens, rows = self.go_on(ids, body["max_tokens"])
         named = body.get("return_tokens_as_token_ids") and "ids" not in self.lacks
         name = (lambda n: f"token_id:{n}") if named else (lambda n: f"<{n}>")
         choice: dict = {"text": "".join(f"<{n}>" for n in tokens), "finish_reason": "length"}
@@ -103,10 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         stub: Stub = self.server.stub
-        said = {
-            "/v1/models": {"data": [{"id": "tiny", "owned_by": "vllm"}]},
-            "/version": {"version": "0.0.stub"},
-        }.get(self.path)
+        said = speakers.GET[stub.speaks].get(self.path)
         if said is None or "models" in stub.lacks:
             return self._send(404, b"{}")
         self._send(200, json.dumps(said).encode())
@@ -131,7 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
         if trouble == "elsewhere":
             return self._send(307, b"", Location="http://127.0.0.1:9/v1/completions")
         try:
-            found = stub.completions(body)
+            answer = speakers.POST[stub.speaks].get(self.path)
+            if answer is None:
+                return self._send(404, b"{}")
+            found = answer(stub, body)
         except ValueError as error:
             return self._send(400, str(error).encode())
         if trouble == "no logprobs":

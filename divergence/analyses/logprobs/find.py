@@ -74,7 +74,7 @@ def _of_pattern(
     explained = f"{decimal(scale.value)} ({scale.of})"
     match pattern.name:
         case "nothing":
-            same = result.num_sequences - result.num_flips
+            same = result.num_sequences - result.num_flips - result.num_ended
             return _finding(
                 "undetermined",
                 f"no token has a log-probability on both sides; {same} of "
@@ -139,15 +139,18 @@ def _of_pattern(
             prompts,
             onset=_onset((flip.sample, flip.position)),
         )
-    if pattern.name == "equal" and result.num_flips == 0:
+    if pattern.name == "equal" and result.num_flips == result.num_ended == 0:
         return _finding("identical", "all log-probabilities and tokens are equal", covered)
     ties = f"; {count(result.num_flips, 'prompt')} parted at ties" if result.num_flips else ""
+    ended = f"{count(result.num_ended, 'answer')} end earlier on one side"
     return _finding(
         "within_floor",
-        f"{text}, no more than the {explained} that rounding explains{ties}",
+        f"{text}, no more than the {explained} that rounding explains{ties}"
+        + (f"; {ended}" if result.num_ended else ""),
         known,
         prompts,
         covered,
+        check("ends", not result.num_ended, f"{ended}: flips whose margins nobody told"),
     )
 
 

@@ -60,6 +60,7 @@ def measure(
         num_equal=sum(pair.num_equal for pair in pairs),
         num_after=sum(pair.num_after for pair in pairs),
         num_other=sum(pair.num_other for pair in pairs),
+        num_ended=sum(pair.ended for pair in pairs),
         pattern=pattern.name,
         explained=scale.value,
         explained_by=scale.of,

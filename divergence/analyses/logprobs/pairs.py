@@ -36,6 +36,8 @@ class Pair:
     num_other: int
     """Comparable tokens that one side alone scored."""
     answer_begins: int
+    ended: bool
+    """One side's answer ends by itself where the other's goes on."""
     delta: np.ndarray = field(default_factory=lambda: np.empty(0))
     """Of ``rows``; without those that are not finite."""
     places: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -48,10 +50,32 @@ def pair_runs(a: Run, b: Run) -> list[Pair]:
     """One a prompt, in order."""
     one, two = _with_common_ids(a, b)
     samples = a.manifest.tokens.samples
-    return [
+    pairs = [
         _pair(number, tuple(samples[number].prompt_ids) or samples[number].text or number, x, y)
         for number, (x, y) in enumerate(zip(one, two, strict=False))
     ]
+    engines = [run.manifest.engine and run.manifest.engine.version for run in (a, b)]
+    # one engine lists the token that ends an answer, another does not
+    room = 0 if engines[0] == engines[1] else 1
+    budgets = [_budget(run) for run in (a, b)]
+    return [replace(pair, ended=_one_ended(pair, budgets, room)) for pair in pairs]
+
+
+def _budget(run: Run) -> int:
+    """Tokens at which answers are cut; 0 where they are given, or nobody knows."""
+    given = run.manifest.tokens.forced_by is not None or facts_of(run).get("tokens") == "given"
+    return 0 if given else run.manifest.settings.max_new_tokens
+
+
+def _one_ended(pair: Pair, budgets: list[int], room: int) -> bool:
+    sides = pair.reference, pair.candidate
+    lengths = [len(side.ids) - side.num_prompt for side in sides]
+    short = lengths.index(min(lengths))
+    return (
+        pair.tokens is None
+        and pair.num_equal == lengths[short] < budgets[short]
+        and lengths[1 - short] > lengths[short] + room
+    )
 
 
 def _with_common_ids(a: Run, b: Run) -> tuple[list[Sequence], list[Sequence]]:
@@ -89,6 +113,7 @@ def _pair(number: int, prompt: Hashable, a: Sequence, b: Sequence) -> Pair:
         tokens=tokens,
         num_equal=max(0, min(common, ends) - begins), num_other=len(scored),
         num_after=max(0, ends - max(common, begins) - 1) if tokens else 0, answer_begins=begins,
+        ended=False,
     ))  # fmt: skip
 
 

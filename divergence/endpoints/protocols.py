@@ -6,8 +6,9 @@
     llama.cpp     POST /completion            n_probs, completion_probabilities
     tgi           POST /generate              details, decoder_input_details, top_n_tokens
 
-A protocol is two functions: the request of a question, and the answer of a response. Everything is
-asked at temperature 0. What a response lacks is None, never a guess.
+A protocol is two functions: the request of a question, and the answer of a response. A drawn
+answer is asked for without top-k and top-p, as far as the protocol has a word for it. What a
+response lacks is None, never a guess.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Question:
     messages: Sequence[Mapping[str, str]] | None = None
     num_tokens: int
     seed: int
+    temperature: float = 0.0
     top: int
     extras: frozenset[str] = frozenset()
 
@@ -104,9 +106,11 @@ _OPENAI_LEVELS = tuple(
 
 def _openai(question: Question) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "model": question.model, "max_tokens": question.num_tokens, "temperature": 0,
-        "seed": question.seed, "stream": False,
+        "model": question.model, "max_tokens": question.num_tokens, "seed": question.seed,
+        "temperature": question.temperature, "stream": False,
     }  # fmt: skip
+    if question.temperature:
+        body["top_p"] = 1
     if "prompt_logprobs" in question.extras:
         body["prompt_logprobs"] = question.top
     if "ids" in question.extras:
@@ -216,7 +220,10 @@ def _sglang(question: Question) -> dict[str, Any]:
     prompt = question.prompt
     return {
         "input_ids" if isinstance(prompt, list) else "text": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": question.num_tokens},
+        "sampling_params": {
+            "temperature": question.temperature, "max_new_tokens": question.num_tokens,
+            **({"sampling_seed": question.seed} if question.temperature else {}),
+        },
         "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": question.top,
         "return_text_in_logprobs": True,
     }  # fmt: skip
@@ -252,9 +259,10 @@ def _entry(value: Any) -> Token:
 
 def _llama(question: Question) -> dict[str, Any]:
     return {
-        "prompt": question.prompt, "n_predict": question.num_tokens, "temperature": 0,
-        "seed": question.seed, "n_probs": question.top, "cache_prompt": False,
+        "prompt": question.prompt, "n_predict": question.num_tokens, "seed": question.seed,
+        "temperature": question.temperature, "n_probs": question.top, "cache_prompt": False,
         "return_tokens": True, "stream": False,
+        **({"top_k": 0, "top_p": 1, "min_p": 0} if question.temperature else {}),
     }  # fmt: skip
 
 
@@ -279,8 +287,9 @@ def _tgi(question: Question) -> dict[str, Any]:
     return {
         "inputs": question.text or "",
         "parameters": {
-            "max_new_tokens": question.num_tokens, "do_sample": False, "details": True,
-            "decoder_input_details": True, "top_n_tokens": question.top,
+            "max_new_tokens": question.num_tokens, "do_sample": question.temperature > 0,
+            "details": True, "decoder_input_details": True, "top_n_tokens": question.top,
+            "seed": question.seed,
         },
     }  # fmt: skip
 

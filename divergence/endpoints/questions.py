@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from divergence.endpoints.protocols import Question
 from divergence.errors import UsageError
@@ -11,16 +12,17 @@ from divergence.options.capture import CaptureOptions
 from divergence.options.option import fields_of
 from divergence.recording.prompts import Prompt, collect_prompts
 from divergence.run.reader import Run
-from divergence.run.writing.scores import BY_TEXT
+from divergence.run.writing.scores import BY_TEXT, DRAWN
 
 __all__ = ["Asked", "asked_of", "check_options"]
 
 _TAKEN = {
-    "endpoint", "top_logprobs", "concurrency", "resume", "prompts", "prompts_file", "chat",
-    "max_new_tokens", "seed", "label", "probe",
+    "endpoint", "top_logprobs", "answers", "concurrency", "resume", "prompts", "prompts_file",
+    "chat", "max_new_tokens", "seed", "label", "probe",
 }  # fmt: skip
 _DEFAULT_NEW_TOKENS = 16
 _MOST_TOP = 10_000
+_MOST_ANSWERS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,12 @@ def check_options(options: CaptureOptions) -> None:
             raise UsageError(
                 f"{field.option.names[0]} means nothing to a server: it runs the model by itself",
                 hint="--prompt, --prompts, --chat, --max-new-tokens, --seed, --top-logprobs, "
-                "--concurrency, --resume and --label do",
+                "--answers, --concurrency, --resume and --label do",
             )
     if not -1 <= options.top_logprobs <= _MOST_TOP:
         raise UsageError(f"--top-logprobs {options.top_logprobs}", hint="20, or -1 for all")
+    if not 0 <= options.answers <= _MOST_ANSWERS:
+        raise UsageError(f"--answers {options.answers}", hint=f"0 to {_MOST_ANSWERS:,}")
     if (options.max_new_tokens or 1) < 1:
         raise UsageError("--max-new-tokens 0: a server answers at least one token")
 
@@ -54,9 +58,9 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
     """In order. Raises UsageError or PromptError."""
     seed, top = options.seed or 0, options.top_logprobs
     if like is not None:
-        if options.prompts or options.prompts_file or options.chat:
-            raise UsageError("--like asks the recorded prompts again",
-                             hint="leave out --prompt, --prompts and --chat")  # fmt: skip
+        if options.prompts or options.prompts_file or options.chat or options.answers:
+            raise UsageError("--like asks the recorded prompts again, and scores their answers",
+                             hint="leave out --prompt(s), --chat and --answers")  # fmt: skip
         return _recorded(like, options, seed, top)
     count = options.max_new_tokens or _DEFAULT_NEW_TOKENS
     found = []
@@ -68,11 +72,19 @@ def asked_of(options: CaptureOptions, like: Run | None) -> list[Asked]:
         text = prompt.text
         if prompt.messages is not None:
             text = "\n".join(f"{one.role}: {one.content}" for one in prompt.messages)
-        found.append(Asked(question=question, free=question, text=text, ids=prompt.input_ids))
+        for answer in _drawn(question, options.answers):
+            found.append(Asked(question=answer, free=answer, text=text, ids=prompt.input_ids))
     kinds = {one.question.messages is not None for one in found}
     if len(kinds) > 1:
         raise UsageError("some prompts are conversations and some are not", hint="--chat")
     return found
+
+
+def _drawn(question: Question, answers: int) -> list[Question]:
+    """Each with a seed of its own; the greedy one where none is drawn."""
+    if not answers:
+        return [question]
+    return [replace(question, temperature=1.0, seed=question.seed + n) for n in range(answers)]
 
 
 def _messages(prompt: Prompt, options: CaptureOptions) -> list[dict[str, str]] | None:
@@ -94,6 +106,8 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
             hint="capture without --like, from the same prompts",
         )
     count = options.max_new_tokens or max(like.manifest.settings.max_new_tokens, 1)
+    drawn = engine is not None and engine.facts.get("tokens") == DRAWN
+    again: Counter[tuple[int, ...]] = Counter()
     found = []
     for number, sample in enumerate(like.manifest.tokens.samples):
         if not sample.prompt_ids:
@@ -101,7 +115,12 @@ def _recorded(like: Run, options: CaptureOptions, seed: int, top: int) -> list[A
                              hint="capture without --like, from the same prompts")  # fmt: skip
         fed, chosen = sample.generated_ids, sample.chosen_ids
         answer = [*fed, *(chosen[len(fed) :] if chosen[: len(fed)] == fed else ())][:count]
-        free = Question(model="", ids=sample.prompt_ids, num_tokens=count, seed=seed, top=top)
+        ids = tuple(sample.prompt_ids)
+        free = Question(
+            model="", ids=ids, num_tokens=count, seed=seed + again[ids] * drawn, top=top,
+            temperature=float(drawn),
+        )  # fmt: skip
+        again[ids] += 1
         whole = Question(
             model="", ids=[*sample.prompt_ids, *answer], num_tokens=1, seed=seed, top=top
         )

@@ -8,6 +8,7 @@ same numbers give the same answer everywhere.
                    An Introduction to the Bootstrap, 1993, ch. 13)
     p value        share of the 2^n changes of sign that give as large a mean: if neither side is
                    above the other, each sign is a coin (Fisher, The Design of Experiments, 1935)
+    least share    Clopper and Pearson's exact lower bound
     smallest shift (z_{0.995} + z_{0.8}) sd / √n: seen at the 1% level in four of five such sets
 """
 
@@ -20,7 +21,7 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
-__all__ = ["LEAST_PROMPTS", "Certainty", "certainty_of"]
+__all__ = ["LEAST_PROMPTS", "Certainty", "certainty_of", "least_share"]
 
 LEAST_PROMPTS = 8
 """Fewer give 2^7 = 128 changes of sign or less that count twice: no p value below 1%."""
@@ -71,6 +72,28 @@ def certainty_of(values: np.ndarray) -> Certainty:
         num_prompts=num, mean=mean, low=float(low), high=float(high),
         p_value=_p_value(values, generator), smallest_shift=z * spread / math.sqrt(num),
     )  # fmt: skip
+
+
+def least_share(num: int, of: int) -> float:
+    """The lower end of the one-sided 99% interval of a share of which ``num`` of ``of`` were seen
+    (Clopper and Pearson, Biometrika 26, 1934): as many would be seen in 1 of 100 sets."""
+    if not 0 < num <= of:
+        return 0.0
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        share = (low + high) / 2
+        above = (
+            sum(math.comb(of, n) * share**n * (1 - share) ** (of - n) for n in range(num, of + 1))
+            if of <= 1000
+            else _above(num, of, share)
+        )
+        low, high = (share, high) if above < _LEVEL else (low, share)
+    return low
+
+
+def _above(num: int, of: int, share: float) -> float:
+    """The same probability where it has many terms: the normal one."""
+    return 1 - NormalDist(of * share, math.sqrt(of * share * (1 - share)) or 1.0).cdf(num - 0.5)
 
 
 def _p_value(values: np.ndarray, generator: np.random.Generator) -> float:

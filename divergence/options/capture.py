@@ -124,6 +124,15 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
             "--top-logprobs N", "How many likeliest tokens a server is asked for at each.", SERVER
         ),
     ] = 20
+    answers: Annotated[
+        int,
+        Option(
+            "--answers N",
+            "Answers to each prompt, drawn at temperature 1; 0: the greedy one alone. For servers "
+            "that tell texts alone.",
+            SERVER,
+        ),
+    ] = 0
     concurrency: Annotated[
         int,
         Option("--concurrency N", "Prompts that a server is asked at a time.", SERVER, minimum=1),

@@ -72,6 +72,7 @@ def capture(
     trust_remote_code: bool = False,
     endpoint: str | None = None,
     top_logprobs: int = 20,
+    answers: int = 0,
     concurrency: int = 4,
     resume: bool = False,
     prompts: str | Sequence[str | Sequence[int] | Prompt] = (),

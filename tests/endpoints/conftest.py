@@ -22,7 +22,7 @@ class Stub:
 
     ``troubles``: by the number of a request to the completions route (the probe's are 0 and, where
     prompts are not scored, 1), what goes wrong. ``shorter``: tokens by which every second answer
-    is shorter.
+    is shorter. ``machine``: another one draws others with the same seed.
     """
 
     def __init__(self) -> None:
@@ -36,6 +36,7 @@ class Stub:
         self.key: str | None = None
         self.speaks = "vllm"
         self.shorter = 0
+        self.machine = 0
         self.asked: list[dict] = []
         self.headers: list[dict[str, str]] = []
         self.lock = threading.Lock()
@@ -59,14 +60,19 @@ class Stub:
         ids = [ord(char) % VOCABULARY for char in prompt] if isinstance(prompt, str) else prompt
         return [*[1] * self.template, *ids]
 
-    def go_on(self, ids: list[int], count: int) -> tuple[list[int], list[list[float]]]:
-        """An answer's tokens, and the distribution at each."""
+    def go_on(
+        self, ids: list[int], count: int, seed: int | None = None
+    ) -> tuple[list[int], list[list[float]]]:
+        """An answer's tokens, and the distribution at each; drawn with ``seed``."""
         whole, rows = list(ids), []
+        drawing = random.Random(repr((ids, seed, self.machine)))
         if count > 1 and sum(ids) % 2:
             count -= self.shorter
         for _ in range(count):
             row = self.logits(whole)
             token = max(range(VOCABULARY), key=lambda n: row[n])
+            if seed is not None:
+                token = drawing.choices(range(VOCABULARY), map(math.exp, row))[0]
             if self.samples:
                 token = random.Random(repr(whole)).choices(range(VOCABULARY), map(math.exp, row))[0]
             rows.append(row)
@@ -78,7 +84,8 @@ class Stub:
         count = body.get("logprobs")
         if count is not None and count > self.most_top:
             raise ValueError(f"logprobs must be at most {self.most_top}")
-        tokens, rows = self.go_on(ids, body["max_tokens"])
+        seed = body["seed"] if body["temperature"] else None
+        tokens, rows = self.go_on(ids, body["max_tokens"], seed)
         named = body.get("return_tokens_as_token_ids") and "ids" not in self.lacks
         name = (lambda n: f"token_id:{n}") if named else (lambda n: f"<{n}>")
         choice: dict = {"text": "".join(f"<{n}>" for n in tokens), "finish_reason": "length"}

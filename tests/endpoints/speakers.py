@@ -32,7 +32,9 @@ def _render(stub, messages: list[dict]) -> list[int]:
 def _chat(stub, body: dict) -> dict:
     """OpenAI's; vLLM's fields where ``ids`` are not lacking."""
     ids = _render(stub, body["messages"])
-    tokens, rows = stub.go_on(ids, body["max_tokens"])
+    tokens, rows = stub.go_on(
+        ids, body["max_tokens"], body["seed"] if body["temperature"] else None
+    )
     told = body.get("return_token_ids") and "ids" not in stub.lacks
     name = (lambda n: f"token_id:{n}") if told else _text
     content = [
@@ -92,7 +94,8 @@ def _openai(stub, body: dict) -> dict:
 
 def _sglang(stub, body: dict) -> dict:
     ids = stub.read(body.get("input_ids") or body["text"])
-    tokens, rows = stub.go_on(ids, body["sampling_params"]["max_new_tokens"])
+    asked = body["sampling_params"]
+    tokens, rows = stub.go_on(ids, asked["max_new_tokens"], asked.get("sampling_seed"))
     top = body["top_logprobs_num"]
 
     def entry(row: list[float] | None, token: int) -> list:
@@ -118,7 +121,7 @@ def _sglang(stub, body: dict) -> dict:
 
 def _llama(stub, body: dict) -> dict:
     ids = stub.read(body["prompt"])
-    tokens, rows = stub.go_on(ids, body["n_predict"])
+    tokens, rows = stub.go_on(ids, body["n_predict"], body["seed"] if body["temperature"] else None)
 
     def entry(row: list[float], token: int) -> dict:
         text = _text(token)
@@ -143,7 +146,9 @@ def _llama_tokens(stub, body: dict) -> dict:
 
 def _tgi(stub, body: dict) -> dict:
     ids, asked = stub.read(body["inputs"]), body["parameters"]
-    tokens, rows = stub.go_on(ids, asked["max_new_tokens"])
+    tokens, rows = stub.go_on(
+        ids, asked["max_new_tokens"], asked["seed"] if asked["do_sample"] else None
+    )
 
     def entry(row: list[float] | None, token: int) -> dict:
         value = None if row is None else row[token]

@@ -10,6 +10,7 @@ from divergence.analyses.logprobs.find import find
 from divergence.analyses.logprobs.measure import measure
 from divergence.analyses.logprobs.pairs import Pair, pair_runs, prompt_line
 from divergence.analyses.logprobs.pattern import pattern_of
+from divergence.analyses.logprobs.sampled import are_drawn, decoding_line, of_drawn
 from divergence.analyses.logprobs.scale import scale_of
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.decide import decide
@@ -55,6 +56,8 @@ def report_on(
     result = measure(pairs, pattern, scale, a, b)
     whole = a.manifest.complete and b.manifest.complete and not result.num_other
     finding = find(result, pairs, pattern, scale, whole=whole)
+    if are_drawn(a, b):
+        finding = of_drawn(finding, result.texts)
     compared = sum(len(pair.rows) for pair in pairs)
     return Report(
         tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),
@@ -84,7 +87,7 @@ def _preflight(pairs: list[Pair], a: Run, b: Run) -> list[PreflightLine]:
     names = [_engine(run) for run in (a, b)]
     same: PreflightStatus = "same" if names[0] == names[1] else "differs"
     engine = PreflightLine(check="engine", status=same, reference=names[0], candidate=names[1])
-    return [prompt_line(pairs, a, b), dtype, engine, *lines]
+    return [prompt_line(pairs, a, b), decoding_line(a, b), dtype, engine, *lines]
 
 
 def _engine(run: Run) -> str:

@@ -18,7 +18,7 @@ from divergence.comparison.results.findings import (
 )
 from divergence.comparison.results.tokens import LogprobsResult
 from divergence.layout import count, decimal
-from divergence.numerics.resampling import LEAST_PROMPTS
+from divergence.numerics.resampling import LEAST_PROMPTS, least_share
 from divergence.run.schema.site import LOGPROBS_SITE
 from divergence.words import SideOrBoth
 
@@ -78,7 +78,8 @@ def _of_pattern(
             return _finding(
                 "undetermined",
                 f"no token has a log-probability on both sides; {same} of "
-                f"{count(result.num_sequences, 'answer')} are the same text",
+                f"{count(result.num_sequences, 'answer')} are the same text"
+                f"{_share_of(same, result.num_sequences)}",
                 Check(name="measured", state="failed", detail="texts alone"),
             )
         case "few":
@@ -152,6 +153,13 @@ def _of_pattern(
         covered,
         check("ends", not result.num_ended, f"{ended}: flips whose margins nobody told"),
     )
+
+
+def _share_of(same: int, of: int) -> str:
+    """What so many equal answers say of such prompts; ``--answers`` says more."""
+    least = least_share(same, of)
+    sure = f"; of such prompts at least {least:.0%} are (99%)" if least else ""
+    return f"{sure}. Drawn answers (--answers 10, both sides) tell whether they part by chance"
 
 
 def _beyond(result: LogprobsResult, scale: Scale) -> Check:

@@ -10,6 +10,7 @@ import numpy as np
 
 from divergence.analyses.logprobs.pairs import Pair
 from divergence.analyses.logprobs.pattern import Pattern
+from divergence.analyses.logprobs.sampled import are_drawn, texts_of
 from divergence.analyses.logprobs.scale import Scale
 from divergence.analyses.logprobs.sequences import facts_of
 from divergence.comparison.results.tokens import (
@@ -50,7 +51,8 @@ def measure(
     pairs: Sequence[Pair], pattern: Pattern, scale: Scale, a: Run, b: Run
 ) -> LogprobsResult:
     """Everything but the verdict."""
-    flips = [_flip(pair, scale, a, b) for pair in pairs if pair.parting is not None]
+    drawn = are_drawn(a, b)
+    flips = [_flip(pair, scale, a, b) for pair in pairs if pair.parting is not None and not drawn]
     side = _rollout_side(a, b)
     metrics = _rollout(pairs, side) if side is not None else {}
     sure = pattern.shift
@@ -66,6 +68,7 @@ def measure(
         explained_by=scale.of,
         delta=_delta(pairs),
         divergence=_divergence(pairs),
+        texts=texts_of(pairs) if drawn else None,
         shift=LogprobShift(
             num_prompts=sure.num_prompts, mean=sure.mean, low=sure.low, high=sure.high,
             p_value=sure.p_value, smallest_shift=sure.smallest_shift,

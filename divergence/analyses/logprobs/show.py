@@ -48,6 +48,13 @@ def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
                 for one in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
             ), f"of |Δ|, {count(delta.num_tokens, 'token')}"),
         ]  # fmt: skip
+    if (texts := result.texts) is not None:
+        seen = (
+            "no test" if texts.p_value is None else f"p = {texts.p_value:.2g} of one distribution"
+        )
+        rows.append(
+            ("MMD²", decimal(texts.mmd), f"{texts.num_answers:,} drawn answers each, {seen}")
+        )
     if kl is not None:
         upper = "unbounded" if kl.kl_upper is None else decimal(kl.kl_upper)
         rows += [

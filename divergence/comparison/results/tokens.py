@@ -11,8 +11,8 @@ from divergence.words import Side
 
 __all__ = [
     "Explanation", "LogprobDelta", "LogprobDivergence", "LogprobFlip", "LogprobSequence",
-    "LogprobShift", "LogprobsResult", "RolloutCheck", "TokenChoice", "TokenDifference",
-    "TokensResult",
+    "LogprobShift", "LogprobTexts", "LogprobsResult", "RolloutCheck", "TokenChoice",
+    "TokenDifference", "TokensResult",
 ]  # fmt: skip
 
 
@@ -242,6 +242,20 @@ class RolloutCheck(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["normal", "raised", "bad"]
 
 
+class LogprobTexts(msgspec.Struct, frozen=True, kw_only=True):
+    """Drawn answers of two sides, held together as texts (numerics.two_sample)."""
+
+    num_prompts: int
+    num_answers: int
+    """Of one side, to all prompts."""
+    mmd: float
+    """Squared maximum mean discrepancy under the Hamming kernel, unbiased."""
+    p_value: float | None
+    """Of one distribution, by permutations. None where the answers are too few."""
+    smallest_share: float | None
+    """The least share of another model's answers that the test would see in four of five draws."""
+
+
 class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of two runs of which one or both hold log-probabilities alone."""
 
@@ -268,6 +282,8 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     """Where that is from: a floor run, or a dtype."""
     delta: LogprobDelta | None = None
     divergence: LogprobDivergence | None = None
+    texts: LogprobTexts | None = None
+    """Of answers that both sides drew. None where they are greedy or given."""
     shift: LogprobShift | None = None
     first_difference: LogprobFlip | None = None
     num_flips: int = 0

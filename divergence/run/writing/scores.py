@@ -37,9 +37,11 @@ from divergence.run.schema.manifest import (
 from divergence.run.schema.site import LOGPROB_IDS_SITE, LOGPROBS, LOGPROBS_SITE
 from divergence.run.writing.writer import CapturedTensor, RunWriter, new_run_id
 
-__all__ = ["BY_TEXT", "MAX_TOKEN", "Scores", "Source", "put_scores", "scores_manifest"]
+__all__ = ["BY_TEXT", "DRAWN", "MAX_TOKEN", "Scores", "Source", "put_scores", "scores_manifest"]
 
 MAX_TOKEN = 2**31 - 1
+DRAWN = "drawn"
+"""``engine.facts["tokens"]`` of answers that were asked for several times, at temperature 1."""
 BY_TEXT = "numbered by text"
 """``engine.facts["token ids"]`` where the source tells tokens by text alone: ids are then numbers
 of texts (``tokens.texts``), of this run alone."""

@@ -1,0 +1,122 @@
+"""Answers that both sides drew at temperature 1: are they of one distribution?
+
+Drawn texts part at once, so that no token is compared; the two sets of answers are, prompt by
+prompt (numerics.two_sample). That nothing is seen is no more than the power that stands beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from msgspec.structs import replace
+
+from divergence.analyses.logprobs.pairs import Pair
+from divergence.analyses.logprobs.sequences import Sequence as Text
+from divergence.analyses.logprobs.sequences import facts_of
+from divergence.comparison.decide import check
+from divergence.comparison.results.findings import Check, Finding, PreflightLine
+from divergence.comparison.results.tokens import LogprobTexts
+from divergence.layout import count, decimal
+from divergence.numerics.two_sample import LEVEL, two_sample
+from divergence.run.reader import Run
+from divergence.run.schema.manifest import UNKNOWN
+from divergence.run.schema.site import LOGPROBS
+from divergence.run.writing.scores import DRAWN
+
+__all__ = ["are_drawn", "decoding_line", "of_drawn", "texts_of"]
+
+
+def are_drawn(a: Run, b: Run) -> bool:
+    return all(_decoding(run) == DRAWN for run in (a, b))
+
+
+def _decoding(run: Run) -> str:
+    """How its tokens were chosen: greedy, drawn, sampled (in training), given; or unknown."""
+    if run.manifest.plan.sites == [LOGPROBS]:
+        return facts_of(run).get("tokens", UNKNOWN)
+    return "greedy" if run.manifest.tokens.forced_by is None else "given"
+
+
+def decoding_line(a: Run, b: Run) -> PreflightLine:
+    """Drawn answers against greedy ones are another experiment."""
+    kinds = _decoding(a), _decoding(b)
+    other = set(kinds) == {DRAWN, "greedy"}
+    known = UNKNOWN not in kinds
+    return PreflightLine(
+        check="decoding", reference=kinds[0], candidate=kinds[1],
+        status="blocking" if other else "unknown" if not known
+        else "same" if kinds[0] == kinds[1] else "differs",
+        detail="one side's answers were drawn, the other's are greedy" if other else "",
+    )  # fmt: skip
+
+
+def texts_of(pairs: Sequence[Pair]) -> LogprobTexts | None:
+    """None with fewer than two answers to a prompt."""
+    groups: dict[Hashable, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.prompt, []).append(pair)
+    if not groups or min(map(len, groups.values())) < 2:
+        return None
+    found = two_sample([
+        (_table([one.reference for one in group], width), _table([one.candidate for one in group],
+                                                                 width))
+        for group in groups.values()
+        if (width := max(len(_answer(side)) for one in group
+                         for side in (one.reference, one.candidate)))
+    ])  # fmt: skip
+    return LogprobTexts(
+        num_prompts=found.num_prompts, num_answers=found.num_answers, mmd=found.mmd,
+        p_value=found.p_value, smallest_share=found.smallest_share,
+    )  # fmt: skip
+
+
+def _answer(text: Text) -> list[int]:
+    return text.ids[text.num_prompt :]
+
+
+def _table(texts: Sequence[Text], width: int) -> np.ndarray:
+    """(n, width); below all ids behind the ends."""
+    table = np.full((len(texts), width), -9, np.int64)
+    for row, text in zip(table, texts, strict=True):
+        row[: len(_answer(text))] = _answer(text)
+    return table
+
+
+def of_drawn(finding: Finding, texts: LogprobTexts | None) -> Finding:
+    """``finding``, of tokens behind equal text, where it raises an alarm; else what texts tell."""
+    if finding.kind not in ("identical", "within_floor", "undetermined"):
+        return finding
+    told = _find(texts)
+    return replace(told, evidence=[*told.evidence, *finding.evidence])
+
+
+def _find(texts: LogprobTexts | None) -> Finding:
+    """Is it one distribution? Never said of too few answers."""
+    if texts is None or texts.p_value is None:
+        num = 0 if texts is None else texts.num_answers
+        return Finding(
+            claim="logprobs", kind="undetermined",
+            summary=f"{count(num, 'drawn answer')} are too few for a test of their distribution",
+            rests_on=[Check(name="answers", state="failed", detail="--answers 10, more prompts")],
+        )  # fmt: skip
+    tested = f"{texts.num_answers} answers to {count(texts.num_prompts, 'prompt')} each side"
+    said = f"{tested}: MMD² {decimal(texts.mmd)}, p = {texts.p_value:.2g} by permutation"
+    alone = "texts do not tell a precision from another model, or from another sampling setting"
+    if texts.p_value <= LEVEL:
+        return Finding(
+            claim="logprobs", kind="systematic",
+            summary=f"the answers are of another distribution ({said}): another model, "
+            "quantisation, template or sampling",
+            rests_on=[check("scale", False, alone)],
+        )  # fmt: skip
+    share = texts.smallest_share
+    power = "not even another model" if share is None else (
+        f"another model in {share:.0%} of the answers"
+    )  # fmt: skip
+    return Finding(
+        claim="logprobs", kind="within_floor" if share is not None else "undetermined",
+        summary=f"no difference is seen ({said}); so many answers would show {power}",
+        rests_on=[Check(name="scale", state="failed", detail="texts alone: a test sees no "
+                        "more than its power")],
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from divergence.comparison.preflight.lines import preflight
 from divergence.comparison.result import Report, summary_of
 from divergence.comparison.results.findings import Evidence, Finding, PreflightLine
 from divergence.comparison.results.sites import Coverage
+from divergence.errors import UsageError
 from divergence.numerics.floor import THRESHOLDS, Thresholds, check_thresholds
 from divergence.run.command import command_line
 from divergence.run.process_tuning import collect_garbage_rarely
@@ -43,6 +44,7 @@ def compare(
     name_map: str | Path | None = None,
     truth: str | Path | Run | None = None,
     floor: str | Path | Run | Sequence[str | Path | Run] = (),
+    layers: str | Path | Run | Sequence[str | Path | Run] = (),
     thresholds: Thresholds = THRESHOLDS,
     device: str = "cpu",
     progress: Progress | None = None,
@@ -53,7 +55,9 @@ def compare(
     other tokens). ``name_map``: a TOML file of module names, see compare.names. ``truth``: the
     float64 run that `truth` made of the run that anchored the comparison; it tells which
     side is wrong. ``floor``: runs of trusted machines like ``reference``; what they differ by
-    widens the limits. ``thresholds``: multiples of the floor, see numerics.floor.
+    widens the limits. ``layers``: for each side that holds log-probabilities alone, a run of it
+    with layers; they tell which block explains the difference. ``thresholds``: multiples of the
+    floor, see numerics.floor.
     ``device``: where tensors are measured; not the CPU only where float64 is to be had.
     Without ``candidate``: one run's decode steps against its whole pass, see comparison.within.
 
@@ -66,7 +70,7 @@ def compare(
         with measured_on(device):
             return compare(
                 reference, candidate, force=force, name_map=name_map, truth=truth, floor=floor,
-                thresholds=thresholds, progress=progress,
+                layers=layers, thresholds=thresholds, progress=progress,
             )  # fmt: skip
     check_thresholds(thresholds)
     a = opened(reference)
@@ -79,8 +83,15 @@ def compare(
     a.set_fallback(b)
     b.set_fallback(a)
     if (report_alone := without_sites(a, b)) is not None:
-        report = report_alone(a, b, truth=truth and opened(truth), floor=floor, progress=progress)
+        report = report_alone(
+            a, b, truth=truth and opened(truth), floor=floor,
+            layers=[opened(one) for one in one_or_more(layers)], progress=progress,
+        )  # fmt: skip
         return _of_one_run(report)
+    if layers:
+        raise UsageError(
+            "--layers stands in for log-probabilities alone, and both runs hold layers"
+        )
     names = None if name_map is None else load_name_map(name_map)
     lines = preflight(a, b, names=names)
     if a.manifest.arithmetic or b.manifest.arithmetic:

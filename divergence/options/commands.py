@@ -103,12 +103,22 @@ FloorRuns = Annotated[
 ]
 
 
+Layers = Annotated[
+    Sequence[str],
+    Option(
+        "--layers RUN",
+        "For a side that holds log-probabilities alone: a run of it with layers; repeatable.",
+    ),
+]
+
+
 class CompareOptions(Options, frozen=True, kw_only=True):
     force: Annotated[
         bool, Option("--force", "Compare even where preflight says it is pointless.")
     ] = False
     truth: Truth = None
     floor: FloorRuns = ()
+    layers: Layers = ()
     name_map: NameMap = None
     device: Annotated[
         str,

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from divergence._version import __version__
 from divergence.analyses.logprobs.find import find
+from divergence.analyses.logprobs.layers import joined, layers_of, with_layers
 from divergence.analyses.logprobs.measure import measure
 from divergence.analyses.logprobs.pairs import Pair, pair_runs, prompt_line
 from divergence.analyses.logprobs.pattern import pattern_of
+from divergence.analyses.logprobs.routed import expert_of
 from divergence.analyses.logprobs.sampled import are_drawn, decoding_line, of_drawn
 from divergence.analyses.logprobs.scale import scale_of
 from divergence.analyses.logprobs.sequences import facts_of
@@ -37,9 +41,10 @@ def report_on(
     *,
     truth: Run | None,
     floor: str | Path | Run | Sequence[str | Path | Run],
+    layers: Sequence[Run],
     progress: Progress | None,
 ) -> Report:
-    """Raises UsageError for a truth, or a model's run without logits."""
+    """Raises UsageError for a truth, a model's run without logits, or layers of other runs."""
     if truth is not None:
         raise UsageError(
             "--truth means nothing to log-probabilities alone: no block was seen",
@@ -54,10 +59,16 @@ def report_on(
     scale = scale_of(a, b, floors)
     pattern = pattern_of(pairs, scale)
     result = measure(pairs, pattern, scale, a, b)
+    if layers:
+        shown = layers_of(pairs, with_layers(a, b, layers), progress)
+        result = replace(result, layers=shown)
+    result = replace(result, expert=expert_of(pairs, [a, b, *layers]))
     whole = a.manifest.complete and b.manifest.complete and not result.num_other
     finding = find(result, pairs, pattern, scale, whole=whole)
     if are_drawn(a, b):
         finding = of_drawn(finding, result.texts)
+    if result.layers is not None:
+        finding = joined(finding, result.layers)
     compared = sum(len(pair.rows) for pair in pairs)
     return Report(
         tool_version=__version__, reference=summary_of(a), candidate=summary_of(b),

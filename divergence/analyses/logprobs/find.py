@@ -72,6 +72,15 @@ def _of_pattern(
     mean = decimal(delta.mean_abs) if delta else "-"
     text = f"mean |Δ log p| {mean} nats"
     explained = f"{decimal(scale.value)} ({scale.of})"
+    if (expert := result.expert) is not None and expert.mean_abs > scale.value:
+        return _finding(
+            "localized",
+            f"the {count(expert.num_tokens, 'token')} sent to expert {expert.expert} of "
+            f"{expert.block} differ by {decimal(expert.mean_abs)} nats, the others by "
+            f"{decimal(expert.rest_abs)}",
+            prompts,
+            onset=_onset((expert.sample, expert.position), expert.block),
+        )
     match pattern.name:
         case "nothing":
             same = result.num_sequences - result.num_flips - result.num_ended
@@ -186,8 +195,8 @@ def _direction(result: LogprobsResult, *, far: bool) -> str:
     return f"the candidate {decimal(abs(shift.mean))} nats {word} the reference"
 
 
-def _onset(place: tuple[int, int]) -> Onset:
-    return Onset(site=LOGPROBS_SITE, block=None, sample=place[0], step=0, position=place[1])
+def _onset(place: tuple[int, int], block: str | None = None) -> Onset:
+    return Onset(site=LOGPROBS_SITE, block=block, sample=place[0], step=0, position=place[1])
 
 
 def _facts(result: LogprobsResult, pattern: Pattern, scale: Scale) -> list[Evidence]:

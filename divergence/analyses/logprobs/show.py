@@ -48,6 +48,11 @@ def number_rows(result: LogprobsResult) -> list[tuple[str, ...]]:
                 for one in (delta.median_abs, delta.p90_abs, delta.p99_abs, delta.max_abs)
             ), f"of |Δ|, {count(delta.num_tokens, 'token')}"),
         ]  # fmt: skip
+    if (layers := result.layers) is not None and layers.share is not None:
+        where = f", {layers.block}" if layers.block else ""
+        rows.append(
+            ("layers show", f"{layers.share:.0%}", f"of Δ log p; they are {layers.kind}{where}")
+        )
     if (texts := result.texts) is not None:
         seen = (
             "no test" if texts.p_value is None else f"p = {texts.p_value:.2g} of one distribution"

@@ -64,9 +64,12 @@ def _preflight(lines: list[PreflightLine]) -> list[PreflightLine]:
 
 
 def report_on(
-    a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], progress: Progress | None
-) -> Report:
+    a: Run, b: Run, *, truth: Run | None, floor: Sequence[object], layers: Sequence[Run],
+    progress: Progress | None,
+) -> Report:  # fmt: skip
     """The whole report on two suites. Raises what ``compare`` raises."""
+    if layers:
+        raise UsageError("--layers means nothing to suites: they have none")
     if floor:
         raise UsageError(
             "--floor means nothing to suites: what rounding explains is in their truth",

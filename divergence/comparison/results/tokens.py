@@ -6,13 +6,13 @@ from typing import Literal
 
 import msgspec
 
-from divergence.comparison.results.findings import Onset
-from divergence.words import Side
+from divergence.comparison.results.findings import Onset, VerdictKind
+from divergence.words import Side, SideBothOrNeither
 
 __all__ = [
-    "Explanation", "LogprobDelta", "LogprobDivergence", "LogprobFlip", "LogprobSequence",
-    "LogprobShift", "LogprobTexts", "LogprobsResult", "RolloutCheck", "TokenChoice",
-    "TokenDifference", "TokensResult",
+    "Explanation", "LogprobDelta", "LogprobDivergence", "LogprobExpert", "LogprobFlip",
+    "LogprobLayers", "LogprobSequence", "LogprobShift", "LogprobTexts", "LogprobsResult",
+    "RolloutCheck", "TokenChoice", "TokenDifference", "TokensResult",
 ]  # fmt: skip
 
 
@@ -256,6 +256,40 @@ class LogprobTexts(msgspec.Struct, frozen=True, kw_only=True):
     """The least share of another model's answers that the test would see in four of five draws."""
 
 
+class LogprobLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """What two layer-level runs on the same tokens show of Δ log p (``--layers``)."""
+
+    num_tokens: int
+    """Tokens that both pairs of runs scored."""
+    share: float | None
+    """1 - Σ(Δ - Δ')² / ΣΔ², Δ' being theirs; 0 at least. None where Δ is 0 everywhere."""
+    kind: VerdictKind
+    """Of their own comparison."""
+    summary: str
+    block: str | None
+    side: SideBothOrNeither | None
+    reference: str
+    candidate: str
+
+
+class LogprobExpert(msgspec.Struct, frozen=True, kw_only=True):
+    """An expert whose tokens differ more than the others."""
+
+    block: str
+    expert: int
+    num_tokens: int
+    """Tokens whose prediction went through it."""
+    mean_abs: float
+    """Their mean |Δ|."""
+    rest_abs: float
+    """That of all other tokens."""
+    p_value: float
+    """That chance gives one such expert, of all."""
+    sample: int
+    position: int
+    """Index in the sequence of the one that differs most."""
+
+
 class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of two runs of which one or both hold log-probabilities alone."""
 
@@ -284,6 +318,9 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     divergence: LogprobDivergence | None = None
     texts: LogprobTexts | None = None
     """Of answers that both sides drew. None where they are greedy or given."""
+    layers: LogprobLayers | None = None
+    expert: LogprobExpert | None = None
+    """Where a run tells which experts its tokens were sent to, and one stands out."""
     shift: LogprobShift | None = None
     first_difference: LogprobFlip | None = None
     num_flips: int = 0

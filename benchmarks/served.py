@@ -44,7 +44,7 @@ PROMPTS = [
     "The three primary colours are", "Good morning in German is", "Shakespeare wrote",
     "Water boils at", "To make bread you need", "The largest planet is",
 ]  # fmt: skip
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 
 Plant = Callable[[Path], None]
 Row = tuple[str, list[str], Plant | None]
@@ -174,7 +174,7 @@ def table(rows: list[Row], serve: Callable, plain: Path, a: Run, folder: Path) -
         if plant is not None:
             plant(model)
         with serve(model, flags) as url:
-            b = capture(None, endpoint=url, like=a, out=folder / "b", force=True)
+            b = capture(None, endpoint=url, like=a, out=folder / "b", force=True, concurrency=1)
         floor = floor or Run.open(shutil.copytree(b.path, folder / "floor"))
         said = []
         for options in ({}, {"floor": floor}):

@@ -49,7 +49,8 @@ def _by_steps(client: Client, found: Capabilities, asked: Asked) -> Answer:
     prompt, scored = list(asked.ids or ()), []
     for place, token in enumerate(asked.forced):
         whole = [*prompt, *asked.forced[:place]]
-        question = replace(asked.free, ids=whole, num_tokens=1, extras=found.extras)
+        question = replace(asked.free, ids=whole, num_tokens=1, again=place > 0,
+                           extras=found.extras)  # fmt: skip
         answer = _post(client, found, question)
         if answer.num_prompt not in (None, len(whole)):
             raise EndpointError(

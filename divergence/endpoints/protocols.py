@@ -38,6 +38,8 @@ class Question:
     seed: int
     temperature: float = 0.0
     top: int
+    again: bool = False
+    """The same prompt as before, and a token more: what the server kept of it may be used."""
     extras: frozenset[str] = frozenset()
 
     @property
@@ -260,7 +262,7 @@ def _entry(value: Any) -> Token:
 def _llama(question: Question) -> dict[str, Any]:
     return {
         "prompt": question.prompt, "n_predict": question.num_tokens, "seed": question.seed,
-        "temperature": question.temperature, "n_probs": question.top, "cache_prompt": False,
+        "temperature": question.temperature, "n_probs": question.top, "cache_prompt": question.again,
         "return_tokens": True, "stream": False,
         **({"top_k": 0, "top_p": 1, "min_p": 0} if question.temperature else {}),
     }  # fmt: skip

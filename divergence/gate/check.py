@@ -26,10 +26,11 @@ from divergence.comparison.results.findings import Verdict
 from divergence.comparison.results.sites import Coverage, PassCoverage
 from divergence.comparison.results.tokens import TokenDifference
 from divergence.errors import IncomparableError
+from divergence.gate import logprobs
 from divergence.gate.choice import choose_golden
 from divergence.gate.golden import refuse_unfit
 from divergence.gate.known import Knowledge, excuse, place_of
-from divergence.gate.policy import Policy, load_policy
+from divergence.gate.policy import Policy, TokensPolicy, load_policy
 from divergence.gate.result import CheckResult, Failure
 from divergence.run.command import command_line
 from divergence.run.schema.site import near_names
@@ -123,6 +124,7 @@ def evaluate(
         *_preflight(report, policy),
         *_tokens(report, policy),
         *_tolerances(report, policy),
+        *(() if report.logprobs is None else logprobs.failures(report.logprobs, policy.logprobs)),
     ]
     return CheckResult(
         passed=not failures,
@@ -192,6 +194,8 @@ def _row_text(row: PassCoverage) -> str:
 def _preflight(report: Report, policy: Policy) -> Iterator[Failure]:
     for line in report.preflight:
         allowed = line.status != "blocking" and policy.preflight.allows(line.check)
+        if report.logprobs is not None and line.status == "unknown":
+            continue  # nobody tells it of a server, or of a file
         if line.status != "same" and not allowed:
             yield Failure(
                 rule="preflight",
@@ -219,6 +223,10 @@ def _tokens(report: Report, policy: Policy) -> Iterator[Failure]:
     rules, tokens = policy.tokens, report.tokens
     if rules.min_equal is None and rules.min_equal_count is None:
         return
+    if report.logprobs is not None:
+        equal, ties, total = logprobs.equal_tokens(report.logprobs)
+        yield from _too_few(rules, equal, ties, total, f" ({ties} more were ties)" if ties else "")
+        return
     total = 0 if tokens is None else tokens.num_tokens + tokens.num_missing
     if total == 0 and report.reference.generates and (rules.min_equal or 1) > 0:
         yield Failure(
@@ -234,18 +242,23 @@ def _tokens(report: Report, policy: Policy) -> Iterator[Failure]:
     counted = f" ({num_ties} more were ties)" if num_ties else ""
     if tokens.num_missing:
         counted += f", {tokens.num_missing} of the golden's were not generated"
+    yield from _too_few(rules, tokens.num_equal, num_equal - tokens.num_equal, total, counted)
+
+
+def _too_few(
+    rules: TokensPolicy, equal: int, ties: int, total: int, counted: str
+) -> Iterator[Failure]:
+    """``counted``: what to say of ties, which count as equal, and of missing tokens."""
     for rule, least, found in (
-        ("tokens.min_equal", rules.min_equal, num_equal / total),
-        ("tokens.min_equal_count", rules.min_equal_count, num_equal),
+        ("tokens.min_equal", rules.min_equal, (equal + ties) / total if total else 0.0),
+        ("tokens.min_equal_count", rules.min_equal_count, equal + ties),
     ):
         if least is not None and found < least:
             yield Failure(
-                rule=rule,
-                allowed=f">= {least:g}",
-                found=f"{found:.6g}",
-                text=f"{tokens.num_equal} of {total} generated tokens are equal{counted}; "
+                rule=rule, allowed=f">= {least:g}", found=f"{found:.6g}",
+                text=f"{equal} of {total} generated tokens are equal{counted}; "
                 f"the policy wants {least:g}",
-            )
+            )  # fmt: skip
 
 
 def _num_equal(report: Report, policy: Policy) -> tuple[int, int]:

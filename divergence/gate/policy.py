@@ -62,7 +62,15 @@ from divergence.numerics.formats import FORMATS
 from divergence.run.schema.record import PassName
 from divergence.run.schema.site import compile_patterns, near_names
 
-__all__ = ["Known", "Policy", "PreflightPolicy", "TokensPolicy", "Tolerance", "load_policy"]
+__all__ = [
+    "Known",
+    "LogprobsPolicy",
+    "Policy",
+    "PreflightPolicy",
+    "TokensPolicy",
+    "Tolerance",
+    "load_policy",
+]
 
 LIMITS = ("rel_l2", "one_minus_cosine", "max_abs", "ratio", "ratio_max")
 """Numbers of a SiteResult that a tolerance may bound; ``ratio`` is the median token's difference
@@ -188,6 +196,13 @@ class TokensPolicy(_Strict, frozen=True, kw_only=True):
         return self.tie_margin
 
 
+class LogprobsPolicy(_Strict, frozen=True, kw_only=True):
+    """Limits of numbers of log-probabilities alone, by name: mean_abs, kl_lower, k3 ..."""
+
+    max: dict[str, Annotated[float, msgspec.Meta(ge=0.0)]] = {}
+    min: dict[str, Annotated[float, msgspec.Meta(ge=0.0)]] = {}
+
+
 class Policy(_Strict, frozen=True, kw_only=True):
     """What `check` accepts."""
 
@@ -200,6 +215,8 @@ class Policy(_Strict, frozen=True, kw_only=True):
     """The least share of the golden's records that must be compared."""
     preflight: PreflightPolicy = PreflightPolicy()
     tokens: TokensPolicy = TokensPolicy()
+    logprobs: LogprobsPolicy = LogprobsPolicy()
+    """Of runs of log-probabilities alone."""
     tolerance: tuple[Tolerance, ...] = ()
     """The first one that matches a site applies."""
     known: tuple[Known, ...] = ()

@@ -75,6 +75,7 @@ def measure(
         ) if sure.num_prompts else None,
         first_difference=flips[0] if flips else None,
         num_flips=len(flips),
+        num_ties=sum(one.judgement == "tie" for one in flips),
         num_faults=sum(one.judgement == "fault" for one in flips),
         sequences=_sequences(pairs),
         rollout=metrics,

@@ -325,6 +325,8 @@ class LogprobsResult(msgspec.Struct, frozen=True, kw_only=True):
     first_difference: LogprobFlip | None = None
     num_flips: int = 0
     """Prompts whose answers part."""
+    num_ties: int = 0
+    """How many of them at a margin that rounding may flip."""
     num_faults: int = 0
     """How many of them at a margin that rounding does not flip."""
     sequences: list[LogprobSequence] = []

@@ -22,18 +22,18 @@ TERMS = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.M)
 
 PLAIN = frozenset(
     """
-about abs absmax accumulates after against alike all allow anchor architecture
+about abs absmax accumulates after against alike all allow anchor answers architecture
 argument arguments arithmetic asked at attn attributes axes backend baseline batch
 batches before below beside bless buffer build bytes cache capability causal changed
 channel chat check checks choice chosen chunk class clause command compared compiled
 complete compute computed concurrency config confirm consumer cosine cpu created cross
 csv db decoder detail deterministic device devices diff differ different differs
-disturbed divergence driver dry dtype elsewhere embedding empty entering env
-environment environments equal error escalate estimated example exit expected explain
+disturbed divergence driver dry dtype elsewhere embedding empty ended entering env
+environment environments equal error escalate estimated example exit expected expert explain
 explained explanation extra fallbacks faults first flags flips flushed fold force
 format forwards found frame framework functions generated generates graphs head here
 high holds hooks html id identical ids impl index inf injected inputs is json judged
-judgement keep kernel key kind kl largest leads leans least left like likeliest log
+judgement keep kernel key kind kl largest layer leads leans least left like likeliest log
 logits logprob low lower markdown mask masked match matched matches max mean
 measurable median min minus misalignment missing model more mult nan near neginf new
 next no nondeterministic nonfinite norm normal not note notes num number numbers numel
@@ -41,7 +41,7 @@ off offset on one only origin other out over overlap overrides own p90 p99 pad
 parameters passes pattern peers phase place places plan platform png posinf prefill
 previous prob problem probs projections prompt prompts python quantization quick quiet
 reason region relative remote repeat repeatability replaced replayed report reports
-resolution rests result results resume revision right rms rounded rows runtime same
+resolution rest rests result results resume revision right rms rounded rows runtime same
 schema score se seed seen settings shape size sizes skipped smallest source sqnr state
 status still stopped store stored stride substitute substitutes summary sums svg
 switches task template tensors terms text texts threads tied times title to token

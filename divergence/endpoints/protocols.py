@@ -262,8 +262,8 @@ def _entry(value: Any) -> Token:
 def _llama(question: Question) -> dict[str, Any]:
     return {
         "prompt": question.prompt, "n_predict": question.num_tokens, "seed": question.seed,
-        "temperature": question.temperature, "n_probs": question.top, "cache_prompt": question.again,
-        "return_tokens": True, "stream": False,
+        "temperature": question.temperature, "n_probs": question.top, "return_tokens": True,
+        "cache_prompt": question.again, "stream": False,
         **({"top_k": 0, "top_p": 1, "min_p": 0} if question.temperature else {}),
     }  # fmt: skip
 

@@ -119,19 +119,11 @@ class CaptureOptions(Options, frozen=True, kw_only=True):
         ),
     ] = None
     top_logprobs: Annotated[
-        int,
-        Option(
-            "--top-logprobs N", "How many likeliest tokens a server is asked for at each.", SERVER
-        ),
+        int, Option("--top-logprobs N", "Likeliest tokens a server is asked for at each.", SERVER)
     ] = 20
     answers: Annotated[
         int,
-        Option(
-            "--answers N",
-            "Answers to each prompt, drawn at temperature 1; 0: the greedy one alone. For servers "
-            "that tell texts alone.",
-            SERVER,
-        ),
+        Option("--answers N", "Draw N answers to each prompt; 0: the greedy one alone.", SERVER),
     ] = 0
     concurrency: Annotated[
         int,

@@ -1,6 +1,7 @@
 """What Δ log p shows: rounding of each dtype, and planted causes beside healthy pairs.
 
     python benchmarks/logprobs.py              # both tables, a minute
+    python benchmarks/logprobs.py --trained    # the first one of a trained model (see _trained.py)
     python benchmarks/logprobs.py --causes     # the second one alone, without a model
 
 First table: a random Llama in its dtype against float64, the same tokens forced: mean |Δ log p| of
@@ -18,6 +19,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from divergence import compare, import_dump
 from divergence.analyses.logprobs.scale import BY_DTYPE
@@ -50,34 +54,61 @@ CAUSES: dict[str, tuple[Change, str]] = {
 def rounding() -> None:
     """A random Llama of 4 and of 16 blocks; of trained models it is larger with the spread of their
     logits, which is printed beside."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from divergence.recording.engines import tiny
 
-    print("| blocks | dtype | mean abs Δ log p | p99 | spread of logits | taken as rounding |")
-    print("|---|---|---|---|---|---|")
+    _heading("blocks")
     for num_blocks in (4, 16):
         with tempfile.TemporaryDirectory() as folder:
             path = tiny.build(Path(folder) / "m", num_blocks=num_blocks, hidden=128)
             ids = torch.randint(3, 500, (16, 64), generator=torch.Generator().manual_seed(0))
+            _rows(str(num_blocks), path, ids)
 
-            def scores(dtype: torch.dtype, path: Path = path, ids: torch.Tensor = ids):
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-                with torch.no_grad():
-                    logits = model(ids).logits.double()
-                table = torch.log_softmax(logits, -1)[:, :-1]
-                return table.gather(-1, ids[:, 1:, None])[..., 0], float(logits.std(-1).mean())
 
-            for name in ("bfloat16", "float16", "float32"):
-                rounded = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, name))
-                rounded.double().save_pretrained(Path(folder) / name)  # its weights, exactly
-                truth, spread = scores(torch.float64, Path(folder) / name)
-                found, _ = scores(getattr(torch, name))
-                size = (found - truth).abs().flatten()
-                p99 = float(size.quantile(0.99))
-                print(f"| {num_blocks} | {name} | {float(size.mean()):.1e} | {p99:.1e} | "
-                      f"{spread:.1f} | {BY_DTYPE[name]:.1e} |")  # fmt: skip
+def trained() -> None:
+    """SmolLM2-135M-Instruct on its own answers, and on English that it did not write."""
+    from _trained import CHAT_PROMPTS, checkpoint
+    from transformers import AutoTokenizer
+
+    path = checkpoint("float32")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = (Path(__file__).parents[1] / "docs" / "faq.md").read_text(encoding="utf-8")
+    english = torch.tensor(tokenizer(text).input_ids[: 8 * 96]).reshape(8, 96)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    written = []
+    for prompt in CHAT_PROMPTS:
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt",
+            return_dict=True,
+        )  # fmt: skip
+        whole = model.generate(**ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+        written.append(whole[0, -64:])
+    _heading("text")
+    _rows("its own answers", path, torch.stack(written))
+    _rows("docs/faq.md", path, english)
+
+
+def _heading(first: str) -> None:
+    print(f"| {first} | dtype | mean abs Δ log p | p99 | spread of logits | taken as rounding |")
+    print("|---|---|---|---|---|---|")
+
+
+def _rows(what: str, path: Path, ids: torch.Tensor) -> None:
+    """Each dtype against float64 with the weights that the dtype rounded."""
+
+    def scores(dtype: torch.dtype, rounded: torch.dtype) -> tuple[torch.Tensor, float]:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=rounded).to(dtype)
+        with torch.no_grad():
+            logits = model(ids).logits.double()
+        table = torch.log_softmax(logits, -1)[:, :-1]
+        return table.gather(-1, ids[:, 1:, None])[..., 0], float(logits.std(-1).mean())
+
+    for name in ("bfloat16", "float16", "float32"):
+        dtype = getattr(torch, name)
+        truth, spread = scores(torch.float64, dtype)
+        size = (scores(dtype, dtype)[0] - truth).abs().flatten()
+        p99 = float(size.quantile(0.99))
+        print(f"| {what} | {name} | {float(size.mean()):.1e} | {p99:.1e} | "
+              f"{spread:.1f} | {BY_DTYPE[name]:.1e} |", flush=True)  # fmt: skip
 
 
 def causes() -> None:
@@ -123,6 +154,11 @@ def _pair(change: Change, seed: int, num_prompts: int):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--causes", action="store_true")
-    if not parser.parse_args().causes:
-        rounding()
-    causes()
+    parser.add_argument("--trained", action="store_true")
+    given = parser.parse_args()
+    if given.trained:
+        trained()
+    else:
+        if not given.causes:
+            rounding()
+        causes()
